@@ -1,0 +1,401 @@
+"""Gathering: brings new values of each box from the rank that updated it to its other holders.
+
+Values are sent by broadcasts while the next chunks stream. Measured with gloo on the CPU, with 2
+and 4 ranks on one host: broadcasts of slices take about half of the time of
+``all_gather_into_tensor``. They need no padding either, and a large piece is sent from and received
+into live memory directly. Small pieces are packed in a bounce buffer of constant size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from offload.ambient import in_neutral
+from offload.distributed.gather_plan import BoxKey, BoxPiece, GatherPlan, Transfer
+from offload.distributed.holder_groups import HolderGroups
+from offload.distributed.live_ranges import range_views
+from offload.distributed.sharing import share_bytes
+from offload.errors import RanksError, reason_of
+from offload.format.boxes import Box
+
+Live: TypeAlias = Callable[[str, Box], torch.Tensor]
+"""Function that returns this rank's live memory of a box: a tensor of the box's sizes, which shares
+its memory and its version counter with the parameter. It is called once per box and gathering."""
+
+BeforeWrite: TypeAlias = Callable[[BoxPiece], object]
+"""Function that is called before elements of a box are overwritten, and before the version of the
+tensor changes. It waits until a seal in flight has copied them. A seal that compares versions needs
+it to wait for the whole tensor."""
+
+NUM_SLOTS = 8
+"""Default number of slots of a bounce buffer."""
+
+_TRANSFERS_IN_FLIGHT = 8
+"""Number of transfers of each rank that may be in flight, whether or not they use a slot."""
+
+_MAX_CAUSE_BYTES = 400
+"""Maximal length of a cause that is sent to other ranks, in UTF-8."""
+
+
+class BounceBuffer:
+    """Memory for values on their way: a constant number of slots, allocated by `allocate`.
+
+    Args:
+        slot_bytes: Size of a slot: at least the `slice_bytes` of the plans that use it.
+        num_slots: Number of slots, at least 1.
+        device: Device of the slots; None for host memory. The backend must accept its tensors.
+
+    Raises:
+        ValueError: There are no slots.
+    """
+
+    def __init__(
+        self, slot_bytes: int, num_slots: int = NUM_SLOTS, device: torch.device | None = None
+    ) -> None:
+        if num_slots < 1:
+            raise ValueError(f"num_slots is {num_slots}: at least one slot is needed")
+        self.slot_bytes = slot_bytes
+        self._num_slots = num_slots
+        self._device = device or torch.device("cpu")
+        self._free: list[torch.Tensor] | None = None
+
+    def allocate(self) -> None:
+        """Allocate the slots, unless that has been done."""
+        if self._free is None:
+            self._free = [self._new() for _ in range(self._num_slots)]
+
+    def take(self, *, wait: bool) -> torch.Tensor | None:
+        """Return a free slot, uint8 of shape (slot_bytes,).
+
+        Args:
+            wait: Whether slots in use will be given back. None is returned if there is no free slot
+                and this is true; a new slot is made if it is false.
+        """
+        if self._free:
+            return self._free.pop()
+        return None if wait else self._new()
+
+    def give(self, slot: torch.Tensor) -> None:
+        """Take back a slot that is not in use any more."""
+        if self._free is not None and len(self._free) < self._num_slots:
+            self._free.append(slot)
+
+    def _new(self) -> torch.Tensor:
+        return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    transfer: Transfer
+    work: dist.Work
+    slot: torch.Tensor | None
+    """Slot that holds the values; None if they are sent from or received into live memory."""
+
+
+class Gathering:
+    """One run of a plan: brings the values of one step, or of a restore, to all holders.
+
+    Every rank of the training makes a `Gathering` for the same plan at the same time. It calls
+    `updated` for its chunks, in the order of the plan, and then `finish`; or `fail`, if it cannot
+    go on. All calls come from one thread. Between the first `updated` and the end of `finish` no
+    one else may change the live memory of the plan's boxes.
+
+    If a rank fails, it goes on taking part in the broadcasts of the step, and sends the values that
+    it has. So no rank waits in vain, and at the end all ranks raise the same error.
+
+    Args:
+        plan: Plan of the broadcasts; the same on all ranks.
+        groups: Process groups for the plan's sets of holders.
+        live: Function that returns live memory.
+        buffer: Memory for values on their way; one gathering at a time uses it.
+        before_write: Function that is called before live memory is written; None for no function.
+        arrived: Function that is called when values of a transfer from another rank are in live
+            memory, on the thread of `updated` and `finish`; None for no function.
+
+    Raises:
+        ValueError: The slots of `buffer` are smaller than the plan's slices.
+    """
+
+    def __init__(
+        self,
+        plan: GatherPlan,
+        groups: HolderGroups,
+        live: Live,
+        buffer: BounceBuffer,
+        *,
+        before_write: BeforeWrite | None = None,
+        arrived: Callable[[Transfer], object] | None = None,
+    ) -> None:
+        if buffer.slot_bytes < plan.slice_bytes:
+            raise ValueError(
+                f"slots of {buffer.slot_bytes} bytes are too small for a plan with slices of "
+                f"{plan.slice_bytes} bytes"
+            )
+        if plan.transfers:  # allocated now, because no error may come between two transfers
+            buffer.allocate()
+        self._plan = plan
+        self._groups = groups
+        self._live = live
+        self._buffer = buffer
+        self._before_write = before_write
+        self._arrived = arrived
+        self._rank = groups.rank
+        self._transfers = plan.of(groups.rank)
+        self._num_issued = 0
+        self._num_rounds_begun = 0
+        self._max_in_flight = _TRANSFERS_IN_FLIGHT * plan.num_ranks
+        self._in_flight: deque[_InFlight] = deque()
+        self._memory: dict[BoxKey, torch.Tensor] = {}
+        self._written: set[BoxKey] = set()
+        """Boxes of other ranks whose version has been changed."""
+        self._error: BaseException | None = None
+        """First error of this rank; it goes on taking part after it."""
+        self._lost: RanksError | None = None
+        """Error of a process group, after which nothing more can be sent or received."""
+
+    @in_neutral
+    def updated(self, chunk: int) -> None:
+        """Send the new values of a chunk, which are in live memory now.
+
+        A call for a chunk that is not in the plan does nothing. Chunks of the plan that were left
+        out count as updated as soon as a later one is.
+
+        Args:
+            chunk: Number of the chunk in the plan.
+
+        Raises:
+            RanksError: A rank has ended, or is later than the groups' time limit allows.
+            RuntimeError: The values of the chunk have been sent already, because a later chunk was
+                updated before it. `fail` must be called, as after any error.
+            BaseException: `live`, `before_write` or `arrived` failed. `fail` must be called.
+        """
+        number = self._plan.round_of(self._rank, chunk)
+        if number is None:
+            return
+        if number < self._num_rounds_begun:
+            raise RuntimeError(
+                f"chunk {chunk} was updated after the values of a later chunk were sent: chunks "
+                "must be updated in the order of the plan"
+            )
+        self._issue_rounds(number + 1)
+        if self._lost is not None:
+            raise self._lost
+        if self._error is not None:
+            raise self._error
+
+    @in_neutral
+    def finish(self) -> None:
+        """Take part in the remaining broadcasts, and wait until all values have arrived.
+
+        Raises:
+            RanksError: A rank failed; the error names the rank and the cause, and is the same on
+                all ranks. Or a rank has ended, or is later than the time limit allows.
+        """
+        error = self._end()
+        if error is not None:
+            raise error from self._error
+
+    @in_neutral
+    def fail(self, error: BaseException) -> BaseException:
+        """Take part in the remaining broadcasts, and tell all ranks about an error of this one.
+
+        Args:
+            error: Error of this rank.
+
+        Returns:
+            The error to raise: a `RanksError` that is the same on all ranks. It is `error` itself
+            if the plan is empty, so that no rank waits for this one; or if `error` is no
+            `Exception`, such as a `KeyboardInterrupt`.
+        """
+        if self._lost is None:
+            self._error = self._error or error
+        found = self._end()
+        if found is None or not isinstance(error, Exception):
+            return error
+        if found is not error:
+            found.__cause__ = error
+        return found
+
+    def _end(self) -> RanksError | None:
+        """End the gathering; return the error of the ranks, if there is one."""
+        if not self._plan.transfers:
+            return None
+        self._issue_rounds(self._plan.num_rounds)
+        while self._in_flight and self._lost is None:
+            self._complete_oldest()
+        causes: list[bytes] = []
+        if self._lost is None:
+            try:
+                causes = share_bytes(_cause(self._error), self._groups.everyone)
+            except RuntimeError as error:
+                self._lose(error)
+        failed = [rank for rank, cause in enumerate(causes) if cause]
+        if self._lost is not None or not failed:
+            return self._lost
+        others = f" Failed as well: {_ranks(failed[1:])}." if failed[1:] else ""
+        return RanksError(
+            f"{_ranks(failed[:1])} of {len(causes)} failed in the middle of a step, so the "
+            f"parameters of all ranks are torn: {causes[failed[0]].decode()}.{others} restore() a "
+            "checkpoint on every rank to continue"
+        )
+
+    def _issue_rounds(self, stop: int) -> None:
+        """Issue all transfers of rounds before `stop`."""
+        self._num_rounds_begun = stop
+        while self._num_issued < len(self._transfers) and self._lost is None:
+            transfer = self._transfers[self._num_issued]
+            if transfer.round >= stop:
+                return
+            while len(self._in_flight) >= self._max_in_flight and self._lost is None:
+                self._complete_oldest()
+            self._num_issued += 1
+            self._issue(transfer)
+
+    def _issue(self, transfer: Transfer) -> None:
+        """Begin a transfer; errors are noted, so that the order of transfers is kept."""
+        slot, values = None, self._direct(transfer)
+        if values is None:
+            slot = self._slot()
+            if slot is None:
+                return  # the group is lost
+            values = slot[: transfer.nbytes]
+            if transfer.owner == self._rank:
+                self._try(self._pack, transfer, values)
+        try:
+            work = dist.broadcast(
+                values,
+                group=self._groups.of(transfer.holders),
+                group_src=transfer.holders.index(transfer.owner),
+                async_op=True,
+            )
+        except RuntimeError as error:
+            self._lose(error)
+            return
+        self._in_flight.append(_InFlight(transfer, work, slot))
+
+    def _slot(self) -> torch.Tensor | None:
+        while self._lost is None:
+            slot = self._buffer.take(wait=bool(self._in_flight))
+            if slot is not None:
+                return slot
+            self._complete_oldest()
+        return None
+
+    def _complete_oldest(self) -> None:
+        """Wait for the oldest transfer in flight, and copy its values into live memory."""
+        oldest = self._in_flight.popleft()
+        try:
+            oldest.work.wait()
+        except RuntimeError as error:
+            self._lose(error)
+            return  # the backend may still write into the slot, so it is not used again
+        transfer = oldest.transfer
+        if transfer.owner != self._rank and self._error is None:
+            self._try(self._receive, transfer, oldest.slot)
+        if oldest.slot is not None:
+            self._buffer.give(oldest.slot)
+
+    def _direct(self, transfer: Transfer) -> torch.Tensor | None:
+        """Return the live memory of a transfer, uint8; None if a slot must be used."""
+        if len(transfer.pieces) > 1 or self._error is not None:
+            return None
+        (piece,) = transfer.pieces
+        found: list[torch.Tensor] = []
+
+        def prepare() -> None:
+            views = self._views(piece)
+            if len(views) == 1 and views[0].is_contiguous():
+                if transfer.owner != self._rank:
+                    self._begin_write(piece)
+                found.append(views[0].view(torch.uint8))
+
+        self._try(prepare)
+        return found[0] if found else None
+
+    def _pack(self, transfer: Transfer, values: torch.Tensor) -> None:
+        sources, parts = self._pairs(transfer, values)
+        torch._foreach_copy_(parts, sources)
+
+    def _receive(self, transfer: Transfer, slot: torch.Tensor | None) -> None:
+        """Copy the values of a transfer from its slot, if it has one, and report them."""
+        if slot is not None:
+            for piece in transfer.pieces:
+                self._begin_write(piece)
+            targets, parts = self._pairs(transfer, slot)
+            torch._foreach_copy_(targets, parts)
+        if self._arrived is not None:
+            self._arrived(transfer)
+
+    def _pairs(
+        self, transfer: Transfer, values: torch.Tensor
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return views of live memory, and of the same elements in packed values."""
+        live: list[torch.Tensor] = []
+        packed: list[torch.Tensor] = []
+        for piece, offset in zip(transfer.pieces, transfer.offsets, strict=False):
+            for view in self._views(piece):
+                end = offset + view.numel() * view.element_size()
+                live.append(view)
+                packed.append(values[offset:end].view(view.dtype).view(view.shape))
+                offset = end
+        return live, packed
+
+    def _views(self, piece: BoxPiece) -> list[torch.Tensor]:
+        """Return views of a piece's live memory, without their version counter."""
+        return range_views(self._memory_of(piece).data, piece.start, piece.stop)
+
+    def _memory_of(self, piece: BoxPiece) -> torch.Tensor:
+        memory = self._memory.get(piece.key)
+        if memory is None:
+            memory = self._memory[piece.key] = self._live(piece.name, piece.box)
+            if tuple(memory.shape) != piece.box.sizes:
+                raise RuntimeError(
+                    f"live memory of {piece.name!r} has the shape {list(memory.shape)}, expected "
+                    f"{list(piece.box.sizes)}: its parameter was replaced or sharded anew"
+                )
+        return memory
+
+    def _begin_write(self, piece: BoxPiece) -> None:
+        """Wait until a piece may be overwritten; change its tensor's version once per gathering."""
+        if self._before_write is not None:
+            self._before_write(piece)
+        if piece.key not in self._written:
+            self._written.add(piece.key)
+            memory = self._memory_of(piece)
+            if not memory.is_inference():
+                torch.autograd.graph.increment_version(memory)
+
+    def _try(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function; note its error, with which this rank fails."""
+        try:
+            function(*arguments)
+        except BaseException as error:  # noqa: BLE001  (raised by `updated`, or by all ranks)
+            self._error = self._error or error
+
+    def _lose(self, error: RuntimeError) -> None:
+        if self._lost is None:
+            issued, total = self._num_issued, len(self._transfers)
+            self._lost = RanksError(
+                f"rank {self._rank} of {self._plan.num_ranks} lost another rank at broadcast "
+                f"{issued} of {total} of new values, so its parameters are torn: another rank has "
+                "ended, or gave no sign within the time limit. Restart the job, which goes on from "
+                f"the newest checkpoint ({reason_of(error)})"
+            )
+            self._lost.__cause__ = error
+
+
+def _cause(error: BaseException | None) -> bytes:
+    if error is None:
+        return b""
+    text = f"{type(error).__name__}: {reason_of(error)}"
+    return text.encode()[:_MAX_CAUSE_BYTES].decode(errors="ignore").encode()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

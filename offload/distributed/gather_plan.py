@@ -1,0 +1,325 @@
+"""Plan of the broadcasts that carry new values to all holders of a box. Pure arithmetic.
+
+Each rank updates its own chunks, one after the other. A *round* is the n-th chunk of every rank. In
+each round, each rank sends the new values of its chunk to the other holders of the boxes in it. The
+values are sent by broadcasts with exact sizes, so no rank sends padding. All ranks make the same
+plan, and a rank issues those broadcasts of the plan in which it is a holder, in the plan's order.
+So any two ranks issue the broadcasts that they share in the same order. A rank with few chunks, or
+none, takes part in all rounds. A box with one holder causes no broadcast.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from offload.format.boxes import Box
+from offload.format.header import DTYPE_BYTES
+from offload.format.layout import Layout
+
+BoxKey: TypeAlias = tuple[str, Box]
+"""Name of a tensor, and a box of it."""
+
+SLICE_BYTES = 4 << 20
+"""Default for the most bytes in one broadcast. Sizes from 4 to 16 MiB are equally fast."""
+
+PACK_BYTES = 512 << 10
+"""Pieces of fewer bytes share broadcasts. A broadcast on one host takes as long as copying about
+1 MiB into a buffer and out of it again."""
+
+ALIGNMENT = 8
+"""Each piece of a packed broadcast begins at a multiple of this number of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoxPiece:
+    """A range of elements of a box, counted in row-major order from the box's first element."""
+
+    name: str
+    """Name of the tensor."""
+
+    box: Box
+    """Box of the tensor."""
+
+    dtype: str
+    """safetensors code of the values: ``BF16``, ``F16``, ``F32``, ..."""
+
+    start: int
+    """First element."""
+
+    stop: int
+    """One past the last element."""
+
+    @property
+    def key(self) -> BoxKey:
+        """Name and box."""
+        return self.name, self.box
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the values in bytes."""
+        return (self.stop - self.start) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class RankChunk:
+    """A chunk that one rank updates."""
+
+    number: int
+    """Number by which the rank reports that it has updated the chunk."""
+
+    pieces: tuple[BoxPiece, ...]
+    """Pieces whose values are new; may be empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One broadcast: values that an owner sends to all other holders."""
+
+    round: int
+    """Position of the chunk among the owner's chunks."""
+
+    owner: int
+    """Rank that sends the values."""
+
+    holders: tuple[int, ...]
+    """Ranks that take part, in ascending order; the owner is one of them."""
+
+    pieces: tuple[BoxPiece, ...]
+    """Values in the order in which they are sent; at least one piece, none of them empty."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Position of each piece in bytes, then the number of bytes that are sent."""
+        found = [0]
+        for piece in self.pieces:
+            found.append(found[-1] + -(-piece.nbytes // ALIGNMENT) * ALIGNMENT)
+        if len(self.pieces) == 1:  # a piece that is sent alone may be sent from where it lies
+            found[-1] = self.pieces[0].nbytes
+        return tuple(found)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that are sent, with the bytes that align the pieces."""
+        return self.offsets[-1]
+
+
+class GatherPlan:
+    """The broadcasts of one step, in the order in which all ranks issue them.
+
+    Args:
+        chunks: For each rank, its chunks in the order in which it updates them. Pieces without
+            elements are ignored.
+        holders: Ranks that hold each box, in ascending order. All boxes of `chunks` must be in it.
+        late: Boxes whose new values are in live memory only when the last of their chunks has been
+            updated. This is so for parameters that are not contiguous. All values of such a box
+            are sent in that chunk's round.
+        slice_bytes: Most bytes in one broadcast; a multiple of `ALIGNMENT`.
+
+    Raises:
+        ValueError: A rank updates a box that it does not hold; a piece is outside of its box; or
+            two ranks, or one rank twice, update the same elements.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[RankChunk]],
+        holders: Mapping[BoxKey, Sequence[int]],
+        *,
+        late: Collection[BoxKey] = (),
+        slice_bytes: int = SLICE_BYTES,
+    ) -> None:
+        if slice_bytes < ALIGNMENT or slice_bytes % ALIGNMENT:
+            raise ValueError(f"slice_bytes is {slice_bytes}: expected a multiple of {ALIGNMENT}")
+        _check(chunks, holders)
+        self.num_ranks = len(chunks)
+        self.slice_bytes = slice_bytes
+        self.num_rounds = max(map(len, chunks), default=0)
+        """Number of rounds: that of the chunks of the rank with most chunks."""
+        self._rounds = [
+            {chunk.number: position for position, chunk in enumerate(own)} for own in chunks
+        ]
+        found: list[tuple[int, int, Transfer]] = []
+        for owner, own in enumerate(chunks):
+            for number, pieces in enumerate(_postponed(own, late)):
+                for held_by, shared in _by_holders(pieces, holders).items():
+                    slices = enumerate(_sliced(shared, slice_bytes))
+                    found += [(number, n, Transfer(number, owner, held_by, s)) for n, s in slices]
+        # The owners take turns within a round, so that traffic flows in all directions at once.
+        found.sort(key=lambda item: (item[0], item[1], item[2].holders, item[2].owner))
+        self.transfers = tuple(transfer for _, _, transfer in found)
+        """The broadcasts of all ranks, in their order; empty if each box has one holder."""
+
+    def of(self, rank: int) -> tuple[Transfer, ...]:
+        """Return the broadcasts that a rank issues, in their order."""
+        return tuple(transfer for transfer in self.transfers if rank in transfer.holders)
+
+    def round_of(self, rank: int, number: int) -> int | None:
+        """Return the round of a rank's chunk; None if the chunk is not in the plan."""
+        return self._rounds[rank].get(number)
+
+    @property
+    def holder_sets(self) -> list[tuple[int, ...]]:
+        """Every set of ranks that issues broadcasts together, sorted."""
+        return sorted({transfer.holders for transfer in self.transfers})
+
+
+def layout_chunks(
+    layout: Layout, *, order: Iterable[int] | None = None, stepped: Collection[str] | None = None
+) -> list[RankChunk]:
+    """Return the chunks of a rank's layout, with the pieces that a step changes.
+
+    Args:
+        layout: Layout of the boxes that the rank steps.
+        order: Chunks in the order in which the rank updates them; None for ascending order.
+        stepped: Names of the parameters that are stepped; None for all. Chunks without any of them
+            are left out, so a step in which few parameters have gradients has few rounds.
+    """
+    found = []
+    for number in range(layout.num_chunks) if order is None else order:
+        pieces = []
+        for piece in layout.plans[number].pieces:
+            spec = layout.parameters[piece.parameter]
+            if stepped is None or spec.name in stepped:
+                box = Box.whole(spec.shape) if spec.cut is None else spec.cut.box
+                pieces.append(BoxPiece(spec.name, box, spec.dtype, piece.start, piece.stop))
+        if pieces:
+            found.append(RankChunk(number, tuple(pieces)))
+    return found
+
+
+def deal_reading(
+    boxes: Mapping[BoxKey, str],
+    holders: Mapping[BoxKey, Sequence[int]],
+    num_ranks: int,
+    *,
+    chunk_bytes: int,
+) -> list[list[RankChunk]]:
+    """Divide the reading of tensors among the ranks that hold them, for a restore.
+
+    Each rank reads its own chunks from storage, and a `GatherPlan` of the result brings them to the
+    other holders. So each byte is read by one rank. The ranks' loads differ by about `chunk_bytes`,
+    as far as the holders allow it.
+
+    Args:
+        boxes: safetensors code of each box's dtype, in the order of the boxes in the file.
+        holders: Ranks that hold each box.
+        num_ranks: Number of ranks.
+        chunk_bytes: Most bytes in one chunk; at least 8.
+
+    Returns:
+        For each rank, the chunks to read, in the order of the file.
+    """
+    loads = [0] * num_ranks
+    dealt: list[list[BoxPiece]] = [[] for _ in range(num_ranks)]
+    for (name, box), dtype in boxes.items():
+        most = max(1, chunk_bytes // DTYPE_BYTES[dtype])
+        for start in range(0, box.num_elements, most):
+            piece = BoxPiece(name, box, dtype, start, min(start + most, box.num_elements))
+            rank = min(holders[name, box], key=lambda rank: (loads[rank], rank))
+            loads[rank] += piece.nbytes
+            dealt[rank].append(piece)
+    return [_filled(pieces, chunk_bytes) for pieces in dealt]
+
+
+def _filled(pieces: Iterable[BoxPiece], chunk_bytes: int) -> list[RankChunk]:
+    """Return chunks of neighbouring pieces, as full as possible."""
+    chunks: list[list[BoxPiece]] = []
+    room = 0
+    for piece in pieces:
+        if piece.nbytes > room or not chunks:
+            chunks.append([])
+            room = chunk_bytes
+        chunks[-1].append(piece)
+        room -= piece.nbytes
+    return [RankChunk(number, tuple(found)) for number, found in enumerate(chunks)]
+
+
+def _postponed(
+    chunks: Sequence[RankChunk], late: Collection[BoxKey]
+) -> Iterator[Sequence[BoxPiece]]:
+    """Yield the pieces to send after each chunk; those of late boxes come after their last one."""
+    last = {piece.key: n for n, chunk in enumerate(chunks) for piece in chunk.pieces}
+    waiting: dict[BoxKey, list[BoxPiece]] = {}
+    for number, chunk in enumerate(chunks):
+        ready: list[BoxPiece] = []
+        for piece in chunk.pieces:
+            if piece.start == piece.stop:
+                continue
+            if piece.key in late:
+                waiting.setdefault(piece.key, []).append(piece)
+            else:
+                ready.append(piece)
+        for key in [key for key in waiting if last[key] == number]:
+            ready += waiting.pop(key)
+        yield ready
+
+
+def _by_holders(
+    pieces: Iterable[BoxPiece], holders: Mapping[BoxKey, Sequence[int]]
+) -> dict[tuple[int, ...], list[BoxPiece]]:
+    """Return the pieces that several ranks hold, by those ranks."""
+    found: dict[tuple[int, ...], list[BoxPiece]] = {}
+    for piece in pieces:
+        ranks = tuple(holders[piece.key])
+        if len(ranks) > 1:
+            found.setdefault(ranks, []).append(piece)
+    return found
+
+
+def _sliced(pieces: Iterable[BoxPiece], most: int) -> Iterator[tuple[BoxPiece, ...]]:
+    """Yield the content of each broadcast: parts of one large piece, or several small pieces."""
+    packed: list[BoxPiece] = []
+    room = most
+    for piece in pieces:
+        if piece.nbytes >= min(PACK_BYTES, most):
+            step = most // DTYPE_BYTES[piece.dtype]
+            for start in range(piece.start, piece.stop, step):
+                yield (replace(piece, start=start, stop=min(start + step, piece.stop)),)
+            continue
+        size = -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
+        if size > room:
+            yield tuple(packed)
+            packed, room = [], most
+        packed.append(piece)
+        room -= size
+    if packed:
+        yield tuple(packed)
+
+
+def _check(chunks: Sequence[Sequence[RankChunk]], holders: Mapping[BoxKey, Sequence[int]]) -> None:
+    """Raise `ValueError` if chunks and holders do not fit together; see `GatherPlan`."""
+    taken: dict[BoxKey, list[tuple[int, int]]] = {}
+    for rank, own in enumerate(chunks):
+        if len({chunk.number for chunk in own}) < len(own):
+            raise ValueError(f"rank {rank} updates a chunk twice: {[c.number for c in own]}")
+        for piece in (piece for chunk in own for piece in chunk.pieces):
+            name = f"{piece.name}{piece.box.notation()}"
+            ranks = holders.get(piece.key, ())
+            if rank not in ranks or list(ranks) != sorted({*ranks}) or ranks[-1] >= len(chunks):
+                raise ValueError(
+                    f"rank {rank} of {len(chunks)} updates {name}, whose holders are {[*ranks]}: "
+                    "expected ascending ranks, and the updating rank among them"
+                )
+            if not 0 <= piece.start <= piece.stop <= piece.box.num_elements:
+                raise ValueError(
+                    f"elements {piece.start} to {piece.stop} are not within {name}, which has "
+                    f"{piece.box.num_elements}"
+                )
+            if piece.start < piece.stop:
+                _take(taken.setdefault(piece.key, []), piece, name)
+
+
+def _take(ranges: list[tuple[int, int]], piece: BoxPiece, name: str) -> None:
+    """Add a piece's range to sorted ranges; raise `ValueError` if it overlaps with one of them."""
+    at = bisect_left(ranges, (piece.start, piece.stop))
+    if (at < len(ranges) and ranges[at][0] < piece.stop) or (
+        at and ranges[at - 1][1] > piece.start
+    ):
+        raise ValueError(
+            f"elements {piece.start} to {piece.stop} of {name} overlap with others that are "
+            "updated: each element must be updated by one rank, once"
+        )
+    ranges.insert(at, (piece.start, piece.stop))

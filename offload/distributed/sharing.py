@@ -1,0 +1,45 @@
+"""Exchange of a few bytes between all ranks of a group.
+
+Both functions use all-reduce of a table in which each rank fills its own row, because that works
+alike in all supported versions of torch. The group must accept tensors in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def share_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """Return the numbers of every rank, by rank. All ranks must give equally many.
+
+    Args:
+        numbers: Numbers of this rank, each of at most 63 bits and not negative.
+        group: Group of the ranks.
+
+    Raises:
+        RuntimeError: A rank has ended, or has not called this within the group's time limit.
+    """
+    table = torch.zeros((group.size(), len(numbers)), dtype=torch.int64, device="cpu")
+    table[group.rank()] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    dist.all_reduce(table, group=group)
+    return [tuple(row) for row in table.tolist()]
+
+
+def share_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Return the data of every rank, by rank. If no rank has any, one exchange of numbers is made.
+
+    Raises the errors of `share_numbers`.
+    """
+    lengths = [length for (length,) in share_numbers([len(data)], group)]
+    most = max(lengths)
+    if not most:
+        return [b""] * len(lengths)
+    table = torch.zeros((group.size(), most), dtype=torch.uint8, device="cpu")
+    if data:
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        table[group.rank(), : len(data)] = own
+    dist.all_reduce(table, group=group)
+    return [row[:length].numpy().tobytes() for row, length in zip(table, lengths, strict=True)]

@@ -1,0 +1,181 @@
+"""Agreement of the ranks before a step whose new values are gathered.
+
+Each rank derives the plan of the gathering from what all ranks do in the step, so all must know it:
+
+- *Parameters with a gradient.* All ranks must step the same ones. DistributedDataParallel makes it
+  so: with ``find_unused_parameters=True`` a parameter that any rank has used has a gradient on all
+  of them, and another one has none on any. If the ranks differ nevertheless, no rule could give
+  what plain training gives, because the replicas would drift apart there. So that is an error.
+- *The order of chunks*, which each rank may have learned from its own forward.
+- *The number of the step*, and whether a rank cannot take it.
+
+One exchange of 32 bytes per rank finds out whether the ranks agree; digests stand for the lists.
+The lists themselves are only exchanged after a difference or a change. Nothing has been changed or
+read when an error is raised. Without replicated boxes no plan is needed, and no agreement either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from offload.ambient import in_neutral
+from offload.distributed.sharing import share_bytes, share_numbers
+from offload.errors import RanksError, reason_of
+
+_MOST_NAMED = 3
+"""Maximal number of parameters that an error names."""
+
+_MAX_REFUSAL_BYTES = 400
+
+
+@dataclass(frozen=True, slots=True)
+class StepTerms:
+    """What one rank is about to do in a step."""
+
+    step: int
+    """Number of the step, from 1."""
+
+    stepped: Sequence[str]
+    """Names of the parameters with a gradient, in the order of the model. These are all parameters
+    that the optimizer steps, also those whose boxes are on other ranks."""
+
+    order: Sequence[int]
+    """Chunks of this rank in the order in which it updates them."""
+
+    refusal: str = ""
+    """Reason why this rank cannot take the step; empty if it can."""
+
+
+class StepAgreement:
+    """Agreement of all ranks on each step. All calls are collective.
+
+    Args:
+        group: Group of all ranks; it must accept tensors in host memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._known: list[int] = []
+        """Digest of each rank's order, when the orders were last exchanged."""
+        self._orders: list[tuple[int, ...]] = []
+
+    @in_neutral
+    def agree(self, terms: StepTerms) -> list[tuple[int, ...]]:
+        """Check that all ranks take the same step, and return what their plans need.
+
+        Args:
+            terms: What this rank is about to do.
+
+        Returns:
+            The order of the chunks of each rank, by rank.
+
+        Raises:
+            RanksError: The ranks differ, or one cannot take the step. The message is the same on
+                all ranks, and names ranks and causes. Or a rank has ended, or is later than the
+                time limit of the group allows.
+        """
+        try:
+            return self._agree(terms)
+        except RuntimeError as error:
+            if isinstance(error, RanksError):
+                raise
+            raise RanksError(
+                f"rank {self._group.rank()} of {self._group.size()} waited in vain for the other "
+                f"ranks to begin step {terms.step}: one has ended, or has not called step() within "
+                "the time limit. Nothing was changed in this step. Restart the job, which goes on "
+                f"from the newest checkpoint ({reason_of(error)})"
+            ) from error
+
+    def _agree(self, terms: StepTerms) -> list[tuple[int, ...]]:
+        stepped, order = _digest(list(terms.stepped)), _digest(list(terms.order))
+        numbers = [terms.step, stepped, order, int(bool(terms.refusal))]
+        table = share_numbers(numbers, self._group)
+        steps, digests, orders, refuses = ([*column] for column in zip(*table, strict=True))
+        if any(refuses):
+            said = terms.refusal.encode()[:_MAX_REFUSAL_BYTES].decode(errors="ignore").encode()
+            found = share_bytes(said, self._group)
+            rank = refuses.index(1)
+            raise RanksError(
+                f"rank {rank} of {len(found)} cannot take step {steps[rank]}: "
+                f"{found[rank].decode()}. No rank has taken it"
+            )
+        if len({*steps}) > 1:
+            listed = ", ".join(f"rank {rank} step {step}" for rank, step in enumerate(steps))
+            raise RanksError(
+                f"the ranks take different steps ({listed}), so their parameters differ: call "
+                "step() equally often on every rank, and restore() on every rank to continue"
+            )
+        if len({*digests}) > 1:
+            names = json.dumps(list(terms.stepped)).encode()
+            raise _differing([set(json.loads(d)) for d in share_bytes(names, self._group)])
+        if orders != self._known:
+            found = share_bytes(json.dumps(list(terms.order)).encode(), self._group)
+            self._orders = [tuple(json.loads(data)) for data in found]
+            self._known = orders
+        return self._orders
+
+
+@in_neutral
+def agree_found_inf(found: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Make a gradient scaler's flags of infinite gradients equal on all ranks; collective.
+
+    Ranks that step different boxes see different gradients. If one of them skipped a step alone, it
+    would leave the others waiting.
+
+    Args:
+        found: Flags of this rank, each with one element: not 0 if a gradient is infinite or NaN.
+            They are changed in place: to 1 if any flag of any rank is set, otherwise to 0.
+        group: Group of all ranks; it must accept tensors in host memory.
+
+    Raises:
+        RanksError: A rank has ended, or has not called this within the group's time limit.
+    """
+    mine = int(any(bool(flag.item()) for flag in found))
+    try:
+        flags = share_numbers([mine], group)
+    except RuntimeError as error:
+        raise RanksError(
+            f"rank {group.rank()} of {group.size()} waited in vain for the other ranks to check "
+            "their gradients for infinite values: one has ended, or has not called the scaler's "
+            f"step() within the time limit. Restart the job ({reason_of(error)})"
+        ) from error
+    for flag in found:
+        flag.fill_(float(any(value for (value,) in flags)))
+
+
+def _digest(values: Sequence[str] | Sequence[int]) -> int:
+    """Return a number of 63 bits that stands for a list."""
+    data = hashlib.blake2b(json.dumps(values).encode(), digest_size=8).digest()
+    return int.from_bytes(data, "little") >> 1
+
+
+def _differing(stepped: Sequence[set[str]]) -> RanksError:
+    everywhere, anywhere = set.intersection(*stepped), set.union(*stepped)
+    names = sorted(anywhere - everywhere)
+    if not names:
+        return RanksError(
+            "the ranks list the same parameters in different orders: construct the same model and "
+            "give the optimizer its parameters in the same order on every rank"
+        )
+    lines = []
+    for name in names[:_MOST_NAMED]:
+        with_it = [rank for rank, own in enumerate(stepped) if name in own]
+        without = [rank for rank, own in enumerate(stepped) if name not in own]
+        lines.append(f"{name!r} has one on {_ranks(with_it)} and none on {_ranks(without)}")
+    more = f" ({len(names) - _MOST_NAMED} more differ)" if len(names) > _MOST_NAMED else ""
+    return RanksError(
+        f"some parameters have a gradient on some ranks only: {'; '.join(lines)}{more}. All ranks "
+        "must step the same parameters; nothing was changed. If a rank does not use all parameters "
+        "in each forward, pass find_unused_parameters=True to DistributedDataParallel, and set "
+        "gradients to None on all ranks or on none"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
