@@ -516,13 +516,15 @@ KEEPING = (
                 """\
             if verify:
                 _require_whole(storage, opened, others, progress)
-            return _prune(storage, opened, others, newest, dry_run=dry_run, verified=verify)
+            owners = [] if newest is None or not newest.owners else [directory, *given]
+            return _prune(
 """,
                 """\
-            report = _prune(storage, opened, others, newest, dry_run=dry_run, verified=verify)
-            if verify:
+            owners = [] if newest is None or not newest.owners else [directory, *given]
+            if verify and not dry_run:
+                opened.prune()
                 _require_whole(storage, opened, others, progress)
-            return report
+            return _prune(
 """,
             ),
         ),
