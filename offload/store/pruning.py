@@ -145,9 +145,9 @@ def prune(
         given = [os.path.abspath(part) for part in parts or ()]
         with closing(_open(storage, directory, others, policy or _KeepAll())) as opened:
             _require_metrics(opened, policy)
-            if verify:
-                _require_whole(storage, opened, others, progress)
             owners = [] if newest is None or not newest.owners else [directory, *given]
+            if verify:
+                _require_whole(storage, opened, owners[1:] or others, progress)
             return _prune(storage, opened, others, newest, owners, dry_run=dry_run, verified=verify)
 
 

@@ -515,16 +515,16 @@ KEEPING = (
                 _PRUNING,
                 """\
             if verify:
-                _require_whole(storage, opened, others, progress)
-            owners = [] if newest is None or not newest.owners else [directory, *given]
-            return _prune(
+                _require_whole(storage, opened, owners[1:] or others, progress)
+            return _prune(storage, opened, others, newest, owners, dry_run=dry_run, verified=verify)
 """,
                 """\
-            owners = [] if newest is None or not newest.owners else [directory, *given]
-            if verify and not dry_run:
-                opened.prune()
-                _require_whole(storage, opened, others, progress)
-            return _prune(
+            report = _prune(
+                storage, opened, others, newest, owners, dry_run=dry_run, verified=verify
+            )
+            if verify:
+                _require_whole(storage, opened, owners[1:] or others, progress)
+            return report
 """,
             ),
         ),
