@@ -31,7 +31,9 @@ from offload.format.names import (
     MANIFEST_NAME,
     PART_FILE_NAME,
     STORE_FILE_NAME,
+    TABLE_NAME,
     is_slot_name,
+    owner_number,
     part_number,
     step_of,
 )
@@ -95,7 +97,11 @@ class _Place:
     def others(self) -> list[str]:
         """Names in the directory other than those that an empty directory may hold."""
         nothing = _NOTHING | self.unfinished
-        return [n for n in self.names if n not in nothing and not n.startswith(".")]
+        return [
+            n
+            for n in self.names
+            if n not in nothing and not n.startswith(".") and owner_number(n) is None
+        ]
 
 
 def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
@@ -278,6 +284,13 @@ def _look_at(backend: Backend, directory: str) -> _Place:
         path = f"{directory}/{name}"
         if part_number(name) is None or not _is_directory(backend, path):
             continue
+        if backend.stat(f"{path}/{TABLE_NAME}") is not None:
+            raise StoreError(
+                errno.EINVAL,
+                "this is the directory of one owner of a store that several ranks write, not a "
+                f"store: pass the directory that it is in, {os.path.dirname(directory)!r}",
+                directory,
+            )
         if backend.stat(f"{path}/{PART_FILE_NAME}") is None:
             if all(inside.endswith(_ARRAY_SUFFIX) for inside in backend.list_dir(path)):
                 place.unfinished.add(name)

@@ -23,7 +23,7 @@ from offload.checkpoint.reading import (
     checkpoint_paths,
     decode_manifest,
 )
-from offload.errors import CheckpointError, CheckpointNotFoundError
+from offload.errors import CheckpointError, CheckpointNotFoundError, StoreError
 from offload.format.known_leaves import KnownLeaves
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME, is_slot_name
@@ -36,8 +36,10 @@ from offload.store.directories import (
     require_number_of_directories,
 )
 from offload.store.file_identity import FileIds, ids_in
+from offload.store.owner_claims import OwnerClaims
 from offload.store.part_pool import PartPool, part_numbers
 from offload.store.poison import Poison
+from offload.store.shared import SharedStore
 from offload.store.slot import Slot, open_slot
 from offload.store.store_id import read_store_id
 from offload.store.writer_lock import WriterLock
@@ -120,6 +122,7 @@ def open_directories(
     fresh: bool = False,
     allow_volatile: bool = False,
     allow_remote: bool = False,
+    shared: SharedStore | None = None,
 ) -> StoreContent:
     """Open a store for writing.
 
@@ -132,6 +135,7 @@ def open_directories(
         fresh: Whether the present checkpoints are to be abandoned.
         allow_volatile: Accept a file system that loses its content at power-off.
         allow_remote: Accept a file system that another machine or a program serves.
+        shared: Owners of state that other ranks serve; None for a store of one process.
 
     Raises:
         StoreLockedError: Another writer has locked one of the directories.
@@ -153,7 +157,7 @@ def open_directories(
             # Names in the other directories become durable when a part is sealed. Until then, no
             # such name is trusted.
             drives[0][0].sync_dir(drives[0][1])
-            return _read_content(drives, lock, poison)
+            return _read_content(drives, lock, poison, shared, fresh=fresh)
     except BaseException:
         lock.release()
         raise
@@ -241,19 +245,29 @@ def ids_at(backend: Backend, path: str, manifest: Manifest, parts: PartPool) -> 
 
 
 def _read_content(
-    drives: Sequence[tuple[Backend, str]], lock: WriterLock, poison: Poison
+    drives: Sequence[tuple[Backend, str]],
+    lock: WriterLock,
+    poison: Poison,
+    shared: SharedStore | None,
+    *,
+    fresh: bool,
 ) -> StoreContent:
     """Read the content of a store whose directories are locked."""
     (backend, directory), *others = drives
     other_directories = [path for _, path in others]
     checkpoints, refused = [], []
     claims: dict[str, frozenset[int] | None] = {}
+    owners = OwnerClaims()
     for path in checkpoint_paths(backend, directory):
         claims[path] = None
+        owners.claim_unknown(path)
         try:
             manifest = decode_manifest(backend, path)
             check_name(path, manifest)
             claims[path] = part_numbers(manifest)
+            owners.claim(path, [manifest])
+            if manifest.owners and not fresh:
+                _require_shared(shared, directory, manifest).require_parts(path, manifest)
             require_number_of_directories(manifest, directory, len(drives))
             check_files(backend, path, manifest, other_directories)
         except CheckpointError as error:
@@ -262,10 +276,11 @@ def _read_content(
             backend.sync_dir(path)  # a process may have died after it replaced the train state
             checkpoints.append(StoredCheckpoint(path, manifest, None))
             del claims[path]
+            owners.release(path)
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)
     recorded = read_store_id(backend, directory, durable=True) if others else None
     store_id = checkpoints[-1].manifest.store_id if checkpoints else recorded or uuid.uuid4().hex
-    parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison)
+    parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison, owners)
     for checkpoint in checkpoints:
         checkpoint.known_ids = ids_at(backend, checkpoint.path, checkpoint.manifest, parts)
     if foreign := parts.foreign():
@@ -284,6 +299,19 @@ def _read_content(
         checkpoints=checkpoints,
         refused=refused,
         leftover=leftover,
+    )
+
+
+def _require_shared(shared: SharedStore | None, directory: str, manifest: Manifest) -> SharedStore:
+    """Refuse a store of several ranks to a process that does not know of their parts."""
+    if shared is not None:
+        return shared
+    raise StoreError(
+        errno.EINVAL,
+        f"step {manifest.step} of this store was made by {len(manifest.owners) + 1} ranks, each of "
+        "which holds a part of its state, and this process is alone: start it with torchrun, as "
+        "before. fresh=True starts over",
+        directory,
     )
 
 

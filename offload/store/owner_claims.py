@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import errno
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from offload.errors import StoreError
 from offload.format.manifest import Manifest
+from offload.format.owners import OwnerReference
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,4 +75,23 @@ class OwnerClaims:
         return NamedParts(
             {owner: frozenset(names) for owner, names in sorted(found.items())},
             tuple(path for path, claim in self._by_path.items() if claim is None),
+        )
+
+
+def require_agreement(
+    references: Sequence[OwnerReference], expected: Collection[int], generation: int
+) -> None:
+    """Check that each owner has reported exactly one part, of the right generation.
+
+    Raises:
+        StoreError: An owner has not reported, has reported twice, or has reported another
+            generation.
+    """
+    numbers = [reference.owner for reference in references]
+    if numbers != sorted(expected) or any(r.generation != generation for r in references):
+        found = [(r.owner, r.generation) for r in references]
+        raise StoreError(
+            errno.EINVAL,
+            f"owners and generations reported are {found}, expected owners {sorted(expected)} of "
+            f"generation {generation}: every rank must seal the same step",
         )

@@ -39,7 +39,7 @@ from offload.format.boxes import Box
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
-from offload.format.names import owner_name, part_name
+from offload.format.names import owner_name, owner_number, part_name
 from offload.format.owners import MAX_OWNERS, ModelBox, OwnerReference
 from offload.format.part_table import owner_sizes
 from offload.format.unreadable import as_unreadable
@@ -367,19 +367,35 @@ class OwnerStore:
                     if slot is not None or not fits(self.backend, path, sizes):
                         remove_owner_part(self.backend, path)
                         continue
-                    slot = open_owner_slot(
-                        self.backend, self.path, os.path.basename(path), layout, writable=True
-                    )
-                    slot.invalidate()
-                    slot.write_headers()
+                    slot = self._invalidated(os.path.basename(path), layout)
             finally:
                 lock.release()
-            try:
-                slot.hold()
-            except LockHeldError:
-                slot.close()
+            if not self._held(slot):
                 slot = None
         return slot
+
+    def _invalidated(self, name: str, layout: Layout) -> OwnerSlot:
+        """Open a free part that fits, and make it durably invalid."""
+        slot = open_owner_slot(self.backend, self.path, name, layout, writable=True)
+        try:
+            slot.invalidate()
+            slot.write_headers()
+        except BaseException:
+            slot.close()
+            raise
+        return slot
+
+    def _held(self, slot: OwnerSlot) -> bool:
+        """Lock a part as its writer; close it and return False if another process has locked it."""
+        try:
+            slot.hold()
+        except LockHeldError:
+            slot.close()
+            return False
+        except BaseException:
+            slot.close()
+            raise
+        return True
 
     def _created(self, layout: Layout, sizes: dict[str, int], named: NamedParts) -> OwnerSlot:
         taken = {*self.backend.list_dir(self.path), *named.of(self.owner)}
@@ -388,32 +404,17 @@ class OwnerStore:
         path = f"{self.path}/{name}"
         with naming_free_space(self.backend, path, sum(sizes.values()), "part of an owner"):
             slot = create_owner_slot(self.backend, self.path, name, layout, sizes)
-        try:
-            slot.hold()
-        except BaseException:
-            slot.close()
-            raise
+        if not self._held(slot):
+            raise StoreError(
+                errno.EBUSY, "another process has locked this new part: start again", path
+            )
         return slot
 
     def _free(self, named: NamedParts) -> list[str]:
-        """Return the paths of the parts that may be rewritten, as far as their names tell."""
-        kept = {*named.of(self.owner), *(slot.name for slot in self._slots)}
-        free = []
-        for path in self._paths():
-            if os.path.basename(path) in kept or directories_in(self.backend, path):
-                continue  # this library makes no directory in a part, so a user has made it
-            try:
-                part = look_at_part(self.backend, path, self.owner)
-            except UnreadableError:
-                continue  # it is not known what it is, so it is left alone
-            header = part.header
-            if header is None or (
-                header.store_id == self.store_id
-                and header.owner == self.owner
-                and not named.unknown
-            ):
-                free.append(path)
-        return free
+        """Return the paths of the parts that may be rewritten if nobody holds a lock on them."""
+        own = {slot.name for slot in self._slots}
+        found = unnamed_parts(self.backend, self.path, self.store_id, named)
+        return [path for path in found if os.path.basename(path) not in own]
 
     def _warn_of_foreign(self) -> None:
         foreign = []
@@ -431,6 +432,35 @@ class OwnerStore:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def unnamed_parts(backend: Backend, directory: str, store_id: str, named: NamedParts) -> list[str]:
+    """Return the paths of an owner's parts that no checkpoint names, by rising number.
+
+    Sealed parts of other stores and of other owners are left out, and all sealed parts if some
+    checkpoint's manifest cannot be read.
+
+    Args:
+        backend: Backend of the directory.
+        directory: Path that ends in ``owner-<i>``.
+        store_id: Identity of the store.
+        named: Parts that any checkpoint of the store names.
+    """
+    owner = owner_number(os.path.basename(directory)) or 0
+    found = []
+    for name in part_names(backend, directory):
+        path = f"{directory}/{name}"
+        if name in named.of(owner) or directories_in(backend, path):
+            continue  # this library makes no directory in a part, so a user has made it
+        try:
+            header = look_at_part(backend, path, owner).header
+        except UnreadableError:
+            continue  # it is not known what it is, so it is left alone
+        if header is None or (
+            (header.store_id, header.owner) == (store_id, owner) and not named.unknown
+        ):
+            found.append(path)
+    return found
 
 
 def remove_unnamed_parts(
@@ -469,22 +499,3 @@ def remove_unnamed_parts(
         with closing(opened):
             removed += opened.remove_unnamed(named)
     return removed
-
-
-def require_agreement(
-    references: Sequence[OwnerReference], expected: Collection[int], generation: int
-) -> None:
-    """Check that each owner has reported exactly one part, of the right generation.
-
-    Raises:
-        StoreError: An owner has not reported, has reported twice, or has reported another
-            generation.
-    """
-    numbers = [reference.owner for reference in references]
-    if numbers != sorted(expected) or any(r.generation != generation for r in references):
-        found = [(r.owner, r.generation) for r in references]
-        raise StoreError(
-            errno.EINVAL,
-            f"owners and generations reported are {found}, expected owners {sorted(expected)} of "
-            f"generation {generation}: every rank must seal the same step",
-        )

@@ -28,6 +28,7 @@ from offload.format.names import PART_FILE_NAME, part_name, part_number
 from offload.format.part_file import SealedPart, part_sizes
 from offload.store.file_identity import FileIds, ids_in
 from offload.store.full_disk import naming_free_space
+from offload.store.owner_claims import OwnerClaims
 from offload.store.part import Part, adopt_part, create_part, open_part, remove_part
 from offload.store.poison import Poison
 from offload.store.slot import directories_in
@@ -66,6 +67,7 @@ class PartPool:
         claims: Part numbers that belong to unusable checkpoints.
         poison: Poison of the store. It is set if preparing a free part fails. Once it is set, no
             free part is reused or removed.
+        owners: Parts of owners that unusable checkpoints name.
     """
 
     def __init__(
@@ -75,12 +77,15 @@ class PartPool:
         manifests: Iterable[Manifest],
         claims: Claims,
         poison: Poison,
+        owners: OwnerClaims | None = None,
     ) -> None:
         self._drives = tuple(drives)
         self._store_id = store_id
         self._taken = set[int]().union(*map(part_numbers, manifests))
         self._claims = dict(claims)
         self._poison = poison
+        self.owners = owners or OwnerClaims()
+        """Parts of the store's other owners that are claimed like the store's own parts."""
         self._withdrawn: set[str] = set()
         """Digests of the parts that withdrawn slots still name."""
 
@@ -253,11 +258,13 @@ class PartPool:
                 no other one. The parts that it names are kept as well.
         """
         self.release(manifest)
+        self.owners.claim(path, [manifest, *([found] if found else [])])
         self._claims[path] = part_numbers(manifest) | (part_numbers(found) if found else set())
 
     def release_claim(self, path: str) -> None:
         """Record that the unusable checkpoint at a path no longer exists."""
         self._claims.pop(path, None)
+        self.owners.release(path)
 
     def trim(self, num_slots: int) -> None:
         """Remove free parts that will not be needed, unless the store is poisoned.

@@ -16,6 +16,7 @@ from gds.opening import given_or_local
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.listing import checkpoints_of
 from offload.checkpoint.opening import open_checkpoint
+from offload.checkpoint.owner_parts import owner_directories
 from offload.checkpoint.reading import (
     are_only_recorded,
     decode_manifest,
@@ -35,6 +36,8 @@ from offload.format.unreadable import as_unreadable
 from offload.format.unwritable import writing
 from offload.retention.pins import read_pins
 from offload.retention.policy import BestBy, Record, Retention
+from offload.store.owner_store import remove_unnamed_parts, unnamed_parts
+from offload.store.shared import SharedStore
 from offload.store.store import Store
 from offload.store.unnamed_parts import left_alone
 from offload.units import part_options, seen_from
@@ -139,11 +142,13 @@ def prune(
     directory = os.path.abspath(store)
     with given_or_local(backend) as storage:
         others, newest = _others(storage, directory, parts)
+        given = [os.path.abspath(part) for part in parts or ()]
         with closing(_open(storage, directory, others, policy or _KeepAll())) as opened:
             _require_metrics(opened, policy)
+            owners = [] if newest is None or not newest.owners else [directory, *given]
             if verify:
-                _require_whole(storage, opened, others, progress)
-            return _prune(storage, opened, others, newest, dry_run=dry_run, verified=verify)
+                _require_whole(storage, opened, owners[1:] or others, progress)
+            return _prune(storage, opened, others, newest, owners, dry_run=dry_run, verified=verify)
 
 
 def _others(
@@ -180,6 +185,8 @@ def _others(
                 "present path",
                 other,
             )
+    if newest is not None and newest.owners:
+        others = []  # the given directories are searched for parts of owners
     if unreadable := read_pins(backend, directory).unreadable:
         raise PinError(
             "nothing is removed, because it is not known which checkpoints are pinned: "
@@ -198,6 +205,7 @@ def _open(backend: Backend, directory: str, others: list[str], policy: Retention
             train_state_bytes=0,
             allow_volatile=True,
             allow_remote=True,
+            shared=SharedStore(),
         )
     except StoreLockedError as error:
         raise StoreLockedError(
@@ -260,6 +268,7 @@ def _prune(
     store: Store,
     others: list[str],
     newest: Manifest | None,
+    owners: Sequence[str],
     *,
     dry_run: bool,
     verified: bool,
@@ -281,11 +290,20 @@ def _prune(
         for checkpoint in store.keeping.expired()
     }
     removable = [*slots, *(path for _, path in parts.removable)]
+    removable += _unnamed_parts(backend, store, owners)
     leftovers = [Pruned(path, _bytes_in(backend, path)) for path in removable]
     being_read: tuple[str, ...] = ()
     if not dry_run:
         with writing(store.directory):
             store.prune()
+            for directory in owners:
+                remove_unnamed_parts(
+                    backend,
+                    directory,
+                    store_id=store.store_id,
+                    named=store.named_parts(),
+                    served=(),
+                )
         being_read = tuple(c.path for c in store.checkpoints if c.path in expired)
         leftovers = [removed for removed in leftovers if backend.stat(removed.path) is None]
     return PruneReport(
@@ -299,6 +317,18 @@ def _prune(
         verified=verified,
         unnamed=unnamed,
     )
+
+
+def _unnamed_parts(backend: Backend, store: Store, directories: Sequence[str]) -> list[str]:
+    """Return the paths of parts of owners in some directories that no kept checkpoint names."""
+    expired = {checkpoint.path for checkpoint in store.keeping.expired()}
+    named = store.named_parts(leaving_out=expired)
+    return [
+        path
+        for directory in directories
+        for owner in owner_directories(backend, directory).values()
+        for path in unnamed_parts(backend, owner, store.store_id, named)
+    ]
 
 
 def _bytes_in(backend: Backend, *directories: str) -> int:

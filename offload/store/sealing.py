@@ -27,13 +27,17 @@ from gds.waiting import Monitor
 from offload.checkpoint.train_state_reading import train_state_header
 from offload.errors import StoreError
 from offload.format._manifest_fields import ScalarValue
+from offload.format.boxes import Box
+from offload.format.layout import Layout
 from offload.format.manifest import Manifest, num_model_blocks
-from offload.format.names import checkpoint_name
+from offload.format.names import checkpoint_name, part_name
+from offload.format.owners import ModelBox, OwnerReference, num_pieces
 from offload.format.train_state import EncodedState, pack_encoded
 from offload.retention.policy import Record
 from offload.store.expiry import Keeping, record_of
 from offload.store.free_slots import FreeSlots, lock_existing
 from offload.store.opening import StoreContent, StoredCheckpoint
+from offload.store.owner_claims import require_agreement
 from offload.store.poison import Poison
 from offload.store.slot import Slot
 from offload.store.withdrawal import Withdrawal
@@ -69,6 +73,8 @@ def compose(
     order: Sequence[Sequence[int]] | None,
     metrics: Mapping[str, float] | None = None,
     update_code: str = "",
+    owners: Mapping[int, str] | None = None,
+    model_boxes: Iterable[tuple[str, Box]] = (),
 ) -> Composition:
     """Describe the checkpoint that a slot will be.
 
@@ -84,6 +90,10 @@ def compose(
             are not known.
         metrics: Metrics of the user, checked.
         update_code: Code that updated the state last, in words.
+        owners: For each owner of state besides the first, the store's directory on its node; None
+            or empty for a store of one process.
+        model_boxes: If there are other owners: tensors of the model, with the box of each that this
+            process writes.
 
     Raises:
         OffloadError: The hyper-parameters do not fit into the space that the slot has for them.
@@ -102,8 +112,10 @@ def compose(
         layout=layout,
         scalars=tuple(scalars),
         digests=dict.fromkeys(layout.array_names, (_NO_DIGEST,) * layout.num_chunks),
-        model_digests=(_NO_DIGEST,) * num_model_blocks(layout),
+        model_digests=() if owners else (_NO_DIGEST,) * num_model_blocks(layout),
         parts=slot.part_references,
+        owners=_placeholders(owners or {}, slot.context.generation),
+        model_boxes=_placeholder_boxes(layout, model_boxes) if owners else (),
         metrics=metrics or {},
         order=None if order is None else tuple(map(tuple, order)),
         update_code=update_code,
@@ -111,6 +123,23 @@ def compose(
     manifest.encode(slot.manifest.size_bytes)
     packed = pack_train_state(train_state, manifest, slot.train_state.size_bytes)
     return Composition(manifest, packed)
+
+
+def _placeholders(owners: Mapping[int, str], generation: int) -> tuple[OwnerReference, ...]:
+    """Return references that take as much space as those that `Sealing.prepare` will get."""
+    return tuple(
+        OwnerReference(owner, directory, part_name(10**17), generation, _NO_DIGEST * 2)
+        for owner, directory in sorted(owners.items())
+    )
+
+
+def _placeholder_boxes(layout: Layout, boxes: Iterable[tuple[str, Box]]) -> tuple[ModelBox, ...]:
+    tensors = {tensor.name: tensor for tensor in layout.model}
+    found = []
+    for name, box in boxes:
+        start, stop = ModelBox(name, box, ()).byte_range(tensors[name])
+        found.append(ModelBox(name, box, (_NO_DIGEST,) * num_pieces(stop - start)))
+    return tuple(found)
 
 
 def pack_train_state(state: EncodedState, manifest: Manifest, size_bytes: int) -> bytes:
@@ -194,6 +223,7 @@ class Sealing:
         self._checkpoints = opened.checkpoints
         self._refused = opened.refused
         self._parts = opened.parts
+        self._owners = opened.parts.owners
         self._lock = opened.lock
         self._keeping = keeping
         self._withdrawal = withdrawal
@@ -234,14 +264,24 @@ class Sealing:
             return self.publish(prepared)
 
     def prepare(
-        self, slot: Slot, composition: Composition, model_digests: Sequence[str]
+        self,
+        slot: Slot,
+        composition: Composition,
+        model_digests: Sequence[str],
+        *,
+        owners: Sequence[OwnerReference] = (),
+        model_boxes: Sequence[ModelBox] = (),
     ) -> Prepared:
         """Make a written slot durable: all files of all its parts, and its manifest last.
 
         Args:
             slot: Slot to which all tensors have been written.
             composition: Content of the checkpoint besides its tensors.
-            model_digests: Digests of the blocks of ``model.safetensors``.
+            model_digests: Digests of the blocks of ``model.safetensors``; empty if the store has
+                several owners.
+            owners: References to the parts that the other owners have made durable, one for each
+                owner that `compose` was told of.
+            model_boxes: Boxes of the model that this process has written, with their digests.
 
         Returns:
             The slot, for `publish`, in a ``with`` block.
@@ -249,16 +289,20 @@ class Sealing:
         Raises:
             StoreBusyError: Readers hold an older checkpoint of the same step.
             StoreError: Files of the slot have been replaced, or this process may not write to the
-                store.
+                store, or the parts are not those of the owners and the generation.
             PinError: An older checkpoint of the same step is pinned.
             gds.StorageError: A file could not be made durable.
         """
+        expected = [reference.owner for reference in composition.manifest.owners]
+        require_agreement(owners, expected, slot.context.generation)
         slot.train_state.write_bytes(composition.train_state, 0)
         manifest = replace(
             composition.manifest,
             digests={name: tuple(values) for name, values in slot.digests.items()},
             model_digests=tuple(model_digests),
             parts=slot.part_references,
+            owners=tuple(owners),
+            model_boxes=tuple(model_boxes),
         )
         encoded = manifest.encode(slot.manifest.size_bytes)
         self._lock.require()
@@ -294,14 +338,15 @@ class Sealing:
             with self._changed:
                 self._lock.require()
                 slot.require_in_place()
-                with self._poison.fatal(_NOT_DURABLE):
+                leaving = self._owners.leaving(prepared.manifest)  # named, if this fails half way
+                with leaving, self._poison.fatal(_NOT_DURABLE):
                     in_the_way = self._backend.stat(path) is not None
                     self._rename_into_place(slot, path, exchange=in_the_way)
+                checkpoint = StoredCheckpoint(path, prepared.manifest, slot)
+                self._checkpoints.append(checkpoint)
         finally:
             prepared.release()
-        checkpoint = StoredCheckpoint(path, prepared.manifest, slot)
         with self._changed:
-            self._checkpoints.append(checkpoint)
             self.incoming = None
             for old in self._checkpoints[:-_MAX_OPEN]:
                 old.close()  # a large keep= must not exhaust the file descriptors

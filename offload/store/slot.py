@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from gds import Backend, File
+from gds.contract import Lock
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.errors import StoreError
 from offload.format.digests import DigestContext
@@ -77,6 +78,7 @@ class Slot(SlotFiles):
         self._writable = writable
         self._model_leaves = model_leaves
         self._state = SlotState.FREE
+        self._lock: Lock | None = None
 
     @property
     def state(self) -> SlotState:
@@ -137,6 +139,24 @@ class Slot(SlotFiles):
     def published(self) -> None:
         """Record that the rename is durable: the slot is a checkpoint."""
         self._state = SlotState.SEALED
+        self._let_others_lock()
+
+    def hold(self) -> None:
+        """Take a shared lock on the directory while this process writes the slot.
+
+        The lock keeps a later job of several ranks from rewriting the slot beside this process.
+
+        Raises:
+            gds.LockHeldError: Another process is about to rewrite the slot.
+            gds.StorageError: The directory cannot be locked.
+        """
+        if self._lock is None:
+            self._lock = self._backend.lock(self._path, shared=True)
+
+    def _let_others_lock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
     def opened_sealed(self, manifest: Manifest, known: KnownLeaves | None) -> None:
         """Record that the slot, which has just been opened, is a checkpoint.
@@ -306,7 +326,8 @@ class Slot(SlotFiles):
                 file.sync()
 
     def close(self) -> None:
-        """Close all files. Idempotent."""
+        """Close all files, and release the lock of `hold`. Idempotent."""
+        self._let_others_lock()
         for file in self._files.values():
             file.close()
         for part in self.parts:

@@ -45,6 +45,7 @@ class SlotSupply:
         changed: Monitor that guards the lists of the store.
         train_state_bytes: Bytes reserved in each slot for the train state.
         reader_timeout_s: Seconds to wait for readers of expired checkpoints.
+        owners: For each owner of state besides the first, the store's directory on its node.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class SlotSupply:
         *,
         train_state_bytes: int,
         reader_timeout_s: float,
+        owners: Sequence[str] = (),
     ) -> None:
         self._backend = free.backend
         self._directory = free.directory
@@ -77,6 +79,7 @@ class SlotSupply:
         self._changed = changed
         self._train_state_bytes = train_state_bytes
         self._reader_timeout_s = reader_timeout_s
+        self._owners = owners
         generations = [c.manifest.generation for c in opened.checkpoints]
         self._generation = max(generations, default=0) + _UNREADABLE_GAP * bool(opened.refused)
 
@@ -117,6 +120,8 @@ class SlotSupply:
         if slot is None:
             return _READERS if self._sealing.incoming is None else None
         self._require_place_of(slot)
+        if self._owners:
+            self._hold(slot)
         self._generation += 1
         slot.begin_generation(DigestContext(self._store_id, self._generation))
         return slot
@@ -134,8 +139,17 @@ class SlotSupply:
             self._parts.put_back(slot.parts)
             raise
 
+    def _hold(self, slot: Slot) -> None:
+        """Lock a slot as its writer; if that fails, it is closed and not used."""
+        try:
+            slot.hold()
+        except BaseException:
+            slot.close()
+            self._parts.put_back(slot.parts)
+            raise
+
     def _free_slot(self, layout: Layout, num_groups: int) -> Slot | None:
-        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
+        sizes = self._sizes(layout, num_groups)
         try:
             if not self._poison:
                 self._identify()
@@ -158,16 +172,21 @@ class SlotSupply:
         """
         if len(self._checkpoints) + len(self._free) > self._keeping.num_slots():
             return None
-        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
+        sizes = self._sizes(layout, num_groups)
         return self._free.create_spare(layout, sizes, self._rooms(layout, num_groups))
 
     def _rooms(self, layout: Layout, num_groups: int) -> list[Room]:
-        sizes = slot_sizes(layout, num_groups, train_state_bytes=self._train_state_bytes)
+        sizes = self._sizes(layout, num_groups)
         rooms = [Room(self._backend, self._directory, len(self._free), sum(sizes.values()))]
         for drive, (backend, directory) in enumerate(self._others, 1):
             num_free = self._parts.num_free(drive)
             rooms.append(Room(backend, directory, num_free, part_bytes(layout, drive)))
         return rooms
+
+    def _sizes(self, layout: Layout, num_groups: int) -> dict[str, int]:
+        return slot_sizes(
+            layout, num_groups, train_state_bytes=self._train_state_bytes, owners=self._owners
+        )
 
     def _identify(self) -> None:
         """Make the store's identity durable before the first part of it is written."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from gds import Backend, StorageError
@@ -40,10 +40,12 @@ from offload.store.census import Census
 from offload.store.expiry import Keeping
 from offload.store.free_slots import FreeSlots
 from offload.store.opening import StoredCheckpoint, find_stored, open_directories, open_stored
+from offload.store.owner_claims import NamedParts
 from offload.store.part_pool import PartLeftovers
 from offload.store.poison import Poison
 from offload.store.quarantine import Quarantine
 from offload.store.sealing import Sealing, pack_train_state
+from offload.store.shared import SharedStore
 from offload.store.slot import Slot
 from offload.store.slot_supply import SlotSupply
 from offload.store.withdrawal import Withdrawal
@@ -62,6 +64,8 @@ class Store:
         reader_timeout_s: Seconds to wait for readers of expired checkpoints.
         allow_volatile: Accept a file system that loses its content at power-off.
         allow_remote: Accept a file system that another machine or a program serves.
+        shared: Owners of state that other ranks serve; None for a store of one process. This
+            process then is the owner 0 of the state.
 
     Raises:
         StoreLockedError: Another writer has locked the store.
@@ -85,6 +89,7 @@ class Store:
         reader_timeout_s: float = 60.0,
         allow_volatile: bool = False,
         allow_remote: bool = False,
+        shared: SharedStore | None = None,
     ) -> None:
         self.backend = backend
         self.directory = os.path.abspath(directory)
@@ -97,6 +102,7 @@ class Store:
             fresh=fresh,
             allow_volatile=allow_volatile,
             allow_remote=allow_remote,
+            shared=shared,
         )
         for checkpoint in opened.checkpoints:
             checkpoint.superseded = fresh
@@ -128,6 +134,7 @@ class Store:
             opened, further, self._free, self.keeping, self._withdrawal, self.sealing,
             self._poison, self._changed,
             train_state_bytes=train_state_bytes, reader_timeout_s=reader_timeout_s,
+            owners=tuple(shared.directories.values()) if shared is not None else (),
         )  # fmt: skip
         self._quarantine = Quarantine(backend, self._poison)
         if fresh:
@@ -301,6 +308,20 @@ class Store:
             raise
         with self._poison.fatal(f"{name} could not be replaced"):
             slot.replace(name, file)
+
+    def named_parts(self, *, leaving_out: Collection[str] = ()) -> NamedParts:
+        """Return the parts of other owners that any checkpoint of the store names at this moment.
+
+        They include the parts of unusable checkpoints, and those of checkpoints whose publication
+        or withdrawal has begun and is not known to be durable. Every other part of an owner may be
+        rewritten.
+
+        Args:
+            leaving_out: Paths of checkpoints that do not count, for a forecast.
+        """
+        with self._changed:
+            kept = [c for c in self.checkpoints if c.path not in leaving_out]
+            return self._parts.owners.named(c.manifest for c in kept)
 
     def leftovers(self) -> tuple[list[str], PartLeftovers]:
         """Return the paths of free slots, and the parts that no checkpoint names."""

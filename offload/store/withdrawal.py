@@ -85,7 +85,8 @@ class Withdrawal:
             if self._parts.all_exist(checkpoint.manifest):  # a user may have removed them
                 slot = open_stored(self._backend, checkpoint, self._parts, writable=True)
             name = self._free.unused_path()
-            with self._poison.fatal("a checkpoint could not be withdrawn"):
+            guard = self._poison.fatal("a checkpoint could not be withdrawn")
+            with guard, self._parts.owners.leaving(checkpoint.manifest):
                 self._backend.rename(checkpoint.path, name)
                 self._checkpoints.remove(checkpoint)
                 if slot is not None:

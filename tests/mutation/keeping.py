@@ -515,13 +515,15 @@ KEEPING = (
                 _PRUNING,
                 """\
             if verify:
-                _require_whole(storage, opened, others, progress)
-            return _prune(storage, opened, others, newest, dry_run=dry_run, verified=verify)
+                _require_whole(storage, opened, owners[1:] or others, progress)
+            return _prune(storage, opened, others, newest, owners, dry_run=dry_run, verified=verify)
 """,
                 """\
-            report = _prune(storage, opened, others, newest, dry_run=dry_run, verified=verify)
+            report = _prune(
+                storage, opened, others, newest, owners, dry_run=dry_run, verified=verify
+            )
             if verify:
-                _require_whole(storage, opened, others, progress)
+                _require_whole(storage, opened, owners[1:] or others, progress)
             return report
 """,
             ),

@@ -45,9 +45,8 @@ MEDDLING = (
         (
             Edit(
                 _SEALING,
-                "                slot.require_in_place()\n"
-                "                with self._poison.fatal(_NOT_DURABLE):\n",
-                "                with self._poison.fatal(_NOT_DURABLE):\n",
+                "                slot.require_in_place()\n                leaving = self._owners",
+                "                leaving = self._owners",
             ),
         ),
         (f"{_SEALED}[replace_state]",),

@@ -109,8 +109,8 @@ RECYCLING = (
         (
             Edit(
                 _WITHDRAWAL,
-                'with self._poison.fatal("a checkpoint could not be withdrawn"):',
-                "if True:",
+                "with guard, self._parts.owners",
+                "with self._parts.owners",
             ),
         ),
         (f"{_STEPS}::test_a_checkpoint_that_could_not_be_withdrawn_ends_all_reuse",),

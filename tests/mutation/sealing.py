@@ -157,8 +157,8 @@ SEALING = (
             ),
             Edit(
                 _SEALING,
-                "with self._poison.fatal(_NOT_DURABLE):\n                    in_the_way",
-                "if True:\n                    in_the_way",
+                "with leaving, self._poison.fatal(_NOT_DURABLE):\n                    in_the_way",
+                "with leaving:\n                    in_the_way",
             ),
         ),
         faults("sync-once-keep=1", "sync_dir-once-keep=1", "sync-once-keep=2"),

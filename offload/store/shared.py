@@ -1,0 +1,47 @@
+"""What the writer of a store with several owners knows of the owners that other ranks serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from offload.errors import CheckpointError
+from offload.format.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStore:
+    """The owners of a store besides the first, over all nodes, when the store is opened."""
+
+    directories: Mapping[int, str] = field(default_factory=dict)
+    """For each owner that ranks serve in this run, the store's directory on the owner's node."""
+
+    seen: Mapping[int, Mapping[str, str]] | None = None
+    """For each owner, the digest of the table of each usable part of the store, by name of the
+    part, as the ranks have found them. None if only parts on this node are compared with the
+    manifests, as in a program that does not train."""
+
+    def require_parts(self, path: str, manifest: Manifest) -> None:
+        """Check that ranks have found all parts that a checkpoint names.
+
+        Args:
+            path: Directory of the checkpoint.
+            manifest: Manifest of the checkpoint.
+
+        Raises:
+            CheckpointError: A part is missing. The message names it.
+        """
+        for reference in manifest.owners if self.seen is not None else ():
+            digest = (self.seen or {}).get(reference.owner, {}).get(reference.name)
+            if digest is None:
+                raise CheckpointError(
+                    f"{path}: the part of owner {reference.owner} in its state is missing: no "
+                    f"rank has found {reference.path} in a usable state. If its drive is not "
+                    "mounted, or its node is not in this run, start again with it"
+                )
+            if digest != reference.digest:
+                raise CheckpointError(
+                    f"{path}: {reference.path} is not the part that was sealed with it: the "
+                    f"digest of its table is {digest}, expected {reference.digest}. It has been "
+                    "rewritten since, or belongs to another checkpoint"
+                )

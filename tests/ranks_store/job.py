@@ -1,0 +1,263 @@
+"""A job of two ranks without torch: owner 0 on one node, owner 1 on another, values from a formula.
+
+What is stored is a function of step, owner, array and place, so a test knows every byte that a
+checkpoint of a step must have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from gds import Backend, File
+from offload.checkpoint.owner_parts import parts_of_owner
+from offload.format.boxes import Box, Cut
+from offload.format.layout import Layout, ModelTensor, ParameterSpec
+from offload.format.names import owner_name
+from offload.format.owners import ModelBox
+from offload.format.train_state import encode
+from offload.retention.policy import LastK
+from offload.store.opening import StoredCheckpoint
+from offload.store.owner_slot import OwnerSlot
+from offload.store.owner_store import OwnerStore
+from offload.store.sealing import Composition, Prepared, compose
+from offload.store.shared import SharedStore
+from offload.store.slot import Slot
+from offload.store.store import Store
+
+ONE, TWO = "/one/run", "/two/run"
+"""The store's directory on the node of owner 0, and on that of owner 1."""
+
+ARRAYS = ("master", "exp_avg")
+SHAPES = {"embed": (90, 20), "norm": (300,), "head": (40, 30)}
+MODEL = tuple(ModelTensor(name, "BF16", shape) for name, shape in SHAPES.items())
+
+
+def rows(name: str, start: int, stop: int) -> ParameterSpec:
+    """Return rows of a parameter."""
+    shape = SHAPES[name]
+    box = Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
+    return ParameterSpec(name, "BF16", box.sizes, 0, ARRAYS, Cut(shape, box))
+
+
+LAYOUTS = (
+    Layout(
+        (rows("embed", 0, 50), ParameterSpec("norm", "BF16", (300,), 0, ARRAYS)), MODEL, 1024
+    ),
+    Layout((rows("embed", 50, 90), rows("head", 0, 40)), MODEL, 1024),
+)
+"""Layout of each owner."""
+
+SCALARS = tuple(((("step", "f32", 1.0),),) * len(layout.parameters) for layout in LAYOUTS)
+WHOLE = [(t.name, Box.whole(t.shape)) for t in MODEL]
+
+
+def values(step: int, owner: int, array: str, chunk: int, nbytes: int) -> bytes:
+    """Return the bytes that a chunk has after a step."""
+    seed = xxhash.xxh3_64_intdigest(f"{step}/{owner}/{array}/{chunk}".encode())
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+def model_bytes(step: int) -> bytes:
+    """Return the data of the model file after a step."""
+    return np.random.default_rng(step).bytes(sum(t.nbytes for t in MODEL))
+
+
+def write_state(slot: Slot | OwnerSlot, owner: int, step: int) -> None:
+    """Write every chunk as it is after a step, as the streamer would."""
+    layout = slot.layout
+    for chunk in range(layout.num_chunks):
+        for name in layout.array_names:
+            offset, nbytes = layout.byte_range(name, chunk)
+            data = values(step, owner, name, chunk, nbytes)
+            slot.array(name, chunk).write_bytes(data, offset)
+            slot.digests[name][chunk] = slot.context.digest(name, chunk, memoryview(data))
+
+
+def write_model(slot: Slot, step: int) -> list[ModelBox]:
+    """Write the model file as it is after a step, and return what goes into the manifest."""
+    data, header = model_bytes(step), slot.layout.model_header
+    slot.model.write_bytes(data, header.data_start)
+    found = []
+    for name, box in WHOLE:
+        entry = header.entries[name]
+        one = ModelBox(name, box, ())
+        view = memoryview(data)[entry.start : entry.stop]
+        found.append(ModelBox(name, box, (slot.context.digest(one.digest_array, 0, view),)))
+    return found
+
+
+def wrong_chunks(slot: Slot | OwnerSlot, owner: int, step: int) -> list[str]:
+    """Return the chunks of a sealed slot that are not as they were after a step."""
+    layout, wrong = slot.layout, []
+    for chunk in range(layout.num_chunks):
+        for name in layout.array_names:
+            offset, nbytes = layout.byte_range(name, chunk)
+            expected = values(step, owner, name, chunk, nbytes)
+            file: File = slot.array(name, chunk)
+            digest = slot.context.digest(name, chunk, memoryview(expected))
+            if file.read_bytes(offset, nbytes) != expected or slot.digests[name][chunk] != digest:
+                wrong.append(f"{file.path}: chunk {chunk}")
+    return wrong
+
+
+@dataclass
+class InFlight:
+    """A seal whose parts are durable, before the decision."""
+
+    step: int
+    slots: tuple[Slot, OwnerSlot]
+    prepared: Prepared
+
+
+class Job:
+    """Two ranks that train together, from the opening of the store to the end of the job.
+
+    Args:
+        backends: Backend of each rank's node; one backend twice if they share a host.
+        keep: Number of checkpoints to keep.
+    """
+
+    def __init__(
+        self, backends: Sequence[Backend], *, keep: int = 1, directories: Sequence[str] = (ONE, TWO)
+    ) -> None:
+        self.backends = backends
+        self.directories = directories
+        first, second = backends
+        seen = {1: self._look(second, directories[1])}
+        self.store = Store(
+            first,
+            directories[0],
+            keep=LastK(keep),
+            train_state_bytes=8192,
+            allow_volatile=True,
+            shared=SharedStore({1: directories[1]}, seen),
+        )
+        try:
+            self.owner = OwnerStore(
+                second, directories[1], 1, store_id=self.store.store_id, allow_volatile=True
+            )
+        except BaseException:
+            self.store.close()
+            raise
+        self.source: OwnerSlot | None = None
+        """Part of the newest checkpoint, as the steps of rank 1 would read it."""
+
+    @staticmethod
+    def _look(backend: Backend, directory: str) -> dict[str, str]:
+        """Return what rank 1 says that it sees, before anything is locked."""
+        path = f"{directory}/{owner_name(1)}"
+        if backend.stat(path) is None:
+            return {}
+        return {
+            part.name: part.header.digest
+            for part in parts_of_owner(backend, path)
+            if part.header is not None and not part.reason
+        }
+
+    @property
+    def newest(self) -> int:
+        """Step of the newest checkpoint; 0 if there is none."""
+        return 0 if self.store.newest is None else self.store.newest.manifest.step
+
+    def wrong(self) -> list[str]:
+        """Return everything of the newest checkpoint that is not as it was sealed."""
+        newest = self.store.newest
+        if newest is None:
+            return []
+        step, manifest = newest.manifest.step, newest.manifest
+        slot = self.store.slot_of(newest)
+        wrong = wrong_chunks(slot, 0, step)
+        data = slot.model.read_bytes(slot.layout.model_header.data_start, len(model_bytes(step)))
+        if data != model_bytes(step):
+            wrong.append(slot.model.path)
+        (reference,) = manifest.owners
+        part = self.owner.open(reference, manifest)
+        wrong += wrong_chunks(part, 1, step)
+        self.owner.release(part)
+        return wrong
+
+    def grant(self) -> tuple[Slot, OwnerSlot]:
+        """Return what the next steps write: rank 0's slot, and the part that rank 1 made ready."""
+        slot = self.store.acquire(LAYOUTS[0], 1)
+        part = self.owner.ready(
+            LAYOUTS[1], slot.context.generation, self.store.named_parts(), written=()
+        )
+        return slot, part
+
+    def write(self, slots: tuple[Slot, OwnerSlot], step: int) -> None:
+        """Write the state of a step, both ranks at once."""
+        for owner, slot in enumerate(slots):
+            write_state(slot, owner, step)
+
+    def prepare(self, slots: tuple[Slot, OwnerSlot], step: int) -> InFlight:
+        """Seal up to the decision: everything is durable, and nothing is a checkpoint yet."""
+        slot, part = slots
+        composition = self.compose(slot, step)
+        self.store.sealing.begin(composition.manifest)
+        boxes = write_model(slot, step)
+        reference = self.owner.prepare(part, SCALARS[1])
+        prepared = self.store.sealing.prepare(
+            slot, composition, (), owners=[reference], model_boxes=boxes
+        )
+        return InFlight(step, slots, prepared)
+
+    def compose(self, slot: Slot, step: int) -> Composition:
+        """Describe the checkpoint of a step."""
+        return compose(
+            slot,
+            encode({"step": step}),
+            step=step,
+            torch_version="2.13.0",
+            optimizer="torch.optim.adamw.AdamW",
+            groups=[{"lr": 0.1}],
+            scalars=SCALARS[0],
+            order=None,
+            owners={1: self.directories[1]},
+            model_boxes=WHOLE,
+        )
+
+    def publish(self, seal: InFlight) -> StoredCheckpoint:
+        """Rename, and tell rank 1 so."""
+        checkpoint = self.store.sealing.publish(seal.prepared)
+        self.store.sealing.end()
+        self.owner.published(seal.slots[1])
+        if self.source is not None:
+            self.owner.release(self.source)
+        self.source = seal.slots[1]
+        return checkpoint
+
+    def abort(self, seal: InFlight) -> None:
+        """Decide before the rename that there is no checkpoint, and tell rank 1 so."""
+        seal.prepared.release()
+        self.store.sealing.end()
+        self.owner.aborted(seal.slots[1])
+
+    def seal(self, step: int) -> StoredCheckpoint:
+        """Take a step and seal it."""
+        slots = self.grant()
+        self.write(slots, step)
+        return self.publish(self.prepare(slots, step))
+
+    def close(self) -> None:
+        """End both ranks."""
+        self.owner.close()
+        self.store.close()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def part_paths(backend: Backend, directory: str = TWO) -> Iterator[str]:
+    """Yield the paths of the parts of owner 1."""
+    for name in sorted(backend.list_dir(f"{directory}/owner-1")):
+        if name.startswith("part-"):
+            yield f"{directory}/owner-1/{name}"
+
+
