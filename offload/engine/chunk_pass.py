@@ -11,7 +11,7 @@ import torch
 
 from offload.engine.seal import Seal
 from offload.format.digests import Digests, Run
-from offload.store.slot import Slot
+from offload.store.state_store import StateSlot
 from offload.stream.frame import Frame
 from offload.stream.meter import Meter
 from offload.stream.passes import RingPass
@@ -90,8 +90,8 @@ class StatePass:
         updater: ChunkWork,
         *,
         step: int,
-        source: Slot | None,
-        target: Slot,
+        source: StateSlot | None,
+        target: StateSlot,
         chunks: Sequence[int],
         seal: Seal | None,
         meter: Meter,
@@ -106,7 +106,7 @@ class StatePass:
         """Iterable that yields the chunks in their order, each as soon as it may be updated. It may
         leave out last chunks if `announce` has been called without them."""
         self._ring = RingPass(streamer, source=source, target=target, run=run)
-        self._model_stops = streamer.layout.model_stops
+        self._stops = seal.stops(streamer.layout) if seal is not None else ()
         self.streamer = streamer
         self.updater = updater
         self._seal = seal
@@ -141,7 +141,7 @@ class StatePass:
             is_staged = self.updater.prepare(chunk)
             with self._ring.taken(chunk) as frame:
                 if seal is not None:
-                    seal.wait_copied(self._model_stops[chunk])
+                    seal.wait_copied(self._stops[chunk])
                 if is_staged:
                     if chunk in following:
                         self.updater.prepare(following[chunk])
@@ -156,7 +156,7 @@ class StatePass:
         self.updater.fence()
         if seal is not None:
             # After the pass, the user may also change frozen parameters, which no step changes.
-            seal.wait_copied(seal.data_bytes)
+            seal.wait_all_copied()
         return scalars
 
     def _update(self, chunk: int, frame: Frame) -> None:

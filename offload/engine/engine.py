@@ -153,6 +153,7 @@ class Engine:
                 step_chunks(state, groups, [None] * len(state.table.trainables))
             slot = state.slots.present
         captured = capture(
+            store.sealing,
             groups,
             state.table,
             stored,

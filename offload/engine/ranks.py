@@ -7,18 +7,88 @@ implementation. The engine does not know how ranks talk.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
+import torch
+
 from gds import Backend
+from offload.device.boundary import Marks
+from offload.format.layout import Layout
+from offload.model.model_copy import ModelCopy
+from offload.model.parameters import Stored
+from offload.model.shards import Shards
 from offload.options import Options
 from offload.retention.policy import Retention
-from offload.store.state_store import StateStore
+from offload.store.opening import StoredCheckpoint
+from offload.store.state_store import StateSlot, StateStore
 from offload.store.store import Store
 
 T = TypeVar("T")
 
 Drive: TypeAlias = tuple[Backend, str]
 """Backend and path of a directory of the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that begins on this rank."""
+
+    number: int
+    """Number of the step, from 1."""
+
+    layout: Layout
+    """Layout of this rank's state."""
+
+    stepped: Sequence[str]
+    """Names of all parameters with a gradient, also of those that only other ranks step."""
+
+    chunks: Sequence[int]
+    """Chunks of this rank that the step updates, in their order."""
+
+    memory: Callable[[str], torch.Tensor]
+    """Function that returns the live tensor of the model with a name."""
+
+    before_write: Callable[[str], object]
+    """Function that waits until a tensor may be overwritten."""
+
+
+class Values(Protocol):
+    """New values of one step, on their way between ranks."""
+
+    def updated(self, chunk: int) -> None:
+        """Send the new values of a chunk.
+
+        Raises:
+            RanksError: A rank was lost.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Wait until all new values are here.
+
+        Raises:
+            RanksError: A rank failed or was lost.
+        """
+        ...
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Take part to the end in spite of an error of this rank; return the error to raise."""
+        ...
+
+
+class NoValues:
+    """No values to send, and none to receive."""
+
+    def updated(self, chunk: int) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Return the error."""
+        return error
 
 
 class Ranks(Protocol):
@@ -72,6 +142,59 @@ class Ranks(Protocol):
         """
         ...
 
+    @property
+    def shards(self) -> Shards | None:
+        """Function that returns this rank's part of a tensor; None if there is one rank."""
+        ...
+
+    def begin_step(self, terms: Step) -> Values:
+        """Agree with all ranks on a step that begins. Collective if new values are gathered.
+
+        Args:
+            terms: The step of this rank.
+
+        Returns:
+            What brings the new values of this rank to those that hold them as well, and theirs to
+            this one.
+
+        Raises:
+            RanksError: The ranks differ. Nothing has been changed.
+        """
+        ...
+
+    def model_copy(
+        self, slot: StateSlot, stored: Sequence[Stored], marks: Marks
+    ) -> ModelCopy | None:
+        """Return the copy of this rank's share of the model; None for a copy of the whole model.
+
+        Args:
+            slot: Working slot that is sealed.
+            stored: Tensors of the model, captured.
+            marks: Positions in the streams of devices.
+        """
+        ...
+
+    def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
+        """Load this rank's share of a checkpoint's model; return the number of bytes read.
+
+        `share_model` must follow, on all ranks, if all have loaded their share.
+
+        Returns:
+            None if the whole model is to be loaded by the caller.
+
+        Raises:
+            DamagedError: The model file is damaged.
+        """
+        ...
+
+    def share_model(self, stored: Sequence[Stored]) -> None:
+        """Bring loaded tensors to all ranks that hold them. Collective.
+
+        Raises:
+            RanksError: A rank was lost.
+        """
+        ...
+
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that a step has failed here. Never waits, never raises."""
         ...
@@ -113,6 +236,26 @@ class Alone:
         """Return the value."""
         del what
         return value
+
+    shards = None
+
+    def begin_step(self, terms: Step) -> Values:
+        """Return what does nothing: there is no other rank."""
+        del terms
+        return NoValues()
+
+    def model_copy(
+        self, slot: StateSlot, stored: Sequence[Stored], marks: Marks
+    ) -> ModelCopy | None:
+        """Return None: the whole model is copied."""
+        del slot, stored, marks
+
+    def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
+        """Return None: the whole model is to be loaded."""
+        del checkpoint, stored
+
+    def share_model(self, stored: Sequence[Stored]) -> None:
+        """Do nothing."""
 
     def failed(self, error: BaseException) -> None:
         """Do nothing."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.seal import SealHandle
 from offload.format.manifest import encode_group
 from offload.format.train_state import EncodedState
@@ -65,10 +64,10 @@ def replace_train_state(
     Raises:
         gds.StorageError: There is no space. Whichever of the two was not replaced is unchanged.
     """
-    checkpoint = Checkpoint(store.backend, sealed.path, sealed.manifest, store.directories[1:])
+    checkpoint = store.reader_of(sealed)
     if checkpoint.read_train_state() != encoded:
         store.replace_train_state(sealed, encoded)
     if metrics is not None and metrics != sealed.manifest.metrics:
         store.replace_manifest(sealed, replace(sealed.manifest, metrics=metrics))
-        checkpoint = Checkpoint(store.backend, sealed.path, sealed.manifest, store.directories[1:])
+        checkpoint = store.reader_of(sealed)
     return SealHandle.finished(checkpoint)

@@ -21,8 +21,7 @@ from offload.model.model_file import BlockBuffers, ModelImage, read_model
 from offload.model.parameters import Stored
 from offload.store.opening import StoredCheckpoint
 from offload.store.quarantine_limit import try_to_quarantine
-from offload.store.slot import Slot
-from offload.store.state_store import StateStore
+from offload.store.state_store import StateSlot, StateStore
 from offload.stream.state_check import check_state
 from offload.units import duration, said_once, seen_from, size
 
@@ -117,7 +116,7 @@ def resume(
     )
     compute = state.choose_device(groups, found.manifest.layout, trainables)
     started = time.perf_counter()
-    checkpoint = Checkpoint(store.backend, found.path, found.manifest, store.directories[1:])
+    checkpoint = store.reader_of(found)
     _ = checkpoint.train_state  # read and checked before anything is changed
     lifecycle.broken = f"restoring {found.path} failed half way"
     state.forget()
@@ -213,7 +212,7 @@ def _give_up_damaged(
 
 def _load(
     checkpoint: StoredCheckpoint,
-    slot: Slot,
+    slot: StateSlot,
     stored: Sequence[Stored],
     buffers: BlockBuffers,
     groups: Sequence[dict[str, Any]],

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from gds import StorageError
 from gds.waiting import Monitor, Pending, start
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
@@ -29,13 +28,11 @@ from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.train_state import EncodedState
 from offload.journal import log_event
-from offload.model.model_file import BlockBuffers, ModelImage
-from offload.model.model_writing import CloneSource, TensorRanges, write_model
+from offload.model.model_copy import ModelCopy
 from offload.model.parameters import Stored
 from offload.model.table import ParameterTable
-from offload.store.sealing import Composition, compose
-from offload.store.slot import Slot
-from offload.store.state_store import StateStore
+from offload.store.sealing import Composition
+from offload.store.state_store import Sealer, StateSlot, StateStore
 from offload.stream.meter import Meter
 from offload.stream.streamer import Flush
 from offload.units import duration, size
@@ -101,11 +98,8 @@ class SealHandle:
 class Captured:
     """Content of a checkpoint, as of the call of `checkpoint`."""
 
-    manifest: Manifest
-    """Manifest of the checkpoint. Its digests are filled in as they become known."""
-
-    train_state: bytes
-    """Packed train state, of exactly the size of the slot's file."""
+    composition: Composition
+    """Content of the checkpoint besides its tensors. Digests are filled in as they become known."""
 
     stored: Sequence[Stored]
     """Tensors of the model file. Those that a forward pass changes are copies."""
@@ -119,15 +113,20 @@ class Captured:
     handle: SealHandle
     """Handle that the caller has received."""
 
+    @property
+    def manifest(self) -> Manifest:
+        """Manifest of the checkpoint."""
+        return self.composition.manifest
+
 
 class Seal:
     """One seal in flight.
 
     Args:
-        store: Store of the slot. `Sealing.begin` must be called before `start`.
+        store: Store of the slot. `Sealer.begin` must be called before `start`.
         slot: Working slot that holds the state.
         captured: Content of the checkpoint.
-        buffers: Memory for copying tensors.
+        model: Copy of the model's tensors that the seal makes.
         flush: State that is not in the slot yet.
         meter: Meter that counts the seconds for which other threads wait for the seal.
     """
@@ -135,9 +134,9 @@ class Seal:
     def __init__(
         self,
         store: StateStore,
-        slot: Slot,
+        slot: StateSlot,
         captured: Captured,
-        buffers: BlockBuffers,
+        model: ModelCopy,
         flush: Flush,
         meter: Meter,
     ) -> None:
@@ -145,31 +144,22 @@ class Seal:
         self.handle = captured.handle
         self._store = store
         self.slot = slot
-        self._manifest = manifest = captured.manifest
-        self._composition = Composition(captured.manifest, captured.train_state)
-        self._buffers = buffers
+        self._composition = captured.composition
+        self._model: ModelCopy | None = model
+        self._data_bytes = model.data_bytes
         self._flush = flush
         self._progress = Monitor()
         self._copied = 0
         self._is_claimed = False
-        tensors: dict[str, torch.Tensor] = {}
         self._versions: list[tuple[str, torch.Tensor, int, int]] = []
-        entries = manifest.layout.model_header.entries
         for item in captured.stored:
             name = item.spec.name
-            tensors[name] = item.tensor
             if not item.by_value and not item.tensor.is_inference():  # these have no version
-                stop = entries[name].stop
-                self._versions.append((name, item.tensor, captured.versions[name], stop))
+                version = captured.versions[name]
+                self._versions.append((name, item.tensor, version, model.stop_of(name)))
         self._versions.sort(key=lambda version: version[3], reverse=True)
         self._model_bytes = 0
         """Bytes written to the model file."""
-        header = manifest.layout.model_header
-        trained = {spec.name for spec in manifest.layout.parameters}
-        changing = {s.spec.name for s in captured.stored if s.parameter.requires_grad} & trained
-        self._trained = TensorRanges(header, trained)
-        self._changing = TensorRanges(header, changing)
-        self._image = ModelImage(header, tensors, captured.marks, buffers.traffic)
 
     def start(self, succeeded: Callable[[int, float], None]) -> None:
         """Seal on a new thread, which the interpreter waits for before it exits.
@@ -204,22 +194,23 @@ class Seal:
         """
         if not self._claim():
             return
-        started = time.perf_counter()
+        started, model = time.perf_counter(), self._model
+        if model is None:
+            raise RuntimeError("a seal runs once, and this one has ended")
         try:
             # A step that has begun meanwhile waits for this thread, and reading a watched parameter
             # waits for that step. Watching is off, so that this thread does not wait for itself.
             with torch._C.DisableTorchFunctionSubclass():
-                checkpoint = self._seal()
+                checkpoint = self._seal(model)
         except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
             failure = SealError(
                 f"sealing step {self.handle.step} failed, so it is not a checkpoint; earlier "
                 f"checkpoints are untouched: {reason_of(error)}"
             )
             failure.__cause__ = error
-            # After a failed write the content of the file is unknown. Data that is read back from
-            # the file may exist only in a cache.
-            self.slot.model_leaves.forget(readable=False)
+            model.forget()
             self._flush.abandon()
+            self._store.sealing.abandon(error)
             self._finish()
             self.handle.fail(failure)
         else:
@@ -228,7 +219,8 @@ class Seal:
             self._finish()
             # Freed now, because the thread that waits for the result may allocate as much memory
             # before this thread has ended.
-            del self._buffers, self._flush
+            self._model = None
+            del self._flush
             self.handle._future.set_result(checkpoint)
             log_event(
                 f"{checkpoint.path}: sealed step {checkpoint.step} in {duration(seconds)}, "
@@ -236,10 +228,20 @@ class Seal:
             )
         self._store.journal.tell()  # nobody waits for this thread any more
 
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of the model file's data, all of which the seal copies from the model."""
-        return self._image.data_bytes
+    def wait_all_copied(self) -> None:
+        """Wait until everything has been copied from the model."""
+        self.wait_copied(self._data_bytes)
+
+    def stops(self, layout: Layout) -> Sequence[int]:
+        """Return, for each chunk of a layout, the bytes that `wait_copied` has to wait for."""
+        model = self._model
+        return (0,) * layout.num_chunks if model is None else model.stops(layout)
+
+    def wait_copied_of(self, name: str) -> None:
+        """Wait until a tensor has been copied from the model."""
+        model = self._model
+        if model is not None:
+            self.wait_copied(model.stop_of(name))
 
     def wait_copied(self, nbytes: int) -> None:
         """Wait until `nbytes` bytes of the model file's data have been copied from the model."""
@@ -248,25 +250,14 @@ class Seal:
         with self._meter.timed("wait_seal_s"):
             self._progress.wait_until(lambda: self._copied >= nbytes)
 
-    def _seal(self) -> Checkpoint:
+    def _seal(self, model: ModelCopy) -> Checkpoint:
         slot = self.slot
         self._store.expire()
         self._flush.start(slot)
-        written = write_model(
-            self._image,
-            slot.model,
-            self._buffers,
-            slot.context,
-            slot.model_leaves,
-            self._publish,
-            changing=self._changing,
-            source=self._clone_source(),
-        )
-        self._model_bytes = written.written_bytes
+        digests, self._model_bytes = model.write(self._publish)
         self._flush.wait()
-        stored = self._store.sealing.seal(slot, self._composition, written.digests)
-        parts = self._store.directories[1:]
-        return Checkpoint(self._store.backend, stored.path, stored.manifest, parts)
+        stored = self._store.sealing.seal(slot, self._composition, digests)
+        return self._store.reader_of(stored)
 
     def _publish(self, copied: int) -> None:
         while self._versions and self._versions[-1][3] <= copied:
@@ -287,32 +278,16 @@ class Seal:
             self._copied = 1 << 62  # no thread needs to wait any longer, whatever the outcome
             self._progress.notify_all()
 
-    def _clone_source(self) -> CloneSource | None:
-        """Return the newest checkpoint's model file, if it can be cloned from."""
-        newest = self._store.newest  # it stays the newest until this seal has ended
-        source = newest.slot if newest is not None else None
-        header = self._manifest.layout.model_header
-        if newest is None or source is None or not len(source.model_leaves):
-            return None
-        if source.layout.model_header.encoded != header.encoded:
-            return None
-        try:
-            if not self._store.is_usable(newest):
-                return None  # it was quarantined or replaced while training runs
-        except StorageError:
-            return None
-        return CloneSource(source.model, source.model_leaves, self._trained)
-
     def _written_bytes(self) -> int:
-        sizes = (self.slot.train_state.size_bytes, self.slot.manifest.size_bytes)
-        return self._model_bytes + sum(sizes)
+        return self._model_bytes + self.slot.document_bytes
 
 
 def capture(
+    sealing: Sealer,
     groups: Sequence[Mapping[str, Any]],
     table: ParameterTable,
     stored: Sequence[Stored],
-    slot: Slot,
+    slot: StateSlot,
     step: int,
     train_state: EncodedState,
     metrics: Mapping[str, float],
@@ -323,6 +298,7 @@ def capture(
     Data that is too large raises an error here, before a checkpoint is withdrawn.
 
     Args:
+        sealing: Sealer of the store.
         groups: ``param_groups`` of the optimizer.
         table: Parameters of the optimizer, and their scalar state.
         stored: Tensors that ``model.safetensors`` will have.
@@ -337,7 +313,7 @@ def capture(
         TypeError: A hyper-parameter cannot be stored. The message names it.
         offload.format.train_state.TrainStateTooLargeError: The train state does not fit.
     """
-    manifest, packed = compose(
+    composition = sealing.compose(
         slot,
         train_state,
         step=step,
@@ -354,7 +330,7 @@ def capture(
     )
     captured = [item.captured() for item in stored]
     marks = marks_of(item.tensor for item in captured)
-    return Captured(manifest, packed, captured, versions_of(stored), marks, SealHandle(step))
+    return Captured(composition, captured, versions_of(stored), marks, SealHandle(step))
 
 
 def versions_of(stored: Iterable[Stored]) -> dict[str, int]:

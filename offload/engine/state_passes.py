@@ -13,7 +13,7 @@ from offload.errors import DamagedError
 from offload.model.parameters import memories
 from offload.model.watch import announce_uses
 from offload.store.quarantine_limit import try_to_quarantine
-from offload.store.slot import Slot
+from offload.store.state_store import StateSlot
 from offload.update.rules import Scalars
 from offload.update.step_inputs import StepInputs
 from offload.update.updaters import device_updater, host_updater
@@ -82,7 +82,7 @@ def new_pass(
     work: ChunkWork,
     chunks: Sequence[int],
     *,
-    source: Slot | None,
+    source: StateSlot | None,
     lock: AbstractContextManager[object] | None = None,
 ) -> StatePass:
     """Return a pass that writes the working slot, or a new slot if there is no working slot.
@@ -128,6 +128,8 @@ def pass_failed(state: TrainingState, state_pass: StatePass, error: BaseExceptio
     if not isinstance(error, DamagedError):
         return error
     refusal = ""
-    for checkpoint in [c for c in state.store.checkpoints if c.slot is state_pass.source]:
+    source = state_pass.source
+    checkpoint = None if source is None else state.store.checkpoint_of(source)
+    if checkpoint is not None:
         refusal = try_to_quarantine(state.store, checkpoint, error)
     return DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}")

@@ -12,7 +12,7 @@ import uuid
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -22,9 +22,11 @@ from offload.device.compute import Compute
 from offload.engine.lifecycle import Lifecycle
 from offload.engine.ranks import Alone, Ranks
 from offload.engine.seal import Captured, Seal, SealHandle
+from offload.engine.whole_model import whole_copy
 from offload.engine.working_slot import StateSlots
 from offload.errors import OffloadError
 from offload.format.layout import Layout
+from offload.model.model_copy import ModelCopy
 from offload.model.model_file import BlockBuffers
 from offload.model.shards import Shards
 from offload.model.table import ParameterTable
@@ -32,6 +34,7 @@ from offload.options import Options
 from offload.placement.choose import PlacementChooser
 from offload.retention.policy import Retention
 from offload.store.slot import Slot
+from offload.store.state_store import StateSlot
 from offload.stream.drives import Drives
 from offload.stream.memory import WorkingMemory
 from offload.stream.meter import Meter
@@ -196,11 +199,12 @@ class TrainingState:
         self.table.adopt(layout, trainables)
         return before is not None
 
-    def begin_seal(self, slot: Slot, captured: Captured) -> SealHandle:
+    def begin_seal(self, slot: StateSlot, captured: Captured) -> SealHandle:
         """Begin to seal the state, which is in `slot`."""
-        ring, buffers, seal = self.ring(), self.block_buffers(), None
+        ring, seal = self.ring(), None
+        model = self._model_copy(slot, captured)
         try:
-            seal = Seal(self.store, slot, captured, buffers, ring.flush(), self.meter)
+            seal = Seal(self.store, slot, captured, model, ring.flush(), self.meter)
             self.store.sealing.begin(captured.manifest)
             self.slots.sealed_now()
             self.lifecycle.steps_in_seal = self.meter.steps
@@ -214,6 +218,13 @@ class TrainingState:
                 self.slots.is_working = True
             raise
         return seal.handle
+
+    def _model_copy(self, slot: StateSlot, captured: Captured) -> ModelCopy:
+        """Return the copy of the model that a seal makes: of all of it, or of this rank's share."""
+        share = self.ranks.model_copy(slot, captured.stored, captured.marks)
+        if share is None:
+            return whole_copy(self.store, cast(Slot, slot), captured, self.block_buffers())
+        return share
 
     def collect_seal(self, *, wait: bool = False, errors: bool = True) -> None:
         """Record the end of a seal, if one has ended.
@@ -251,8 +262,7 @@ class TrainingState:
         else:
             lifecycle.steps_settled = lifecycle.steps_in_seal
             if slots.present is seal.slot:
-                sealed = (c for c in self.store.checkpoints if c.slot is seal.slot)
-                slots.sealed = next(sealed, None)
+                slots.sealed = self.store.checkpoint_of(seal.slot)
 
     def forget(self) -> None:
         """Drop data that was read ahead, and the working slot, before a restore."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from offload.format.layout import Layout
 from offload.store.opening import StoredCheckpoint
-from offload.store.slot import Slot
-from offload.store.state_store import StateStore
+from offload.store.state_store import StateSlot, StateStore
 
 
 class StateSlots:
@@ -25,15 +24,15 @@ class StateSlots:
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
-        self.present: Slot | None = None
+        self.present: StateSlot | None = None
         self.is_working = False
         self.sealed: StoredCheckpoint | None = None
         """Checkpoint of the present state; None if it has none, as after every step."""
-        self._reserved: Slot | None = None
+        self._reserved: StateSlot | None = None
         """Slot of a new layout, acquired in advance so that a full disk is noticed before a pass
         begins; or the target of a pass that failed half way."""
 
-    def target(self, layout: Layout, num_groups: int) -> Slot:
+    def target(self, layout: Layout, num_groups: int) -> StateSlot:
         """Return the slot that the next pass writes: the working, a reserved or a new slot.
 
         Raises:
@@ -57,12 +56,12 @@ class StateSlots:
             self._store.release(self._reserved)
         self._reserved, self.is_working = reserved, False
 
-    def begin(self, layout: Layout, num_groups: int) -> Slot:
+    def begin(self, layout: Layout, num_groups: int) -> StateSlot:
         """Acquire a slot for a model in which no parameter has state yet; its arrays stay empty."""
         self.present = self.target(layout, num_groups)
         return self.present
 
-    def moved_to(self, target: Slot, sealing: Slot | None) -> Slot | None:
+    def moved_to(self, target: StateSlot, sealing: StateSlot | None) -> StateSlot | None:
         """Record that the state is now in `target`, which steps write in place from here on.
 
         Args:
@@ -77,10 +76,9 @@ class StateSlots:
         self.present, self.is_working, self.sealed = target, True, None
         if source is None or source is target or source is sealing:
             return None
-        is_checkpoint = any(checkpoint.slot is source for checkpoint in self._store.checkpoints)
-        return None if is_checkpoint else source
+        return source if self._store.checkpoint_of(source) is None else None
 
-    def torn(self, target: Slot) -> None:
+    def torn(self, target: StateSlot) -> None:
         """Record that a pass to `target` has failed half way; `forget` releases the slot."""
         if target is not self.present:
             self._reserved = target
@@ -89,15 +87,14 @@ class StateSlots:
         """Record that the present slot is being sealed, so that no step writes it any more."""
         self.is_working, self.sealed = False, None
 
-    def resume(self, slot: Slot, checkpoint: StoredCheckpoint) -> None:
+    def resume(self, slot: StateSlot, checkpoint: StoredCheckpoint) -> None:
         """Make a checkpoint the present state."""
         self.present, self.is_working, self.sealed = slot, False, checkpoint
 
     def forget(self) -> None:
         """Release every slot that is not a checkpoint, for a restore."""
-        sealed = [checkpoint.slot for checkpoint in self._store.checkpoints]
         for slot in (self.present, self._reserved):
-            if slot is not None and all(slot is not other for other in sealed):
+            if slot is not None and self._store.checkpoint_of(slot) is None:
                 self._store.release(slot)
         self.present = self._reserved = self.sealed = None
         self.is_working = False

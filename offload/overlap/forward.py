@@ -27,7 +27,7 @@ from offload.overlap.background_pass import RunningPass
 from offload.overlap.compiling import compile_lock
 from offload.overlap.forward_hooks import ForwardHooks
 from offload.overlap.own_gradients import copy_shared_gradients
-from offload.store.slot import Slot
+from offload.store.state_store import StateSlot
 from offload.update.rules import Scalars
 
 
@@ -199,7 +199,7 @@ class BesideForward:
             parameter.grad = None
 
     def _capture_early(
-        self, target: Slot, groups: Groups, train_state: object, metrics: Metrics
+        self, target: StateSlot, groups: Groups, train_state: object, metrics: Metrics
     ) -> Captured | None:
         """Capture the checkpoint for the end of the running step, while the step still runs.
 
@@ -223,6 +223,7 @@ class BesideForward:
         ):
             return None
         return capture(
+            self._state.store.sealing,
             groups,
             self._state.table,
             stored,
@@ -233,7 +234,9 @@ class BesideForward:
             self._state.update_code,
         )
 
-    def _seal_after(self, slot: Slot, captured: Captured, failure: BaseException | None) -> None:
+    def _seal_after(
+        self, slot: StateSlot, captured: Captured, failure: BaseException | None
+    ) -> None:
         """Begin a seal at the end of a pass, on the pass's thread.
 
         Args:
@@ -249,8 +252,12 @@ class BesideForward:
             except SealError as error:
                 self._late_error = error  # of the previous checkpoint; this one can still be made
             manifest = replace(captured.manifest, scalars=tuple(self._state.table.scalars))
-            versions = {**captured.versions, **self._versions}
-            self._state.begin_seal(slot, replace(captured, manifest=manifest, versions=versions))
+            captured = replace(
+                captured,
+                composition=captured.composition._replace(manifest=manifest),
+                versions={**captured.versions, **self._versions},
+            )
+            self._state.begin_seal(slot, captured)
         except BaseException as error:  # noqa: BLE001  (the handle passes it to the caller)
             reason = SealError(
                 f"step {captured.handle.step} could not be sealed, so it is not a checkpoint; "

@@ -85,6 +85,11 @@ class OwnerSlot(SlotFiles):
         return self._files[TABLE_NAME]
 
     @property
+    def document_bytes(self) -> int:
+        """Size in bytes of the files that are written as a whole when the part is sealed."""
+        return self.table.size_bytes
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Size in bytes of every file, by name."""
         return {name: file.size_bytes for name, file in self._files.items()}

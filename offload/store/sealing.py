@@ -253,6 +253,13 @@ class Sealing:
             self.incoming = None
             self._changed.notify_all()
 
+    def compose(self, slot: Slot, train_state: EncodedState, **content: Any) -> Composition:
+        """Describe the checkpoint that a slot will be; see `compose`."""
+        return compose(slot, train_state, **content)
+
+    def abandon(self, error: BaseException) -> None:
+        """Do nothing: no other process waits for the seal that has failed."""
+
     def seal(
         self, slot: Slot, composition: Composition, model_digests: Sequence[str]
     ) -> StoredCheckpoint:

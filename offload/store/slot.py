@@ -199,6 +199,11 @@ class Slot(SlotFiles):
         return self._files[MANIFEST_NAME]
 
     @property
+    def document_bytes(self) -> int:
+        """Size in bytes of the files that are written as a whole when the slot is sealed."""
+        return self.manifest.size_bytes + self.train_state.size_bytes
+
+    @property
     def train_state(self) -> File:
         """The file ``train_state.safetensors``."""
         return self._files[TRAIN_STATE_NAME]

@@ -7,17 +7,22 @@ rank, in which these calls are agreed with all other ranks.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 from gds import Backend
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.train_state import EncodedState
 from offload.journal import Journal
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
+from offload.store.owner_slot import OwnerSlot
 from offload.store.sealing import Composition
 from offload.store.slot import Slot
+
+StateSlot: TypeAlias = Slot | OwnerSlot
+"""Slot that holds the state of this process: the whole state, or that of one owner."""
 
 
 class Keeper(Protocol):
@@ -76,10 +81,24 @@ class Sealer(Protocol):
         """Record that no seal is in flight."""
         ...
 
+    def compose(self, slot: Any, train_state: EncodedState, **content: Any) -> Composition:
+        """Describe the checkpoint that a slot will be; see `offload.store.sealing.compose`.
+
+        Args:
+            slot: Slot that `StateStore.acquire` has returned.
+            train_state: Train state of the user.
+            content: Keyword arguments of `offload.store.sealing.compose`.
+        """
+        ...
+
     def seal(
-        self, slot: Slot, composition: Composition, model_digests: Sequence[str]
+        self, slot: Any, composition: Composition, model_digests: Sequence[str]
     ) -> StoredCheckpoint:
         """Make a slot the newest checkpoint; durable on return."""
+        ...
+
+    def abandon(self, error: BaseException) -> None:
+        """Record that the seal that `begin` has announced failed. Never raises."""
         ...
 
 
@@ -157,7 +176,7 @@ class StateStore(Protocol):
         """Return whether a checkpoint with open files is unchanged and not quarantined."""
         ...
 
-    def is_in_place(self, slot: Slot) -> bool:
+    def is_in_place(self, slot: Any) -> bool:
         """Return whether a slot's open files are under its name."""
         ...
 
@@ -165,11 +184,11 @@ class StateStore(Protocol):
         """Check that the drives have room for all slots that retention is sure to need."""
         ...
 
-    def acquire(self, layout: Layout, num_groups: int) -> Slot:
+    def acquire(self, layout: Layout, num_groups: int) -> StateSlot:
         """Return a slot to write the next generation into."""
         ...
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: Any) -> None:
         """Take back a slot that was acquired and will not be sealed."""
         ...
 
@@ -185,8 +204,16 @@ class StateStore(Protocol):
         """Replace a checkpoint's manifest atomically; durable on return."""
         ...
 
-    def slot_of(self, checkpoint: StoredCheckpoint) -> Slot:
+    def slot_of(self, checkpoint: StoredCheckpoint) -> StateSlot:
         """Return a checkpoint's open files."""
+        ...
+
+    def checkpoint_of(self, slot: Any) -> StoredCheckpoint | None:
+        """Return the usable checkpoint that a slot is; None if it is none."""
+        ...
+
+    def reader_of(self, checkpoint: StoredCheckpoint) -> Checkpoint:
+        """Return a checkpoint as readers see it."""
         ...
 
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:

@@ -28,6 +28,7 @@ from contextlib import suppress
 
 from gds import Backend, StorageError
 from gds.waiting import Monitor
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import StoreBusyError
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
@@ -241,7 +242,7 @@ class Store:
     def release(self, slot: Slot) -> None:
         """Take back a slot that was acquired and will not be sealed."""
         with self._changed:
-            if any(checkpoint.slot is slot for checkpoint in self.checkpoints):
+            if self.checkpoint_of(slot) is not None:
                 return  # the slot has been sealed meanwhile
             if self._quarantine.has(slot) or not self._lock.is_held():
                 slot.close()  # not reused: it is damaged, or the store may have another writer
@@ -346,6 +347,15 @@ class Store:
             self._free.drop(len(self._free))
             drop_unfinished(self.backend, self.directory)
             self.backend.sync_dir(self.directory)
+
+    def checkpoint_of(self, slot: Slot) -> StoredCheckpoint | None:
+        """Return the usable checkpoint that a slot is; None if it is none."""
+        return next((c for c in self.checkpoints if c.slot is slot), None)
+
+    def reader_of(self, checkpoint: StoredCheckpoint) -> Checkpoint:
+        """Return a checkpoint as readers see it."""
+        parts = self.directories[1:]
+        return Checkpoint(self.backend, checkpoint.path, checkpoint.manifest, parts)
 
     def slot_of(self, checkpoint: StoredCheckpoint) -> Slot:
         """Return a checkpoint's open files; open them for reading if they are not open."""

@@ -1,0 +1,45 @@
+"""The model file of a checkpoint that one process writes and reads as a whole."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from gds import StorageError
+from offload.engine.seal import Captured
+from offload.model.model_copy import WholeCopy
+from offload.model.model_file import BlockBuffers
+from offload.model.model_writing import CloneSource, TensorRanges
+from offload.store.slot import Slot
+from offload.store.state_store import StateStore
+
+
+def whole_copy(
+    store: StateStore, slot: Slot, captured: Captured, buffers: BlockBuffers
+) -> WholeCopy:
+    """Return the copy of all tensors that a seal makes into its slot."""
+    return WholeCopy(
+        slot.layout,
+        captured.stored,
+        slot.model,
+        buffers,
+        slot.context,
+        slot.model_leaves,
+        captured.marks,
+        partial(_clone_source, store, slot),
+    )
+
+
+def _clone_source(store: StateStore, slot: Slot, trained: TensorRanges) -> CloneSource | None:
+    """Return the newest checkpoint's model file, if it can be cloned from."""
+    newest = store.newest  # it stays the newest until this seal has ended
+    source = newest.slot if newest is not None else None
+    if newest is None or source is None or not len(source.model_leaves):
+        return None
+    if source.layout.model_header.encoded != slot.layout.model_header.encoded:
+        return None
+    try:
+        if not store.is_usable(newest):
+            return None  # it was quarantined or replaced while training runs
+    except StorageError:
+        return None
+    return CloneSource(source.model, source.model_leaves, trained)

@@ -1,0 +1,124 @@
+"""Copies of a model's tensors into ``model.safetensors``, as a seal makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from gds import File
+from offload.device.boundary import Marks
+from offload.format.digests import DigestContext
+from offload.format.known_leaves import KnownLeaves
+from offload.format.layout import Layout
+from offload.model.model_file import BlockBuffers, ModelImage
+from offload.model.model_writing import CloneSource, TensorRanges, write_model
+from offload.model.parameters import Stored
+
+
+class ModelCopy(Protocol):
+    """One copy of live tensors into a model file, or into the part that this rank writes."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes that are copied from the live tensors."""
+        ...
+
+    def stop_of(self, name: str) -> int:
+        """Return the number of copied bytes after which a tensor has been copied."""
+        ...
+
+    def stops(self, layout: Layout) -> Sequence[int]:
+        """Return, for each chunk of a layout, the bytes to copy before its parameters change."""
+        ...
+
+    def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
+        """Write the file. It is not synced.
+
+        Args:
+            copied: Function that is called with the number of bytes copied so far.
+
+        Returns:
+            The digests of what has been copied, and the number of bytes that were written.
+
+        Raises:
+            gds.StorageError: A write failed.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Record that the content of the file is unknown, because a write or a sync failed."""
+        ...
+
+
+class WholeCopy:
+    """Copy of all tensors by one process.
+
+    Args:
+        layout: Layout of the slot.
+        stored: Tensors to copy.
+        file: Model file of the slot.
+        buffers: Memory for copying.
+        context: Store and generation of the digests.
+        known: Known content of the file.
+        marks: Positions in the streams of devices; the tensors have their values there.
+        source: Function that returns a file that unchanged content may be cloned from. It is given
+            the ranges of trained tensors.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        stored: Sequence[Stored],
+        file: File,
+        buffers: BlockBuffers,
+        context: DigestContext,
+        known: KnownLeaves,
+        marks: Marks,
+        source: Callable[[TensorRanges], CloneSource | None],
+    ) -> None:
+        header = layout.model_header
+        self._entries = header.entries
+        self._file = file
+        self._buffers = buffers
+        self._context = context
+        self._known = known
+        self._source = source
+        tensors: dict[str, torch.Tensor] = {item.spec.name: item.tensor for item in stored}
+        trained = {spec.name for spec in layout.parameters}
+        changing = {s.spec.name for s in stored if s.parameter.requires_grad} & trained
+        self._trained = TensorRanges(header, trained)
+        self._changing = TensorRanges(header, changing)
+        self._image = ModelImage(header, tensors, marks, buffers.traffic)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the model file's data."""
+        return self._image.data_bytes
+
+    def stop_of(self, name: str) -> int:
+        """Return the end of a tensor in the file's data."""
+        return self._entries[name].stop
+
+    def stops(self, layout: Layout) -> Sequence[int]:
+        """Return `Layout.model_stops`."""
+        return layout.model_stops
+
+    def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
+        """Write what the file lacks; see `write_model`."""
+        written = write_model(
+            self._image,
+            self._file,
+            self._buffers,
+            self._context,
+            self._known,
+            copied,
+            changing=self._changing,
+            source=self._source(self._trained),
+        )
+        return written.digests, written.written_bytes
+
+    def forget(self) -> None:
+        """Forget the content of the file. It may exist only in a cache, so it is not read back."""
+        self._known.forget(readable=False)
