@@ -12,7 +12,7 @@ from offload.engine.reference import Position
 from offload.engine.reseal import is_unchanged, replace_train_state
 from offload.engine.resume import restore
 from offload.engine.seal import SealHandle, capture
-from offload.engine.state_passes import step_chunks
+from offload.engine.state_passes import move_state
 from offload.engine.stats import Stats, collect_stats
 from offload.engine.strategy import Metrics, StepStrategy
 from offload.engine.training_state import Groups, TrainingState
@@ -79,7 +79,8 @@ class Engine:
         layout = self.lay_out(groups)
         with as_unreadable(NOTHING_CHANGED):
             self.store.keeping.warn([path for path, _ in self.store.refused])
-            self.store.require_space(layout, len(groups))
+            what = "the constructor"
+            self.state.ranks.together(what, lambda: self.store.require_space(layout, len(groups)))
 
     def lay_out(self, groups: Groups) -> Layout:
         """Return the layout of the present parameters and model tensors; changes nothing."""
@@ -138,6 +139,7 @@ class Engine:
             and sealed.manifest.step == state.num_steps
             # In a poisoned store, a failed seal may have left a newer checkpoint, now abandoned.
             and not store.poisoned
+            and state.ranks.size == 1  # TODO ranks
             and is_unchanged(sealed, groups, state.table, stored, state.block_buffers())
             # Checked last, because other programs may change the checkpoint meanwhile.
             and store.is_usable(sealed)
@@ -150,7 +152,7 @@ class Engine:
         else:
             if not state.slots.is_working:
                 # No step was taken since the last seal, yet the new checkpoint differs from it.
-                step_chunks(state, groups, [None] * len(state.table.trainables))
+                move_state(state, groups)
             slot = state.slots.present
         captured = capture(
             store.sealing,

@@ -249,10 +249,12 @@ class Alone:
     ) -> ModelCopy | None:
         """Return None: the whole model is copied."""
         del slot, stored, marks
+        return None
 
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Return None: the whole model is to be loaded."""
         del checkpoint, stored
+        return None
 
     def share_model(self, stored: Sequence[Stored]) -> None:
         """Do nothing."""

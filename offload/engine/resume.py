@@ -10,15 +10,15 @@ import copy
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.matching import match_checkpoint
 from offload.engine.training_state import Groups, TrainingState
+from offload.engine.whole_model import load_whole
 from offload.errors import CheckpointError, DamagedError, MismatchError
 from offload.journal import log_event
-from offload.model.model_file import BlockBuffers, ModelImage, read_model
-from offload.model.parameters import Stored
+from offload.model.parameters import Stored, Trainable
 from offload.store.opening import StoredCheckpoint
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.state_store import StateSlot, StateStore
@@ -105,30 +105,33 @@ def resume(
         MismatchError: The checkpoint does not fit the optimizer and the model. Nothing has changed.
         DamagedError: The content is not what was written. The model may hold parts of it.
     """
-    store, lifecycle = state.store, state.lifecycle
-    trainables, stored = match_checkpoint(
-        found,
-        groups,
-        state.table.model,
-        state.rule,
-        state.table.state_format,
-        state.table.shards,
-    )
+    store, lifecycle, ranks = state.store, state.lifecycle, state.ranks
+    trainables, stored = ranks.together("restore()", lambda: _match(state, groups, found))
     compute = state.choose_device(groups, found.manifest.layout, trainables)
     started = time.perf_counter()
     checkpoint = store.reader_of(found)
-    _ = checkpoint.train_state  # read and checked before anything is changed
+    # The train state is read and checked before anything is changed.
+    ranks.together("restore()", lambda: checkpoint.train_state)
     lifecycle.broken = f"restoring {found.path} failed half way"
     state.forget()
     state.compute = compute
-    slot = store.slot_of(found)
-    state.table.adopt(found.manifest.layout, trainables, found.manifest.scalars)
-    state.meter.restore_bytes = 0
+
+    def take() -> StateSlot:
+        """Make the checkpoint the present state on this rank."""
+        slot = store.slot_of(found)
+        state.table.adopt(found.manifest.layout, trainables, found.manifest.scalars)
+        state.meter.restore_bytes = 0
+        if parameters:
+            state.meter.restore_bytes = _load(state, found, slot, stored, groups)
+        slot.distrust()  # the first pass checks the state, even if this process wrote it
+        if state.options.verify == "at_restore" if verify is None else verify:
+            chunks = state.chunks()
+            state.meter.restore_bytes += check_state(state.ring(), slot, chunks, state.meter)
+        return slot
+
+    slot = ranks.together("restore()", take)
     if parameters:
-        state.meter.restore_bytes = _load(found, slot, stored, state.block_buffers(), groups)
-    slot.distrust()  # the first pass checks the state, even if this process wrote it
-    if state.options.verify == "at_restore" if verify is None else verify:
-        state.meter.restore_bytes += check_state(state.ring(), slot, state.chunks(), state.meter)
+        ranks.share_model(stored)
     store.withdraw_newer(found)  # now that the older one has proved to be readable
     state.num_steps = found.manifest.step
     state.slots.resume(slot, found)
@@ -210,30 +213,37 @@ def _give_up_damaged(
     return newest
 
 
+def _match(
+    state: TrainingState, groups: Groups, found: StoredCheckpoint
+) -> tuple[list[Trainable], list[Stored]]:
+    table = state.table
+    return match_checkpoint(
+        found, groups, table.model, state.rule, table.state_format, table.shards
+    )
+
+
 def _load(
+    state: TrainingState,
     checkpoint: StoredCheckpoint,
     slot: StateSlot,
     stored: Sequence[Stored],
-    buffers: BlockBuffers,
     groups: Sequence[dict[str, Any]],
 ) -> int:
     """Load parameters, buffers and hyper-parameters in place; return the number of bytes read.
 
     Args:
+        state: State that the checkpoint replaces.
         checkpoint: Checkpoint to load.
         slot: Open files of the checkpoint.
         stored: Live tensors of the model file.
-        buffers: Memory for copying tensors.
         groups: ``param_groups`` of the optimizer.
 
     Raises:
         DamagedError: The model file is damaged. Some parameters may have been overwritten.
     """
-    manifest = checkpoint.manifest
-    tensors = {item.spec.name: item.tensor for item in stored}
-    image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
-    digests = manifest.model_digests
-    read_model(image, slot.model, buffers, slot.context, digests, slot.model_leaves)
-    for group, saved in zip(groups, manifest.groups, strict=True):
+    num_bytes = state.ranks.load_model(checkpoint, stored)
+    if num_bytes is None:
+        num_bytes = load_whole(checkpoint, cast(Slot, slot), stored, state.block_buffers())
+    for group, saved in zip(groups, checkpoint.manifest.groups, strict=True):
         group.update(copy.deepcopy(dict(saved)))  # a tensor learning rate is changed in place
-    return image.data_bytes
+    return num_bytes

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from offload.engine.chunk_pass import ChunkWork, StatePass
+from offload.engine.ranks import NoValues, Step, Values
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
 from offload.model.parameters import memories
@@ -31,14 +32,61 @@ def step_chunks(
 
     Raises the errors of `StatePass.run`. The state is broken after an error.
     """
-    run_pass(state, begin_pass(state, groups, gradients))
+    state_pass = begin_pass(state, groups, gradients)
+    values: Values = NoValues()
+    if state.ranks.size > 1:
+        try:
+            values = _begin_values(state, groups, state_pass)
+        except BaseException:
+            state.slots.torn(state_pass.target)  # the slot is kept for the next pass
+            raise
+    run_pass(state, state_pass, values)
 
 
-def run_pass(state: TrainingState, state_pass: StatePass) -> None:
-    """Run a pass on the calling thread, and record its success or failure."""
+def move_state(state: TrainingState, groups: Groups) -> None:
+    """Copy the state from a checkpoint's slot to a working slot, without a step.
+
+    Raises the errors of `StatePass.run`. The state is broken after an error.
+    """
+    run_pass(state, begin_pass(state, groups, [None] * len(state.table.trainables)))
+
+
+def _begin_values(state: TrainingState, groups: Groups, state_pass: StatePass) -> Values:
+    """Agree with the other ranks on a step, before anything is changed."""
+    seal, named = state.seal, state.table.live(groups)
+    return state.ranks.begin_step(
+        Step(
+            number=state_pass.step,
+            layout=state.layout,
+            stepped=state.table.with_gradient(groups),
+            chunks=state_pass.chunks,
+            memory=named.__getitem__,
+            before_write=seal.wait_copied_of if seal is not None else lambda name: None,
+        )
+    )
+
+
+def run_pass(state: TrainingState, state_pass: StatePass, values: Values | None = None) -> None:
+    """Run a pass on the calling thread, and record its success or failure.
+
+    Args:
+        state: The state.
+        state_pass: The pass.
+        values: What brings new values to other ranks; None if no other rank needs them.
+    """
+    values = NoValues() if values is None else values
     try:
-        pass_ended(state, state_pass, state_pass.run())
+        try:
+            scalars = state_pass.run(values.updated)
+        except BaseException as error:
+            failure = values.fail(error)
+            if failure is error:
+                raise
+            raise failure from error
+        values.finish()
+        pass_ended(state, state_pass, scalars)
     except BaseException as error:
+        state.ranks.failed(error)
         failure = pass_failed(state, state_pass, error)
         if failure is error:
             raise

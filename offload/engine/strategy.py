@@ -175,7 +175,7 @@ def take_step(state: TrainingState, groups: Groups) -> None:
         if not table.is_current(groups):
             state.relayout(groups)
         gradients = table.gradients(groups)
-        if any(gradient is not None for gradient in gradients):
+        if table.has_gradient(groups):
             step_chunks(state, groups, gradients)
             meter.steps += 1
         state.num_steps += 1

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from gds import StorageError
 from offload.engine.seal import Captured
 from offload.model.model_copy import WholeCopy
-from offload.model.model_file import BlockBuffers
+from offload.model.model_file import BlockBuffers, ModelImage, read_model
 from offload.model.model_writing import CloneSource, TensorRanges
+from offload.model.parameters import Stored
+from offload.store.opening import StoredCheckpoint
 from offload.store.slot import Slot
 from offload.store.state_store import StateStore
 
@@ -43,3 +46,25 @@ def _clone_source(store: StateStore, slot: Slot, trained: TensorRanges) -> Clone
     except StorageError:
         return None
     return CloneSource(source.model, source.model_leaves, trained)
+
+
+def load_whole(
+    checkpoint: StoredCheckpoint, slot: Slot, stored: Sequence[Stored], buffers: BlockBuffers
+) -> int:
+    """Load all tensors of a checkpoint's model file in place; return the number of bytes read.
+
+    Args:
+        checkpoint: Checkpoint to load.
+        slot: Open files of the checkpoint.
+        stored: Live tensors of the model file.
+        buffers: Memory for copying tensors.
+
+    Raises:
+        DamagedError: The model file is damaged. Some parameters may have been overwritten.
+    """
+    manifest = checkpoint.manifest
+    tensors = {item.spec.name: item.tensor for item in stored}
+    image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
+    digests = manifest.model_digests
+    read_model(image, slot.model, buffers, slot.context, digests, slot.model_leaves)
+    return image.data_bytes

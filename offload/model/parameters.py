@@ -64,6 +64,7 @@ class Stored:
     """A tensor of ``model.safetensors``, with the live tensor that it is copied from and to."""
 
     spec: ModelTensor
+    """Description of the whole tensor."""
 
     parameter: torch.Tensor
     """Tensor of the model's state dict: a parameter or a buffer."""
@@ -77,6 +78,9 @@ class Stored:
 
     is_alias: bool = False
     """Whether a step changes the tensor, because it shares memory with a trained parameter."""
+
+    is_here: bool = True
+    """Whether this rank stores the tensor or a part of it. If not, `tensor` is empty."""
 
     def captured(self) -> Stored:
         """Return this object, or one with a copy of the tensor if it is copied by value."""
@@ -314,8 +318,9 @@ def describe_model(
     """Return the tensors of ``model.safetensors``: trainable parameters first, then all others.
 
     With a model, the tensors are its complete state dict; a tied tensor is listed once, with its
-    aliases. Without a model, they are the parameters of the groups. What only other ranks store is
-    not in the result.
+    aliases. Without a model, they are the parameters of the groups. With several ranks, the order
+    is the same on all of them: first all parameters of the groups that `is_stepped`, then all
+    others.
 
     Args:
         model: Module that is trained; None if it was not given.
@@ -328,6 +333,9 @@ def describe_model(
         UnsupportedParameterError: A tensor cannot be part of a checkpoint.
     """
     entries: dict[torch.Tensor, list[str]] = {t.parameter: [t.spec.name] for t in trainable}
+    if shards is not None:
+        entries = {p: [n] for n, p in group_names(param_groups, model, shards) if is_stepped(p)}
+        entries |= {t.parameter: [t.spec.name] for t in trainable if t.parameter not in entries}
     if model is None:
         for index, group in enumerate(param_groups):
             for name, parameter in _named(index, group, {}):
@@ -358,16 +366,33 @@ def describe_model(
         tensor = memory.get(parameter)
         if tensor is None:
             tensor = _part(name, parameter, shards)
-            if tensor is None:
-                continue
-        _check_stored(name, tensor)
-        spec = ModelTensor(name, DTYPE_CODES[tensor.dtype], tuple(tensor.shape), tuple(aliases))
+        if shards is None:
+            require_whole(name, parameter)
+        if tensor is not None:
+            _check_stored(name, tensor)
+        dtype, shape = DTYPE_CODES[parameter.dtype], tuple(parameter.shape)
+        spec = ModelTensor(name, dtype, shape, tuple(aliases))
+        if tensor is None:
+            nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            stored.append(Stored(spec, parameter, nothing, by_value=True, is_here=False))
+            continue
         # While a seal is in progress, the next step may change trained memory as soon as the seal
         # has copied the trained tensor. Aliases of that memory are therefore copied at once.
         is_alias = parameter not in memory and spans.touch(tensor)
         by_value = is_alias or parameter not in parameters
         stored.append(Stored(spec, parameter, tensor, by_value, is_alias))
     return stored
+
+
+def group_names(
+    param_groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None, shards: Shards | None
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of all groups, with their names in files."""
+    names: dict[torch.Tensor, str] = {}
+    if model is not None:
+        named = names_of(model, shards)
+        names = {parameter: named(name) for name, parameter in model.named_parameters()}
+    return [pair for i, group in enumerate(param_groups) for pair in _named(i, group, names)]
 
 
 def _part(name: str, tensor: torch.Tensor, shards: Shards | None) -> torch.Tensor | None:
@@ -384,7 +409,6 @@ def _check_stored(name: str, tensor: torch.Tensor) -> None:
     Raises:
         UnsupportedParameterError: The tensor is refused; names it, says why and what to do.
     """
-    require_whole(name, tensor)
     if tensor.dtype not in DTYPE_CODES or tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise UnsupportedParameterError(

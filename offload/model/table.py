@@ -19,6 +19,7 @@ from offload.model.parameters import (
     check_gradients,
     describe_model,
     describe_parameters,
+    group_names,
     is_stepped,
     memories,
 )
@@ -131,6 +132,10 @@ class ParameterTable:
         with describing():
             items = describe_model(self.model, groups, trainables, self.shards)
             stored = [item.spec for item in items]
+        if self.shards is not None and self.layout is not None:
+            # The ranks step different parameters, and yet must agree on the order of the model.
+            known = {tensor.name: place for place, tensor in enumerate(self.layout.model)}
+            stored.sort(key=lambda spec: known.get(spec.name, len(known)))
         model = model_order(stored[: len(trainables)], stored[len(trainables) :])
         chunk_elements = self.layout.chunk_elements if self.layout else self._chunk_elements
         shares = self.layout.shares if self.layout else self.shares
@@ -256,6 +261,19 @@ class ParameterTable:
         ]
         check_gradients(self.trainables, gradients)
         return gradients
+
+    def has_gradient(self, groups: Groups) -> bool:
+        """Return whether any parameter of the groups has a gradient, on this rank or elsewhere."""
+        return any(p.grad is not None for group in groups for p in group["params"])
+
+    def with_gradient(self, groups: Groups) -> list[str]:
+        """Return the names of all parameters of the groups that have a gradient."""
+        named = group_names(groups, self.model, self.shards)
+        return [name for name, parameter in named if parameter.grad is not None]
+
+    def live(self, groups: Groups) -> dict[str, torch.Tensor]:
+        """Return the parameters of the groups by their names."""
+        return dict(group_names(groups, self.model, self.shards))
 
     def clear(self) -> None:
         """Forget everything but the model, for a restore."""
