@@ -61,9 +61,14 @@ def _begin_values(state: TrainingState, groups: Groups, state_pass: StatePass) -
             stepped=state.table.with_gradient(groups),
             chunks=state_pass.chunks,
             memory=named.__getitem__,
-            before_write=seal.wait_copied_of if seal is not None else lambda name: None,
+            before_write=seal.wait_copied_of if seal is not None else _no_wait,
         )
     )
+
+
+def _no_wait(name: str) -> None:
+    """Return at once: no seal copies the tensor."""
+    del name
 
 
 def run_pass(state: TrainingState, state_pass: StatePass, values: Values | None = None) -> None:
