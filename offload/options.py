@@ -167,6 +167,10 @@ class Options:
     reader_timeout_s: float = 60.0
     """Seconds to wait, after a warning, until readers close an expired checkpoint."""
 
+    agreement_timeout_s: float = 300.0
+    """Seconds without a sign of progress after which another rank counts as lost. A rank that reads
+    or writes gives signs, so a slow drive does not count."""
+
     trace: str | os.PathLike[str] | None = None
     """Path of a Chrome trace to write when the optimizer is closed, with lanes for the training
     thread, updates, reads and writes. Perfetto can open it. None for no trace."""
@@ -221,6 +225,10 @@ class Options:
             )
         if self.reader_timeout_s < 0:
             raise ValueError(f"reader_timeout_s must not be negative, got {self.reader_timeout_s}")
+        if self.agreement_timeout_s <= 0:
+            raise ValueError(
+                f"agreement_timeout_s must be positive, got {self.agreement_timeout_s}"
+            )
         drives = self.drives
         if self.backend is not None and drives.direct is not None:
             raise ValueError("direct has no effect on a backend that is passed in: set one of them")

@@ -240,6 +240,14 @@ class Agreement:
         """
         self._signs.give()
 
+    def meet(self, number: int) -> None:
+        """Wait in a seal until every rank has come as far as this, or fails. On the seal's thread.
+
+        Args:
+            number: Number of the seal.
+        """
+        self._seals.run(seal.meet(self._peers, number))
+
     def report(self, number: int, report: Report) -> None:
         """Report this rank's part of a seal: it is durable, or the report says why not.
 

@@ -86,6 +86,27 @@ def report(
         yield Put(key(seal_scope(number), "report", peers.rank), own.encode())
 
 
+def meet(peers: Peers, number: int) -> Program[None]:
+    """Wait until every rank has written its blocks of the model file, or is known to fail.
+
+    Nothing is decided here. If a rank does not come in time, its report will not come either.
+
+    Args:
+        peers: All ranks.
+        number: Number of the seal.
+    """
+    scope = seal_scope(number)
+    try:
+        if peers.is_leader:
+            yield Await(tuple((rank, key(scope, "written", rank)) for rank in peers.others), scope)
+            yield Put(key(scope, "all-written"), "written")
+        else:
+            yield Put(key(scope, "written", peers.rank), "written")
+            yield Await(((peers.leader, key(scope, "all-written")),), scope)
+    except ChannelLostError:
+        return  # the report finds out as well
+
+
 def decide(
     peers: Peers,
     number: int,
@@ -222,8 +243,9 @@ def _announce(
         wanted = tuple((rank, key(scope, "read", rank)) for rank in sorted(reported))
         arrived: Arrived = yield Await(wanted, scope)
         if arrived.values.keys() == {*peers.others}:
-            per_rank = ("report", "read", "sign")
+            per_rank = ("written", "report", "read", "sign")
             keys = [key(scope, what, rank) for what in per_rank for rank in range(peers.size)]
-            yield Delete((key(scope, "decision"), key(scope, "left"), *keys))
+            common = ("all-written", "decision", "left")
+            yield Delete((*(key(scope, what) for what in common), *keys))
     except ChannelLostError:
         return  # the others will find themselves in doubt, which is true of them

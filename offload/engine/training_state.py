@@ -108,7 +108,11 @@ class TrainingState:
         """Code of the newest step, in words."""
         self.options = options
         self.table = ParameterTable(
-            rule, model, options.chunk_elements, options.state_format, shards=shards
+            rule,
+            model,
+            options.chunk_elements,
+            options.state_format,
+            shards=self.ranks.shards if shards is None else shards,
         )
         self.meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
         self.drives = Drives(directories, options, self.meter.trace, device)

@@ -180,6 +180,26 @@ def pack_encoded(encoded: EncodedState, *, capacity_bytes: int, header: Mapping[
     return b"".join([built.encoded, *(tensor.data for tensor in tensors.values())])
 
 
+def packed_bytes(encoded: EncodedState, header: Mapping[str, str]) -> int:
+    """Return the least `capacity_bytes` with which `pack_encoded` succeeds.
+
+    Args:
+        encoded: Result of `encode`.
+        header: More metadata, as for `pack_encoded`.
+
+    Raises:
+        TrainStateTooLargeError: There is none: the state is too large for any file.
+    """
+    specs = [(name, tensor.dtype, tensor.shape) for name, tensor in encoded.tensors.items()]
+    metadata = {**header, STATE_KEY: encoded.json, FORMAT_KEY: FORMAT_VERSION, DIGEST_KEY: "0" * 32}
+    try:
+        exact = build_header(specs, metadata).data_start + encoded.tensor_bytes
+    except HeaderTooLargeError as error:
+        raise _too_large(encoded, specs, metadata, MAX_CAPACITY_BYTES) from error
+    multiple = _CAPACITY_MULTIPLE_BYTES
+    return -(-exact // multiple) * multiple
+
+
 def unpack(data: bytes, path: str = "<bytes>") -> tuple[object, dict[str, str]]:
     """Return the state and the header that `pack` was given.
 

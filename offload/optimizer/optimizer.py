@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from offload.ambient import neutral
 from offload.engine.engine import Engine
 from offload.engine.finalizer import close_left_open, close_quietly
+from offload.engine.ranks import Alone, Ranks
 from offload.engine.reference import is_reference
 from offload.engine.state_dict import load_reference, load_tensors, make_reference, materialize
 from offload.engine.strategy import InsideStep, StepStrategy
@@ -28,7 +29,7 @@ from offload.exchange.torch_dicts import (
     number_parameters,
 )
 from offload.model.parameters import check_given_once, check_iterable, describe_parameters
-from offload.model.process_groups import ProcessGroup, require_one_process
+from offload.model.process_groups import ProcessGroup, are_several
 from offload.optimizer.checkpointing import CheckpointingOptimizer
 from offload.options import Options, Overlap
 from offload.overlap.ddp_refusal import require_no_ddp
@@ -60,9 +61,10 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             ones are kept in any case. The disk holds one more slot.
         fresh: Start over in a store that has checkpoints. They are withdrawn once the first new
             checkpoint is durable.
-        process_group: `offload.SEPARATE` if this is one of several processes that each train a
-            model of their own, in a directory of their own. Without it, several processes are
-            refused.
+        process_group: Ranks that train the model together, into one directory; None for the
+            default group of torch.distributed, if there is one. All ranks make the same calls.
+            `offload.SEPARATE` if this is one of several processes that each train a model of their
+            own, in a directory of their own.
         options: Settings for streaming and storing; see `Options`.
         hyper: Keyword arguments of `optimizer_class`.
 
@@ -102,7 +104,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         process_group: ProcessGroup = None,
         **hyper: Any,
     ) -> None:
-        require_one_process(process_group, model)
+        several = are_several(process_group, model)
         retention = as_retention(keep)
         check_iterable(params)
         if not isinstance(options, Options):
@@ -123,12 +125,24 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
         self.state = StateOnStorage()
+        if several and options.overlap is not None:
+            raise ValueError(
+                f"overlap={options.overlap!r} is not supported with several ranks yet: leave it out"
+            )
         if options.overlap == "backward":
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse unsupported formats before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
+        ranks: Ranks = Alone()
+        if several:
+            from offload.distributed.launch import join_ranks  # imports torch.distributed
+
+            ranks = join_ranks(process_group, self.param_groups, model, options)
         with neutral():
-            describe_parameters(self.param_groups, model, rule, options.state_format)
+            described = partial(
+                describe_parameters, self.param_groups, model, rule, options.state_format
+            )
+            ranks.together("the constructor", lambda: described(shards=ranks.shards))
         if on_device:
             split = options.master == "split"
             require_steppable(rule, self.param_groups, options.state_dtype, split=split)
@@ -141,6 +155,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             fresh=fresh,
             options=options,
             device=device_of(self.param_groups),
+            ranks=ranks,
         )
         try:
             engine = Engine(state, strategy(state))

@@ -1,0 +1,48 @@
+"""Beginning of a training by several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.distributed.rank_group import RankGroup
+from offload.format.arrays import BLOCK_ELEMENTS
+from offload.model.parameters import group_names
+from offload.model.process_groups import ProcessGroup
+from offload.options import Options
+
+
+def join_ranks(
+    process_group: ProcessGroup,
+    param_groups: Sequence[Mapping[str, Any]],
+    model: torch.nn.Module | None,
+    options: Options,
+) -> RankGroup:
+    """Return the ranks that train a model. Collective.
+
+    Args:
+        process_group: Group of the ranks; None for the default group.
+        param_groups: Parameter groups of the optimizer.
+        model: Model that is trained; None if it was not given.
+        options: Settings of the optimizer.
+
+    Raises the errors of `RankGroup`.
+    """
+    group = process_group if isinstance(process_group, dist.ProcessGroup) else None
+    named = dict(group_names(param_groups, model, _no_shards))
+    if model is not None:
+        models = [{"params": list(model.parameters())}]
+        named |= dict(group_names(models, model, _no_shards))
+    has_fused = any(one.get("fused") for one in param_groups)
+    multiple = BLOCK_ELEMENTS if options.state_dtype == "int8" or has_fused else 1
+    return RankGroup(
+        group, list(named.items()), multiple=multiple, timeout_s=options.agreement_timeout_s
+    )
+
+
+def _no_shards(name: str, tensor: torch.Tensor) -> None:
+    """Stand for shards that are not known yet, so that names lack the prefixes of wrappers."""
+    del name, tensor

@@ -1,0 +1,351 @@
+"""The ranks of one training: what each of them steps and stores, and how they work together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from gds import Backend
+from offload.ambient import in_neutral
+from offload.device.boundary import Marks
+from offload.device.staging import Traffic
+from offload.distributed.agreement import Agreement
+from offload.distributed.gather import BounceBuffer, Gathering
+from offload.distributed.gather_plan import (
+    SLICE_BYTES,
+    BoxKey,
+    BoxPiece,
+    GatherPlan,
+    RankChunk,
+    layout_chunks,
+)
+from offload.distributed.holder_groups import HolderGroups
+from offload.distributed.messages import Json
+from offload.distributed.rank_store import RankStore, require_ranks
+from offload.distributed.share_copy import ShareCopy, load_share
+from offload.distributed.sharing import share_bytes
+from offload.distributed.step_agreement import StepAgreement, StepTerms
+from offload.distributed.together import together
+from offload.distributed.torch_channel import TorchChannel
+from offload.errors import UnsupportedParameterError
+from offload.format.boxes import Box, Cut
+from offload.format.dealing import OwnedBox, deal_rows, own_boxes
+from offload.format.digests import DigestContext
+from offload.format.layout import Layout, ParameterSpec
+from offload.format.model_shares import ModelShare, ModelShares, TensorBox, divide
+from offload.model.model_copy import ModelCopy
+from offload.model.parameters import Stored
+from offload.model.shards import Shards, cut_of, is_dtensor, local, own_shards
+from offload.options import Options
+from offload.retention.policy import Retention
+from offload.store.opening import StoredCheckpoint
+from offload.store.state_store import StateSlot, StateStore
+
+T = TypeVar("T")
+
+_numbers = itertools.count()
+"""Numbers of the optimizers of this process; the n-th optimizer of each rank is the same one."""
+
+
+class RankGroup:
+    """The ranks that train one model into one store. The constructor is collective.
+
+    Args:
+        group: Process group of the ranks; None for the default group.
+        named: Parameters of the model and of the optimizer, with their names in files; the same on
+            all ranks, in the same order.
+        multiple: Number of elements that each cut of a parameter is a multiple of.
+        timeout_s: Seconds without a sign of progress after which a rank counts as lost.
+
+    Raises:
+        UnsupportedParameterError: A parameter is divided in a way that is not supported; names it.
+        BoxesError: The ranks do not have the same model.
+        RanksError: A rank was lost, or makes another call.
+    """
+
+    @in_neutral
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        named: Sequence[tuple[str, torch.Tensor]],
+        *,
+        multiple: int,
+        timeout_s: float,
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        channel = TorchChannel(_get_default_store(), f"offload/{next(_numbers)}/")
+        self._agreement = Agreement(channel, self.rank, self.size, timeout_s=timeout_s)
+        self._traffic = Traffic()
+        self._owned = self._own(named, multiple)
+        self._holders: dict[BoxKey, tuple[int, ...]] = {
+            (one.name, one.cut.box): one.holders for one in self._owned
+        }
+        own = {one.name: one.cut for one in self._owned if one.owner == self.rank}
+        self._shards = own_shards(own, {n for n, _ in self._holders}, keeps_others=self.rank == 0)
+        everyone = tuple(range(self.size))
+        sets = {holders for holders in self._holders.values() if len(holders) > 1}
+        self._groups = HolderGroups({everyone, *sets}, group=group, timeout_s=timeout_s)
+        self._steps = StepAgreement(self._groups.everyone)
+        self._buffer = BounceBuffer(SLICE_BYTES)
+        self._is_replicated = bool(sets)
+        self._layout: Layout | None = None
+        self._layouts: list[Layout] = []
+        """Layouts of all ranks, as they were exchanged when `_layout` was new."""
+        self._plan: tuple[object, GatherPlan] | None = None
+        """Plan of the last step, with what it was made of."""
+        self._shares: tuple[bytes, ModelShares] | None = None
+        self._store: RankStore | None = None
+
+    @property
+    def shards(self) -> Shards | None:
+        """Function that returns this rank's part of a tensor."""
+        return self._shards
+
+    def _own(
+        self, named: Sequence[tuple[str, torch.Tensor]], multiple: int
+    ) -> tuple[OwnedBox, ...]:
+        """Decide with all ranks which rank steps and stores what."""
+        tensors = dict(named)
+        if not any(is_dtensor(tensor) for tensor in tensors.values()):
+            return self._deal(tensors, multiple)
+        view: list[tuple[str, Cut]] = []
+        for name, tensor in tensors.items():
+            if not is_dtensor(tensor):
+                shape = tuple(tensor.shape)
+                view.append((name, Cut(shape, Box.whole(shape))))
+                continue
+            shard = local(tensor, name)  # type: ignore[arg-type]
+            if shard is not None:
+                view.append((name, cut_of(shard)))
+        views = self._exchange([[n, c.shape, c.box.offsets, c.box.sizes] for n, c in view])
+        owned = own_boxes(
+            [[(n, Cut(tuple(s), Box(tuple(o), tuple(z)))) for n, s, o, z in one] for one in views]
+        )
+        for one in owned:
+            if one.cut.box.contiguous_range(one.cut.shape) is None:
+                raise UnsupportedParameterError(
+                    f"{one.name!r} of shape {list(one.cut.shape)} is cut in another dimension than "
+                    f"the first ({one.cut.box.notation()} on rank {one.owner}), so that the ranks "
+                    "cannot write one model file together: this is not supported yet. Shard "
+                    "dimension 0"
+                )
+        return owned
+
+    def _deal(self, tensors: Mapping[str, torch.Tensor], multiple: int) -> tuple[OwnedBox, ...]:
+        """Deal parameters that every rank has. Trained and frozen ones are balanced apart."""
+        everyone = tuple(range(self.size))
+        owned: list[OwnedBox] = []
+        for trained in (True, False):
+            shapes = {n: t.shape for n, t in tensors.items() if t.requires_grad is trained}
+            for rank, boxes in enumerate(deal_rows(shapes, self.size, multiple)):
+                owned += [OwnedBox(name, cut, rank, everyone) for name, cut in boxes]
+        # The ranks compute the same, if they have the same model: a difference is an error here.
+        mine = [[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()]
+        everywhere = self._exchange(mine)
+        for rank, theirs in enumerate(everywhere):
+            if theirs != everywhere[0]:
+                pairs = itertools.zip_longest(everywhere[0], theirs)
+                first, other = next(pair for pair in pairs if pair[0] != pair[1])
+                raise UnsupportedParameterError(
+                    f"rank 0 and rank {rank} have different parameters: {first} and {other} "
+                    "(name, shape, dtype, requires_grad): build the same model on every rank"
+                )
+        return tuple(owned)
+
+    def _exchange(self, mine: Json) -> list[Any]:
+        """Return what each rank says, by rank. Collective."""
+
+        def make(asked: Mapping[int, Json]) -> Json:
+            return [asked[rank] for rank in sorted(asked)]
+
+        agreed = self._agreement.agree("the constructor", make, lambda _: None, ask=mine, asks=True)
+        return list(agreed.offer)
+
+    def open_store(
+        self,
+        drives: Sequence[tuple[Backend, str]],
+        keep: Retention,
+        options: Options,
+        *,
+        fresh: bool,
+    ) -> StateStore:
+        """Open the store with all ranks."""
+        if len(drives) > 1:
+            raise ValueError(
+                f"directory= names {len(drives)} directories, and there are {self.size} ranks: "
+                "several ranks train into one directory in this version"
+            )
+        (backend, directory) = drives[0]
+        self._store = RankStore(
+            self._agreement, backend, directory, self.share_of, keep, options, fresh=fresh
+        )
+        return self._store
+
+    def together(self, what: str, action: Callable[[], T]) -> T:
+        """Do something on every rank, and return when it has succeeded on all of them."""
+        return together(self._agreement, what, action)
+
+    def all(self, what: str, value: bool) -> bool:
+        """Return whether a value is true on all ranks."""
+
+        def make(asked: Mapping[int, Json]) -> Json:
+            return all(asked.values())
+
+        return bool(self._agreement.agree(what, make, lambda _: None, ask=value, asks=True).offer)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the other ranks that a step has failed here."""
+        self._agreement.broadcast_error(error)
+
+    def close(self) -> None:
+        """Leave the ranks."""
+        self._agreement.close()
+
+    def share_of(self, layout: Layout) -> ModelShare:
+        """Return the boxes of the model that this rank writes."""
+        return self._divided(layout).share(self.rank)
+
+    def _divided(self, layout: Layout) -> ModelShares:
+        header = layout.model_header
+        if self._shares is None or self._shares[0] != header.encoded:
+            boxes: list[list[TensorBox]] = [[] for _ in range(self.size)]
+            for one in self._owned:
+                if one.name in header.entries:
+                    boxes[one.owner].append(TensorBox(one.name, one.cut.box))
+            self._shares = header.encoded, divide(header, boxes, writer=0)
+        return self._shares[1]
+
+    def model_copy(
+        self, slot: StateSlot, stored: Sequence[Stored], marks: Marks
+    ) -> ModelCopy | None:
+        """Return the copy of this rank's share of the model into a slot."""
+        store = self._opened()
+        copy = ShareCopy(
+            self.share_of(slot.layout),
+            stored,
+            store.working_model(slot),
+            store.backend,
+            slot.context,
+            marks,
+            self._traffic,
+        )
+        store.sealing.copy = copy
+        return copy
+
+    def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
+        """Load this rank's share of a checkpoint's model."""
+        store, manifest = self._opened(), checkpoint.manifest
+        require_ranks(manifest, checkpoint.path, self.size)
+        with store.model_of(checkpoint) as file:
+            return load_share(
+                self.share_of(manifest.layout),
+                manifest.model_boxes,
+                stored,
+                file,
+                store.backend,
+                DigestContext(manifest.store_id, manifest.generation),
+                self._traffic,
+            )
+
+    def share_model(self, stored: Sequence[Stored]) -> None:
+        """Bring what each rank has loaded to all ranks that hold it."""
+        everyone = tuple(range(self.size))
+        live = {item.spec.name: item for item in stored}
+        shares = self._shares
+        if shares is None:
+            raise RuntimeError("no model has been loaded")
+        holders: dict[BoxKey, tuple[int, ...]] = {}
+        chunks: list[list[RankChunk]] = []
+        for boxes in shares[1].boxes:
+            pieces = []
+            for one in boxes:
+                key = (one.name, one.box)
+                holders[key] = self._holders.get(key, everyone)
+                dtype = shares[1].header.entries[one.name].dtype
+                pieces.append(BoxPiece(one.name, one.box, dtype, 0, one.box.num_elements))
+            chunks.append([RankChunk(0, tuple(pieces))] if pieces else [])
+        plan = GatherPlan(chunks, holders)
+
+        def memory(name: str, box: Box) -> torch.Tensor:
+            return part_of(live[name].parameter, box)
+
+        gathering = Gathering(plan, self._groups, memory, self._buffer)
+        gathering.updated(0)
+        gathering.finish()
+
+    def begin_step(self, terms: Any) -> Any:
+        """Agree with all ranks on a step, and return what brings its new values to all of them."""
+        if not self._is_replicated:
+            return Gathering(
+                GatherPlan([[] for _ in range(self.size)], {}),
+                self._groups,
+                _no_memory,
+                self._buffer,
+            )
+        if terms.layout is not self._layout:
+            self._layouts = self._exchange_layouts(terms.layout)
+            self._layout = terms.layout
+        orders = self._steps.agree(StepTerms(terms.number, terms.stepped, terms.chunks))
+        made_of = (tuple(terms.stepped), tuple(orders), terms.layout)
+        if self._plan is None or self._plan[0] != made_of:
+            stepped = set(terms.stepped)
+            chunks = [
+                layout_chunks(layout, order=order, stepped=stepped)
+                for layout, order in zip(self._layouts, orders, strict=True)
+            ]
+            late = {
+                key
+                for key in self._holders
+                if key[0] in stepped
+                and self.rank in self._holders[key]
+                and not part_of(terms.memory(key[0]), key[1]).is_contiguous()
+            }
+            self._plan = made_of, GatherPlan(chunks, self._holders, late=late)
+        return Gathering(
+            self._plan[1],
+            self._groups,
+            lambda name, box: part_of(terms.memory(name), box),
+            self._buffer,
+            before_write=lambda piece: terms.before_write(piece.name),
+        )
+
+    def _exchange_layouts(self, layout: Layout) -> list[Layout]:
+        mine = [
+            [p.name, p.dtype, p.shape, p.cut and [p.cut.shape, p.cut.box.offsets]]
+            for p in layout.parameters
+        ]
+        text = json.dumps([layout.chunk_elements, layout.state_dtype, layout.counts_from, mine])
+        return [_layout_of(data) for data in share_bytes(text.encode(), self._groups.everyone)]
+
+    def _opened(self) -> RankStore:
+        if self._store is None:
+            raise RuntimeError("the store has not been opened")
+        return self._store
+
+
+def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return this rank's live memory of a box, with the version counter of its tensor."""
+    if is_dtensor(tensor):
+        memory: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        return memory.detach()
+    return tensor.detach()[box.slices]
+
+
+def _no_memory(name: str, box: Box) -> torch.Tensor:
+    raise RuntimeError(f"{name}{box.notation()} has one holder")
+
+
+def _layout_of(data: bytes) -> Layout:
+    chunk_elements, state_dtype, counts_from, parameters = json.loads(data)
+    specs = []
+    for name, dtype, shape, cut in parameters:
+        box = cut and Cut(tuple(cut[0]), Box(tuple(cut[1]), tuple(shape)))
+        specs.append(ParameterSpec(name, dtype, tuple(shape), 0, ("exp_avg",), box or None))
+    return Layout(tuple(specs), (), chunk_elements, state_dtype, (1,), counts_from)

@@ -1,0 +1,73 @@
+"""Retention and pins of a store of several ranks: the writer decides, and all ranks wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from offload.distributed.together import together
+from offload.retention.pins import FoundPins, read_pins
+from offload.store.opening import StoredCheckpoint
+from offload.store.store import Store
+
+if TYPE_CHECKING:
+    from offload.distributed.rank_store import RankStore
+
+
+class RankKeeping:
+    """Retention policy and pins, as one rank uses them; see `offload.store.expiry.Keeping`.
+
+    Args:
+        ranks: Store of this rank.
+        store: The store, on the writer; None on the other ranks.
+    """
+
+    def __init__(self, ranks: RankStore, store: Store | None) -> None:
+        self._ranks = ranks
+        self._keeping = None if store is None else store.keeping
+
+    @property
+    def current(self) -> list[StoredCheckpoint]:
+        """Usable checkpoints that no fresh start has given up."""
+        return [c for c in self._ranks.checkpoints if not c.superseded]
+
+    def pins(self) -> FoundPins:
+        """Read the pins from the drive."""
+        return read_pins(self._ranks.backend, self._ranks.directory)
+
+    def num_slots(self) -> int:
+        """Return the number of slots that retention is sure to need; 0 if the writer knows it."""
+        return 0 if self._keeping is None else self._keeping.num_slots()
+
+    def warn(self, refused: Sequence[str]) -> None:
+        """Warn, on the writer, about pins of checkpoints that do not exist."""
+        if self._keeping is not None:
+            self._keeping.warn(refused)
+
+    def warn_unranked(self, step: int, metrics: Collection[str]) -> None:
+        """Warn, on the writer, if a checkpoint lacks a metric that the policy ranks by."""
+        if self._keeping is not None:
+            self._keeping.warn_unranked(step, metrics)
+
+    def pin(self, name: str, which: int | str | None = None) -> None:
+        """Pin a checkpoint, durably. Collective."""
+        keeping = self._keeping
+        self._by_writer("pin()", lambda: keeping.pin(name, which) if keeping else None)
+
+    def unpin(self, name: str) -> None:
+        """Remove a pin, durably. Collective."""
+        keeping = self._keeping
+        self._by_writer("unpin()", lambda: keeping.unpin(name) if keeping else None)
+
+    def require_no_newer_pins(self, checkpoint: StoredCheckpoint) -> None:
+        """Raise `PinError` if a checkpoint newer than the given one is pinned. Collective."""
+        keeping = self._keeping
+        self._by_writer(
+            "restore()", lambda: keeping.require_no_newer_pins(checkpoint) if keeping else None
+        )
+
+    def require_replaceable(self, path: str) -> None:
+        """Do nothing: the seal looks at the checkpoint that it would replace."""
+
+    def _by_writer(self, what: str, action: Callable[[], None]) -> None:
+        together(self._ranks.agreement, what, action)

@@ -1,0 +1,276 @@
+"""Seals of several ranks: each makes its part durable and reports it, and the writer decides."""
+
+from __future__ import annotations
+
+import base64
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from offload.distributed.messages import Json, MessageError
+from offload.distributed.reports import Report
+from offload.distributed.share_copy import ShareCopy
+from offload.errors import InDoubtError, OffloadError, SealError, reason_of
+from offload.format import document
+from offload.format.manifest import Manifest, encode_group
+from offload.format.owners import OwnerReference
+from offload.format.rank_states import join_ranks
+from offload.format.train_state import EncodedState, pack_encoded, packed_bytes, unpack_encoded
+from offload.store.opening import StoredCheckpoint
+from offload.store.owner_slot import OwnerSlot
+from offload.store.owner_store import OwnerStore
+from offload.store.sealing import Composition, Prepared, pack_train_state
+from offload.store.state_store import StateSlot
+from offload.store.store import Store
+
+if TYPE_CHECKING:
+    from offload.distributed.rank_store import RankStore
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """A seal that was aborted, so that its slot may be written again."""
+
+    number: int
+    """Number of the seal."""
+
+    slot: StateSlot
+    """Slot of this rank."""
+
+    reason: str
+    """Why it was aborted."""
+
+
+class RankSealing:
+    """Seals of a store of several ranks, on one of them; see `offload.store.sealing.Sealing`.
+
+    Args:
+        ranks: Store of this rank.
+        store: The store, on the writer.
+        part: Parts of this rank's owner, on every other rank.
+    """
+
+    def __init__(self, ranks: RankStore, store: Store | None, part: OwnerStore | None) -> None:
+        self._ranks = ranks
+        self._agreement = ranks.agreement
+        self._store = store
+        self._part = part
+        self._number: int | None = None
+        """Number of the seal in flight that this rank has not reported yet."""
+        self._manifest: Manifest | None = None
+        """Manifest of the seal in flight, with the layout of this rank."""
+        self._train_state = EncodedState("null")
+        self.copy: ShareCopy | None = None
+        """Copy of this rank's share of the model in the seal in flight."""
+        self.last_aborted: Aborted | None = None
+        """The last seal, if it was aborted and no slot has been granted since."""
+
+    def path_of(self, step: int) -> str:
+        """Return the path that the checkpoint of a step has."""
+        if self._store is not None:
+            return self._store.sealing.path_of(step)
+        return f"{self._ranks.directory}/step-{step}"
+
+    def begin(self, manifest: Manifest) -> None:
+        """Announce a seal. Collective; never waits."""
+        self._number = self._agreement.begin_seal()
+        self._manifest = manifest
+        if self._store is not None:
+            self._store.sealing.begin(manifest)
+
+    def end(self) -> None:
+        """Announce that the seal has ended on this rank."""
+        self.copy = None
+        if self._store is not None:
+            self._store.sealing.end()
+
+    def compose(self, slot: Any, train_state: EncodedState, **content: Any) -> Composition:
+        """Describe this rank's part of a checkpoint; see `offload.store.sealing.compose`."""
+        self._train_state = train_state
+        if self._store is not None:
+            share = self._ranks.share_of(slot.layout)
+            size = self._agreement.peers.size
+            return self._store.sealing.compose(
+                slot,
+                train_state,
+                owners=dict.fromkeys(range(1, size), self._ranks.directory),
+                model_boxes=[(entry.name, entry.box) for entry in share.entries],
+                **content,
+            )
+        order = content.get("order")
+        manifest = Manifest(
+            store_id=slot.context.store_id,
+            generation=slot.context.generation,
+            step=content["step"],
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            torch_version=content["torch_version"],
+            optimizer=content["optimizer"],
+            groups=tuple(content["groups"]),
+            layout=slot.layout,
+            scalars=tuple(content["scalars"]),
+            digests={},
+            model_digests=(),
+            metrics=content.get("metrics") or {},
+            order=None if order is None else tuple(map(tuple, order)),
+            update_code=content.get("update_code", ""),
+        )
+        return Composition(manifest, b"")
+
+    def seal(
+        self, slot: Any, composition: Composition, model_digests: Sequence[str]
+    ) -> StoredCheckpoint:
+        """Make the slots of all ranks one checkpoint; durable on return, on every rank.
+
+        Raises:
+            SealError: The checkpoint does not exist; every rank raises the same error.
+            InDoubtError: It is not known whether the checkpoint exists.
+        """
+        del model_digests  # the copy has them
+        number, copy, manifest = self._number, self.copy, composition.manifest
+        if number is None or copy is None:
+            raise RuntimeError("no seal has begun")
+        self._agreement.meet(number)
+        boxes = copy.finish()
+        report = Report(
+            step=manifest.step,
+            generation=manifest.generation,
+            hyper_digest=_digest_of_groups(manifest),
+        )
+        if self._part is not None:
+            return self._seal_part(self._part, slot, report, boxes, manifest)
+        store = self._store
+        if store is None:
+            raise RuntimeError("this rank has neither the store nor a part of it")
+        slot.sync()  # while the other ranks do the same
+        done: list[Prepared] = []
+        stored: list[StoredCheckpoint] = []
+
+        def complete(reports: Mapping[int, Report]) -> None:
+            states = [self._train_state]
+            references = []
+            for rank in range(1, self._agreement.peers.size):
+                reference, state = _extra_of(reports[rank], rank)
+                references.append(reference)
+                states.append(state)
+            size = slot.train_state.size_bytes
+            packed = pack_train_state(join_ranks(states), manifest, size)
+            done.append(
+                store.sealing.prepare(
+                    slot,
+                    composition._replace(train_state=packed),
+                    (),
+                    owners=references,
+                    model_boxes=boxes,
+                )
+            )
+
+        def rename() -> None:
+            stored.append(store.sealing.publish(done[0]))
+
+        self._number = None
+        self._agreement.report(number, report)
+        try:
+            self._agreement.decide(number, complete, rename)
+        except InDoubtError:
+            raise
+        except SealError as error:
+            self.last_aborted = Aborted(number, slot, str(error))
+            raise
+        finally:
+            for prepared in done:
+                prepared.release()
+        return stored[0]
+
+    def _seal_part(
+        self,
+        part: OwnerStore,
+        slot: OwnerSlot,
+        report: Report,
+        boxes: Any,
+        manifest: Manifest,
+    ) -> StoredCheckpoint:
+        number = self._number
+        if number is None:
+            raise RuntimeError("no seal has begun")
+        reference = part.prepare(slot, manifest.scalars, boxes)
+        extra = [asdict(reference), to_message(self._train_state)]
+        self._number = None
+        self._agreement.report(
+            number,
+            replace(report, part=slot.name, table_digest=reference.digest, extra=extra),
+        )
+        try:
+            self._agreement.decision(number)
+        except InDoubtError:
+            part.abandon(slot)
+            raise
+        except SealError as error:
+            part.aborted(slot)
+            self.last_aborted = Aborted(number, slot, str(error))
+            raise
+        part.published(slot)
+        return self._ranks.published(self.path_of(manifest.step), slot)
+
+    def abandon(self, error: BaseException) -> None:
+        """Report that this rank's part of the seal has failed. Never raises."""
+        number, manifest, self._number = self._number, self._manifest, None
+        if number is None or manifest is None:
+            return  # the outcome is known already, or no seal has begun
+        text = reason_of(error)
+        report = Report(step=manifest.step, generation=manifest.generation, error=text)
+        with suppress(OffloadError):
+            self._agreement.report(number, report)
+            if self._store is None:
+                self._agreement.decision(number)
+            else:
+                self._agreement.decide(number, _refuse, _refuse_rename)
+
+    def warn_of_aborted(self, reason: str) -> None:
+        """Warn that the last seal failed, and that training goes on in its slot."""
+        warnings.warn(reason, RuntimeWarning, stacklevel=6)
+
+
+def to_message(state: EncodedState) -> Json:
+    """Return a train state as JSON."""
+    size_bytes = packed_bytes(state, {})
+    data = pack_encoded(state, capacity_bytes=size_bytes, header={})
+    return base64.b64encode(data).decode("ascii")
+
+
+def from_message(value: Json) -> EncodedState:
+    """Return the train state of a message.
+
+    Raises:
+        MessageError: It is not one.
+    """
+    try:
+        return unpack_encoded(base64.b64decode(value, validate=True), "a rank's train state")[0]
+    except (TypeError, ValueError, OffloadError) as error:
+        raise MessageError(f"a rank's train state cannot be read: {error}") from error
+
+
+def _extra_of(report: Report, rank: int) -> tuple[OwnerReference, EncodedState]:
+    try:
+        fields, state = report.extra
+        reference = OwnerReference(**fields)
+    except (TypeError, ValueError) as error:
+        raise MessageError(f"rank {rank}: the report names no part: {error}") from error
+    return reference, from_message(state)
+
+
+def _digest_of_groups(manifest: Manifest) -> str:
+    return document.digest_of(
+        {str(i): encode_group(i, group) for i, group in enumerate(manifest.groups)}
+    )
+
+
+def _refuse(reports: Mapping[int, Report]) -> None:
+    del reports
+    raise SealError("this rank's own part has failed")
+
+
+def _refuse_rename() -> None:
+    raise SealError("this rank's own part has failed")

@@ -1,0 +1,527 @@
+"""The store as one rank uses it: every rank makes the same calls, and all agree on their outcome.
+
+The writer has the first directory, with its manifests, model files and train states: a `Store`. It
+also has the state of owner 0. Every other rank has the state of one other owner: an `OwnerStore`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gds import Backend, File, StorageError
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.owner_parts import check_owner_part
+from offload.checkpoint.reading import decode_manifest
+from offload.distributed.agreement import Agreement
+from offload.distributed.grant import NO_SEAL, Offer
+from offload.distributed.messages import Json
+from offload.distributed.opening import Plan
+from offload.distributed.rank_keeping import RankKeeping
+from offload.distributed.rank_sealing import RankSealing, from_message, to_message
+from offload.distributed.sights import Sight
+from offload.distributed.survey import survey
+from offload.distributed.together import together
+from offload.errors import CheckpointError, RanksError
+from offload.format.layout import Layout
+from offload.format.manifest import Manifest
+from offload.format.model_shares import ModelShare
+from offload.format.names import MODEL_NAME
+from offload.format.rank_states import join_ranks
+from offload.format.train_state import EncodedState
+from offload.journal import Journal
+from offload.options import Options
+from offload.retention.policy import Retention
+from offload.store.opening import StoredCheckpoint, find_stored
+from offload.store.owner_claims import NamedParts
+from offload.store.owner_slot import OwnerSlot
+from offload.store.owner_store import OwnerStore
+from offload.store.shared import SharedStore
+from offload.store.slot import Slot
+from offload.store.state_store import StateSlot
+from offload.store.store import Store
+
+_UNKNOWN = -1
+"""Number in an offer that stands for a checkpoint whose manifest cannot be read."""
+
+ShareOf = Callable[[Layout], ModelShare]
+"""Function that returns the boxes of the model that this rank writes, given a layout."""
+
+
+@dataclass(slots=True)
+class _Opened:
+    """What this rank has opened."""
+
+    store: Store | None = None
+    """The store, on the writer."""
+
+    part: OwnerStore | None = None
+    """The parts of an owner, on every other rank."""
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+        if self.part is not None:
+            self.part.close()
+
+
+class RankStore:
+    """The store of a training by several ranks, on one of them. The constructor is collective.
+
+    All ranks must see the directory: they are on one host.
+
+    Args:
+        agreement: Agreement of all ranks.
+        backend: Backend of the directory.
+        directory: The store's directory.
+        share_of: Function that returns this rank's share of the model.
+        keep: Policy that selects the checkpoints to keep.
+        options: Settings, of which those of the store are used.
+        fresh: Whether to start over although the store has checkpoints.
+
+    Raises:
+        RanksError: A rank cannot open its share of the store. Every rank raises it, except one that
+            has a more precise error of its own.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        backend: Backend,
+        directory: str,
+        share_of: ShareOf,
+        keep: Retention,
+        options: Options,
+        *,
+        fresh: bool,
+    ) -> None:
+        self.agreement = agreement
+        self.backend = backend
+        self.directory = os.path.abspath(directory)
+        self.share_of = share_of
+        """Function that returns this rank's share of the model."""
+        self._opened = _Opened()
+        self._granted: StateSlot | None = None
+        self._model: File | None = None
+        """Model file of the working slot, on a rank that is not the writer."""
+        self._slots: dict[int, OwnerSlot] = {}
+        """Open parts of checkpoints, by generation."""
+        self._manifests: dict[str, Manifest] = {}
+        """Manifests of checkpoints as they are on the drive, by path."""
+        self._own: list[StoredCheckpoint] = []
+        self._refused: list[tuple[str, str]] = []
+        self._journal = Journal()
+        sight = survey(backend, self.directory, fresh=fresh)
+        try:
+            agreement.open(sight, self._enter(sight, keep, options, fresh=fresh))
+            self._open_part(options)
+        except BaseException:
+            self._opened.close()
+            raise
+        self.keeping = RankKeeping(self, self._opened.store)
+        """Retention policy and pins, which are the writer's."""
+        self.sealing = RankSealing(self, self._opened.store, self._opened.part)
+        """What makes checkpoints of the ranks' slots."""
+        if self._opened.store is not None and fresh:
+            self._refused.clear()
+
+    def _enter(
+        self, sight: Sight, keep: Retention, options: Options, *, fresh: bool
+    ) -> Callable[[Plan], None]:
+        size = self.agreement.peers.size
+        directories = dict.fromkeys(range(1, size), self.directory)
+
+        def enter(plan: Plan) -> None:
+            if plan.writer != 0 or plan.homes != tuple(range(size)):
+                raise RanksError(
+                    f"the ranks do not all see {self.directory}, or not as those that made the "
+                    "store: several ranks train on one host, with one directory, in this version"
+                )
+            if self.agreement.peers.rank == plan.writer:
+                seen = {
+                    owner.owner: {p.name: p.digest for p in owner.parts if not p.problem}
+                    for store in sight.stores
+                    for owner in store.owners
+                }
+                self._opened.store = Store(
+                    self.backend,
+                    self.directory,
+                    keep=keep,
+                    fresh=fresh,
+                    train_state_bytes=options.train_state_bytes,
+                    reader_timeout_s=options.reader_timeout_s,
+                    allow_volatile=options.allow_volatile,
+                    allow_remote=options.allow_remote,
+                    shared=SharedStore(directories, seen),
+                )
+
+        return enter
+
+    def _open_part(self, options: Options) -> None:
+        """Open this rank's parts, and learn which checkpoints there are. Collective."""
+
+        def ready(offer: Json) -> None:
+            if not self.is_writer and self._opened.part is None:
+                self._opened.part = OwnerStore(
+                    self.backend,
+                    self.directory,
+                    self.agreement.peers.rank,
+                    store_id=offer["store_id"],
+                    allow_volatile=options.allow_volatile,
+                    allow_remote=options.allow_remote,
+                )
+            self._learn(offer)
+
+        agreed = self.agreement.agree("the constructor", lambda _: self._offer(), ready)
+        self.store_id = str(agreed.offer["store_id"])
+        """Identity of the store."""
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the first directory."""
+        return self._opened.store is not None
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """The directory of the store."""
+        return (self.directory,)
+
+    @property
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """All usable checkpoints, oldest first, with the layout of this rank's state."""
+        return self._opened.store.checkpoints if self._opened.store is not None else self._own
+
+    @property
+    def refused(self) -> list[tuple[str, str]]:
+        """Paths of directories that look like checkpoints but are not usable, with the reasons."""
+        return self._opened.store.refused if self._opened.store is not None else self._refused
+
+    @property
+    def newest(self) -> StoredCheckpoint | None:
+        """Usable checkpoint of the highest generation; superseded ones do not count."""
+        if self._opened.store is not None:
+            return self._opened.store.newest
+        current = [c for c in self._own if not c.superseded]
+        return max(current, key=lambda c: c.manifest.generation, default=None)
+
+    @property
+    def poisoned(self) -> bool:
+        """Whether a rename or sync has failed on this rank."""
+        store, part = self._opened.store, self._opened.part
+        return (store is not None and store.poisoned) or (part is not None and part.poisoned)
+
+    @property
+    def journal(self) -> Journal:
+        """Events that are logged when this process holds none of the store's locks."""
+        return self._opened.store.journal if self._opened.store is not None else self._journal
+
+    def find(self, which: int | str) -> StoredCheckpoint:
+        """Return the checkpoint with a step number, or with a path or directory name."""
+        return find_stored(self.checkpoints, which, self.directory)
+
+    def warn_of_lost(self) -> None:
+        """Warn, on the writer, of checkpoints that other programs have made unusable."""
+        if self._opened.store is not None:
+            self._opened.store.warn_of_lost()
+
+    def refresh(self, *, warn_of_refused: bool = True) -> None:
+        """Compare the checkpoints with the drives, and tell all ranks. Collective."""
+
+        def make(_: object) -> Json:
+            if self._opened.store is not None:
+                self._opened.store.refresh(warn_of_refused=warn_of_refused)
+            return self._offer()
+
+        self.agreement.agree("restore()", make, self._learn)
+
+    def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
+        """Return whether a checkpoint with open files is unchanged and not quarantined."""
+        if self._opened.store is not None:
+            return self._opened.store.is_usable(checkpoint)
+        return checkpoint in self._own
+
+    def is_in_place(self, slot: Any) -> bool:
+        """Return whether a slot's open files are under its name."""
+        try:
+            return bool(slot.is_in_place())
+        except StorageError:
+            return False
+
+    def require_space(self, layout: Layout, num_groups: int) -> None:
+        """Check, on the writer, that the drive has room for all slots."""
+        if self._opened.store is not None:
+            self._opened.store.require_space(layout, num_groups)
+
+    def acquire(self, layout: Layout, num_groups: int) -> StateSlot:
+        """Return a slot to write the next generation into, when all ranks have one. Collective.
+
+        After a seal that was aborted, all ranks go on in the slots that they have.
+
+        Raises:
+            RanksError: A rank has no slot. Nothing has changed.
+            InDoubtError: It is not known what became of the last seal.
+        """
+        aborted = self.sealing.last_aborted
+
+        def offer() -> Offer:
+            store = self._opened.store
+            if store is None:
+                raise RuntimeError("only the writer makes offers")
+            last = self.sealing.last_aborted
+            if last is not None and self.is_in_place(last.slot):
+                slot = os.path.basename(last.slot.path)
+                self._granted = last.slot
+                return Offer(
+                    slot=slot,
+                    generation=last.slot.context.generation,
+                    in_place_of=last.number,
+                    reason=last.reason,
+                )
+            own = store.acquire(layout, num_groups)
+            self._granted = own
+            named = store.named_parts()
+            pairs = [(owner, name) for owner, names in named.names.items() for name in names]
+            pairs += [(_UNKNOWN, path) for path in named.unknown]
+            return Offer(
+                slot=os.path.basename(own.path),
+                generation=own.context.generation,
+                named=tuple(pairs),
+            )
+
+        def ready(found: Offer, held: frozenset[str]) -> Json:
+            part = self._opened.part
+            if part is None:
+                return None
+            if found.in_place_of != NO_SEAL:
+                last = self.sealing.last_aborted
+                if last is None:
+                    raise RanksError("the last seal of this rank was not aborted: restart the job")
+                self._granted = last.slot
+                return None
+            names = {name for owner, name in found.named if owner == part.owner} | held
+            unknown = tuple(path for owner, path in found.named if owner == _UNKNOWN)
+            self._granted = part.ready(
+                layout,
+                found.generation,
+                NamedParts({part.owner: frozenset(names)}, unknown),
+                written=[(entry.name, entry.box) for entry in self.share_of(layout).entries],
+            )
+            path = f"{self.directory}/{found.slot}/{MODEL_NAME}"
+            self._close_model()
+            self._model = self.backend.open(path, writable=True)
+            return None
+
+        self._granted = None
+        try:
+            granted = self.agreement.grant(offer, ready)
+        except BaseException:
+            slot, self._granted = self._granted, None
+            if slot is not None and (aborted is None or slot is not aborted.slot):
+                self.release(slot)
+            raise
+        slot, self._granted = self._granted, None
+        if slot is None:
+            raise RanksError("this rank was granted no slot: restart the job")
+        if granted.offer.is_in_place:
+            self.sealing.warn_of_aborted(granted.offer.reason)
+        self.sealing.last_aborted = None
+        return slot
+
+    def release(self, slot: Any) -> None:
+        """Take back a slot that was acquired and will not be sealed."""
+        if self._opened.store is not None:
+            self._opened.store.release(slot)
+        elif self._opened.part is not None and self.checkpoint_of(slot) is None:
+            self._opened.part.release(slot)
+
+    def expire(self) -> None:
+        """Free a slot for the next step, on the writer, if none is free."""
+        if self._opened.store is not None:
+            self._opened.store.expire()
+
+    def replace_train_state(self, checkpoint: StoredCheckpoint, train_state: EncodedState) -> None:
+        """Replace a checkpoint's train states by those of all ranks. Collective."""
+
+        def make(asked: Any) -> Json:
+            store = self._opened.store
+            if store is None:
+                raise RuntimeError("only the writer replaces train states")
+            states = join_ranks([from_message(asked[rank]) for rank in sorted(asked)])
+            if self.reader_of(checkpoint).read_train_state() != states:
+                store.replace_train_state(checkpoint, states)
+
+        ask = to_message(train_state)
+        self.agreement.agree("checkpoint()", make, lambda _: None, ask=ask, asks=True)
+
+    def replace_manifest(self, checkpoint: StoredCheckpoint, manifest: Manifest) -> None:
+        """Replace a checkpoint's manifest, on the writer; metrics are the writer's."""
+        if self._opened.store is not None:
+            self._opened.store.replace_manifest(checkpoint, manifest)
+        else:
+            checkpoint.manifest = manifest
+
+    def slot_of(self, checkpoint: StoredCheckpoint) -> StateSlot:
+        """Return the open files of this rank's state in a checkpoint.
+
+        Raises:
+            CheckpointError: The rank's part is missing, or not that of the checkpoint.
+            gds.StorageError: A file cannot be opened.
+        """
+        if self._opened.store is not None:
+            return self._opened.store.slot_of(checkpoint)
+        generation = checkpoint.manifest.generation
+        if generation not in self._slots and self._opened.part is not None:
+            manifest = self._manifests[checkpoint.path]
+            rank = self.agreement.peers.rank
+            reference = next(one for one in manifest.owners if one.owner == rank)
+            self._slots[generation] = self._opened.part.open(reference, manifest)
+        return self._slots[generation]
+
+    def checkpoint_of(self, slot: Any) -> StoredCheckpoint | None:
+        """Return the usable checkpoint that a slot belongs to; None if it belongs to none."""
+        if self._opened.store is not None:
+            return self._opened.store.checkpoint_of(slot)
+        generations = [g for g, own in self._slots.items() if own is slot]
+        return next((c for c in self._own if c.manifest.generation in generations), None)
+
+    def reader_of(self, checkpoint: StoredCheckpoint) -> Checkpoint:
+        """Return a checkpoint as readers see it, with the train state of this rank."""
+        manifest = self._manifests.get(checkpoint.path, checkpoint.manifest)
+        peers = self.agreement.peers
+        return Checkpoint(
+            self.backend, checkpoint.path, manifest, rank=peers.rank, num_ranks=peers.size
+        )
+
+    def model_of(self, checkpoint: StoredCheckpoint) -> File:
+        """Return the model file of a checkpoint, open for this rank alone; the caller closes it."""
+        return self.backend.open(f"{checkpoint.path}/{MODEL_NAME}")
+
+    def working_model(self, slot: StateSlot) -> File:
+        """Return the model file of the working slot, open for writing."""
+        if isinstance(slot, Slot):
+            return slot.model
+        if self._model is None:
+            raise RuntimeError("no slot has been granted")
+        return self._model
+
+    def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
+        """Exclude a damaged checkpoint from use.
+
+        The writer marks it. Another rank marks its own part, if that is what is damaged.
+        """
+        if self._opened.store is not None:
+            self._opened.store.quarantine(checkpoint, reason)
+            return
+        part, slot = self._opened.part, self._slots.get(checkpoint.manifest.generation)
+        self._own = [one for one in self._own if one is not checkpoint]
+        self._refused.append((checkpoint.path, reason))
+        if part is not None and slot is not None and slot.path in reason:
+            part.quarantine(slot, reason)
+
+    def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
+        """Withdraw, durably, every checkpoint that is newer than the given one. Collective."""
+
+        def withdraw() -> None:
+            if self._opened.store is not None:
+                self._opened.store.withdraw_newer(checkpoint)
+
+        together(self.agreement, "restore()", withdraw)
+        generation = checkpoint.manifest.generation
+        self._own = [c for c in self._own if c.manifest.generation <= generation]
+
+    def published(self, path: str, slot: OwnerSlot) -> StoredCheckpoint:
+        """Record, on a rank that is not the writer, that its slot belongs to a checkpoint now.
+
+        Args:
+            path: Path of the checkpoint.
+            slot: Slot with this rank's state.
+        """
+        manifest = decode_manifest(self.backend, path)
+        self._slots[manifest.generation] = slot
+        for generation in [g for g in self._slots if g < manifest.generation - 1]:
+            old = self._slots.pop(generation)
+            if self._opened.part is not None:
+                self._opened.part.release(old)
+        self._own = [c for c in self._own if c.path != path and self.backend.stat(c.path)]
+        checkpoint = self._adopt(path, manifest)
+        self._own.append(checkpoint)
+        return checkpoint
+
+    def close(self) -> None:
+        """Close all files and release the locks. Idempotent."""
+        self._close_model()
+        self._opened.close()
+
+    def _close_model(self) -> None:
+        model, self._model = self._model, None
+        if model is not None:
+            model.close()
+
+    def _offer(self) -> Json:
+        """Return what the writer tells all ranks of the checkpoints."""
+        store = self._opened.store
+        if store is None:
+            raise RuntimeError("only the writer makes offers")
+        return {
+            "store_id": store.store_id,
+            "checkpoints": [
+                [c.path, c.manifest.generation, c.superseded] for c in store.checkpoints
+            ],
+            "refused": [list(pair) for pair in store.refused],
+        }
+
+    def _learn(self, offer: Json) -> None:
+        """Take over the checkpoints that the writer has found."""
+        for path in [*self._manifests]:
+            if path not in {found for found, _, _ in offer["checkpoints"]}:
+                del self._manifests[path]
+        if self.is_writer:
+            return
+        known = {(c.path, c.manifest.generation): c for c in self._own}
+        self._own = []
+        self._refused = [(path, reason) for path, reason in offer["refused"]]
+        for path, generation, superseded in offer["checkpoints"]:
+            checkpoint = known.get((path, generation))
+            if checkpoint is None:
+                manifest = decode_manifest(self.backend, path)
+                if manifest.generation != generation:
+                    raise CheckpointError(
+                        f"{path} is of generation {manifest.generation}, expected {generation}: "
+                        "another program has replaced it"
+                    )
+                checkpoint = self._adopt(path, manifest)
+            checkpoint.superseded = superseded
+            self._own.append(checkpoint)
+
+    def _adopt(self, path: str, manifest: Manifest) -> StoredCheckpoint:
+        """Return a checkpoint with the description of this rank's state in it."""
+        self._manifests[path] = manifest
+        rank = self.agreement.peers.rank
+        reference = next((one for one in manifest.owners if one.owner == rank), None)
+        if reference is None:
+            return StoredCheckpoint(path, manifest, None)  # it does not fit, which `restore` says
+        part = reference.path_in(self.directory)
+        table = check_owner_part(self.backend, part, manifest, reference, path)
+        own = replace(
+            manifest,
+            layout=table.layout,
+            scalars=table.scalars,
+            digests=table.digests,
+            model_boxes=table.model_boxes,
+        )
+        return StoredCheckpoint(path, own, None)
+
+
+def require_ranks(manifest: Manifest, path: str, size: int) -> None:
+    """Check that a checkpoint was made by as many ranks as run now.
+
+    Raises:
+        CheckpointError: The number of ranks is another one.
+    """
+    made_by = len(manifest.owners) + 1
+    if made_by != size:
+        raise CheckpointError(
+            f"{path} was made by {made_by} ranks, and {size} run now: resume with {made_by} ranks"
+        )

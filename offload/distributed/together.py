@@ -1,0 +1,61 @@
+"""Calls that succeed on all ranks, or fail on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import offload.errors
+from offload.distributed.agreement import Agreement
+from offload.distributed.messages import Json
+from offload.errors import OffloadError, RanksError, reason_of
+
+T = TypeVar("T")
+
+
+def together(agreement: Agreement, what: str, action: Callable[[], T]) -> T:
+    """Do something on every rank, and return when it has succeeded on all of them. Collective.
+
+    Args:
+        agreement: Agreement of all ranks.
+        what: Call of the user, for messages.
+        action: What this rank does. It makes no collective call.
+
+    Returns:
+        What the action returns on this rank.
+
+    Raises:
+        OffloadError: The action failed on a rank. That rank raises the error of the action, and the
+            others an error that names the rank and the cause. It is of the same class, if the class
+            is one of this package.
+    """
+    results: list[T] = []
+    failures: list[Exception] = []
+
+    def ready(_: Json) -> Json:
+        try:
+            results.append(action())
+        except Exception as error:  # noqa: BLE001  (raised below, when all ranks know of it)
+            failures.append(error)
+            return [type(error).__name__, reason_of(error)]
+        return None
+
+    notes = agreement.agree(what, lambda _: None, ready).notes
+    if failures:
+        raise failures[0]
+    for rank, note in sorted(notes.items()):
+        if note is not None:
+            raise _class_of(note[0])(f"{agreement.peers.name(rank)}: {note[1]}")
+    return results[0]
+
+
+def _class_of(name: str) -> type[OffloadError]:
+    """Return the class of this package with a name, if a message is all that it takes."""
+    found = getattr(offload.errors, name, None)
+    if (
+        isinstance(found, type)
+        and issubclass(found, OffloadError)
+        and not issubclass(found, OSError)
+    ):
+        return found
+    return RanksError
