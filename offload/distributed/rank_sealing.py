@@ -16,6 +16,7 @@ from offload.distributed.share_copy import ShareCopy
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
 from offload.format.manifest import Manifest, encode_group
+from offload.format.names import checkpoint_name
 from offload.format.owners import OwnerReference
 from offload.format.rank_states import join_ranks
 from offload.format.train_state import EncodedState, pack_encoded, packed_bytes, unpack_encoded
@@ -72,7 +73,7 @@ class RankSealing:
         """Return the path that the checkpoint of a step has."""
         if self._store is not None:
             return self._store.sealing.path_of(step)
-        return f"{self._ranks.directory}/step-{step}"
+        return f"{self._ranks.directory}/{checkpoint_name(step)}"
 
     def begin(self, manifest: Manifest) -> None:
         """Announce a seal. Collective; never waits."""

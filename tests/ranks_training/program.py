@@ -146,6 +146,7 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
         model=model,
         options=Options(
             allow_volatile=True,
+            agreement_timeout_s=20.0,
             chunk_bytes=4096,
             drives=DriveTuning(calibrate=False),
             **case.options,
