@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 """Time after which a rank that has not ended is killed, so that a hang fails its test."""
 
 
