@@ -63,7 +63,7 @@ def test_rows_are_stepped_as_torch_steps_the_whole(
         expected.give_gradients(step)
         reference.step()
         again.step(step)
-    for number, model in enumerate(again.models):
+    for model in again.models:
         assert_same_parameters(
             [(n, p) for n, p in model.named_parameters() if n in SHAPES],
             [(n, p) for n, p in expected.named_parameters() if n in SHAPES],
@@ -143,7 +143,7 @@ def test_other_cuts_are_refused_by_name(tmp_path: Path) -> None:
         rank.checkpoint({}).result()
     replicas.close()
     others = Replicas(3, torch.bfloat16, tmp_path, torch.optim.AdamW)
-    with pytest.raises(ValueError, match=r"rank steps '\w+.*as many ranks"):
+    with pytest.raises(ValueError, match=r"this rank steps .* as many ranks"):
         others.ranks[0].restore()
     others.close()
 
