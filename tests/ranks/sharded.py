@@ -7,6 +7,7 @@ The last line of the output is a JSON document: what each case has found, by its
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import traceback
@@ -28,7 +29,6 @@ from torch.distributed.tensor.parallel import (
 
 from offload import SEPARATE, AdamW
 from offload.errors import UnsupportedParameterError
-from offload.format.boxes import Box, Cut
 from offload.format.dealing import OwnedBox, own_boxes
 from offload.model.shards import Shards, cut_of, local, own_shards
 from tests.numerics.reference import Reference, bits
@@ -56,7 +56,7 @@ def own(model: torch.nn.Module) -> tuple[tuple[OwnedBox, ...], Shards]:
 
 def layers(dtype: torch.dtype, *sizes: int) -> torch.nn.Sequential:
     torch.manual_seed(0)
-    linear = [torch.nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+    linear = [torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     return torch.nn.Sequential(*linear).to(dtype)
 
 
