@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from offload import SEPARATE, AdamW
 from offload.errors import UnsupportedParameterError
@@ -216,6 +217,8 @@ def refused(_: Path) -> dict[str, str]:
     said(
         "lies", DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0)], shape=(4, 2), stride=(2, 1))
     )
+    strided = DTensor.from_local(torch.ones(2, 2), mesh, [_StridedShard(0, split_factor=2)])
+    said("apart", strided)
     parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
     parameter.grad = distribute_tensor(torch.ones(4, 2), mesh, [Replicate()])
     shard = local(parameter, "gradient")

@@ -71,6 +71,8 @@ def test_what_has_no_single_box_is_refused_by_name(two: list[dict[str, Any]]) ->
     for found in (rank["refused"] for rank in two):
         assert "error" not in found, found["error"]
         assert "'partial' is a DTensor with the placement P" in found["partial"]
+        assert "'apart' is a DTensor" in found["apart"]
+        assert "several boxes, expected one. Shard dimension 0" in found["apart"]
         assert "'lies' is a DTensor of shape [4, 2]" in found["lies"]
         assert "the gradient of 'gradient' is a DTensor" in found["gradient"]
         assert "p.grad.redistribute" in found["gradient"]
