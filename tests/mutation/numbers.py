@@ -130,9 +130,8 @@ NUMBERS = (
         (
             Edit(
                 _TABLE,
-                "        if not self._memory.is_current([m for t, m in pairs if is_stepped(t.parameter)])"
-                ":\n",
-                "        if False:\n",
+                "self._memory.is_current([m for t, m in pairs if is_stepped(t.parameter)])",
+                "True",
             ),
         ),
         (_SHARED,),
@@ -168,7 +167,7 @@ NUMBERS = (
             gone(
                 _MATCHING,
                 "    live |= _not_given(manifest, restored, model, rule, state_format, "
-                "live.keys(), path)\n",
+                "live.keys(), path, shards)\n",
             ),
         ),
         (_FREEZING,),
