@@ -15,6 +15,9 @@ _ROWS = "tests/ranks/test_rows.py"
 _ONE = "tests/ranks/test_one_rank.py"
 _DEALT = "tests/ranks/test_dealing.py"
 _SHARDED = "tests/ranks/test_sharded.py"
+_LOCAL = f"{_SHARDED}::test_local_shards_are_stepped_sealed_and_restored"
+_REFUSED = f"{_SHARDED}::test_what_has_no_single_box_is_refused_by_name"
+_EMPTY = f"{_SHARDED}::test_uneven_and_empty_shards_are_stored_by_their_boxes"
 _STATE = f"{_ROWS}::test_the_state_is_that_of_one_process"
 
 RANKS = (
@@ -31,20 +34,8 @@ RANKS = (
         (_STATE,),
     ),
     Mutation(
-        "rounding-of-the-kernel-from-the-box",
-        "the kernel, too, counts random numbers from the first element of the whole parameter",
-        (
-            Edit(
-                "offload/update/kernel/kernel_step.py",
-                "firsts = table.starts + self._tables.rounding_starts[parameters]",
-                "firsts = table.starts",
-            ),
-        ),
-        (_STATE,),
-    ),
-    Mutation(
-        "rounding-of-torch-from-the-box",
-        "so does the code beside torch's step, which makes new state",
+        "rounding-of-new-state-from-the-box",
+        "random numbers of a piece are counted from the first element of the whole parameter",
         (
             Edit(
                 "offload/update/coder.py",
@@ -71,7 +62,7 @@ RANKS = (
         "boxes-not-compared",
         "state of other boxes is refused by name",
         (Edit(_MATCHING, "live[name].spec.cut != spec.cut", "not live[name].spec.name"),),
-        (f"{_ROWS}::test_other_cuts_are_refused_by_name",),
+        (f"{_ROWS}::test_other_rows_of_a_parameter_are_refused_by_name",),
     ),
     Mutation(
         "cuts-inside-blocks",
@@ -137,13 +128,13 @@ RANKS = (
                 "        part = first if tensor is owner else tensor.to_local()",
             ),
         ),
-        (_SHARDED,),
+        (_LOCAL,),
     ),
     Mutation(
         "other-gradients-taken",
         "a gradient with other placements than its parameter is refused",
         (Edit(_SHARDS, " or placements != owner.placements", ""),),
-        (_SHARDED,),
+        (_REFUSED,),
     ),
     Mutation(
         "several-boxes-taken-for-one",
@@ -151,11 +142,11 @@ RANKS = (
         (
             Edit(
                 _SHARDS,
-                "            if not _is_range(tensor, dim, box):\n",
-                "            if dim < 0:\n",
+                "        if not _is_range(tensor, dim, box):\n",
+                "        if dim < 0:\n",
             ),
         ),
-        (_SHARDED,),
+        (_REFUSED,),
     ),
     Mutation(
         "empty-shards-stored",
@@ -167,6 +158,6 @@ RANKS = (
                 "return cut is not None and cut.box.num_elements < 0",
             ),
         ),
-        (_SHARDED,),
+        (_EMPTY,),
     ),
 )
