@@ -9,6 +9,7 @@ import torch
 
 from offload.errors import MismatchError
 from offload.format.arrays import StateFormat
+from offload.format.layout import ParameterSpec
 from offload.format.manifest import Manifest
 from offload.model.loading import check_same
 from offload.model.parameters import (
@@ -105,11 +106,7 @@ def match_checkpoint(
     live |= _not_given(manifest, restored, model, rule, state_format, live.keys(), path, shards)
     for name, spec in saved_specs.items():
         if name in live and live[name].spec.cut != spec.cut:
-            raise MismatchError(
-                f"{path} has the state of {spec.stored_name!r}, this rank steps "
-                f"{live[name].spec.stored_name!r}: resume with as many ranks as it was made with, "
-                "and the same sharding"
-            )
+            raise _other_cut_error(path, spec, repr(live[name].spec.stored_name))
     check_same(
         {n: (s.dtype, s.shape) for n, s in saved_specs.items()},
         {n: (t.spec.dtype, t.spec.shape) for n, t in live.items()},
@@ -142,6 +139,14 @@ def match_checkpoint(
     return trainables, stored
 
 
+def _other_cut_error(path: str, spec: ParameterSpec, found: str) -> MismatchError:
+    """Return the error for a parameter of which this rank steps another part than was stored."""
+    return MismatchError(
+        f"{path} has the state of {spec.stored_name!r}, this rank steps {found}: resume with as "
+        "many ranks as it was made with, and the same sharding"
+    )
+
+
 def _not_given(
     manifest: Manifest,
     groups: Sequence[Mapping[str, Any]],
@@ -171,6 +176,8 @@ def _not_given(
         parameter = parameters.get(spec.name)
         if spec.name in given or parameter is None:
             continue
+        if shards is not None and shards(spec.name, parameter) is None:
+            raise _other_cut_error(path, spec, "nothing of it")
         if parameter.requires_grad and (manifest.order is None or spec.name in were_given):
             raise MismatchError(
                 f"{path}: parameter {spec.name!r} has optimizer state in the checkpoint and "

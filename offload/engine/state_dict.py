@@ -22,6 +22,7 @@ from offload.exchange.torch_dicts import (
     read_state_dict,
     stated_steps,
 )
+from offload.format.layout import Layout
 from offload.model.parameters import memories
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.stream.passes import RingPass
@@ -81,11 +82,13 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
     Raises:
         gds.StorageError: A transfer failed.
         DamagedError: The data read differs from the data written.
+        MismatchError: This rank steps a parameter in part.
     """
     state = engine.state
     state.lifecycle.require_usable()
     engine.relayout(groups)
     table, layout = state.table, state.layout
+    _require_uncut(layout, "full_state_dict()")
     materialized = MaterializedState(
         table.trainables,
         table.scalars,
@@ -106,6 +109,21 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
                 materialized.copy(*block)
     streamer.begin(state.slots.present, state.chunks())
     return materialized
+
+
+def _require_uncut(layout: Layout, call: str) -> None:
+    """Check that every parameter of a layout is whole on this rank.
+
+    Raises:
+        MismatchError: A parameter is not; names it.
+    """
+    cut = next((spec for spec in layout.parameters if spec.cut is not None), None)
+    if cut is not None:
+        raise MismatchError(
+            f"{call} takes and gives the state of whole parameters, but this rank steps "
+            f"{cut.stored_name!r}: call checkpoint() and restore(), or read the state of the "
+            "parameter from a checkpoint"
+        )
 
 
 def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
@@ -131,6 +149,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
     state.lifecycle.require_usable()
     merged, states = read_state_dict(state_dict, groups, state.rule)
     layout, trainables = state.table.describe(merged)
+    _require_uncut(layout, "load_state_dict()")
     state.collect_seal(wait=True)
     engine.relayout(merged)
     found = [states.get(t.parameter, ParameterState()) for t in trainables]

@@ -95,11 +95,6 @@ def is_stepped(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def stepped(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parameters that `is_stepped` is true for, in their order."""
-    return [parameter for parameter in parameters if is_stepped(parameter)]
-
-
 def memories(trainables: Iterable[Trainable]) -> list[torch.Tensor]:
     """Return the live memory of each parameter, in their order; see `Trainable.memory`."""
     return [t.parameter if t.shard is None else t.shard.tensor() for t in trainables]

@@ -46,9 +46,18 @@ class DuringBackward:
     Args:
         state: Training state of the engine.
         model: The module that is called in training.
+
+    Raises:
+        OverlapError: This process is one of several ranks that train one model.
     """
 
     def __init__(self, state: TrainingState, model: torch.nn.Module) -> None:
+        if state.table.shards is not None:
+            raise OverlapError(
+                'overlap="backward" steps each parameter with the gradient of this rank alone, '
+                "before the ranks have averaged theirs: use "
+                'Options(overlap="forward"), or None'
+            )
         self._state = state
         # While any thread compiles a graph, torch's optimizers compute in another way, with results
         # that differ in the last bit.

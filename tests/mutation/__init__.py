@@ -17,6 +17,7 @@ from tests.mutation.opening import OPENING
 from tests.mutation.overlapping import OVERLAPPING
 from tests.mutation.overlooked import OVERLOOKED
 from tests.mutation.quarantining import QUARANTINING
+from tests.mutation.ranks import RANKS
 from tests.mutation.recorded import RECORDED
 from tests.mutation.recycling import RECYCLING
 from tests.mutation.restoring import RESTORING
@@ -36,4 +37,5 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *RECORDED,
     *NUMBERS,
     *OVERLAPPING,
+    *RANKS,
 )

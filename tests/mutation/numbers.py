@@ -119,8 +119,7 @@ NUMBERS = (
         (
             gone(
                 _TABLE,
-                "        self._memory.check([(t.spec.name, t.tensor) for t in trainables "
-                "if is_stepped(t.tensor)])\n",
+                "        self._memory.check([(t.spec.name, t.memory) for t in now_stepped])\n",
             ),
         ),
         (_SHARED,),
@@ -131,8 +130,8 @@ NUMBERS = (
         (
             Edit(
                 _TABLE,
-                "        if not self._memory.is_current(stepped(parameters)):\n",
-                "        if False:\n",
+                "self._memory.is_current([m for t, m in pairs if is_stepped(t.parameter)])",
+                "True",
             ),
         ),
         (_SHARED,),
@@ -158,7 +157,7 @@ NUMBERS = (
     Mutation(
         "frozen-state-not-matched",
         "a parameter with state that is frozen now keeps it",
-        (Edit(_MATCHING, ", also=saved_specs,", ","),),
+        (Edit(_MATCHING, "            also=saved_specs,\n", ""),),
         (_FREEZING,),
     ),
     Mutation(
@@ -168,7 +167,7 @@ NUMBERS = (
             gone(
                 _MATCHING,
                 "    live |= _not_given(manifest, restored, model, rule, state_format, "
-                "live.keys(), path)\n",
+                "live.keys(), path, shards)\n",
             ),
         ),
         (_FREEZING,),

@@ -154,7 +154,7 @@ OVERLAPPING = (
                 "            self._stepped.release_all()\n            self._drop_applied()\n",
                 "            self._stepped.release_all()\n"
                 "            for trainable in self._table.trainables:\n"
-                "                trainable.tensor.grad = None\n",
+                "                trainable.parameter.grad = None\n",
             ),
         ),
         (f"{_NEEDED}::test_a_parameter_that_another_optimizer_trains_now_keeps_its_gradient",),

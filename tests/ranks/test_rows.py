@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from offload import AdamW
+from offload.errors import MismatchError
+from offload.model.shards import rows
 from tests.numerics.reference import Reference, assert_same_bits, assert_same_parameters
 from tests.ranks.rank import Rank, settings
 from tests.ranks.replicas import SHAPES, Model, Replicas, arrays_of, elements
@@ -63,7 +65,7 @@ def test_rows_are_stepped_as_torch_steps_the_whole(
         expected.give_gradients(step)
         reference.step()
         again.step(step)
-    for number, model in enumerate(again.models):
+    for model in again.models:
         assert_same_parameters(
             [(n, p) for n, p in model.named_parameters() if n in SHAPES],
             [(n, p) for n, p in expected.named_parameters() if n in SHAPES],
@@ -143,9 +145,26 @@ def test_other_cuts_are_refused_by_name(tmp_path: Path) -> None:
         rank.checkpoint({}).result()
     replicas.close()
     others = Replicas(3, torch.bfloat16, tmp_path, torch.optim.AdamW)
-    with pytest.raises(ValueError, match=r"rank steps '\w+.*as many ranks"):
+    with pytest.raises(ValueError, match=r"this rank steps .* as many ranks"):
         others.ranks[0].restore()
     others.close()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(1, 7), (0, 4), (0, 12)])
+def test_other_rows_of_a_parameter_are_refused_by_name(
+    start: int, stop: int, tmp_path: Path
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(12, 4))
+    parameter.grad = torch.ones(12, 4)
+    with Rank(torch.optim.AdamW, [parameter], tmp_path, lambda _, p: rows(p, 0, 6)) as rank:
+        rank.step()
+        rank.checkpoint({}).result()
+    refused = pytest.raises(MismatchError, match=r"param0\[0:6, 0:4\]', this rank steps 'group0")
+    with (
+        Rank(torch.optim.AdamW, [parameter], tmp_path, lambda _, p: rows(p, start, stop)) as rank,
+        refused,
+    ):
+        rank.restore()
 
 
 def test_an_edit_of_rows_during_a_seal_is_found(tmp_path: Path) -> None:

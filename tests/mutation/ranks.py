@@ -1,0 +1,163 @@
+"""Steps by which a rank steps and stores its own boxes of a model, and nothing else."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Edit, Mutation
+
+_LAYOUT = "offload/format/layout.py"
+_MANIFEST = "offload/format/manifest.py"
+_DEALING = "offload/format/dealing.py"
+_MATCHING = "offload/engine/matching.py"
+_SHARDS = "offload/model/shards.py"
+_TABLE = "offload/model/table.py"
+_FORWARD = "offload/overlap/forward.py"
+_ROWS = "tests/ranks/test_rows.py"
+_ONE = "tests/ranks/test_one_rank.py"
+_DEALT = "tests/ranks/test_dealing.py"
+_SHARDED = "tests/ranks/test_sharded.py"
+_LOCAL = f"{_SHARDED}::test_local_shards_are_stepped_sealed_and_restored"
+_REFUSED = f"{_SHARDED}::test_what_has_no_single_box_is_refused_by_name"
+_EMPTY = f"{_SHARDED}::test_uneven_and_empty_shards_are_stored_by_their_boxes"
+_STATE = f"{_ROWS}::test_the_state_is_that_of_one_process"
+
+RANKS = (
+    Mutation(
+        "rounding-from-the-box",
+        "random numbers of a box are counted from the first element of the whole parameter",
+        (
+            Edit(
+                _LAYOUT,
+                "(self.stored_name, 0) if found is None else (self.name, found[0])",
+                "(self.stored_name, 0) if found is None else (self.name, 0)",
+            ),
+        ),
+        (_STATE,),
+    ),
+    Mutation(
+        "rounding-of-new-state-from-the-box",
+        "random numbers of a piece are counted from the first element of the whole parameter",
+        (
+            Edit(
+                "offload/update/coder.py",
+                "        if self._has_cuts:\n"
+                "            pieces = [self._in_parameter(piece) for piece in pieces]\n",
+                "",
+            ),
+        ),
+        (_STATE,),
+    ),
+    Mutation(
+        "boxes-not-in-the-manifest",
+        "a manifest says which boxes of parameters it has the state of",
+        (
+            Edit(
+                _MANIFEST,
+                "        if any(p.cut for p in layout.parameters):\n",
+                "        if not layout.parameters:\n",
+            ),
+        ),
+        (_ONE, _ROWS),
+    ),
+    Mutation(
+        "boxes-not-compared",
+        "state of other boxes is refused by name",
+        (Edit(_MATCHING, "live[name].spec.cut != spec.cut", "not live[name].spec.name"),),
+        (f"{_ROWS}::test_other_rows_of_a_parameter_are_refused_by_name",),
+    ),
+    Mutation(
+        "cuts-inside-blocks",
+        "rows are only cut at multiples of a block of int8 state",
+        (
+            Edit(
+                _DEALING,
+                "math.lcm(math.prod(shapes[index][1:]), multiple)",
+                "math.prod(shapes[index][1:])",
+            ),
+        ),
+        (_DEALT,),
+    ),
+    Mutation(
+        "overlaps-owned",
+        "boxes that overlap without being equal are refused",
+        (
+            Edit(
+                _DEALING,
+                "if common is not None:",
+                "if common is not None and common == box == other:",
+            ),
+        ),
+        (_DEALT,),
+    ),
+    Mutation(
+        "gaps-owned",
+        "boxes that do not cover their parameter are refused",
+        (Edit(_DEALING, "    if found != expected:\n", "    if found > expected:\n"),),
+        (_DEALT,),
+    ),
+    Mutation(
+        "gradients-of-others-kept",
+        "a step beside forward clears the gradients of parameters that other ranks step",
+        (Edit(_FORWARD, "            parameter.grad = None\n\n", "            pass\n\n"),),
+        (_ONE,),
+    ),
+    Mutation(
+        "parameters-of-others-new",
+        "parameters that other ranks step are known, and are not laid out at every step",
+        (Edit(_TABLE, " and id(p) not in self._elsewhere", ""),),
+        (f"{_ROWS}::test_ranks_without_elements_count_their_steps",),
+    ),
+    Mutation(
+        "writes-of-others-counted",
+        "the new rows of other ranks are no edit during a seal",
+        (Edit(_SHARDS, "        return parameter.data\n", "        return parameter.detach()\n"),),
+        (f"{_ROWS}::test_an_edit_of_rows_during_a_seal_is_found",),
+    ),
+    Mutation(
+        "local-memory-kept",
+        "the local part of a DTensor is taken anew at every use",
+        (
+            Edit(
+                _SHARDS,
+                "    def part_of(tensor: torch.Tensor) -> torch.Tensor:\n",
+                "    first = owner.to_local()\n\n"
+                "    def part_of(tensor: torch.Tensor) -> torch.Tensor:\n",
+            ),
+            Edit(
+                _SHARDS,
+                "        part = tensor.to_local()",
+                "        part = first if tensor is owner else tensor.to_local()",
+            ),
+        ),
+        (_LOCAL,),
+    ),
+    Mutation(
+        "other-gradients-taken",
+        "a gradient with other placements than its parameter is refused",
+        (Edit(_SHARDS, " or placements != owner.placements", ""),),
+        (_REFUSED,),
+    ),
+    Mutation(
+        "several-boxes-taken-for-one",
+        "a local part that is several boxes is refused",
+        (
+            Edit(
+                _SHARDS,
+                "        if not _is_range(tensor, dim, box):\n",
+                "        if dim < 0:\n",
+            ),
+        ),
+        (_REFUSED,),
+    ),
+    Mutation(
+        "empty-shards-stored",
+        "a rank stores nothing of a parameter that it has no element of",
+        (
+            Edit(
+                _SHARDS,
+                "return cut is not None and not cut.box.num_elements and 0 not in cut.shape",
+                "return cut is not None and cut.box.num_elements < 0",
+            ),
+        ),
+        (_EMPTY,),
+    ),
+)
