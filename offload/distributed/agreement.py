@@ -28,6 +28,7 @@ from offload.distributed.unanimous import (
 )
 from offload.errors import InDoubtError, RanksError, SealError, reason_of
 
+
 @dataclass(frozen=True, slots=True)
 class Granted:
     """A working slot for which every rank is ready."""
@@ -95,7 +96,7 @@ class Agreement:
 
     @property
     def held(self) -> frozenset[str]:
-        """Parts that this rank has reported and must not write to."""
+        """Parts that this rank has sealed and must not write to."""
         with self._changed:
             return self._ledger.held
 
@@ -216,10 +217,15 @@ class Agreement:
         agreed = self.agree(what, make, get_ready)
         return Granted(Offer.from_json(agreed.offer), agreed.notes)
 
-    def begin_seal(self) -> int:
+    def begin_seal(self, part: str) -> int:
         """Announce that this rank seals, and return the seal's number. Collective; never waits.
 
-        `report` must follow, and then `decide` or `decision`, even if this rank fails.
+        From this call on the part must not be written to, except for what the seal itself writes
+        before its report, until the seal is known to be aborted. `report` must follow, and then
+        `decide` or `decision`, even if this rank fails.
+
+        Args:
+            part: Name of the part that this rank has written; empty if it has none.
 
         Raises:
             InDoubtError: It is not known what became of an earlier seal.
@@ -229,6 +235,11 @@ class Agreement:
         with self._changed:
             number = self._num_seals
             self._num_seals += 1
+        try:
+            self._exchanges.run(seal.begin(self._peers, number, part, self._hold))
+        except ChannelLostError as error:
+            self._lose(str(error))
+            raise
         self._signs.begin(seal_scope(number))
         return number
 
@@ -240,13 +251,10 @@ class Agreement:
         self._signs.give()
 
     def report(self, number: int, report: Report) -> None:
-        """Report this rank's part of a seal: it is durable, or the report says why not.
-
-        From this call on the part must not be written to, until the seal is known to be aborted.
-        """
+        """Report this rank's part of a seal: it is durable, or the report says why not."""
         self._reports[number] = report
         with suppress(ChannelLostError):  # the wait for the decision finds out as well
-            self._seals.run(seal.report(self._peers, number, report, self._hold))
+            self._seals.run(seal.report(self._peers, number, report))
 
     def decide(
         self,
@@ -320,7 +328,7 @@ class Agreement:
 
     def _hold(self, number: int, part: str) -> None:
         with self._changed:
-            self._ledger = self._ledger.reported(number, part)
+            self._ledger = self._ledger.begun(number, part)
 
     def _settle(self, number: int, outcome: Outcome) -> None:
         with self._changed:

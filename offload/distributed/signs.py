@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from offload.distributed.channel import Channel, ChannelLostError
-from offload.distributed.peers import sign_key
+from offload.distributed.peers import FIRST_SIGN, sign_key
 
 SIGNS_PER_LIMIT = 10
 """Most signs that a rank gives within the limit; more would only burden the key-value store."""
@@ -36,10 +36,9 @@ class Signs:
         self._last_s: float | None = None
 
     def begin(self, scope: str) -> None:
-        """Give the first sign for an exchange or a seal. Calling it again is another sign."""
+        """Give signs for an exchange or a seal from now on; the first has been given."""
         with self._lock:
-            self._counts[scope] = self._counts.get(scope, -1) + 1
-            self._put(scope)
+            self._counts[scope] = int(FIRST_SIGN)
 
     def end(self, scope: str) -> None:
         """Give no further sign for an exchange or a seal."""
@@ -59,8 +58,10 @@ class Signs:
 
     @contextmanager
     def during(self, scope: str) -> Iterator[None]:
-        """Begin and end the signs for an exchange."""
+        """Give signs for an exchange, the first at once."""
         self.begin(scope)
+        with self._lock:
+            self._put(scope)
         try:
             yield
         finally:
