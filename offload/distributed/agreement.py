@@ -11,6 +11,7 @@ from gds.waiting import Monitor
 from offload.distributed import seal
 from offload.distributed.channel import Channel, ChannelLostError
 from offload.distributed.driver import Driver, announcement
+from offload.distributed.effects import Program
 from offload.distributed.grant import NO_SEAL, Offer, accept
 from offload.distributed.ledger import EMPTY, Outcome
 from offload.distributed.messages import Json
@@ -280,7 +281,7 @@ class Agreement:
         """
         own = self._reports.pop(number)
         program = seal.decide(self._peers, number, own, complete, rename, self._settle)
-        self._conclude(number, own, self._seals.run(program))
+        self._conclude(number, own, self._run_seal(number, program))
 
     def decision(self, number: int) -> None:
         """Wait for the writer's decision on a seal; on every other rank, after `report`.
@@ -292,7 +293,7 @@ class Agreement:
         """
         own = self._reports.pop(number)
         program = seal.await_decision(self._peers, number, own, self._settle)
-        self._conclude(number, own, self._seals.run(program))
+        self._conclude(number, own, self._run_seal(number, program))
 
     def broadcast_error(self, error: BaseException) -> None:
         """Tell all ranks that this one has failed and will not take part in the next exchange.
@@ -335,6 +336,16 @@ class Agreement:
             self._ledger = self._ledger.settled(number, outcome)
             self._decided = max(self._decided, number)
             self._changed.notify_all()
+
+    def _run_seal(self, number: int, program: Program[seal.Decision]) -> seal.Decision:
+        try:
+            return self._seals.run(program)
+        except BaseException as error:
+            with self._changed:
+                if number not in self._ledger.outcomes:  # another thread may wait for one
+                    self._settle(number, Outcome.IN_DOUBT)
+            self._lose(f"a seal ended early on this rank ({reason_of(error)}). Restart the job")
+            raise
 
     def _conclude(self, number: int, own: Report, decision: seal.Decision) -> None:
         self._signs.end(seal_scope(number))

@@ -364,7 +364,8 @@ class Ranks:
 
     def _renamed(self, world: World, rank: int) -> tuple[Checkpoint, ...]:
         manifest = world.memory[rank].manifest
-        assert manifest is not None
+        if manifest is None:
+            raise Violation("renamed without a manifest")
         return (*world.names, manifest)
 
     def _rename(self, state: State, rank: int) -> Any:
@@ -379,10 +380,9 @@ class Ranks:
     def _told(self, state: State, rank: int, number: int, outcome: str, generation: int) -> Any:
         world: World = state.world
         if outcome == "in doubt":
-            peers = self.wing.peers
-            scope = peers.seal_scope(number)
-            said = {peers.key(scope, "left"), peers.key(scope, "read", rank)}
-            if rank != WRITER and not state.is_lost and not said & dict(state.keys).keys():
+            left = self.wing.peers.key(self.wing.peers.seal_scope(number), "left")
+            is_decided = number in dict(world.memory[WRITER].outcomes)
+            if not is_decided and not state.is_lost and left not in dict(state.keys):
                 raise Violation(f"rank {rank} gives up, and the writer cannot know it")
             return world, None
         world = replace(world, told=world.told | {(number, outcome)})
