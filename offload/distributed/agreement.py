@@ -71,10 +71,11 @@ class Agreement:
             raise ValueError(f"agreement_timeout_s must be positive, got {timeout_s:g}")
         self._peers = Peers(rank, size, timeout_s)
         # A connection for each thread: a wait on one holds up every other call on the same one.
-        self._signs = Signs(channel.clone(), rank, timeout_s)
-        self._exchanges = Driver(channel.clone(), self._signs, timeout_s)
-        self._seals = Driver(channel.clone(), self._signs, timeout_s)
-        self._announcements = channel.clone()
+        self._channels = [channel.clone() for _ in range(4)]
+        self._signs = Signs(self._channels[0], rank, timeout_s)
+        self._exchanges = Driver(self._channels[1], self._signs, timeout_s)
+        self._seals = Driver(self._channels[2], self._signs, timeout_s)
+        self._announcements = self._channels[3]
         self._announcing = threading.Lock()
         self._changed = Monitor()
         self._ledger = EMPTY
@@ -308,8 +309,13 @@ class Agreement:
             self._announcements.put(error_key(scope), announcement(peers.rank, text))
 
     def close(self) -> None:
-        """Give no more signs. No exchange, no wait: other ranks may have ended already."""
+        """Release the connections. No exchange, no wait: other ranks may have ended already.
+
+        To be called after the seals of this rank have ended.
+        """
         self._lose("the optimizer of this rank is closed")
+        for channel in self._channels:
+            channel.close()
 
     def _choosing(self, ready: Callable[[Offer, frozenset[str]], Json]) -> Callable[[Offer], Json]:
         def choose(offer: Offer) -> Json:
