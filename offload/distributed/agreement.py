@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -53,8 +52,7 @@ class Agreement:
     error: the job has to be restarted.
 
     Args:
-        channel: Connection to the key-value store. Clones of it are used, so the caller may go on
-            using it.
+        channel: Connection to the key-value store, which from now on only the agreement uses.
         rank: This rank, from 0.
         size: Number of ranks.
         timeout_s: The limit: seconds without a sign of progress after which a rank counts as lost.
@@ -71,12 +69,10 @@ class Agreement:
             raise ValueError(f"agreement_timeout_s must be positive, got {timeout_s:g}")
         self._peers = Peers(rank, size, timeout_s)
         # A connection for each thread: a wait on one holds up every other call on the same one.
-        self._channels = [channel.clone() for _ in range(4)]
-        self._signs = Signs(self._channels[0], rank, timeout_s)
-        self._exchanges = Driver(self._channels[1], self._signs, timeout_s)
-        self._seals = Driver(self._channels[2], self._signs, timeout_s)
-        self._announcements = self._channels[3]
-        self._announcing = threading.Lock()
+        self._channels = [channel, channel.clone(), channel.clone()]
+        self._signs = Signs(self._channels[2], rank, timeout_s)
+        self._exchanges = Driver(self._channels[0], self._signs, timeout_s)
+        self._seals = Driver(self._channels[1], self._signs, timeout_s)
         self._changed = Monitor()
         self._ledger = EMPTY
         self._reports: dict[int, Report] = {}
@@ -304,9 +300,9 @@ class Agreement:
         """
         peers = self._peers
         text = f"{peers.name(peers.rank)} failed: {reason_of(error)}"
-        with self._announcing, suppress(ChannelLostError):
+        with self._changed:
             scope = exchange_scope(self._num_exchanges)
-            self._announcements.put(error_key(scope), announcement(peers.rank, text))
+        self._signs.put(error_key(scope), announcement(peers.rank, text))
 
     def close(self) -> None:
         """Release the connections. No exchange, no wait: other ranks may have ended already.

@@ -1,12 +1,15 @@
 """A channel over the key-value store of `torch.distributed`, which exists before any process group.
 
-Three facts about a `TCPStore` shape this module:
+Four facts about a `TCPStore` shape this module:
 
 - The calls of one connection take turns: while one thread waits for a key, a `set` of another
   thread does not begin. So every channel has a connection of its own, a clone.
 - If the process that serves the store is stopped, a call never returns, whatever the time limit of
   the store. The server often is rank 0. So calls are made on a thread of the channel, and a caller
   waits for that thread no longer than its limit.
+- The server looks up the name of every process that connects. A name server that does not answer
+  holds up all calls of all processes for seconds. So connections are few, and are made at the
+  beginning, with a longer limit.
 - Its own `wait` prints two lines to standard error whenever it reaches its time limit. So this
   module asks again and again instead; one question takes about 0.1 ms.
 """
@@ -35,6 +38,9 @@ _POLL_SHARE = 0.05
 """Pause between two questions, as a share of the time waited so far: an answer that comes at once
 is seen at once, and one that takes seconds costs the store few questions."""
 
+_CONNECT_S = 60.0
+"""Least time in seconds after which an attempt to connect is given up."""
+
 
 class TorchChannel:
     """A channel over a `torch.distributed.Store`; see `offload.distributed.channel.Channel`.
@@ -42,7 +48,8 @@ class TorchChannel:
     Args:
         store: The store. The channel makes a connection of its own to it.
         prefix: Text before every key; no other user of the store may have the same one.
-        timeout_s: Seconds after which a store that does not answer is given up.
+        timeout_s: Seconds after which a store that does not answer is given up; at least a minute
+            for the connection.
 
     Raises:
         ChannelLostError: The store does not answer.
@@ -56,7 +63,8 @@ class TorchChannel:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         start(threading.Thread(target=_serve, args=(self._calls,), daemon=True, name=_THREAD))
         self._end = weakref.finalize(self, self._calls.put, None)
-        self._store = self._call("connect to", lambda: PrefixStore(prefix, _clone(store)))
+        limit_s = max(timeout_s, _CONNECT_S)
+        self._store = self._call("connect to", lambda: PrefixStore(prefix, _clone(store)), limit_s)
 
     def put(self, key: str, value: str) -> None:
         """Set the value of a key."""
@@ -98,18 +106,19 @@ class TorchChannel:
         """End the channel's thread. Never waits."""
         self._end()
 
-    def _call(self, what: str, call: Callable[[], T]) -> T:
-        """Make a call on the channel's thread."""
+    def _call(self, what: str, call: Callable[[], T], limit_s: float | None = None) -> T:
+        """Make a call on the channel's thread, and wait at most `limit_s` or the timeout."""
+        limit_s = self._timeout_s if limit_s is None else limit_s
         answer: Pending[T] = Pending()
         if not self._end.alive:
             raise ChannelLostError("this connection to the key-value store is closed")
         if not self._is_lost:
             self._calls.put((answer, call))
-            self._is_lost = not answer.wait(self._timeout_s)
+            self._is_lost = not answer.wait(limit_s)
         if self._is_lost:
             raise ChannelLostError(
                 f"cannot {what} the key-value store of torch.distributed: it has not answered for "
-                f"{self._timeout_s:g} s. The process that serves it (torchrun, or rank 0) is "
+                f"{limit_s:g} s. The process that serves it (torchrun, or rank 0) is "
                 "stopped, or its host cannot be reached: restart the job"
             )
         try:

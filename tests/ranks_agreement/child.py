@@ -1,15 +1,17 @@
 """One rank as a process of its own: parts and checkpoints are small files, the rest is real.
 
-python -m tests.ranks_agreement.child '{"rank": 0, "size": 2, ...}'
+python -m tests.ranks_agreement.child
 
-It prints what happens as lines of JSON. At each point in ``pauses`` it prints the point and waits
-for a line on its standard input.
+It reads what ranks to start from its standard input, a JSON object for each, and forks them, because
+importing torch takes seconds. A rank prints what happens as lines of JSON. At each point in
+``pauses`` it prints the point and waits for a line on its standard input.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,6 +90,8 @@ class Rank:
             sys.stdin.readline()
 
     def run(self, num_seals: int) -> None:
+        say(at="connected")
+        sys.stdin.readline()
         plan = self.agreement.open(sight(self.folder, self.rank, [self.rank + 1]), self.enter)
         self.generation = plan.checkpoint[1] if plan.checkpoint else 0
         say(opened=plan.checkpoint)
@@ -154,14 +158,31 @@ class Rank:
         (self.folder / ".slot").rename(self.folder / f"step-{self.generation}")
 
 
-def main() -> None:
-    asked = json.loads(sys.argv[1])
+def run(asked: Mapping[str, Any]) -> None:
+    """Be a rank, with pipes that have names as standard input and output."""
+    os.dup2(os.open(asked["stdin"], os.O_RDONLY), 0)
+    os.dup2(os.open(asked["stdout"], os.O_WRONLY), 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch reports lost connections at length
     try:
         Rank(asked).run(asked["seals"])
     except (RanksError, InDoubtError) as error:
         say(ended=type(error).__name__, why=str(error))
+    except BaseException as error:
+        say(ended=type(error).__name__, why=str(error))
+        raise
     else:
         say(ended="well")
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115  (without what the server has read)
+            run(json.loads(line))
+            return
+        print(pid, flush=True)
 
 
 if __name__ == "__main__":

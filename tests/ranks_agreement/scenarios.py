@@ -10,7 +10,6 @@ from tests.ranks_agreement.checker import Bounds, Explored, explore
 from tests.ranks_agreement.model import Ranks
 from tests.ranks_agreement.wing import Wing
 
-
 _NOTHING = Bounds()
 
 
