@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from gds.waiting import Monitor
 from offload.distributed import seal
 from offload.distributed.channel import Channel, ChannelLostError
 from offload.distributed.driver import Driver, announcement
+from offload.distributed.effects import Program
 from offload.distributed.grant import NO_SEAL, Offer, accept
 from offload.distributed.ledger import EMPTY, Outcome
 from offload.distributed.messages import Json
@@ -52,8 +52,7 @@ class Agreement:
     error: the job has to be restarted.
 
     Args:
-        channel: Connection to the key-value store. Clones of it are used, so the caller may go on
-            using it.
+        channel: Connection to the key-value store, which from now on only the agreement uses.
         rank: This rank, from 0.
         size: Number of ranks.
         timeout_s: The limit: seconds without a sign of progress after which a rank counts as lost.
@@ -70,11 +69,10 @@ class Agreement:
             raise ValueError(f"agreement_timeout_s must be positive, got {timeout_s:g}")
         self._peers = Peers(rank, size, timeout_s)
         # A connection for each thread: a wait on one holds up every other call on the same one.
-        self._signs = Signs(channel.clone(), rank, timeout_s)
-        self._exchanges = Driver(channel.clone(), self._signs, timeout_s)
-        self._seals = Driver(channel.clone(), self._signs, timeout_s)
-        self._announcements = channel.clone()
-        self._announcing = threading.Lock()
+        self._channels = [channel, channel.clone(), channel.clone()]
+        self._signs = Signs(self._channels[2], rank, timeout_s)
+        self._exchanges = Driver(self._channels[0], self._signs, timeout_s)
+        self._seals = Driver(self._channels[1], self._signs, timeout_s)
         self._changed = Monitor()
         self._ledger = EMPTY
         self._reports: dict[int, Report] = {}
@@ -96,7 +94,7 @@ class Agreement:
 
     @property
     def held(self) -> frozenset[str]:
-        """Parts that this rank has reported and must not write to."""
+        """Parts that this rank has sealed and must not write to."""
         with self._changed:
             return self._ledger.held
 
@@ -217,10 +215,15 @@ class Agreement:
         agreed = self.agree(what, make, get_ready)
         return Granted(Offer.from_json(agreed.offer), agreed.notes)
 
-    def begin_seal(self) -> int:
+    def begin_seal(self, part: str) -> int:
         """Announce that this rank seals, and return the seal's number. Collective; never waits.
 
-        `report` must follow, and then `decide` or `decision`, even if this rank fails.
+        From this call on the part must not be written to, except for what the seal itself writes
+        before its report, until the seal is known to be aborted. `report` must follow, and then
+        `decide` or `decision`, even if this rank fails.
+
+        Args:
+            part: Name of the part that this rank has written; empty if it has none.
 
         Raises:
             InDoubtError: It is not known what became of an earlier seal.
@@ -230,6 +233,11 @@ class Agreement:
         with self._changed:
             number = self._num_seals
             self._num_seals += 1
+        try:
+            self._exchanges.run(seal.begin(self._peers, number, part, self._hold))
+        except ChannelLostError as error:
+            self._lose(str(error))
+            raise
         self._signs.begin(seal_scope(number))
         return number
 
@@ -249,13 +257,10 @@ class Agreement:
         self._seals.run(seal.meet(self._peers, number))
 
     def report(self, number: int, report: Report) -> None:
-        """Report this rank's part of a seal: it is durable, or the report says why not.
-
-        From this call on the part must not be written to, until the seal is known to be aborted.
-        """
+        """Report this rank's part of a seal: it is durable, or the report says why not."""
         self._reports[number] = report
         with suppress(ChannelLostError):  # the wait for the decision finds out as well
-            self._seals.run(seal.report(self._peers, number, report, self._hold))
+            self._seals.run(seal.report(self._peers, number, report))
 
     def decide(
         self,
@@ -281,7 +286,7 @@ class Agreement:
         """
         own = self._reports.pop(number)
         program = seal.decide(self._peers, number, own, complete, rename, self._settle)
-        self._conclude(number, own, self._seals.run(program))
+        self._conclude(number, own, self._run_seal(number, program))
 
     def decision(self, number: int) -> None:
         """Wait for the writer's decision on a seal; on every other rank, after `report`.
@@ -293,7 +298,7 @@ class Agreement:
         """
         own = self._reports.pop(number)
         program = seal.await_decision(self._peers, number, own, self._settle)
-        self._conclude(number, own, self._seals.run(program))
+        self._conclude(number, own, self._run_seal(number, program))
 
     def broadcast_error(self, error: BaseException) -> None:
         """Tell all ranks that this one has failed and will not take part in the next exchange.
@@ -303,13 +308,18 @@ class Agreement:
         """
         peers = self._peers
         text = f"{peers.name(peers.rank)} failed: {reason_of(error)}"
-        with self._announcing, suppress(ChannelLostError):
+        with self._changed:
             scope = exchange_scope(self._num_exchanges)
-            self._announcements.put(error_key(scope), announcement(peers.rank, text))
+        self._signs.put(error_key(scope), announcement(peers.rank, text))
 
     def close(self) -> None:
-        """Give no more signs. No exchange, no wait: other ranks may have ended already."""
+        """Release the connections. No exchange, no wait: other ranks may have ended already.
+
+        To be called after the seals of this rank have ended.
+        """
         self._lose("the optimizer of this rank is closed")
+        for channel in self._channels:
+            channel.close()
 
     def _choosing(self, ready: Callable[[Offer, frozenset[str]], Json]) -> Callable[[Offer], Json]:
         def choose(offer: Offer) -> Json:
@@ -329,13 +339,23 @@ class Agreement:
 
     def _hold(self, number: int, part: str) -> None:
         with self._changed:
-            self._ledger = self._ledger.reported(number, part)
+            self._ledger = self._ledger.begun(number, part)
 
     def _settle(self, number: int, outcome: Outcome) -> None:
         with self._changed:
             self._ledger = self._ledger.settled(number, outcome)
             self._decided = max(self._decided, number)
             self._changed.notify_all()
+
+    def _run_seal(self, number: int, program: Program[seal.Decision]) -> seal.Decision:
+        try:
+            return self._seals.run(program)
+        except BaseException as error:
+            with self._changed:
+                if number not in self._ledger.outcomes:  # another thread may wait for one
+                    self._settle(number, Outcome.IN_DOUBT)
+            self._lose(f"a seal ended early on this rank ({reason_of(error)}). Restart the job")
+            raise
 
     def _conclude(self, number: int, own: Report, decision: seal.Decision) -> None:
         self._signs.end(seal_scope(number))

@@ -48,3 +48,7 @@ class Channel(Protocol):
             ChannelLostError: The store does not answer.
         """
         ...
+
+    def close(self) -> None:
+        """Release the connection. Never waits; later calls raise `ChannelLostError`."""
+        ...

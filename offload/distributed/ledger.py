@@ -23,21 +23,21 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Seals in which a rank has reported a part, as a value that never changes.
+    """Seals in which a rank takes part, as a value that never changes.
 
-    A part that was reported may become, or be, part of a checkpoint. So it may be written to again
-    only after the seal was read to be aborted, or if an offer, made after the seal was published,
-    does not name it any more.
+    A part that is being sealed may become, or be, part of a checkpoint. So it may be written to
+    again only after the seal was read to be aborted, or if an offer, made after the seal was
+    published, does not name it any more.
     """
 
     parts: Mapping[int, str] = field(default_factory=dict)
-    """Reported part of each seal that is not known to be aborted; by the seal's number."""
+    """Part of each seal that is not known to be aborted; by the seal's number."""
 
     outcomes: Mapping[int, Outcome] = field(default_factory=dict)
     """What became of each seal that has ended on this rank."""
 
-    def reported(self, number: int, part: str) -> Ledger:
-        """Return the ledger after a part was reported; to be used before the report is sent."""
+    def begun(self, number: int, part: str) -> Ledger:
+        """Return the ledger after this rank has begun to seal a part."""
         return replace(self, parts={**self.parts, number: part})
 
     def settled(self, number: int, outcome: Outcome) -> Ledger:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+FIRST_SIGN: Final = "0"
+"""First sign of progress of a rank in an exchange or a seal."""
 
 
 @dataclass(frozen=True, slots=True)

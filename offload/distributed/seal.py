@@ -24,7 +24,7 @@ from offload.distributed.channel import ChannelLostError
 from offload.distributed.effects import Act, Arrived, Await, Delete, Get, Program, Put
 from offload.distributed.ledger import Outcome
 from offload.distributed.messages import MessageError, decode, encode
-from offload.distributed.peers import Peers, key, seal_scope, sign_key
+from offload.distributed.peers import FIRST_SIGN, Peers, key, seal_scope, sign_key
 from offload.distributed.reports import Report, disagreement
 from offload.distributed.unanimous import INTERRUPTS
 from offload.errors import reason_of
@@ -66,22 +66,35 @@ class Decision:
         return cls(Outcome(found["outcome"]), found["reason"])
 
 
-def report(
-    peers: Peers, number: int, own: Report, hold: Callable[[int, str], object]
+def begin(
+    peers: Peers, number: int, part: str, hold: Callable[[int, str], object]
 ) -> Program[None]:
+    """Begin a seal on this rank, before anything else may choose a part to write to.
+
+    Args:
+        peers: All ranks.
+        number: Number of the seal.
+        part: Part that this rank seals; empty if it has none.
+        hold: Notes that the part may become part of a checkpoint from now on.
+
+    Raises:
+        ChannelLostError: The key-value store does not answer.
+    """
+    yield Act(hold, (number, part))
+    yield Put(sign_key(seal_scope(number), peers.rank), FIRST_SIGN)
+
+
+def report(peers: Peers, number: int, own: Report) -> Program[None]:
     """Report this rank's part.
 
     Args:
         peers: All ranks.
         number: Number of the seal.
         own: The report.
-        hold: Notes that the part may become part of a checkpoint from now on.
 
     Raises:
         ChannelLostError: The key-value store does not answer. The report may have been sent.
     """
-    if not own.error:
-        yield Act(hold, (number, own.part))
     if not peers.is_leader:  # the writer has its own report
         yield Put(key(seal_scope(number), "report", peers.rank), own.encode())
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from offload.distributed.channel import Channel, ChannelLostError
-from offload.distributed.peers import sign_key
+from offload.distributed.peers import FIRST_SIGN, sign_key
 
 SIGNS_PER_LIMIT = 10
 """Most signs that a rank gives within the limit; more would only burden the key-value store."""
@@ -36,10 +36,9 @@ class Signs:
         self._last_s: float | None = None
 
     def begin(self, scope: str) -> None:
-        """Give the first sign for an exchange or a seal. Calling it again is another sign."""
+        """Give signs for an exchange or a seal from now on; the first has been given."""
         with self._lock:
-            self._counts[scope] = self._counts.get(scope, -1) + 1
-            self._put(scope)
+            self._counts[scope] = int(FIRST_SIGN)
 
     def end(self, scope: str) -> None:
         """Give no further sign for an exchange or a seal."""
@@ -55,19 +54,27 @@ class Signs:
             self._last_s = now
             for scope in self._counts:
                 self._counts[scope] += 1
-                self._put(scope)
+                self._put_sign(scope)
+
+    def put(self, key: str, value: str) -> None:
+        """Set the value of a key, from any thread; never raises."""
+        with self._lock:
+            self._put(key, value)
 
     @contextmanager
     def during(self, scope: str) -> Iterator[None]:
-        """Begin and end the signs for an exchange."""
+        """Give signs for an exchange, the first at once."""
         self.begin(scope)
+        with self._lock:
+            self._put_sign(scope)
         try:
             yield
         finally:
             self.end(scope)
 
-    def _put(self, scope: str) -> None:
-        try:
-            self._channel.put(sign_key(scope, self._rank), str(self._counts[scope]))
-        except ChannelLostError:
-            return  # what waits for this rank, or what this rank waits for, reports it
+    def _put_sign(self, scope: str) -> None:
+        self._put(sign_key(scope, self._rank), str(self._counts[scope]))
+
+    def _put(self, key: str, value: str) -> None:
+        with suppress(ChannelLostError):  # what waits for this rank, or it for others, reports it
+            self._channel.put(key, value)

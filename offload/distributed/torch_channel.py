@@ -1,27 +1,45 @@
 """A channel over the key-value store of `torch.distributed`, which exists before any process group.
 
-The calls of one connection to a `TCPStore` take turns: while one thread waits for a key, a `set` of
-another thread does not begin. Therefore every thread has a connection of its own, a clone. This
-module does not use the store's own `wait` either, because every wait that reaches its time limit
-prints two lines to standard error. It asks again and again instead; one question takes about 20
-microseconds.
+Four facts about a `TCPStore` shape this module:
+
+- The calls of one connection take turns: while one thread waits for a key, a `set` of another
+  thread does not begin. So every channel has a connection of its own, a clone.
+- If the process that serves the store is stopped, a call never returns, whatever the time limit of
+  the store. The server often is rank 0. So calls are made on a thread of the channel, and a caller
+  waits for that thread no longer than its limit.
+- The server looks up the name of every process that connects. A name server that does not answer
+  holds up all calls of all processes for seconds. So connections are few, and are made at the
+  beginning, with a longer limit.
+- Its own `wait` prints two lines to standard error whenever it reaches its time limit. So this
+  module asks again and again instead; one question takes about 0.1 ms.
 """
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from gds.waiting import Pending, start
 from offload.distributed.channel import ChannelLostError
 
-_FIRST_POLL_S = 0.0002
+T = TypeVar("T")
+
+_Call: TypeAlias = tuple[Pending[Any], Callable[[], Any]]
+
+_FIRST_POLL_S = 0.0005
 _LAST_POLL_S = 0.02
 _POLL_SHARE = 0.05
 """Pause between two questions, as a share of the time waited so far: an answer that comes at once
 is seen at once, and one that takes seconds costs the store few questions."""
+
+_CONNECT_S = 60.0
+"""Least time in seconds after which an attempt to connect is given up."""
 
 
 class TorchChannel:
@@ -30,28 +48,36 @@ class TorchChannel:
     Args:
         store: The store. The channel makes a connection of its own to it.
         prefix: Text before every key; no other user of the store may have the same one.
+        timeout_s: Seconds after which a store that does not answer is given up; at least a minute
+            for the connection.
 
     Raises:
         ChannelLostError: The store does not answer.
     """
 
-    def __init__(self, store: Store, prefix: str) -> None:
-        with _as_lost("connect to"):
-            self._store = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]  # not in the stubs
+    def __init__(self, store: Store, prefix: str, *, timeout_s: float) -> None:
         self._origin = store
         self._prefix = prefix
+        self._timeout_s = timeout_s
+        self._is_lost = False
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        start(threading.Thread(target=_serve, args=(self._calls,), daemon=True, name=_THREAD))
+        self._end = weakref.finalize(self, self._calls.put, None)
+        limit_s = max(timeout_s, _CONNECT_S)
+        self._store = self._call("connect to", lambda: PrefixStore(prefix, _clone(store)), limit_s)
 
     def put(self, key: str, value: str) -> None:
         """Set the value of a key."""
-        with _as_lost("write to"):
-            self._store.set(key, value)
+        self._call("write to", lambda: self._store.set(key, value))
 
     def get(self, key: str) -> str | None:
         """Return the value of a key; None if it has none."""
-        with _as_lost("read from"):
-            if not self._store.check([key]):  # `get` waits for a key that is missing
-                return None
-            return self._store.get(key).decode()
+        store = self._store
+
+        def read() -> str | None:
+            return store.get(key).decode() if store.check([key]) else None
+
+        return self._call("read from", read)
 
     def wait(self, key: str, timeout_s: float) -> str | None:
         """Wait until a key has a value, and return it; None after about `timeout_s` seconds."""
@@ -66,8 +92,7 @@ class TorchChannel:
 
     def delete(self, key: str) -> None:
         """Remove a key, if it is there."""
-        with _as_lost("write to"):
-            self._store.delete_key(key)
+        self._call("write to", lambda: self._store.delete_key(key))
 
     def now(self) -> float:
         """Return the time in seconds by a clock that never goes back."""
@@ -75,16 +100,52 @@ class TorchChannel:
 
     def clone(self) -> TorchChannel:
         """Return another connection to the same store, for another thread."""
-        return TorchChannel(self._origin, self._prefix)
+        return TorchChannel(self._origin, self._prefix, timeout_s=self._timeout_s)
+
+    def close(self) -> None:
+        """End the channel's thread. Never waits."""
+        self._end()
+
+    def _call(self, what: str, call: Callable[[], T], limit_s: float | None = None) -> T:
+        """Make a call on the channel's thread, and wait at most `limit_s` or the timeout."""
+        limit_s = self._timeout_s if limit_s is None else limit_s
+        answer: Pending[T] = Pending()
+        if not self._end.alive:
+            raise ChannelLostError("this connection to the key-value store is closed")
+        if not self._is_lost:
+            self._calls.put((answer, call))
+            self._is_lost = not answer.wait(limit_s)
+        if self._is_lost:
+            raise ChannelLostError(
+                f"cannot {what} the key-value store of torch.distributed: it has not answered for "
+                f"{limit_s:g} s. The process that serves it (torchrun, or rank 0) is "
+                "stopped, or its host cannot be reached: restart the job"
+            )
+        try:
+            return answer.result()
+        except RuntimeError as error:  # `DistError` is one, and so is what a closed socket gives
+            self._is_lost = True
+            raise ChannelLostError(
+                f"cannot {what} the key-value store of torch.distributed: {error}. The process "
+                "that serves it (torchrun, or rank 0) has probably ended: restart the job"
+            ) from error
 
 
-@contextmanager
-def _as_lost(what: str) -> Iterator[None]:
-    """Turn what torch raises if the server has gone into `ChannelLostError`."""
-    try:
-        yield
-    except RuntimeError as error:  # `DistError` is one, and so is what a closed socket gives
-        raise ChannelLostError(
-            f"cannot {what} the key-value store of torch.distributed: {error}. The process that "
-            "serves it (torchrun, or rank 0) has probably ended: restart the job"
-        ) from error
+_THREAD = "offload-ranks"
+"""Name of the threads that call the store."""
+
+
+def _clone(store: Store) -> Store:
+    clone: Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
+    return clone
+
+
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    """Make the calls of a channel until there are no more."""
+    while (asked := calls.get()) is not None:
+        answer, call = asked
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001  (the caller raises it)
+            answer.set_exception(error)
+        del asked, answer, call

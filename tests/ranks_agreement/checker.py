@@ -83,6 +83,8 @@ class Actor:
                     effect = _give(program, result)
         except StopIteration as end:
             return Node(path, None, end.value)
+        except Exception as error:
+            return Node(path, None, Raised(error))
         return Node(path, effect, None, program=program)
 
 
@@ -198,6 +200,9 @@ def explore(model: Model, world: Any, bounds: Bounds, limit: int = 3_000_000) ->
                     places = list(state.places)
                     places[number] = name(then)
                     after = replace(after, places=tuple(places))
+                    if isinstance(then.result, Raised):
+                        error = then.result.error
+                        raise Violation(f"{label}: the program raises {error!r}")
                     if then.effect is None:
                         after = replace(after, world=model.ended(after.world, number, then.result))
                     follow.append((after, kills, (trail, f"rank {actor.rank}: {label}")))

@@ -52,6 +52,9 @@ class Memory:
 
     sealed_part: int = -1
 
+    is_over: bool = False
+    """Whether training has ended on this rank, so that no further seal begins."""
+
     manifest: Checkpoint | None = None
     was_left: bool = False
     """Whether some rank had given up when the manifest was complete."""
@@ -92,6 +95,7 @@ class Ranks:
         beside: Whether seals run on a thread of their own, beside training.
         keep: Number of checkpoints that are kept.
         skips: Ranks that do not call ``checkpoint()``.
+        forgets: Local effect that does nothing, as if engine or store had left it out.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class Ranks:
         beside: bool = False,
         keep: int = 1,
         skips: tuple[int, ...] = (),
+        forgets: str = "",
     ) -> None:
         self.wing = wing
         self._size = size
@@ -110,6 +115,7 @@ class Ranks:
         self._beside = beside
         self._keep = keep
         self._skips = skips
+        self._forgets = forgets
         self._checked: set[object] = set()
         self.actors = [Actor(rank, lambda r=rank: self._training(r)) for rank in range(size)]
         if beside:
@@ -154,7 +160,11 @@ class Ranks:
                 return "done"
             if self._beside and number and (yield act(Op("outcome"), (number - 1,))) == "in doubt":
                 return "in doubt"
-            yield act(Op("begin"), (number,))
+            part = yield act(Op("begin"), (number,))
+            try:
+                yield from wing.seal.begin(peers, number, part, Op("hold"))
+            except wing.channel.ChannelLostError:
+                return "lost"
             if self._beside:
                 continue
             outcome = yield from self._seal(rank, number)
@@ -164,7 +174,8 @@ class Ranks:
 
     def _sealer(self, rank: int) -> Effects:
         for number in range(self._seals):
-            yield self.wing.effects.Act(Op("begun"), (number,))
+            if not (yield self.wing.effects.Act(Op("begun"), (number,))):
+                return "done"
             outcome = yield from self._seal(rank, number)
             if outcome == "in doubt":
                 return outcome
@@ -172,13 +183,9 @@ class Ranks:
 
     def _seal(self, rank: int, number: int) -> Effects:
         wing, peers = self.wing, self._peers(rank)
-        act, scope = wing.effects.Act, wing.peers.seal_scope(number)
+        act = wing.effects.Act
         generation = part = 0
         error = ""
-        try:
-            yield wing.effects.Put(wing.peers.sign_key(scope, rank), "0")
-        except wing.channel.ChannelLostError:
-            pass
         try:
             generation, part = yield act(Op("fill"), (number,))
             yield act(Op("sync"), (generation, part))
@@ -186,7 +193,7 @@ class Ranks:
             error = str(failure)
         own = wing.reports.Report(step=number, generation=generation, part=str(part), error=error)
         try:
-            yield from wing.seal.report(peers, number, own, Op("hold"))
+            yield from wing.seal.report(peers, number, own)
         except wing.channel.ChannelLostError:
             pass
         if rank == WRITER:
@@ -206,6 +213,9 @@ class Ranks:
     def act(self, state: State, rank: int, call: Any, args: tuple[Any, ...]) -> Iterator[Any]:
         """Yield each outcome of a local effect."""
         world: World = state.world
+        if call.name == self._forgets:
+            yield world, None
+            return
         perform = getattr(self, "_" + call.name.replace(" ", "_"))
         yield perform(state, rank, *args)
         if call.name in _MAY_FAIL and world.faults:
@@ -263,6 +273,8 @@ class Ranks:
             remembered.append(self._with_ledger(memory, ledger))
             named = {int(part) for owner, part in offer.named if owner == rank}
             taken = named | {int(part) for part in ledger.held}
+            if dict(memory.outcomes).get(memory.begun) == "aborted":
+                taken.add(memory.part)  # the engine reads from it, and it is no checkpoint's
             part = min(set(range(NUM_PARTS)) - taken)
             chosen.append((part, offer.generation))
 
@@ -301,12 +313,15 @@ class Ranks:
     def _begin(self, state: State, rank: int, number: int) -> Any:
         memory = state.world.memory[rank]
         memory = replace(memory, begun=number, sealed=memory.generation, sealed_part=memory.part)
-        return self._with_memory(state.world, rank, memory), None
+        return self._with_memory(state.world, rank, memory), str(memory.part)
 
     def _begun(self, state: State, rank: int, number: int) -> Any:
-        if state.world.memory[rank].begun < number:
-            raise Blocked
-        return state.world, None
+        memory = state.world.memory[rank]
+        if number not in dict(memory.parts) | dict(memory.outcomes):
+            if not memory.is_over:
+                raise Blocked
+            return state.world, False
+        return state.world, True
 
     def _outcome(self, state: State, rank: int, number: int) -> Any:
         found = dict(state.world.memory[rank].outcomes).get(number)
@@ -331,7 +346,7 @@ class Ranks:
 
     def _hold(self, state: State, rank: int, number: int, part: str) -> Any:
         memory = state.world.memory[rank]
-        ledger = self._ledger(memory).reported(number, part)
+        ledger = self._ledger(memory).begun(number, part)
         return self._with_memory(state.world, rank, self._with_ledger(memory, ledger)), None
 
     def _settle(self, state: State, rank: int, number: int, outcome: Any) -> Any:
@@ -349,7 +364,8 @@ class Ranks:
 
     def _renamed(self, world: World, rank: int) -> tuple[Checkpoint, ...]:
         manifest = world.memory[rank].manifest
-        assert manifest is not None
+        if manifest is None:
+            raise Violation("renamed without a manifest")
         return (*world.names, manifest)
 
     def _rename(self, state: State, rank: int) -> Any:
@@ -361,18 +377,24 @@ class Ranks:
         self.check(replace(state, world=world))  # killed before the sync
         return replace(world, durable_names=names), None
 
-    def _told(self, state: State, _: int, number: int, outcome: str, generation: int) -> Any:
+    def _told(self, state: State, rank: int, number: int, outcome: str, generation: int) -> Any:
         world: World = state.world
         if outcome == "in doubt":
+            left = self.wing.peers.key(self.wing.peers.seal_scope(number), "left")
+            is_decided = number in dict(world.memory[WRITER].outcomes)
+            if not is_decided and not state.is_lost and left not in dict(state.keys):
+                raise Violation(f"rank {rank} gives up, and the writer cannot know it")
             return world, None
         world = replace(world, told=world.told | {(number, outcome)})
         if outcome == "published":
             world = replace(world, acknowledged=max(world.acknowledged, generation))
         return world, None
 
-    def ended(self, world: World, _: int, __: Any) -> World:
+    def ended(self, world: World, actor: int, _: Any) -> World:
         """Return the world after a program has ended."""
-        return world
+        if actor >= self._size:
+            return world  # a thread that seals
+        return self._with_memory(world, actor, replace(world.memory[actor], is_over=True))
 
     # Invariants.
 
@@ -403,6 +425,8 @@ class Ranks:
             [content[cut[rank]] for content in world.disks[rank]] for rank in range(self._size)
         ]
         for generation, parts in names:
+            if [owner for owner, _ in parts] != [*range(self._size)]:
+                raise Violation(f"checkpoint {generation} has no part of some ranks: {parts}")
             for owner, part in parts:
                 if found[owner][part] != whole(generation):
                     raise Violation(
