@@ -44,9 +44,7 @@ def rows(name: str, start: int, stop: int) -> ParameterSpec:
 
 
 LAYOUTS = (
-    Layout(
-        (rows("embed", 0, 50), ParameterSpec("norm", "BF16", (300,), 0, ARRAYS)), MODEL, 1024
-    ),
+    Layout((rows("embed", 0, 50), ParameterSpec("norm", "BF16", (300,), 0, ARRAYS)), MODEL, 1024),
     Layout((rows("embed", 50, 90), rows("head", 0, 40)), MODEL, 1024),
 )
 """Layout of each owner."""
@@ -259,5 +257,3 @@ def part_paths(backend: Backend, directory: str = TWO) -> Iterator[str]:
     for name in sorted(backend.list_dir(f"{directory}/owner-1")):
         if name.startswith("part-"):
             yield f"{directory}/owner-1/{name}"
-
-
