@@ -69,6 +69,10 @@ class CheckpointInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that were given to ``checkpoint(metrics=...)``, by name."""
 
+    not_seen: tuple[str, ...] = ()
+    """Paths of parts of owners that are not seen on this node, if several ranks made the
+    checkpoint. Their parameters and bytes are not counted."""
+
     store: str = ""
     """Identity of the store that sealed the checkpoint; empty if the checkpoint is not valid."""
 
@@ -193,7 +197,9 @@ def info_of(
         parts: Directories on the other drives, as for `open_checkpoint`.
         pins: Pins of the store.
     """
-    files = Checkpoint(backend, path, manifest, parts).files
+    checkpoint = Checkpoint(backend, path, manifest, parts)
+    owners = checkpoint.owners if manifest.owners else []
+    files = checkpoint.files
     return CheckpointInfo(
         path,
         manifest.step,
@@ -201,9 +207,10 @@ def info_of(
         manifest.created,
         True,
         "",
-        manifest.layout.num_elements,
+        checkpoint.num_parameters,
         sum(files.values()),
         pins.names_of(path, manifest),
         dict(manifest.metrics),
+        tuple(owner.path for owner in owners if owner.table is None),
         manifest.store_id,
     )

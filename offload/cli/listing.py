@@ -53,6 +53,8 @@ def show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
             "complete: every file is there; its content is not read "
             f"(offload verify {one_line(store)})"
         )
+    for path in dict.fromkeys(path for info in found for path in info.not_seen):
+        typer.echo(f"not seen here, so not counted: {one_line(path)}")
     for info in found:
         if not info.valid:
             typer.secho(one_line(info.reason), fg="red")
