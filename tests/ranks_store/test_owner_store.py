@@ -85,6 +85,16 @@ def test_a_part_that_none_names_any_more_is_the_next(backend: MemoryBackend) -> 
     assert ready(store, naming(second), 3).name == first.name
 
 
+def test_a_part_that_is_used_again_is_made_invalid_first(backend: MemoryBackend) -> None:
+    store = open_owner(backend)
+    first = sealed(store, 1)
+    assert [part.name for part in store.seen()] == [first.name]
+    slot = ready(store, NOTHING, 2)
+    assert slot.name == first.name
+    assert store.seen() == []
+    assert b"being rewritten" in read(backend, f"{slot.path}/table.json")
+
+
 def test_superfluous_parts_are_removed(backend: MemoryBackend) -> None:
     store = open_owner(backend)
     references: list[OwnerReference] = []
