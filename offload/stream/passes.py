@@ -13,7 +13,6 @@ from gds import Backend
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.format.digests import Run, one_by_one
 from offload.format.layout import Layout
-from offload.store.slot import Slot
 from offload.stream.frame import Frame, HostFrames
 from offload.stream.meter import Meter
 from offload.stream.streamer import Streamer
@@ -39,7 +38,7 @@ class RingPass:
         streamer: Streamer,
         *,
         source: SlotFiles | None,
-        target: Slot | None = None,
+        target: SlotFiles | None = None,
         run: Run = one_by_one,
     ) -> None:
         self._streamer = streamer

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from offload.store.owner_slot import OwnerSlot
 from offload.store.slot import Slot
 from offload.stream.meter import Meter
 from offload.stream.passes import RingPass
@@ -14,7 +15,9 @@ from offload.stream.streamer import Streamer
 _log = logging.getLogger("offload")
 
 
-def check_state(streamer: Streamer, slot: Slot, chunks: Sequence[int], meter: Meter) -> int:
+def check_state(
+    streamer: Streamer, slot: Slot | OwnerSlot, chunks: Sequence[int], meter: Meter
+) -> int:
     """Compare all state in a slot with its digests, so that the first pass need not do so.
 
     The check needs no memory beyond the ring. Resident chunks stay in memory.

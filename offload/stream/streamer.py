@@ -30,7 +30,6 @@ from gds.waiting import Monitor
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.format.digests import Run, one_by_one
 from offload.format.layout import Layout
-from offload.store.slot import Slot
 from offload.stream.frame import Frame, FrameMemory, frame_bytes
 from offload.stream.meter import Meter
 from offload.stream.read_check import check_read
@@ -146,7 +145,7 @@ class Streamer:
             raise RuntimeError(f"chunk {chunk} is requested, but begin() did not name it")
         return None
 
-    def put(self, frame: Frame, target: Slot, run: Run = one_by_one) -> None:
+    def put(self, frame: Frame, target: SlotFiles, run: Run = one_by_one) -> None:
         """Digest a frame's chunk and start writing it; the frame is free when the write ends.
 
         Bytes that `Frame.digests` was told of have been digested already. A resident chunk stays in
@@ -168,7 +167,7 @@ class Streamer:
             return
         self._write(frame, target, run)
 
-    def _write(self, frame: Frame, target: Slot, run: Run) -> None:
+    def _write(self, frame: Frame, target: SlotFiles, run: Run) -> None:
         chunk = frame.chunk
         try:
             self.raise_error()
@@ -401,7 +400,7 @@ class Flush:
         self._pending = list(pending)
         self._chunks = deque(chunks)
 
-    def start(self, target: Slot) -> None:
+    def start(self, target: SlotFiles) -> None:
         """Digest the resident chunks and start writing them; each may change once it is written."""
         while self._chunks:
             frame = self._streamer._resident[self._chunks[0]]
