@@ -127,13 +127,14 @@ def list_store(
     Checkpoints that are not usable are listed with the reason. Only names, sizes and manifests are
     read; verify reads the content.
     """
-    from offload.checkpoint.listing import list_checkpoints
+    from offload.checkpoint.listing import list_checkpoints, list_unnamed_parts
 
     found = list_checkpoints(store, parts=part or None)
     if as_json:
         _print_json([dataclasses.asdict(info) for info in found])
     else:
         listing.show_list(store, found, wide=wide)
+        listing.show_unnamed(list_unnamed_parts(store, parts=part or None))
     retention.show_lost_pins(store, found)
 
 

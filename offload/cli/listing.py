@@ -60,6 +60,19 @@ def show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
             typer.secho(one_line(info.reason), fg="red")
 
 
+def show_unnamed(paths: Sequence[str]) -> None:
+    """Print parts of owners that no checkpoint names, and that take space.
+
+    Args:
+        paths: Paths of the parts.
+    """
+    for path in paths:
+        typer.echo(
+            f"{one_line(path)}: named by no checkpoint; the next run of several ranks, or `offload "
+            "prune`, removes it"
+        )
+
+
 def fit_notes(pins: Sequence[str], metrics: Mapping[str, float], room: int) -> str:
     """Return pins and metrics as one line: all of them, or those that matter most.
 

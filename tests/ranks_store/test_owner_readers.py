@@ -269,6 +269,18 @@ class TestCommands:
         assert code == 0, out
         assert not old.exists()
 
+    def test_parts_that_no_checkpoint_names_are_listed(self, run: Run, store: Path) -> None:
+        code, out, _ = run("ls", store)
+        assert code == 0
+        assert "named by no checkpoint" not in out
+        old = part_of(store, 1)
+        shutil.rmtree(store / "step-00000001")
+        code, out, _ = run("ls", store)
+        assert code == 0
+        assert f"{old}: named by no checkpoint" in out.replace("\n", " ")
+        run("prune", store)
+        assert not old.exists()
+
     def test_verify_below_takes_no_owner_for_a_store(self, run: Run, store: Path) -> None:
         code, out, _ = run("verify", "--all", store.parent, "--json")
         assert code == 0
