@@ -93,21 +93,22 @@ def verify_tensors(
     Returns:
         Size in bytes of the ranges that were checked, including those that could not be read.
     """
-    ranges: list[tuple[SealedSlot | SealedOwner, SealedRange]] = []
     every: list[SealedSlot | SealedOwner] = [slot, *owners]
-    for files in every:
-        ranges += [(files, sealed) for sealed in files.ranges()]
-    total = sum(sealed.nbytes for _, sealed in ranges)
-    buffer = backend.allocate(max((r.nbytes for _, r in ranges), default=0) + ALIGNMENT)
+    sizes = [sealed.nbytes for files in every for sealed in files.ranges()]
+    total = sum(sizes)
+    buffer = backend.allocate(max(sizes, default=0) + ALIGNMENT)
     checked = 0
-    for files, sealed in ranges:
-        try:
-            _verify(files, sealed, buffer.slice(sealed.offset % ALIGNMENT, sealed.nbytes))
-        except (StorageError, DamagedError) as error:
-            findings.add(error, marks=files is slot and (marks_parts or not sealed.drive))
-        checked += sealed.nbytes
-        if progress is not None:
-            progress(checked, total)
+    for files in every:
+        for sealed in files.ranges():
+            try:
+                _verify(files, sealed, buffer.slice(sealed.offset % ALIGNMENT, sealed.nbytes))
+            except (StorageError, DamagedError) as error:
+                findings.add(error, marks=files is slot and (marks_parts or not sealed.drive))
+            checked += sealed.nbytes
+            if progress is not None:
+                progress(checked, total)
+        if files is not slot:
+            files.close()  # many owners must not exhaust the file descriptors
     return checked
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from gds import Backend, LockHeldError, MemoryBackend, PosixBackend, StorageError
 from offload.errors import CheckpointError, DamagedError, StoreError, StoreLockedError
 from offload.format.owners import OwnerReference
+from offload.format.part_table import owner_sizes
 from offload.retention.policy import LastK
 from offload.store.owner_claims import NamedParts
 from offload.store.owner_slot import OwnerSlot, OwnerSlotState
@@ -291,6 +293,22 @@ def test_files_that_were_replaced_meanwhile_are_not_sealed(backend: MemoryBacken
         file.write_bytes(data, 0)
     with pytest.raises(StoreError, match="replaced, moved"):
         store.prepare(slot, SCALARS[1])
+
+
+def test_missing_space_is_known_in_advance() -> None:
+    needed = sum(owner_sizes(LAYOUTS[1], ()).values())
+    backend = MemoryBackend(capacity_bytes=4 * needed)
+    store = open_owner(backend)
+    assert store.missing_bytes(LAYOUTS[1], 3, written=()) == 0
+    free = backend.free_bytes(TWO)
+    assert store.missing_bytes(LAYOUTS[1], 5, written=()) == 5 * needed - free
+    sealed(store)
+    assert store.missing_bytes(LAYOUTS[1], 5, written=()) == 5 * needed - free
+
+
+@pytest.mark.parametrize("named", [NOTHING, NamedParts({1: frozenset({"part-1"})}, ("/a/step-1",))])
+def test_named_parts_travel_as_json(named: NamedParts) -> None:
+    assert NamedParts.from_json(json.loads(json.dumps(named.to_json()))) == named
 
 
 def test_the_largest_owner_is_stated(backend: MemoryBackend) -> None:
