@@ -84,9 +84,32 @@ def test_a_flipped_bit_is_found_wherever_it_is(store: Path, place: str) -> None:
         assert len(report.problems) == 1
         assert str(path) in report.problems[0]
         marked = verify_and_mark(opened)
-    # A checkpoint is marked for damage of its own. Damage of a part is reported, and the rank that
-    # serves it marks the part.
-    assert bool(marked.quarantined) == (place != "owner-1")
+    assert marked.quarantined
+    mark = (part_of(store) if place == "owner-1" else store / "step-00000002") / "damaged.txt"
+    assert [*store.rglob("damaged.txt")] == [mark]
+    with pytest.warns(RuntimeWarning, match="quarantined"), open_checkpoint(store) as opened:
+        assert opened.step == 1
+    flip_on_disk(path, path.stat().st_size - 5)  # repaired
+    with open_checkpoint(store / "step-00000002", even_quarantined=True) as opened:
+        assert opened.quarantined
+        assert not verify_and_mark(opened).quarantined
+    assert [*store.rglob("damaged.txt")] == []
+
+
+def test_a_copy_marks_nothing_in_the_original(nodes: tuple[Path, Path]) -> None:
+    one, other = nodes
+    original = one.parent / "elsewhere"
+    other.rename(original)
+    for path in original.glob("owner-1/part-*/exp_avg.safetensors"):
+        flip_on_disk(path, path.stat().st_size - 5)
+    with open_checkpoint(one) as opened:
+        report = verify_and_mark(opened)
+        assert not report.ok
+        assert not report.quarantined
+    assert [*one.parent.rglob("damaged.txt")] == []
+    with open_checkpoint(one, parts=[original]) as opened:
+        assert verify_and_mark(opened).quarantined
+    assert len([*original.rglob("damaged.txt")]) == 1
 
 
 def test_a_node_that_sees_one_owner_checks_it_and_names_the_others(
