@@ -16,6 +16,7 @@ from tests.mutation.numbers import NUMBERS
 from tests.mutation.opening import OPENING
 from tests.mutation.overlapping import OVERLAPPING
 from tests.mutation.overlooked import OVERLOOKED
+from tests.mutation.owning import OWNING
 from tests.mutation.quarantining import QUARANTINING
 from tests.mutation.ranks import RANKS
 from tests.mutation.recorded import RECORDED
@@ -38,4 +39,5 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *NUMBERS,
     *OVERLAPPING,
     *RANKS,
+    *OWNING,
 )
