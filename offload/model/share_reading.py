@@ -26,7 +26,7 @@ from offload.format.known_leaves import KnownLeaves
 from offload.format.model_blocks import Batch, capacity_for, cut_batches
 from offload.format.model_shares import ModelShare, ShareEntry, SharePiece, TensorBox
 from offload.model.model_file import BlockBuffers
-from offload.model.tensor_image import copy_on_one_thread, send
+from offload.model.tensor_image import bytes_of, copy_on_one_thread, send
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 
 
@@ -217,7 +217,7 @@ class _Placer:
         if is_on_device(into):
             self._sent.setdefault(into.device, []).append((source, into))
         elif source.is_contiguous() and _is_plain(into):
-            copy_on_one_thread(_bytes_of(source), _bytes_of(into))
+            copy_on_one_thread(bytes_of(source), bytes_of(into))
         else:
             into.copy_(source)
 
@@ -225,10 +225,6 @@ class _Placer:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a tensor is its values in their order."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _sum(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:

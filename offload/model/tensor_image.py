@@ -138,7 +138,7 @@ class TensorImage:
         tensor = self._tensors[index].detach()
         # The memory of a conjugated or negated view holds other values than the view.
         if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-            return tensor.reshape(-1).view(torch.uint8)
+            return bytes_of(tensor)
         if index not in self._staged:
             if is_on_device(tensor):
                 device = tensor.device
@@ -147,6 +147,14 @@ class TensorImage:
                 flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
             self._staged[index] = flat.view(torch.uint8)
         return self._staged[index]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as bytes."""
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:  # one element of another tensor; it counts as contiguous
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def send(copies: Mapping[torch.device, Copies], marks: Marks, traffic: Traffic) -> None:

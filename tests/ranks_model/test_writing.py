@@ -377,6 +377,22 @@ class TestImages:
         ranks.close()
 
 
+def test_a_box_of_one_element_of_a_transposed_tensor():
+    """Such a view counts as contiguous, although its stride is not 1."""
+    value = random_values((1, 1), torch.float32, 1)
+    turned = torch.empty(9, 4).t()[2:3, 5:6]
+    assert turned.is_contiguous()
+    turned.copy_(value)
+    header = header_of({"b": turned})
+    share = divide(header, [[]]).share(0)
+    image = ShareImage(SharePlan(share), [turned])
+    out = torch.zeros(4, dtype=torch.uint8)
+    image.gather(0, 4, out)
+    assert bytes_of(out) == bytes_of(value)
+    image.scatter(0, 4, torch.zeros(4, dtype=torch.uint8))
+    assert float(turned) == 0
+
+
 def test_ranks_that_write_at_very_different_times(tmp_path):
     """An edge that is written long after the neighbour's does not undo the neighbour's bytes."""
     live = values(8)
