@@ -258,6 +258,28 @@ class TestDamage:
             )
         written.ranks.close()
 
+    @pytest.mark.parametrize("apart", [64, 512], ids=["pieces", "boxes"])
+    def test_boxes_and_pieces_that_have_changed_places_are_damaged(self, apart, tmp_path):
+        """Two rows of 512 bytes, which two ranks have written in pieces of 64 bytes."""
+        live = {"a": random_values((2, 512), torch.uint8, 1)}
+        shares = divide(header_of(live), divided({"a": (2, 512)}, 2), piece_bytes=64)
+        ranks = Ranks("direct", tmp_path / "m", shares)
+        digests = ranks.seal([live] * 2, CONTEXT)
+        file, start = ranks.ranks[0].file, shares.header.data_start
+        first, second = (file.read_bytes(start + at, apart) for at in (0, apart))
+        file.write_bytes(second, start)
+        file.write_bytes(first, start + apart)
+        moved = [list(found) for found in digests]
+        if apart == 512:  # the digests change places as well, as those of two ranks could
+            moved[0], moved[1] = digests[1], digests[0]
+        else:
+            moved[0][0], moved[0][1] = digests[0][1], digests[0][0]
+        stored = [(shares.share(rank), moved[rank]) for rank in range(2)]
+        tensor = torch.zeros(1, 512, dtype=torch.uint8)
+        with pytest.raises(DamagedError):
+            ranks.ranks[0].read(stored, [(shares.boxes[0][0], tensor)], CONTEXT)
+        ranks.close()
+
     def test_a_read_that_goes_wrong_once_is_read_again(self, tmp_path, caplog):
         written = Written("direct", tmp_path / "m", 2, 8192)
         rank = written.ranks.ranks[1]

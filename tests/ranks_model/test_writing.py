@@ -14,54 +14,15 @@ from safetensors.torch import load_file
 from gds import ALIGNMENT, Buffer, File, IOFuture, StorageError
 from gds.backends.wrapper import WrapperFile
 from offload.errors import MismatchError
-from offload.format.digests import LEAF_BYTES, DigestContext
-from offload.format.header import Header
+from offload.format.digests import LEAF_BYTES
 from offload.format.model_blocks import SharePlan
 from offload.format.model_shares import ModelShares, divide
 from offload.model.model_sharing import ShareImage, digest_share, views_of, write_share
 from tests.ranks_model.cuts import divided, owner_of_bytes, random_values
+from tests.ranks_model.model import CONTEXT, ROWS, bytes_of, some_shares, values
 from tests.ranks_model.ranks import Ranks, header_of, save_oracle
 
-CONTEXT = DigestContext("0" * 32, 7)
 KINDS = ["direct", "buffered", "memory"]
-
-ROWS = {
-    "rows of 2 bytes": (torch.bfloat16, (10, 1)),
-    "rows of 6 bytes": (torch.float16, (700, 3)),
-    "rows of 4094 bytes": (torch.bfloat16, (8, 2047)),
-    "rows of 4092 bytes": (torch.float32, (5, 1023)),
-    "rows of 4096 bytes": (torch.float32, (7, 1024)),
-    "fewer rows than ranks": (torch.float32, (2, 77)),
-    "one row": (torch.float32, (1, 3)),
-    "a vector": (torch.float32, (1001,)),
-    "large": (torch.bfloat16, (31, 3000)),
-}
-OTHERS = {
-    "scalar": (torch.float32, ()),
-    "empty": (torch.float32, (0, 3)),
-    "mask": (torch.bool, (13,)),
-    "count": (torch.int64, ()),
-    "frozen": (torch.float32, (600,)),
-}
-
-
-def values(seed: int) -> dict[str, torch.Tensor]:
-    every = {**ROWS, **OTHERS}
-    return {
-        name: random_values(shape, dtype, 1000 * seed + number)
-        for number, (name, (dtype, shape)) in enumerate(every.items())
-    }
-
-
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
-def some_shares(
-    header: Header, piece_bytes: int, num_ranks: int = 3, writer: int = 0
-) -> ModelShares:
-    owned = divided({name: shape for name, (_, shape) in ROWS.items()}, num_ranks)
-    return divide(header, owned, writer=writer, piece_bytes=piece_bytes)
 
 
 def with_garbage(
@@ -240,6 +201,15 @@ class TestTheTransfers:
         assert ranks.content() == save_oracle(expected, header, tmp_path / "oracle")
         ranks.close()
 
+    def test_memory_is_not_filled_again_before_its_writes_have_ended(self, tmp_path):
+        header = header_of(values(0))
+        shares = some_shares(header, 512)
+        ranks = Ranks("direct", tmp_path / "m", shares, lambda _, file: Slow(file))
+        assert min(len(SharePlan(shares.share(rank)).batches) for rank in range(3)) > 4
+        ranks.seal([values(1)] * 3, CONTEXT)
+        assert ranks.content() == save_oracle(values(1), header, tmp_path / "oracle")
+        ranks.close()
+
 
 class TestWhatIsKnown:
     def test_the_same_values_are_not_written_again(self, tmp_path):
@@ -264,6 +234,20 @@ class TestWhatIsKnown:
         assert ranks.content() == save_oracle(live, header, tmp_path / "oracle")
         most = live[name].nbytes + 6 * (ALIGNMENT + 8192)
         assert 0 < sum(rank.written.written_bytes for rank in ranks.ranks) < most
+        ranks.close()
+
+    def test_a_change_in_one_of_two_batches_with_a_common_block(self, tmp_path):
+        """The block is written with the second batch, whichever of its bytes have changed."""
+        live = {"a": random_values((40_000,), torch.uint8, 1)}
+        header = header_of(live)
+        shares = divide(header, [[]], piece_bytes=9000)
+        ranks = Ranks("direct", tmp_path / "m", shares)
+        ranks.seal([live], CONTEXT)
+        for at in range(0, 40_000, 1777):
+            live["a"][at] ^= 1
+            ranks.seal([live], CONTEXT)
+            assert ranks.content() == save_oracle(live, header, tmp_path / "oracle")
+            assert ranks.ranks[0].written.written_bytes <= 9000 + 2 * ALIGNMENT
         ranks.close()
 
     def test_a_change_within_a_large_box_writes_the_leaf_and_not_the_box(self, tmp_path):
@@ -307,6 +291,27 @@ class Late:
         if self.fails:
             raise StorageError(5, "write", "m", offset=0)
         return self.inner.result(timeout)
+
+
+class Slow(WrapperFile):
+    """Its writes take their bytes when they are waited for, and not before."""
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        return Waiting(self.inner, source, offset)  # type: ignore[return-value]
+
+
+class Waiting:
+    def __init__(self, *transfer: object) -> None:
+        self.transfer, self.found = transfer, None
+
+    def done(self) -> bool:
+        return self.found is not None
+
+    def result(self, timeout: float | None = None) -> int:
+        if self.found is None:
+            file, source, offset = self.transfer
+            self.found = file.write(source, offset).result(timeout)
+        return self.found
 
 
 @pytest.mark.parametrize("failing", [1, 2, 5])
