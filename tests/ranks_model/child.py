@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import torch
@@ -31,8 +32,12 @@ def main(path: str, *descriptors: str) -> None:
     for rank in range(len(ranks)):
         pid = os.fork()
         if not pid:
-            _serve(path, rank, ranks)
-            return
+            try:
+                _serve(path, rank, ranks)
+            except BaseException:  # noqa: BLE001
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
         children.append(pid)
     for number in pipes:
         os.close(number)
