@@ -25,6 +25,7 @@ from offload.format.digests import DigestContext, leaf_digests
 from offload.format.known_leaves import KnownLeaves
 from offload.format.model_blocks import Batch, capacity_for, cut_batches
 from offload.format.model_shares import ModelShare, ShareEntry, SharePiece, TensorBox
+from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
 from offload.model.tensor_image import bytes_of, copy_on_one_thread, send
 from offload.update.dtypes import DTYPE_CODES, DTYPES
@@ -42,19 +43,6 @@ class StoredShare:
 
     known: KnownLeaves | None = None
     """Record to which correctly read content is added, by piece; None to record nothing."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LiveBox:
-    """A box that is wanted, and the live tensor that receives it."""
-
-    name: str
-    """Name of the tensor in the model file."""
-
-    box: Box
-
-    tensor: torch.Tensor
-    """Live memory of the box; its shape is that of the box."""
 
 
 class _Work(NamedTuple):

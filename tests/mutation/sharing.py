@@ -9,6 +9,7 @@ _RANGES = "offload/format/box_ranges.py"
 _BLOCKS = "offload/format/model_blocks.py"
 _SHARDS = "offload/format/shard_files.py"
 _WRITER = "offload/model/model_sharing.py"
+_LIVE = "offload/model/live_boxes.py"
 _READER = "offload/model/share_reading.py"
 _PURE = "tests/ranks_model/test_shares.py"
 _CUT = "tests/ranks_model/test_blocks.py"
@@ -148,6 +149,30 @@ SHARING = (
         "a step waits for the end of its boxes",
         (Edit(_SHARES, "self.positions[index + 1]\n", "self.positions[index]\n"),),
         (f"{_PURE}::test_a_step_waits_for_the_boxes_of_its_chunk_and_no_others",),
+    ),
+    Mutation(
+        "share-edit-unnoticed",
+        "a tensor that changes before it has been copied fails the seal",
+        (
+            Edit(
+                _LIVE,
+                "                if tensor._version != version:\n",
+                "                if False:\n",
+            ),
+        ),
+        ("tests/ranks_model/test_live_boxes.py::TestEdits",),
+    ),
+    Mutation(
+        "share-captured-by-reference",
+        "what a forward may change is captured by value",
+        (
+            Edit(
+                _LIVE,
+                "return replace(self, tensor=self.tensor.detach().clone()) if self.by_value else self",
+                "return self",
+            ),
+        ),
+        ("tests/ranks_model/test_live_boxes.py::test_what_is_captured_by_value_does_not_change",),
     ),
     Mutation(
         "share-memory-in-use",

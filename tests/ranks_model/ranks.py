@@ -17,16 +17,16 @@ from offload.format.header import Header, build_header
 from offload.format.known_leaves import KnownLeaves
 from offload.format.model_blocks import SharePlan
 from offload.format.model_shares import ModelShare, ModelShares, TensorBox
+from offload.model.live_boxes import LiveBox, views_of
 from offload.model.model_file import BlockBuffers
 from offload.model.model_sharing import (
     ShareImage,
     WrittenShare,
     finish_share,
-    views_of,
     write_header,
     write_share,
 )
-from offload.model.share_reading import LiveBox, ShareReading, StoredShare
+from offload.model.share_reading import ShareReading, StoredShare
 from offload.update.dtypes import DTYPE_CODES
 
 METADATA = {"format": "pt"}
@@ -48,6 +48,11 @@ def save_oracle(tensors: Mapping[str, torch.Tensor], header: Header, path: Path)
     assert json.loads(theirs) == json.loads(ours)
     padded = theirs.rstrip(b" ").ljust(header.data_start - 8)
     return struct.pack("<Q", header.data_start - 8) + padded + data[8 + length :]
+
+
+def whole(tensors: Mapping[str, torch.Tensor]) -> list[LiveBox]:
+    """Return the boxes of whole tensors."""
+    return [LiveBox.whole(name, tensor) for name, tensor in tensors.items()]
 
 
 def together(num_ranks: int, work: Callable[[int, threading.Barrier], object]) -> list[object]:
@@ -87,7 +92,7 @@ class Rank:
 
     def image(self, share: ModelShare, live: Mapping[str, torch.Tensor]) -> ShareImage:
         """View the rank's boxes of whole live tensors."""
-        return ShareImage(SharePlan(share), views_of(share, live))
+        return ShareImage(SharePlan(share), views_of(share, whole(live)))
 
     def buffers(self, nbytes: int) -> BlockBuffers:
         """Return two blocks of memory."""

@@ -18,7 +18,8 @@ from offload.format.digests import DigestContext
 from offload.format.header import DTYPE_BYTES
 from offload.format.known_leaves import KnownLeaves
 from offload.format.model_shares import ModelShares, TensorBox, divide
-from offload.model.share_reading import LiveBox, ShareReading, StoredShare
+from offload.model.live_boxes import LiveBox
+from offload.model.share_reading import ShareReading, StoredShare
 from tests.ranks_model.cuts import divided, random_tiling, random_values, rows
 from tests.ranks_model.ranks import Ranks, header_of, together
 

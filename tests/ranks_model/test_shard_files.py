@@ -17,17 +17,17 @@ from offload.format.known_leaves import KnownLeaves
 from offload.format.model_blocks import SharePlan
 from offload.format.model_shares import ModelShares, TensorBox, divide
 from offload.format.shard_files import SHARD_FOLDER, ShardFile, shard_files
+from offload.model.live_boxes import LiveBox, views_of
 from offload.model.model_file import BlockBuffers
 from offload.model.model_sharing import (
     ShareImage,
     finish_share,
-    views_of,
     write_header,
     write_share,
 )
-from offload.model.share_reading import LiveBox, ShareReading, StoredShare
+from offload.model.share_reading import ShareReading, StoredShare
 from tests.ranks_model.cuts import divided, random_values
-from tests.ranks_model.ranks import header_of
+from tests.ranks_model.ranks import header_of, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -64,7 +64,7 @@ def written(folder: Path, shares: ModelShares, live) -> list[tuple[ShardFile, li
                 plan = SharePlan(shard.share)
                 file = backend.create(f"{folder}/{shard.name}", shard.header.file_bytes)
                 write_header(file, shard.header)
-                image = ShareImage(plan, views_of(shard.share, live))
+                image = ShareImage(plan, views_of(shard.share, whole(live)))
                 buffers = BlockBuffers(backend, plan.buffer_bytes, block_bytes=plan.buffer_bytes)
                 known = KnownLeaves(readable=False)
                 result = write_share(image, file, buffers, CONTEXT, known, lambda _: None)
@@ -169,7 +169,7 @@ def test_digests_are_those_of_a_common_file(tmp_path):
         file = backend.create(f"{tmp_path}/model.safetensors", shares.header.file_bytes)
         for rank, (name, expected) in enumerate(digests.items()):
             plan = SharePlan(shares.share(rank))
-            image = ShareImage(plan, views_of(plan.share, live))
+            image = ShareImage(plan, views_of(plan.share, whole(live)))
             buffers = BlockBuffers(backend, plan.buffer_bytes, block_bytes=plan.buffer_bytes)
             known = KnownLeaves(readable=False)
             result = write_share(image, file, buffers, CONTEXT, known, lambda _: None)

@@ -17,10 +17,11 @@ from offload.errors import MismatchError
 from offload.format.digests import LEAF_BYTES
 from offload.format.model_blocks import SharePlan
 from offload.format.model_shares import ModelShares, divide
-from offload.model.model_sharing import ShareImage, digest_share, views_of, write_share
+from offload.model.live_boxes import views_of
+from offload.model.model_sharing import ShareImage, digest_share, write_share
 from tests.ranks_model.cuts import divided, owner_of_bytes, random_values
 from tests.ranks_model.model import CONTEXT, ROWS, bytes_of, some_shares, values
-from tests.ranks_model.ranks import Ranks, header_of, save_oracle
+from tests.ranks_model.ranks import Ranks, header_of, save_oracle, whole
 
 KINDS = ["direct", "buffered", "memory"]
 
@@ -185,7 +186,7 @@ class TestTheTransfers:
             live = values(3)
             share = shares.share(rank.rank)
             plan = SharePlan(share)
-            views = views_of(share, live)
+            views = views_of(share, whole(live))
             left = list(zip(share.entries, views, strict=True))
 
             def overwrite(copied: int, share=share, left=left) -> None:
