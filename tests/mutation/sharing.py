@@ -156,8 +156,8 @@ SHARING = (
         (
             Edit(
                 _LIVE,
-                "                if tensor._version != version:\n",
-                "                if False:\n",
+                "            if tensor._version != version:\n",
+                "            if False:\n",
             ),
         ),
         ("tests/ranks_model/test_live_boxes.py::TestEdits",),
@@ -168,8 +168,8 @@ SHARING = (
         (
             Edit(
                 _LIVE,
-                "return replace(self, tensor=self.tensor.detach().clone()) if self.by_value else self",
-                "return self",
+                "replace(self, tensor=self.tensor.detach().clone()) if self.by_value else self",
+                "self",
             ),
         ),
         ("tests/ranks_model/test_live_boxes.py::test_what_is_captured_by_value_does_not_change",),

@@ -146,6 +146,8 @@ class Ranks:
         path: Path of the file.
         shares: Who writes what.
         wrap: What wraps a rank's file.
+        is_new: Whether the file is made, with other content, or is there already.
+        memory: Backend of the kind ``memory``; None for a new one.
     """
 
     def __init__(
@@ -154,25 +156,32 @@ class Ranks:
         path: Path,
         shares: ModelShares,
         wrap: Callable[[int, File], File] = lambda _, file: file,
+        *,
+        is_new: bool = True,
+        memory: MemoryBackend | None = None,
     ) -> None:
         self.shares = shares
         self.path = f"/{path.name}" if kind == "memory" else str(path)
         num_ranks = len(shares.boxes)
-        shared = MemoryBackend() if kind == "memory" else None
+        shared = (memory or MemoryBackend()) if kind == "memory" else None
         self._backends: list[Backend] = [
             shared or PosixBackend(direct=kind == "direct") for _ in range(num_ranks)
         ]
-        size = shares.header.file_bytes
-        with self._backends[shares.writer].create(self.path, size) as file:
-            for start in range(0, size, 1 << 20):  # what an earlier user of the slot has left
-                file.write_bytes(b"\xa5" * min(1 << 20, size - start), start)
-            write_header(file, shares.header)
-            file.sync()
+        if is_new:
+            self._create(self._backends[shares.writer])
         files = [backend.open(self.path, writable=True) for backend in self._backends]
         self.ranks = [
             Rank(rank, backend, wrap(rank, file))
             for rank, (backend, file) in enumerate(zip(self._backends, files, strict=True))
         ]
+
+    def _create(self, backend: Backend) -> None:
+        size = self.shares.header.file_bytes
+        with backend.create(self.path, size) as file:
+            for start in range(0, size, 1 << 20):  # what an earlier user of the slot has left
+                file.write_bytes(b"\xa5" * min(1 << 20, size - start), start)
+            write_header(file, self.shares.header)
+            file.sync()
 
     def seal(
         self,
@@ -200,8 +209,15 @@ class Ranks:
             assert bytes(buffer.memoryview()) == cached
             return cached
 
+    def close_files(self) -> None:
+        """Close all files, and those backends that have no other files."""
+        for rank in self.ranks:
+            rank.file.close()
+            if not isinstance(rank.backend, MemoryBackend):
+                rank.backend.close()
+
     def close(self) -> None:
-        """Close all files."""
+        """Close all files and backends."""
         for rank in self.ranks:
             rank.file.close()
         for backend in self._backends:

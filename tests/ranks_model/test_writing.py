@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gds import ALIGNMENT, Buffer, File, IOFuture, StorageError
+from gds import ALIGNMENT, Buffer, File, IOFuture, MemoryBackend, StorageError
 from gds.backends.wrapper import WrapperFile
 from offload.errors import MismatchError
 from offload.format.digests import LEAF_BYTES
@@ -98,6 +98,19 @@ class TestTheFile:
         ranks.seal([live, live], CONTEXT)
         assert ranks.content() == save_oracle(live, header, tmp_path / "oracle")
         ranks.close()
+
+    def test_of_ranks_whose_number_changes_between_seals(self, kind, tmp_path):
+        """A block that one rank has written directly is shared at the next seal, and again."""
+        header = header_of(values(0))
+        path, backend = tmp_path / "model.safetensors", MemoryBackend()
+        for seed, num_ranks in enumerate([3, 1, 4, 2, 3, 1]):
+            shares = some_shares(header, 8192, num_ranks, writer=seed % num_ranks)
+            ranks = Ranks(kind, path, shares, is_new=not seed, memory=backend)
+            live = values(seed)
+            ranks.seal(with_garbage(shares, live), CONTEXT, barrier=bool(seed % 2))
+            assert ranks.content() == save_oracle(live, header, tmp_path / "oracle")
+            ranks.close_files()
+        backend.close()
 
 
 class Journal(WrapperFile):
