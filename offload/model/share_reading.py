@@ -17,7 +17,7 @@ import torch
 
 from gds import ALIGNMENT, Buffer, File, IOFuture
 from offload.checkpoint.second_read import reread_and_check
-from offload.device.boundary import is_on_device, marks_of
+from offload.device.boundary import boundary_of, is_on_device, marks_of
 from offload.errors import CheckpointError, MismatchError
 from offload.format.box_ranges import flat_boxes, uncovered
 from offload.format.boxes import Box
@@ -203,7 +203,14 @@ class _Placer:
 
     def _copy(self, source: torch.Tensor, into: torch.Tensor) -> None:
         if is_on_device(into):
-            self._sent.setdefault(into.device, []).append((source, into))
+            device, source = into.device, source.contiguous()
+            pairs = self._sent.setdefault(device, [])
+            if not _is_plain(into):  # only plain memory crosses to a device
+                after = [self._marks[device]] if device in self._marks else []
+                staged = boundary_of(device).flatten(into, after).view(into.shape)
+                pairs.append((source, staged))
+                source = staged
+            pairs.append((source, into))
         elif source.is_contiguous() and _is_plain(into):
             copy_on_one_thread(bytes_of(source), bytes_of(into))
         else:
