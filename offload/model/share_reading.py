@@ -17,7 +17,7 @@ import torch
 
 from gds import ALIGNMENT, Buffer, File, IOFuture
 from offload.checkpoint.second_read import reread_and_check
-from offload.device.boundary import boundary_of, is_on_device, marks_of
+from offload.device.boundary import Event, is_on_device, marks_of
 from offload.errors import CheckpointError, MismatchError
 from offload.format.box_ranges import flat_boxes, uncovered
 from offload.format.boxes import Box
@@ -27,7 +27,7 @@ from offload.format.model_blocks import Batch, capacity_for, cut_batches
 from offload.format.model_shares import ModelShare, ShareEntry, SharePiece, TensorBox
 from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
-from offload.model.tensor_image import bytes_of, copy_on_one_thread, send
+from offload.model.tensor_image import bytes_of, copy_on_one_thread, flattened, send
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 
 
@@ -164,6 +164,7 @@ class _Placer:
         self._wanted = wanted
         self._traffic = buffers.traffic
         self._marks = marks_of(tensors)
+        self._flattened: dict[torch.device, Event] = {}
         self._in_inference = any(tensor.is_inference() for tensor in tensors)
         self._sent: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -174,7 +175,7 @@ class _Placer:
         sent, self._sent = self._sent, {}
         if sent:
             with torch.inference_mode(self._in_inference), torch.no_grad():
-                send(sent, self._marks, self._traffic)
+                send(sent, (self._marks, self._flattened), self._traffic)
 
     def place(self, entry: ShareEntry, piece: SharePiece, data: torch.Tensor) -> None:
         """Copy the elements of a piece that are wanted.
@@ -207,9 +208,9 @@ class _Placer:
             pairs = self._sent.setdefault(device, [])
             if not _is_plain(into):  # only plain memory crosses to a device
                 after = [self._marks[device]] if device in self._marks else []
-                staged = boundary_of(device).flatten(into, after).view(into.shape)
-                pairs.append((source, staged))
-                source = staged
+                flat, self._flattened[device] = flattened(into, after)
+                pairs.append((source, flat.view(into.shape)))
+                source = flat.view(into.shape)
             pairs.append((source, into))
         elif source.is_contiguous() and _is_plain(into):
             copy_on_one_thread(bytes_of(source), bytes_of(into))

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 import offload.device.boundary
+from offload.format.boxes import Box
 from offload.format.model_shares import TensorBox, divide
+from offload.model.tensor_image import TensorImage
 from tests.fake_gpu import device as fake_device
 from tests.fake_gpu.device import upload
 from tests.fake_gpu.device import values as values_on
-from tests.ranks_model.cuts import divided
+from tests.ranks_model.cuts import divided, random_values
 from tests.ranks_model.model import CONTEXT, OTHERS, ROWS, bytes_of, some_shares, values
 from tests.ranks_model.ranks import Ranks, header_of, save_oracle
 
@@ -32,6 +34,29 @@ def device(
 
 def uploaded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: upload(tensor) for name, tensor in tensors.items()}
+
+
+def test_a_tensor_that_is_not_contiguous_is_sent_block_by_block(device):
+    """Its old values, which are made contiguous first, do not take the place of the new ones."""
+    expected = random_values((64, 8), torch.bfloat16, 1)
+    live = upload(torch.zeros(8, 64, dtype=torch.bfloat16).t())
+    image = TensorImage([live])
+    data = torch.frombuffer(bytearray(bytes_of(expected)), dtype=torch.uint8)
+    for start in range(0, 1024, 256):
+        image.scatter(start, start + 256, data[start : start + 256])
+    assert bytes_of(values_on(live).contiguous()) == bytes_of(expected)
+
+
+def test_a_shard_that_is_not_contiguous_is_read(device, tmp_path: Path):
+    expected = {"a": random_values((64, 8), torch.bfloat16, 1)}
+    shares = divide(header_of(expected), divided({"a": (64, 8)}, 2), piece_bytes=64)
+    ranks = Ranks("direct", tmp_path / "m", shares)
+    digests = ranks.seal([expected] * 2, CONTEXT)
+    live = upload(torch.zeros(8, 64, dtype=torch.bfloat16).t())
+    stored = [(shares.share(rank), digests[rank]) for rank in range(2)]
+    ranks.ranks[0].read(stored, [(TensorBox("a", Box.whole((64, 8))), live)], CONTEXT)
+    assert bytes_of(values_on(live).contiguous()) == bytes_of(expected["a"])
+    ranks.close()
 
 
 @pytest.mark.parametrize("piece_bytes", [512, 1 << 24])
