@@ -9,12 +9,14 @@ _RANGES = "offload/format/box_ranges.py"
 _BLOCKS = "offload/format/model_blocks.py"
 _SHARDS = "offload/format/shard_files.py"
 _WRITER = "offload/model/model_sharing.py"
+_IMAGE = "offload/model/tensor_image.py"
 _LIVE = "offload/model/live_boxes.py"
 _READER = "offload/model/share_reading.py"
 _PURE = "tests/ranks_model/test_shares.py"
 _CUT = "tests/ranks_model/test_blocks.py"
 _WRITING = "tests/ranks_model/test_writing.py"
 _READING = "tests/ranks_model/test_reading.py"
+_DEVICE = "tests/ranks_model/test_on_a_device.py"
 _TRANSFERS = f"{_WRITING}::TestTheTransfers"
 _FILE = f"{_WRITING}::TestTheFile::test_seals_in_a_row_are_what_safetensors_writes"
 
@@ -279,6 +281,18 @@ SHARING = (
             ),
         ),
         (f"{_READING}::TestRefusals",),
+    ),
+    Mutation(
+        "flat-copy-unordered",
+        "order: new values are sent to a contiguous copy after the old ones are in it",
+        (
+            Edit(
+                _IMAGE,
+                "return flat, boundary.fetch([], [])",
+                "return flat, boundary.send([], [])",
+            ),
+        ),
+        (f"{_DEVICE}::test_a_tensor_that_is_not_contiguous_is_sent_block_by_block",),
     ),
     Mutation(
         "shard-offsets-lost",
