@@ -23,6 +23,7 @@ from tests.mutation.recorded import RECORDED
 from tests.mutation.recycling import RECYCLING
 from tests.mutation.restoring import RESTORING
 from tests.mutation.sealing import SEALING
+from tests.mutation.sharing import SHARING
 
 MUTATIONS: Final[tuple[Mutation, ...]] = (
     *SEALING,
@@ -40,4 +41,5 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *OVERLAPPING,
     *RANKS,
     *OWNING,
+    *SHARING,
 )
