@@ -152,8 +152,8 @@ class Gathering:
         self._max_in_flight = _TRANSFERS_IN_FLIGHT * plan.num_ranks
         self._in_flight: deque[_InFlight] = deque()
         self._memory: dict[BoxKey, torch.Tensor] = {}
-        self._written: set[BoxKey] = set()
-        """Boxes of other ranks whose version has been changed."""
+        self._written: set[str] = set()
+        """Names of the tensors whose version has been changed."""
         self._error: BaseException | None = None
         """First error of this rank; it goes on taking part after it."""
         self._lost: RanksError | None = None
@@ -365,8 +365,8 @@ class Gathering:
         """Wait until a piece may be overwritten; change its tensor's version once per gathering."""
         if self._before_write is not None:
             self._before_write(piece)
-        if piece.key not in self._written:
-            self._written.add(piece.key)
+        if piece.name not in self._written:
+            self._written.add(piece.name)
             memory = self._memory_of(piece)
             if not memory.is_inference():
                 torch.autograd.graph.increment_version(memory)

@@ -41,11 +41,11 @@ class StepTerms:
     step: int
     """Number of the step, from 1."""
 
-    stepped: Sequence[str]
+    stepped: list[str]
     """Names of the parameters with a gradient, in the order of the model. These are all parameters
     that the optimizer steps, also those whose boxes are on other ranks."""
 
-    order: Sequence[int]
+    order: list[int]
     """Chunks of this rank in the order in which it updates them."""
 
     refusal: str = ""
@@ -64,6 +64,9 @@ class StepAgreement:
         self._known: list[int] = []
         """Digest of each rank's order, when the orders were last exchanged."""
         self._orders: list[tuple[int, ...]] = []
+        self._digested: tuple[list[str], list[int]] | None = None
+        """Lists of the last step; most steps have the same."""
+        self._digests = (0, 0)
 
     @in_neutral
     def agree(self, terms: StepTerms) -> list[tuple[int, ...]]:
@@ -93,7 +96,10 @@ class StepAgreement:
             ) from error
 
     def _agree(self, terms: StepTerms) -> list[tuple[int, ...]]:
-        stepped, order = _digest(list(terms.stepped)), _digest(list(terms.order))
+        if (terms.stepped, terms.order) != self._digested:
+            self._digested = (list(terms.stepped), list(terms.order))
+            self._digests = (_digest(terms.stepped), _digest(terms.order))
+        stepped, order = self._digests
         numbers = [terms.step, stepped, order, int(bool(terms.refusal))]
         table = share_numbers(numbers, self._group)
         steps, digests, orders, refuses = ([*column] for column in zip(*table, strict=True))
@@ -112,10 +118,10 @@ class StepAgreement:
                 "step() equally often on every rank, and restore() on every rank to continue"
             )
         if len({*digests}) > 1:
-            names = json.dumps(list(terms.stepped)).encode()
+            names = json.dumps(terms.stepped).encode()
             raise _differing([set(json.loads(d)) for d in share_bytes(names, self._group)])
         if orders != self._known:
-            found = share_bytes(json.dumps(list(terms.order)).encode(), self._group)
+            found = share_bytes(json.dumps(terms.order).encode(), self._group)
             self._orders = [tuple(json.loads(data)) for data in found]
             self._known = orders
         return self._orders
@@ -149,7 +155,7 @@ def agree_found_inf(found: Sequence[torch.Tensor], group: dist.ProcessGroup) -> 
         flag.fill_(float(any(value for (value,) in flags)))
 
 
-def _digest(values: Sequence[str] | Sequence[int]) -> int:
+def _digest(values: list[str] | list[int]) -> int:
     """Return a number of 63 bits that stands for a list."""
     data = hashlib.blake2b(json.dumps(values).encode(), digest_size=8).digest()
     return int.from_bytes(data, "little") >> 1
