@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from offload.ambient import in_neutral
 from offload.distributed.gather_plan import BoxKey, BoxPiece, GatherPlan, Transfer
@@ -93,7 +92,9 @@ class BounceBuffer:
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     transfer: Transfer
-    work: dist.Work
+    work: Any
+    """Work of ``torch.distributed``."""
+
     slot: torch.Tensor | None
     """Slot that holds the values; None if they are sent from or received into live memory."""
 
@@ -268,12 +269,7 @@ class Gathering:
             if transfer.owner == self._rank:
                 self._try(self._pack, transfer, values)
         try:
-            work = dist.broadcast(
-                values,
-                group=self._groups.of(transfer.holders),
-                group_src=transfer.holders.index(transfer.owner),
-                async_op=True,
-            )
+            work = self._groups.broadcast(values, transfer.holders, transfer.owner)
         except RuntimeError as error:
             self._lose(error)
             return
@@ -313,7 +309,7 @@ class Gathering:
             if len(views) == 1 and views[0].is_contiguous():
                 if transfer.owner != self._rank:
                     self._begin_write(piece)
-                found.append(views[0].view(torch.uint8))
+                found.append(views[0].view(-1).view(torch.uint8))
 
         self._try(prepare)
         return found[0] if found else None

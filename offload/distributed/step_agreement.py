@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from offload.ambient import in_neutral
-from offload.distributed.sharing import share_bytes, share_numbers
+from offload.distributed.sharing import RankGroup, share_bytes, share_numbers
 from offload.errors import RanksError, reason_of
 
 _MOST_NAMED = 3
@@ -59,7 +58,7 @@ class StepAgreement:
         group: Group of all ranks; it must accept tensors in host memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._known: list[int] = []
         """Digest of each rank's order, when the orders were last exchanged."""
@@ -128,7 +127,7 @@ class StepAgreement:
 
 
 @in_neutral
-def agree_found_inf(found: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+def agree_found_inf(found: Sequence[torch.Tensor], group: RankGroup) -> None:
     """Make a gradient scaler's flags of infinite gradients equal on all ranks; collective.
 
     Ranks that step different boxes see different gradients. If one of them skipped a step alone, it

@@ -61,9 +61,9 @@ def run(num_ranks: int, function: Callable[..., Any], *arguments: Any) -> list[A
 
 def values(results: list[Any]) -> list[Any]:
     """Return results none of which is an exception."""
-    for rank, result in enumerate(results):
-        if isinstance(result, BaseException):
-            raise AssertionError(f"rank {rank} failed") from result
+    failed = [result for result in results if isinstance(result, BaseException)]
+    if failed:
+        raise BaseExceptionGroup("ranks failed", failed)
     return results
 
 

@@ -11,7 +11,7 @@ from offload.distributed.gather_plan import BoxKey, BoxPiece, GatherPlan, RankCh
 from offload.format.boxes import Box
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-SLICE_BYTES = 1024
+SLICE_BYTES = 256
 
 
 @dataclass
@@ -68,7 +68,7 @@ def random_world(seed: int, num_ranks: int, kind: str, *, idle: bool = False) ->
     pieces: list[list[BoxPiece]] = [[] for _ in range(num_ranks)]
     for index in range(rng.randint(1, 7)):
         rank_of_shape = rng.randint(0, 3)
-        shape = tuple(rng.choice([1, 2, 3, 5, 8, 13]) for _ in range(rank_of_shape))
+        shape = tuple(rng.choice([1, 2, 3, 5, 8, 21]) for _ in range(rank_of_shape))
         if rng.random() < 0.1:
             shape = (0, 3)
         name, dtype = f"t{index}", rng.choice([*DTYPES])
