@@ -309,7 +309,9 @@ class Gathering:
             if len(views) == 1 and views[0].is_contiguous():
                 if transfer.owner != self._rank:
                     self._begin_write(piece)
-                found.append(views[0].view(-1).view(torch.uint8))
+                # A contiguous tensor with one element may have any stride.
+                flat = views[0].as_strided((views[0].numel(),), (1,))
+                found.append(flat.view(torch.uint8))
 
         self._try(prepare)
         return found[0] if found else None
