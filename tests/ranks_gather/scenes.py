@@ -73,7 +73,8 @@ class Rank:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def gather_worlds(rank: int, worlds: list[World], num_slots: int) -> list[tuple[Bits, list[int]]]:
