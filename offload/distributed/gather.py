@@ -200,7 +200,7 @@ class Gathering:
         """
         error = self._end()
         if error is not None:
-            raise error from self._error
+            raise error from self._error or error.__cause__
 
     @in_neutral
     def fail(self, error: BaseException) -> BaseException:
@@ -214,8 +214,8 @@ class Gathering:
             if the plan is empty, so that no rank waits for this one; or if `error` is no
             `Exception`, such as a `KeyboardInterrupt`.
         """
-        if self._lost is None:
-            self._error = self._error or error
+        if self._lost is None and self._error is None:
+            self._error = error
         found = self._end()
         if found is None or not isinstance(error, Exception):
             return error
@@ -374,7 +374,8 @@ class Gathering:
         try:
             function(*arguments)
         except BaseException as error:  # noqa: BLE001  (raised by `updated`, or by all ranks)
-            self._error = self._error or error
+            if self._error is None:
+                self._error = error
 
     def _lose(self, error: RuntimeError) -> None:
         if self._lost is None:

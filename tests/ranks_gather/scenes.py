@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -83,6 +84,7 @@ def gather_worlds(rank: int, worlds: list[World], num_slots: int) -> list[tuple[
     sets = {choice for choice in holder_choices(num_ranks, "mixed") if choice}
     groups = HolderGroups(sets, timeout_s=TIMEOUT_S)
     buffer = BounceBuffer(SLICE_BYTES, num_slots)
+    waits = random.Random(rank)
     found = []
     for world in worlds:
         own = Rank(world, rank)
@@ -94,6 +96,7 @@ def gather_worlds(rank: int, worlds: list[World], num_slots: int) -> list[tuple[
 
         gathering = Gathering(world.plan(), groups, own.live, buffer, arrived=arrived)
         for chunk in world.chunks[rank]:
+            time.sleep(waits.random() / 500)
             own.update(chunk)
             gathering.updated(chunk.number)
         gathering.finish()
