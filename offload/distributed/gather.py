@@ -9,7 +9,7 @@ into live memory directly. Small pieces are packed in a bounce buffer of constan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -317,32 +317,25 @@ class Gathering:
         return found[0] if found else None
 
     def _pack(self, transfer: Transfer, values: torch.Tensor) -> None:
-        sources, parts = self._pairs(transfer, values)
-        torch._foreach_copy_(parts, sources)
+        views = [view for piece in transfer.pieces for view in self._views(piece)]
+        typed = values.view(views[0].dtype)
+        if all(view.dim() == 1 for view in views):
+            torch.cat(views, out=typed)
+        else:
+            parts = torch.split_with_sizes(typed, [view.numel() for view in views])
+            torch._foreach_copy_(_shaped(parts, views), views)
 
     def _receive(self, transfer: Transfer, slot: torch.Tensor | None) -> None:
         """Copy the values of a transfer from its slot, if it has one, and report them."""
         if slot is not None:
             for piece in transfer.pieces:
                 self._begin_write(piece)
-            targets, parts = self._pairs(transfer, slot)
-            torch._foreach_copy_(targets, parts)
+            views = [view for piece in transfer.pieces for view in self._views(piece)]
+            typed = slot[: transfer.nbytes].view(views[0].dtype)
+            parts = torch.split_with_sizes(typed, [view.numel() for view in views])
+            torch._foreach_copy_(views, _shaped(parts, views))
         if self._arrived is not None:
             self._arrived(transfer)
-
-    def _pairs(
-        self, transfer: Transfer, values: torch.Tensor
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return views of live memory, and of the same elements in packed values."""
-        live: list[torch.Tensor] = []
-        packed: list[torch.Tensor] = []
-        for piece, offset in zip(transfer.pieces, transfer.offsets, strict=False):
-            for view in self._views(piece):
-                end = offset + view.numel() * view.element_size()
-                live.append(view)
-                packed.append(values[offset:end].view(view.dtype).view(view.shape))
-                offset = end
-        return live, packed
 
     def _views(self, piece: BoxPiece) -> list[torch.Tensor]:
         """Return views of a piece's live memory, without their version counter."""
@@ -387,6 +380,12 @@ class Gathering:
                 f"the newest checkpoint ({reason_of(error)})"
             )
             self._lost.__cause__ = error
+
+
+def _shaped(parts: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return flat parts in the shapes of views."""
+    pairs = zip(parts, views, strict=True)
+    return [part if view.dim() == 1 else part.view(view.shape) for part, view in pairs]
 
 
 def _cause(error: BaseException | None) -> bytes:

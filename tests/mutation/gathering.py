@@ -34,7 +34,7 @@ GATHERING = (
     Mutation(
         "gather-no-slices",
         "a broadcast has at most the bytes of a slot",
-        (Edit(_PLAN, "        if size > room:\n", "        if False:\n"),),
+        (Edit(_PLAN, "nbytes > room or packed[0]", "packed[0]"),),
         (_ARITHMETIC,),
     ),
     Mutation(
