@@ -197,17 +197,21 @@ def gather_with_faults(rank: int, world: World, faults: dict[int, tuple[str, int
 
 
 def gather_too_late(rank: int, world: World) -> tuple[str, str]:
-    """Gather with a short limit; rank 0 comes later than that."""
+    """Gather with a short limit; rank 0 begins when the others have given up."""
     plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, timeout_s=1)
+    groups = HolderGroups(plan.holder_sets, timeout_s=2)
     own = Rank(world, rank)
     gathering = Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES))
-    late = (lambda _: time.sleep(2.5)) if rank == 0 else (lambda _: None)
+    if rank == 0:
+        dist.barrier()
+    found = "", ""
     try:
-        _run(own, gathering, late)
+        _run(own, gathering)
     except RanksError as error:
-        return "RanksError", str(error)
-    return "", ""
+        found = "RanksError", str(error)
+    if rank != 0:
+        dist.barrier()
+    return found
 
 
 def gather_beside_a_seal(rank: int, world: World) -> tuple[Bits, Bits]:

@@ -109,7 +109,7 @@ def test_a_rank_that_cannot_take_the_step_stops_all() -> None:
 
 
 def agree_too_late(rank: int) -> str:
-    agreement = StepAgreement(HolderGroups([], timeout_s=1).everyone)
+    agreement = StepAgreement(HolderGroups([], timeout_s=2).everyone)
     if rank == 0:
         dist.barrier()  # until the other rank has given up
         return ""
