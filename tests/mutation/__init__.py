@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from tests.mutation.frozen import FROZEN
+from tests.mutation.gathering import GATHERING
 from tests.mutation.keeping import KEEPING
 from tests.mutation.locking import LOCKING
 from tests.mutation.meddling import MEDDLING
@@ -42,4 +43,5 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *RANKS,
     *OWNING,
     *SHARING,
+    *GATHERING,
 )
