@@ -91,7 +91,7 @@ class TrainingState:
         device: torch.device | None = None,
     ) -> None:
         self.rule = rule
-        self.pool = UpdatePool(rule, slow=options.state_dtype != "float32")
+        self.pool = UpdatePool(rule)
         self.kernel = choose_kernel(rule.optimizer_class, options.state_dtype)
         """Code that updates the state on a CPU."""
         self.update_code = self.kernel.code
