@@ -11,6 +11,7 @@ several threads it takes hardly more processor time than on one. torch's own cod
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -77,8 +78,21 @@ def _host_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def default_num_threads() -> int:
-    """Return the number of update threads, which is torch's own number of threads."""
-    return torch.get_num_threads()
+    """Return the number of update threads of this process, at least 1.
+
+    This is torch's own number of threads, with one exception. If torchrun starts several ranks on
+    a machine, it sets ``OMP_NUM_THREADS=1`` for each of them, unless the user has set the variable.
+    Each rank then takes its share of the cores on which this process may run: their number divided
+    by the number of ranks on the machine, rounded down.
+
+    torchrun does not tell whether a 1 is its own or the user's. So the user's choice counts if it
+    is another number, set by ``OMP_NUM_THREADS`` or by `torch.set_num_threads`.
+    """
+    num_threads = torch.get_num_threads()
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    num_ranks = int(ranks) if ranks.isdecimal() else 1
+    is_torchruns = num_threads == 1 and os.environ.get("OMP_NUM_THREADS") == "1" and num_ranks > 1
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks) if is_torchruns else num_threads
 
 
 class UpdatePool:
