@@ -294,7 +294,7 @@ REDUNDANT = {
     "only with a factor, hyper-parameter or scale that leaves no moment of the group finite",
 }
 """Changes that no test need notice, and why. The last one changes a guard against copies that end
-in other values than zeros. The code of the others is that of `offload.update.blocks8`."""
+in other values than zeros. The code of the others is that of `offload.update.coding.blocks8`."""
 
 
 def main() -> int:
