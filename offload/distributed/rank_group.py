@@ -80,7 +80,8 @@ class RankGroup:
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        channel = TorchChannel(_get_default_store(), f"offload/{next(_numbers)}/")
+        prefix = f"offload/{next(_numbers)}/"
+        channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
         self._agreement = Agreement(channel, self.rank, self.size, timeout_s=timeout_s)
         self._traffic = Traffic()
         self._owned = self._own(named, multiple)

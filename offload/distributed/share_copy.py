@@ -15,6 +15,7 @@ from offload.format.layout import Layout
 from offload.format.model_blocks import SharePlan
 from offload.format.model_shares import ModelShare
 from offload.format.owners import ModelBox
+from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
 from offload.model.model_sharing import (
     ShareImage,
@@ -23,7 +24,7 @@ from offload.model.model_sharing import (
     write_share,
 )
 from offload.model.parameters import Stored
-from offload.model.share_reading import LiveBox, ShareReading, StoredShare
+from offload.model.share_reading import ShareReading, StoredShare
 
 
 class ShareCopy:
