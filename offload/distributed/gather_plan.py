@@ -136,6 +136,7 @@ class GatherPlan:
         for owner, own in enumerate(chunks):
             for number, pieces in enumerate(_postponed(own, late)):
                 for held_by, shared in _by_holders(pieces, holders).items():
+                    shared.sort(key=lambda piece: piece.dtype)  # so that fewer broadcasts do
                     for n, sent in enumerate(_sliced(shared, slice_bytes)):
                         found.append((number, n, _transfer(number, owner, held_by, sent)))
         # The owners take turns within a round, so that traffic flows in all directions at once.

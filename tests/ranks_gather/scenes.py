@@ -321,12 +321,14 @@ def gather_large(rank: int) -> tuple[Bits, int]:
 def large_world() -> World:
     world = World(2, chunks=[[], []], scattered={0: set(), 1: set()})
     for rank, length in ((0, 3_000_001), (1, 2_500_000)):
+        pieces = []
         for n, size in enumerate([length, *[1000 + k for k in range(60)]]):
             name, box = f"t{100 * rank + n}", Box.whole((size,))
             dtype = [*DTYPES][n % 3]
             world.tensors[name] = box.sizes, dtype
             world.holders[name, box], world.owners[name, box] = (0, 1), rank
-            world.chunks[rank].append(RankChunk(n, (BoxPiece(name, box, dtype, 0, size),)))
+            pieces.append(BoxPiece(name, box, dtype, 0, size))
+        world.chunks[rank] = [RankChunk(0, tuple(pieces[:1])), RankChunk(1, tuple(pieces[1:]))]
     return world
 
 
