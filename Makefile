@@ -96,6 +96,7 @@ bench: $(VENV)/.bench
 	$(call measure,resume,--parameters 64Mi)
 	$(call measure,hybrid,--file-mib 256 --hot-mib 128)
 	$(call measure,whole_files,--parameters 32Mi)
+	$(call measure,ranks_gather,--parameters 64Mi)
 	$(call measure,sizing,--parameters 64Mi)
 	$(BIN)/python -m bench.report $(if $(QUICK),--results $(QUICK_RESULTS) \
 	  --page $(QUICK_RESULTS)/performance.md --figures $(QUICK_RESULTS))

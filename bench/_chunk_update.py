@@ -82,7 +82,7 @@ class ChunkUpdate:
             scalars=[self._scalars],
             step=self._step,
         )
-        self._pool.threads.num_threads = threads
+        self._pool.num_threads = threads
         found = ChunkDigests(self._views) if digests else None
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         updater = host_updater(self.rule, self._pool, inputs, kernel=kernel)

@@ -36,6 +36,7 @@ _TITLES = {
     "whole_files": "Whole files with hybrid I/O, beside direct I/O",
     "fio_axes": "`gds bench` beside fio",
     "sizing": "Predictions of `offload size`, beside measurements",
+    "ranks_gather": "New values between ranks, beside torch's all-gather",
     "peers": "Beside DeepSpeed ZeRO-Infinity",
     "finetune": "What smaller state does to a fine-tune",
     "kernel": "The kernels of a device, beside copies within its memory",

@@ -43,6 +43,13 @@ MAY_KNOW = {
 }
 """Every wing may import itself and these; from the ground up."""
 
+MAY_KNOW["distributed"] = {"torch", "gds", "errors", "ambient", "journal"} | {
+    "format",
+    "checkpoint",
+    "store",
+    "stream",
+    "model",
+}
 BELOW_ENGINE = {*MAY_KNOW} | {"torch", "gds"}
 MAY_KNOW["engine"] = BELOW_ENGINE
 MAY_KNOW["overlap"] = BELOW_ENGINE | {"engine"}

@@ -5,6 +5,7 @@ Importing this module does not import torch, so that looking at a checkpoint is 
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gds import Backend, StorageError
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.owner_parts import OwnerPart, find_owner_part, find_owner_parts
-from offload.checkpoint.quarantine_mark import read_quarantine
+from offload.checkpoint.quarantine_mark import is_quarantined, read_quarantine
 from offload.checkpoint.reader_lock import held, recycled, was_recycled
 from offload.checkpoint.reading import (
     are_only_recorded,
@@ -112,8 +113,30 @@ class Checkpoint:
     @property
     def quarantined(self) -> str:
         """Reason why the checkpoint is marked as damaged; empty if it is not marked."""
-        reason = read_quarantine(self._backend, self.path)
-        return "" if reason is None else reason or "no reason is given"
+        marked = self.marked_parts
+        for path in (self.path, *marked):
+            reason = read_quarantine(self._backend, path)
+            if reason is not None:
+                return reason or "no reason is given"
+        return ""
+
+    @property
+    def marked_parts(self) -> list[str]:
+        """Paths of the parts of other owners that are seen here and are marked as damaged."""
+        try:
+            found = self.owners if self.manifest.owners else []
+        except CheckpointError:  # a part is missing or has been rewritten
+            return []
+        seen = [owner.path for owner in found if owner.table is not None]
+        return [path for path in seen if is_quarantined(self._backend, path)]
+
+    def owns_part(self, path: str) -> bool:
+        """Return whether a part is surely one of this store, and not of a store it is a copy of.
+
+        It is if it is beside the checkpoint, or in a directory that the caller has given.
+        """
+        beside = os.path.dirname(self.path)
+        return self._part_directories is not None or path.startswith(f"{beside}/")
 
     @property
     def step(self) -> int:
@@ -360,6 +383,14 @@ class Checkpoint:
                 tuple(findings.unreadable),
                 self.quarantined,
                 tuple(findings.not_marked),
+                tuple(
+                    (path, "; ".join(found)) for path, found in findings.in_parts.items() if found
+                ),
+                tuple(
+                    owner.path
+                    for owner in found_owners
+                    if owner.table is not None and owner.path not in findings.in_parts
+                ),
                 tuple(owner.path for owner in found_owners if owner.table is None),
             )
 

@@ -12,8 +12,10 @@ from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.file_check import PartDirectories, kind_of
 from offload.checkpoint.nearby import stores_below
+from offload.checkpoint.owner_parts import owner_directories, parts_of_owner
 from offload.checkpoint.reading import (
     checkpoint_paths,
+    decode_manifest,
     read_in_store,
     stat_given_path,
 )
@@ -68,6 +70,10 @@ class CheckpointInfo:
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that were given to ``checkpoint(metrics=...)``, by name."""
+
+    not_seen: tuple[str, ...] = ()
+    """Paths of parts of owners that are not seen on this node, if several ranks made the
+    checkpoint. Their parameters and bytes are not counted."""
 
     store: str = ""
     """Identity of the store that sealed the checkpoint; empty if the checkpoint is not valid."""
@@ -141,6 +147,46 @@ def checkpoints_of(backend: Backend, directory: str) -> list[str]:
     return paths
 
 
+def list_unnamed_parts(
+    store: str | os.PathLike[str],
+    *,
+    parts: PartDirectories = None,
+    backend: Backend | None = None,
+) -> list[str]:
+    """Return the paths of sealed parts of owners that no checkpoint of the store names.
+
+    Parts that are being written are left out. The result is empty if the manifest of a checkpoint
+    cannot be read, because that checkpoint may name any part.
+
+    Args:
+        store: Directory of the store.
+        parts: Further directories of the store to search for owners.
+        backend: Storage backend of the store; the local file system by default.
+
+    Raises:
+        UnreadableError: Something could not be read.
+    """
+    directory = os.path.abspath(os.fspath(store))
+    with given_or_local(backend) as storage, reading():
+        try:
+            paths = checkpoint_paths(storage, directory)
+            manifests = [decode_manifest(storage, path) for path in paths]
+        except CheckpointError:
+            return []
+        stores = {manifest.store_id for manifest in manifests}
+        named = {(r.owner, r.digest) for manifest in manifests for r in manifest.owners}
+        given = [os.path.abspath(os.fspath(part)) for part in parts or ()]
+        return [
+            part.path
+            for one in dict.fromkeys([directory, *given])
+            for owner in owner_directories(storage, one).values()
+            for part in parts_of_owner(storage, owner)
+            if part.header is not None
+            and part.header.store_id in stores
+            and (part.owner, part.header.digest) not in named
+        ]
+
+
 def _describe_unchanged(
     backend: Backend, path: str, parts: PartDirectories, pins: FoundPins
 ) -> CheckpointInfo | None:
@@ -193,7 +239,9 @@ def info_of(
         parts: Directories on the other drives, as for `open_checkpoint`.
         pins: Pins of the store.
     """
-    files = Checkpoint(backend, path, manifest, parts).files
+    checkpoint = Checkpoint(backend, path, manifest, parts)
+    owners = checkpoint.owners if manifest.owners else []
+    files = checkpoint.files
     return CheckpointInfo(
         path,
         manifest.step,
@@ -201,9 +249,10 @@ def info_of(
         manifest.created,
         True,
         "",
-        manifest.layout.num_elements,
+        checkpoint.num_parameters,
         sum(files.values()),
         pins.names_of(path, manifest),
         dict(manifest.metrics),
+        tuple(owner.path for owner in owners if owner.table is None),
         manifest.store_id,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from gds import Backend, StorageError
-from offload.format.names import LOCK_NAME, checkpoint_name, step_of
+from offload.format.names import LOCK_NAME, checkpoint_name, owner_number, step_of
 
 _MOST_LOOKED_AT = 100
 """Largest number of directories that are searched for stores."""
@@ -30,6 +30,8 @@ def stores_below(backend: Backend, directory: str) -> str:
             inside = backend.list_dir(f"{directory}/{name}") if stat is not None else []
         except StorageError:
             continue
+        if owner_number(name) is not None:
+            continue  # parts of a store whose first directory is elsewhere
         if LOCK_NAME in inside or any(step_of(one) is not None for one in inside):
             found.append(name)
     if not found:

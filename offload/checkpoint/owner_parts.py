@@ -107,6 +107,32 @@ def parts_of_owner(backend: Backend, directory: str) -> list[PartFound]:
     ]
 
 
+def usable_parts(backend: Backend, directory: str) -> dict[str, dict[int, dict[str, str]]]:
+    """Return the usable parts of owners in a directory of a store; nothing is locked or written.
+
+    Args:
+        backend: Backend of the directory.
+        directory: Directory of a store, which may be missing.
+
+    Returns:
+        For each store, by identity, and each owner: digest of the table of each sealed part that is
+        not marked as damaged, by name of the part.
+
+    Raises:
+        UnreadableError: A part could not be read, so it is not known what it is.
+    """
+    found: dict[str, dict[int, dict[str, str]]] = {}
+    with reading():
+        if backend.stat(directory) is None:
+            return found
+        for owner, path in owner_directories(backend, directory).items():
+            for part in parts_of_owner(backend, path):
+                if part.header is not None and not part.reason:
+                    of_store = found.setdefault(part.header.store_id, {})
+                    of_store.setdefault(owner, {})[part.name] = part.header.digest
+    return found
+
+
 def part_names(backend: Backend, directory: str) -> list[str]:
     """Return the names of the parts in an owner's directory, by rising number.
 

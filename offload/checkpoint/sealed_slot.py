@@ -225,6 +225,7 @@ class SealedOwner(SlotFiles):
     """
 
     def __init__(self, backend: Backend, path: str, table: OwnerTable) -> None:
+        self.path = path
         self._opened = _OpenedWhenNeeded(backend, path)
         super().__init__(table.layout, self._opened)
         self._take_digests(table)

@@ -36,6 +36,13 @@ class VerifyReport:
     manifest names, and that may belong to the store that this one is a copy of. In the second, only
     the name of the checkpoint's directory is wrong."""
 
+    damaged_parts: tuple[tuple[str, str], ...] = ()
+    """Paths of owners' parts that are damaged, each with the problems. These problems are among
+    `problems` and `not_marked`: such a part has a mark of its own."""
+
+    whole_parts: tuple[str, ...] = ()
+    """Paths of owners' parts that were read, and every byte of which is as it was written."""
+
     not_seen: tuple[str, ...] = ()
     """Paths at which parts of owners were sealed that are not seen on this node. They were not
     checked: run the same on a node that sees them, or give the directories that they are in."""
@@ -53,18 +60,25 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     not_marked: list[str] = field(default_factory=list)
+    in_parts: dict[str, list[str]] = field(default_factory=dict)
+    """Problems of each owner's part that has some, damaged or unreadable, by path."""
 
-    def add(self, error: CheckpointError | StorageError, *, marks: bool = True) -> None:
+    def add(
+        self, error: CheckpointError | StorageError, *, marks: bool = True, part: str = ""
+    ) -> None:
         """Record an error of reading.
 
         Args:
             error: Error whose message names the place.
             marks: Whether the checkpoint may be marked as damaged because of the error.
+            part: Path of the owner's part that the error is about; empty if it is about none.
         """
         is_damage = isinstance(error, CheckpointError) or is_of_content(error)
         (self.problems if is_damage else self.unreadable).append(str(error))
         if is_damage and not marks:
             self.not_marked.append(str(error))
+        if part:
+            self.in_parts.setdefault(part, []).extend([str(error)] if is_damage else [])
 
 
 def verify_tensors(
@@ -93,21 +107,24 @@ def verify_tensors(
     Returns:
         Size in bytes of the ranges that were checked, including those that could not be read.
     """
-    ranges: list[tuple[SealedSlot | SealedOwner, SealedRange]] = []
     every: list[SealedSlot | SealedOwner] = [slot, *owners]
-    for files in every:
-        ranges += [(files, sealed) for sealed in files.ranges()]
-    total = sum(sealed.nbytes for _, sealed in ranges)
-    buffer = backend.allocate(max((r.nbytes for _, r in ranges), default=0) + ALIGNMENT)
+    sizes = [sealed.nbytes for files in every for sealed in files.ranges()]
+    total = sum(sizes)
+    buffer = backend.allocate(max(sizes, default=0) + ALIGNMENT)
     checked = 0
-    for files, sealed in ranges:
-        try:
-            _verify(files, sealed, buffer.slice(sealed.offset % ALIGNMENT, sealed.nbytes))
-        except (StorageError, DamagedError) as error:
-            findings.add(error, marks=files is slot and (marks_parts or not sealed.drive))
-        checked += sealed.nbytes
-        if progress is not None:
-            progress(checked, total)
+    for files in every:
+        for sealed in files.ranges():
+            try:
+                _verify(files, sealed, buffer.slice(sealed.offset % ALIGNMENT, sealed.nbytes))
+            except (StorageError, DamagedError) as error:
+                part = files.path if isinstance(files, SealedOwner) else ""
+                marks = not part and (marks_parts or not sealed.drive)
+                findings.add(error, marks=marks, part=part)
+            checked += sealed.nbytes
+            if progress is not None:
+                progress(checked, total)
+        if files is not slot:
+            files.close()  # many owners must not exhaust the file descriptors
     return checked
 
 

@@ -127,13 +127,14 @@ def list_store(
     Checkpoints that are not usable are listed with the reason. Only names, sizes and manifests are
     read; verify reads the content.
     """
-    from offload.checkpoint.listing import list_checkpoints
+    from offload.checkpoint.listing import list_checkpoints, list_unnamed_parts
 
     found = list_checkpoints(store, parts=part or None)
     if as_json:
         _print_json([dataclasses.asdict(info) for info in found])
     else:
         listing.show_list(store, found, wide=wide)
+        listing.show_unnamed(list_unnamed_parts(store, parts=part or None))
     retention.show_lost_pins(store, found)
 
 
@@ -199,6 +200,10 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "update_code": checkpoint.update_code,
         "metrics": checkpoint.metrics,
         "parts": checkpoint.parts,
+        "owners": [
+            {"owner": one.reference.owner, "path": one.path, "seen": one.table is not None}
+            for one in (checkpoint.owners if checkpoint.manifest.owners else [])
+        ],
         "num_parameters": checkpoint.num_parameters,
         "hyperparameters": checkpoint.hyperparameters,
         "state_arrays": checkpoint.state_arrays,
@@ -223,6 +228,9 @@ def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
         table.add_row("updated by", cell(description["update_code"]))
     for index, part in enumerate(description["parts"], 1):
         table.add_row(f"on drive {index}", cell(part))
+    for one in description["owners"]:
+        where = "" if one["seen"] else ", not seen here"
+        table.add_row(f"owner {one['owner']}{where}", cell(one["path"]))
     for name, value in description["metrics"].items():
         table.add_row(cell(f"metric {name}"), f"{value:g}")
     table.add_row("parameters", f"{description['num_parameters']:,}")

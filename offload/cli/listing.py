@@ -53,9 +53,24 @@ def show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
             "complete: every file is there; its content is not read "
             f"(offload verify {one_line(store)})"
         )
+    for path in dict.fromkeys(path for info in found for path in info.not_seen):
+        typer.echo(f"not seen here, so not counted: {one_line(path)}")
     for info in found:
         if not info.valid:
             typer.secho(one_line(info.reason), fg="red")
+
+
+def show_unnamed(paths: Sequence[str]) -> None:
+    """Print parts of owners that no checkpoint names, and that take space.
+
+    Args:
+        paths: Paths of the parts.
+    """
+    for path in paths:
+        typer.echo(
+            f"{one_line(path)}: named by no checkpoint; the next run of several ranks, or `offload "
+            "prune`, removes it"
+        )
 
 
 def fit_notes(pins: Sequence[str], metrics: Mapping[str, float], room: int) -> str:

@@ -50,6 +50,8 @@ class _Verified:
     """Whether a mark was removed."""
     not_marked: list[str] = field(default_factory=list)
     """Problems for which the checkpoint is not marked; see `VerifyReport.not_marked`."""
+    not_seen: list[str] = field(default_factory=list)
+    """Parts of owners that are not seen on this node; see `VerifyReport.not_seen`."""
     recorded: list[str] = field(default_factory=list)
     """Directories on further drives that were read because the manifest names them."""
 
@@ -223,6 +225,7 @@ class _Work:
                 report.quarantined,
                 lifted=was_quarantined and not report.quarantined,
                 not_marked=list(report.not_marked),
+                not_seen=list(report.not_seen),
                 recorded=[os.path.dirname(part) for part in recorded],
             )
         )
@@ -258,7 +261,7 @@ def _stores_below(directory: str, unlisted: list[OSError]) -> Iterator[str]:
         directory: Directory to search.
         unlisted: List to which an error is added for each directory that cannot be listed.
     """
-    from offload.format.names import LOCK_NAME
+    from offload.format.names import LOCK_NAME, owner_number
 
     for folder, folders, names in os.walk(directory, onerror=unlisted.append):
         if LOCK_NAME in names or any(name.startswith("step-") for name in folders):
@@ -266,7 +269,11 @@ def _stores_below(directory: str, unlisted: list[OSError]) -> Iterator[str]:
         parts_of_a_store = ("step-", ".slot-", "part-")
         # lost+found holds files that fsck has recovered. It belongs to root, and is not a store.
         folders[:] = sorted(
-            f for f in folders if not f.startswith(parts_of_a_store) and f != "lost+found"
+            f
+            for f in folders
+            if not f.startswith(parts_of_a_store)
+            and f != "lost+found"
+            and not (LOCK_NAME in names and owner_number(f) is not None)
         )
 
 
@@ -274,6 +281,11 @@ def _show(result: _Verified, *, mark: bool) -> None:
     name = one_line(result.path)
     for problem in (*result.problems, *result.unreadable):
         typer.secho(one_line(problem), fg="red", err=True)
+    for path in result.not_seen:
+        typer.echo(
+            f"{name}: not seen here, so not checked: {one_line(path)}. Verify it on its node, or "
+            "give the directory of the store in which it is now with --part"
+        )
     places = one_line(", ".join(result.recorded))
     options = one_line(part_options(result.recorded))
     if result.problems:

@@ -9,12 +9,11 @@ into live memory directly. Small pieces are packed in a bounce buffer of constan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from offload.ambient import in_neutral
 from offload.distributed.gather_plan import BoxKey, BoxPiece, GatherPlan, Transfer
@@ -93,7 +92,9 @@ class BounceBuffer:
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     transfer: Transfer
-    work: dist.Work
+    work: Any
+    """Work of ``torch.distributed``."""
+
     slot: torch.Tensor | None
     """Slot that holds the values; None if they are sent from or received into live memory."""
 
@@ -152,8 +153,8 @@ class Gathering:
         self._max_in_flight = _TRANSFERS_IN_FLIGHT * plan.num_ranks
         self._in_flight: deque[_InFlight] = deque()
         self._memory: dict[BoxKey, torch.Tensor] = {}
-        self._written: set[BoxKey] = set()
-        """Boxes of other ranks whose version has been changed."""
+        self._written: set[str] = set()
+        """Names of the tensors whose version has been changed."""
         self._error: BaseException | None = None
         """First error of this rank; it goes on taking part after it."""
         self._lost: RanksError | None = None
@@ -199,7 +200,7 @@ class Gathering:
         """
         error = self._end()
         if error is not None:
-            raise error from self._error
+            raise error from self._error or error.__cause__
 
     @in_neutral
     def fail(self, error: BaseException) -> BaseException:
@@ -213,8 +214,8 @@ class Gathering:
             if the plan is empty, so that no rank waits for this one; or if `error` is no
             `Exception`, such as a `KeyboardInterrupt`.
         """
-        if self._lost is None:
-            self._error = self._error or error
+        if self._lost is None and self._error is None:
+            self._error = error
         found = self._end()
         if found is None or not isinstance(error, Exception):
             return error
@@ -268,12 +269,7 @@ class Gathering:
             if transfer.owner == self._rank:
                 self._try(self._pack, transfer, values)
         try:
-            work = dist.broadcast(
-                values,
-                group=self._groups.of(transfer.holders),
-                group_src=transfer.holders.index(transfer.owner),
-                async_op=True,
-            )
+            work = self._groups.broadcast(values, transfer.holders, transfer.owner)
         except RuntimeError as error:
             self._lose(error)
             return
@@ -313,38 +309,33 @@ class Gathering:
             if len(views) == 1 and views[0].is_contiguous():
                 if transfer.owner != self._rank:
                     self._begin_write(piece)
-                found.append(views[0].view(torch.uint8))
+                # A contiguous tensor with one element may have any stride.
+                flat = views[0].as_strided((views[0].numel(),), (1,))
+                found.append(flat.view(torch.uint8))
 
         self._try(prepare)
         return found[0] if found else None
 
     def _pack(self, transfer: Transfer, values: torch.Tensor) -> None:
-        sources, parts = self._pairs(transfer, values)
-        torch._foreach_copy_(parts, sources)
+        views = [view for piece in transfer.pieces for view in self._views(piece)]
+        typed = values.view(views[0].dtype)
+        if all(view.dim() == 1 for view in views):
+            torch.cat(views, out=typed)
+        else:
+            parts = torch.split_with_sizes(typed, [view.numel() for view in views])
+            torch._foreach_copy_(_shaped(parts, views), views)
 
     def _receive(self, transfer: Transfer, slot: torch.Tensor | None) -> None:
         """Copy the values of a transfer from its slot, if it has one, and report them."""
         if slot is not None:
             for piece in transfer.pieces:
                 self._begin_write(piece)
-            targets, parts = self._pairs(transfer, slot)
-            torch._foreach_copy_(targets, parts)
+            views = [view for piece in transfer.pieces for view in self._views(piece)]
+            typed = slot[: transfer.nbytes].view(views[0].dtype)
+            parts = torch.split_with_sizes(typed, [view.numel() for view in views])
+            torch._foreach_copy_(views, _shaped(parts, views))
         if self._arrived is not None:
             self._arrived(transfer)
-
-    def _pairs(
-        self, transfer: Transfer, values: torch.Tensor
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return views of live memory, and of the same elements in packed values."""
-        live: list[torch.Tensor] = []
-        packed: list[torch.Tensor] = []
-        for piece, offset in zip(transfer.pieces, transfer.offsets, strict=False):
-            for view in self._views(piece):
-                end = offset + view.numel() * view.element_size()
-                live.append(view)
-                packed.append(values[offset:end].view(view.dtype).view(view.shape))
-                offset = end
-        return live, packed
 
     def _views(self, piece: BoxPiece) -> list[torch.Tensor]:
         """Return views of a piece's live memory, without their version counter."""
@@ -365,8 +356,8 @@ class Gathering:
         """Wait until a piece may be overwritten; change its tensor's version once per gathering."""
         if self._before_write is not None:
             self._before_write(piece)
-        if piece.key not in self._written:
-            self._written.add(piece.key)
+        if piece.name not in self._written:
+            self._written.add(piece.name)
             memory = self._memory_of(piece)
             if not memory.is_inference():
                 torch.autograd.graph.increment_version(memory)
@@ -376,7 +367,8 @@ class Gathering:
         try:
             function(*arguments)
         except BaseException as error:  # noqa: BLE001  (raised by `updated`, or by all ranks)
-            self._error = self._error or error
+            if self._error is None:
+                self._error = error
 
     def _lose(self, error: RuntimeError) -> None:
         if self._lost is None:
@@ -388,6 +380,12 @@ class Gathering:
                 f"the newest checkpoint ({reason_of(error)})"
             )
             self._lost.__cause__ = error
+
+
+def _shaped(parts: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return flat parts in the shapes of views."""
+    pairs = zip(parts, views, strict=True)
+    return [part if view.dim() == 1 else part.view(view.shape) for part, view in pairs]
 
 
 def _cause(error: BaseException | None) -> bytes:

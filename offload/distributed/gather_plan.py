@@ -29,8 +29,8 @@ PACK_BYTES = 512 << 10
 """Pieces of fewer bytes share broadcasts. A broadcast on one host takes as long as copying about
 1 MiB into a buffer and out of it again."""
 
-ALIGNMENT = 8
-"""Each piece of a packed broadcast begins at a multiple of this number of bytes."""
+_ALIGNMENT = 8
+"""Slices are a multiple of this number of bytes, the size of the largest values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +88,13 @@ class Transfer:
     """Ranks that take part, in ascending order; the owner is one of them."""
 
     pieces: tuple[BoxPiece, ...]
-    """Values in the order in which they are sent; at least one piece, none of them empty."""
+    """Values of one dtype, end to end; at least one piece, none of them empty."""
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Position of each piece in bytes, then the number of bytes that are sent."""
-        found = [0]
-        for piece in self.pieces:
-            found.append(found[-1] + -(-piece.nbytes // ALIGNMENT) * ALIGNMENT)
-        if len(self.pieces) == 1:  # a piece that is sent alone may be sent from where it lies
-            found[-1] = self.pieces[0].nbytes
-        return tuple(found)
+    sizes: tuple[int, ...]
+    """Number of elements of each piece."""
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes that are sent, with the bytes that align the pieces."""
-        return self.offsets[-1]
+    nbytes: int
+    """Number of bytes that are sent."""
 
 
 class GatherPlan:
@@ -116,7 +107,7 @@ class GatherPlan:
         late: Boxes whose new values are in live memory only when the last of their chunks has been
             updated. This is so for parameters that are not contiguous. All values of such a box
             are sent in that chunk's round.
-        slice_bytes: Most bytes in one broadcast; a multiple of `ALIGNMENT`.
+        slice_bytes: Most bytes in one broadcast; a multiple of 8.
 
     Raises:
         ValueError: A rank updates a box that it does not hold; a piece is outside of its box; or
@@ -131,8 +122,8 @@ class GatherPlan:
         late: Collection[BoxKey] = (),
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
-        if slice_bytes < ALIGNMENT or slice_bytes % ALIGNMENT:
-            raise ValueError(f"slice_bytes is {slice_bytes}: expected a multiple of {ALIGNMENT}")
+        if slice_bytes < _ALIGNMENT or slice_bytes % _ALIGNMENT:
+            raise ValueError(f"slice_bytes is {slice_bytes}: expected a multiple of {_ALIGNMENT}")
         _check(chunks, holders)
         self.num_ranks = len(chunks)
         self.slice_bytes = slice_bytes
@@ -145,8 +136,9 @@ class GatherPlan:
         for owner, own in enumerate(chunks):
             for number, pieces in enumerate(_postponed(own, late)):
                 for held_by, shared in _by_holders(pieces, holders).items():
-                    slices = enumerate(_sliced(shared, slice_bytes))
-                    found += [(number, n, Transfer(number, owner, held_by, s)) for n, s in slices]
+                    shared.sort(key=lambda piece: piece.dtype)  # so that fewer broadcasts do
+                    for n, sent in enumerate(_sliced(shared, slice_bytes)):
+                        found.append((number, n, _transfer(number, owner, held_by, sent)))
         # The owners take turns within a round, so that traffic flows in all directions at once.
         found.sort(key=lambda item: (item[0], item[1], item[2].holders, item[2].owner))
         self.transfers = tuple(transfer for _, _, transfer in found)
@@ -269,22 +261,30 @@ def _by_holders(
     return found
 
 
+def _transfer(
+    number: int, owner: int, holders: tuple[int, ...], pieces: tuple[BoxPiece, ...]
+) -> Transfer:
+    sizes = tuple(piece.stop - piece.start for piece in pieces)
+    nbytes = sum(sizes) * DTYPE_BYTES[pieces[0].dtype]
+    return Transfer(number, owner, holders, pieces, sizes, nbytes)
+
+
 def _sliced(pieces: Iterable[BoxPiece], most: int) -> Iterator[tuple[BoxPiece, ...]]:
-    """Yield the content of each broadcast: parts of one large piece, or several small pieces."""
+    """Yield the content of each broadcast: a part of a large piece, or small ones of one dtype."""
     packed: list[BoxPiece] = []
     room = most
     for piece in pieces:
-        if piece.nbytes >= min(PACK_BYTES, most):
+        nbytes = piece.nbytes
+        if nbytes >= min(PACK_BYTES, most):
             step = most // DTYPE_BYTES[piece.dtype]
             for start in range(piece.start, piece.stop, step):
                 yield (replace(piece, start=start, stop=min(start + step, piece.stop)),)
             continue
-        size = -(-piece.nbytes // ALIGNMENT) * ALIGNMENT
-        if size > room:
+        if packed and (nbytes > room or packed[0].dtype != piece.dtype):
             yield tuple(packed)
             packed, room = [], most
         packed.append(piece)
-        room -= size
+        room -= nbytes
     if packed:
         yield tuple(packed)
 

@@ -28,7 +28,7 @@ from offload.distributed.gather_plan import (
 from offload.distributed.holder_groups import HolderGroups
 from offload.distributed.messages import Json
 from offload.distributed.rank_store import RankStore, require_ranks
-from offload.distributed.share_copy import ShareCopy, load_share
+from offload.distributed.share_copy import ShareCopy, is_same_share, load_share
 from offload.distributed.sharing import share_bytes
 from offload.distributed.step_agreement import StepAgreement, StepTerms
 from offload.distributed.together import together
@@ -80,7 +80,8 @@ class RankGroup:
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        channel = TorchChannel(_get_default_store(), f"offload/{next(_numbers)}/")
+        prefix = f"offload/{next(_numbers)}/"
+        channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
         self._agreement = Agreement(channel, self.rank, self.size, timeout_s=timeout_s)
         self._traffic = Traffic()
         self._owned = self._own(named, multiple)
@@ -239,6 +240,18 @@ class RankGroup:
         store.sealing.copy = copy
         return copy
 
+    def has_same_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> bool | None:
+        """Return whether this rank's share of the model equals a checkpoint's, bit for bit."""
+        manifest = checkpoint.manifest
+        return is_same_share(
+            self.share_of(manifest.layout),
+            manifest.model_boxes,
+            stored,
+            self._opened().backend,
+            DigestContext(manifest.store_id, manifest.generation),
+            self._traffic,
+        )
+
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model."""
         store, manifest = self._opened(), checkpoint.manifest
@@ -292,7 +305,7 @@ class RankGroup:
         if terms.layout is not self._layout:
             self._layouts = self._exchange_layouts(terms.layout)
             self._layout = terms.layout
-        orders = self._steps.agree(StepTerms(terms.number, terms.stepped, terms.chunks))
+        orders = self._steps.agree(StepTerms(terms.number, terms.stepped, list(terms.chunks)))
         made_of = (tuple(terms.stepped), tuple(orders), terms.layout)
         if self._plan is None or self._plan[0] != made_of:
             stepped = set(terms.stepped)

@@ -64,6 +64,8 @@ class RankSealing:
         self._manifest: Manifest | None = None
         """Manifest of the seal in flight, with the layout of this rank."""
         self._train_state = EncodedState("null")
+        self._name = ""
+        """Name of the part that is sealed; empty on the writer."""
         self.copy: ShareCopy | None = None
         """Copy of this rank's share of the model in the seal in flight."""
         self.last_aborted: Aborted | None = None
@@ -77,7 +79,7 @@ class RankSealing:
 
     def begin(self, manifest: Manifest) -> None:
         """Announce a seal. Collective; never waits."""
-        self._number = self._agreement.begin_seal()
+        self._number = self._agreement.begin_seal(self._name)
         self._manifest = manifest
         if self._store is not None:
             self._store.sealing.begin(manifest)
@@ -91,6 +93,7 @@ class RankSealing:
     def compose(self, slot: Any, train_state: EncodedState, **content: Any) -> Composition:
         """Describe this rank's part of a checkpoint; see `offload.store.sealing.compose`."""
         self._train_state = train_state
+        self._name = "" if self._part is None else slot.name
         if self._store is not None:
             share = self._ranks.share_of(slot.layout)
             size = self._agreement.peers.size

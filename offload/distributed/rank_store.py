@@ -361,6 +361,9 @@ class RankStore:
             self._opened.store.replace_manifest(checkpoint, manifest)
         else:
             checkpoint.manifest = manifest
+        known = self._manifests.get(checkpoint.path)
+        if known is not None:
+            self._manifests[checkpoint.path] = replace(known, metrics=manifest.metrics)
 
     def slot_of(self, checkpoint: StoredCheckpoint) -> StateSlot:
         """Return the open files of this rank's state in a checkpoint.

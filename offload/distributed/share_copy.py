@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
+import torch
+
 from gds import Backend, File
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
@@ -15,15 +17,17 @@ from offload.format.layout import Layout
 from offload.format.model_blocks import SharePlan
 from offload.format.model_shares import ModelShare
 from offload.format.owners import ModelBox
+from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
 from offload.model.model_sharing import (
     ShareImage,
     WrittenShare,
+    digest_share,
     finish_share,
     write_share,
 )
 from offload.model.parameters import Stored
-from offload.model.share_reading import LiveBox, ShareReading, StoredShare
+from offload.model.share_reading import ShareReading, StoredShare
 
 
 class ShareCopy:
@@ -54,9 +58,7 @@ class ShareCopy:
         self._file = file
         self._context = context
         self._buffers = buffers_of(backend, plan.buffer_bytes, traffic)
-        live = {item.spec.name: item for item in stored}
-        tensors = [live[entry.name].tensor for entry in share.entries]
-        self._image = ShareImage(plan, tensors, marks, traffic)
+        self._image = ShareImage(plan, _tensors_of(share, stored), marks, traffic)
         self._written: WrittenShare | None = None
 
     @property
@@ -117,6 +119,35 @@ def boxes_of(share: ModelShare, digests: Iterable[str]) -> tuple[ModelBox, ...]:
         ModelBox(entry.name, entry.box, by_entry[index])
         for index, entry in enumerate(share.entries)
     )
+
+
+def is_same_share(
+    share: ModelShare,
+    boxes: Sequence[ModelBox],
+    stored: Sequence[Stored],
+    backend: Backend,
+    context: DigestContext,
+    traffic: Traffic,
+) -> bool:
+    """Return whether live tensors equal a rank's share of a checkpoint, bit for bit.
+
+    Args:
+        share: Boxes that the rank writes.
+        boxes: Boxes that the rank has written, with their digests.
+        stored: Tensors of the model.
+        backend: Backend that allocates the memory for copying.
+        context: Store and generation of the digests.
+        traffic: Counter of the bytes that cross to the host.
+    """
+    plan = SharePlan(share)
+    image = ShareImage(plan, _tensors_of(share, stored), traffic=traffic)
+    digests = digest_share(image, buffers_of(backend, plan.buffer_bytes, traffic), context)
+    return boxes_of(share, digests) == tuple(boxes)
+
+
+def _tensors_of(share: ModelShare, stored: Sequence[Stored]) -> list[torch.Tensor]:
+    live = {item.spec.name: item.tensor for item in stored}
+    return [live[entry.name] for entry in share.entries]
 
 
 def load_share(

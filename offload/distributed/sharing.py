@@ -7,12 +7,33 @@ alike in all supported versions of torch. The group must accept tensors in host 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
 
-def share_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+class RankGroup(Protocol):
+    """What this wing uses of a process group, or of one of its backends."""
+
+    def rank(self) -> int:
+        """Return the number of this rank in the group."""
+        ...
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        ...
+
+    def allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions, /) -> Any:
+        """Begin to add up a tensor of all ranks; the result has a ``wait()``."""
+        ...
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions, /) -> Any:
+        """Begin to send a tensor of one rank to all; the result has a ``wait()``."""
+        ...
+
+
+def share_numbers(numbers: Sequence[int], group: RankGroup) -> list[tuple[int, ...]]:
     """Return the numbers of every rank, by rank. All ranks must give equally many.
 
     Args:
@@ -24,11 +45,11 @@ def share_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[tupl
     """
     table = torch.zeros((group.size(), len(numbers)), dtype=torch.int64, device="cpu")
     table[group.rank()] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    dist.all_reduce(table, group=group)
+    group.allreduce([table], AllreduceOptions()).wait()
     return [tuple(row) for row in table.tolist()]
 
 
-def share_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
+def share_bytes(data: bytes, group: RankGroup) -> list[bytes]:
     """Return the data of every rank, by rank. If no rank has any, one exchange of numbers is made.
 
     Raises the errors of `share_numbers`.
@@ -41,5 +62,5 @@ def share_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
     if data:
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         table[group.rank(), : len(data)] = own
-    dist.all_reduce(table, group=group)
+    group.allreduce([table], AllreduceOptions()).wait()
     return [row[:length].numpy().tobytes() for row, length in zip(table, lengths, strict=True)]

@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from offload.ambient import in_neutral
-from offload.distributed.sharing import share_bytes, share_numbers
+from offload.distributed.sharing import RankGroup, share_bytes, share_numbers
 from offload.errors import RanksError, reason_of
 
 _MOST_NAMED = 3
@@ -41,11 +40,11 @@ class StepTerms:
     step: int
     """Number of the step, from 1."""
 
-    stepped: Sequence[str]
+    stepped: list[str]
     """Names of the parameters with a gradient, in the order of the model. These are all parameters
     that the optimizer steps, also those whose boxes are on other ranks."""
 
-    order: Sequence[int]
+    order: list[int]
     """Chunks of this rank in the order in which it updates them."""
 
     refusal: str = ""
@@ -59,11 +58,14 @@ class StepAgreement:
         group: Group of all ranks; it must accept tensors in host memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._known: list[int] = []
         """Digest of each rank's order, when the orders were last exchanged."""
         self._orders: list[tuple[int, ...]] = []
+        self._digested: tuple[list[str], list[int]] | None = None
+        """Lists of the last step; most steps have the same."""
+        self._digests = (0, 0)
 
     @in_neutral
     def agree(self, terms: StepTerms) -> list[tuple[int, ...]]:
@@ -93,7 +95,10 @@ class StepAgreement:
             ) from error
 
     def _agree(self, terms: StepTerms) -> list[tuple[int, ...]]:
-        stepped, order = _digest(list(terms.stepped)), _digest(list(terms.order))
+        if (terms.stepped, terms.order) != self._digested:
+            self._digested = (list(terms.stepped), list(terms.order))
+            self._digests = (_digest(terms.stepped), _digest(terms.order))
+        stepped, order = self._digests
         numbers = [terms.step, stepped, order, int(bool(terms.refusal))]
         table = share_numbers(numbers, self._group)
         steps, digests, orders, refuses = ([*column] for column in zip(*table, strict=True))
@@ -112,17 +117,17 @@ class StepAgreement:
                 "step() equally often on every rank, and restore() on every rank to continue"
             )
         if len({*digests}) > 1:
-            names = json.dumps(list(terms.stepped)).encode()
+            names = json.dumps(terms.stepped).encode()
             raise _differing([set(json.loads(d)) for d in share_bytes(names, self._group)])
         if orders != self._known:
-            found = share_bytes(json.dumps(list(terms.order)).encode(), self._group)
+            found = share_bytes(json.dumps(terms.order).encode(), self._group)
             self._orders = [tuple(json.loads(data)) for data in found]
             self._known = orders
         return self._orders
 
 
 @in_neutral
-def agree_found_inf(found: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+def agree_found_inf(found: Sequence[torch.Tensor], group: RankGroup) -> None:
     """Make a gradient scaler's flags of infinite gradients equal on all ranks; collective.
 
     Ranks that step different boxes see different gradients. If one of them skipped a step alone, it
@@ -149,7 +154,7 @@ def agree_found_inf(found: Sequence[torch.Tensor], group: dist.ProcessGroup) -> 
         flag.fill_(float(any(value for (value,) in flags)))
 
 
-def _digest(values: Sequence[str] | Sequence[int]) -> int:
+def _digest(values: list[str] | list[int]) -> int:
     """Return a number of 63 bits that stands for a list."""
     data = hashlib.blake2b(json.dumps(values).encode(), digest_size=8).digest()
     return int.from_bytes(data, "little") >> 1

@@ -6,10 +6,12 @@ steps are taken. This module only coordinates the two.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.reference import Position
-from offload.engine.reseal import is_unchanged, replace_train_state
+from offload.engine.reseal import has_same_model, have_same_groups, replace_train_state
 from offload.engine.resume import restore
 from offload.engine.seal import SealHandle, capture
 from offload.engine.state_passes import move_state
@@ -19,8 +21,10 @@ from offload.engine.training_state import Groups, TrainingState
 from offload.format.layout import Layout
 from offload.format.train_state import encode
 from offload.format.unreadable import as_unreadable
+from offload.model.parameters import Stored
 from offload.store.directories import NOTHING_CHANGED
 from offload.store.frozen_space import FrozenSpace
+from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateStore
 from offload.units import size
 
@@ -137,14 +141,11 @@ class Engine:
         if (
             sealed is not None
             and sealed.manifest.step == state.num_steps
-            # In a poisoned store, a failed seal may have left a newer checkpoint, now abandoned.
-            and not store.poisoned
-            and state.ranks.size == 1  # TODO ranks
-            and is_unchanged(sealed, groups, state.table, stored, state.block_buffers())
-            # Checked last, because other programs may change the checkpoint meanwhile.
-            and store.is_usable(sealed)
+            and state.ranks.all("checkpoint()", self._is_unchanged(sealed, groups, stored))
         ):
-            return replace_train_state(store, sealed, encoded, metrics)
+            return replace_train_state(
+                store, sealed, encoded, metrics, several=state.ranks.size > 1
+            )
         store.warn_of_lost()  # `is_usable` may just have found a loss
         store.keeping.require_replaceable(store.sealing.path_of(state.num_steps))
         if state.slots.present is None:
@@ -166,6 +167,22 @@ class Engine:
             state.update_code,
         )
         return state.begin_seal(slot, captured)
+
+    def _is_unchanged(
+        self, sealed: StoredCheckpoint, groups: Groups, stored: Sequence[Stored]
+    ) -> bool:
+        """Return whether a checkpoint of the present state holds all of the present content."""
+        state, store = self.state, self.store
+        # In a poisoned store, a failed seal may have left a newer checkpoint, now abandoned.
+        if store.poisoned or sealed.manifest.layout != state.layout:
+            return False
+        if not have_same_groups(sealed, groups):
+            return False
+        is_same = state.ranks.has_same_model(sealed, stored)
+        if is_same is None:
+            is_same = has_same_model(sealed, stored, state.block_buffers())
+        # Checked last, because other programs may change the checkpoint meanwhile.
+        return is_same and store.is_usable(sealed)
 
     def restore(
         self,

@@ -174,6 +174,14 @@ class Ranks(Protocol):
         """
         ...
 
+    def has_same_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> bool | None:
+        """Return whether this rank's share of the model equals a checkpoint's, bit for bit.
+
+        Returns:
+            None if the whole model is to be compared by the caller.
+        """
+        ...
+
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model; return the number of bytes read.
 
@@ -249,6 +257,11 @@ class Alone:
     ) -> ModelCopy | None:
         """Return None: the whole model is copied."""
         del slot, stored, marks
+        return None
+
+    def has_same_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> bool | None:
+        """Return None: the whole model is to be compared."""
+        del checkpoint, stored
         return None
 
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:

@@ -11,34 +11,30 @@ from offload.format.manifest import encode_group
 from offload.format.train_state import EncodedState
 from offload.model.model_file import BlockBuffers, ModelImage, digest_model
 from offload.model.parameters import Stored
-from offload.model.table import ParameterTable
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateStore
 
 
-def is_unchanged(
-    sealed: StoredCheckpoint,
-    groups: Sequence[Mapping[str, Any]],
-    table: ParameterTable,
-    stored: Sequence[Stored],
-    buffers: BlockBuffers,
+def have_same_groups(sealed: StoredCheckpoint, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the hyper-parameters equal those of a checkpoint."""
+    saved = [encode_group(i, group) for i, group in enumerate(sealed.manifest.groups)]
+    return saved == [encode_group(i, group) for i, group in enumerate(groups)]
+
+
+def has_same_model(
+    sealed: StoredCheckpoint, stored: Sequence[Stored], buffers: BlockBuffers
 ) -> bool:
-    """Return whether hyper-parameters, parameters and buffers equal the sealed ones, bit for bit.
+    """Return whether parameters and buffers equal those of a checkpoint, bit for bit.
 
     Reads memory, not storage. The optimizer state cannot differ, because no step has been taken.
 
     Args:
         sealed: Checkpoint of the present state.
-        groups: Present ``param_groups``.
-        table: Table of the parameters, with the present layout.
         stored: Present tensors of the model file.
         buffers: Memory for copying the tensors.
     """
     manifest, slot = sealed.manifest, sealed.slot
-    if slot is None or manifest.layout != table.layout:
-        return False
-    saved = [encode_group(i, group) for i, group in enumerate(manifest.groups)]
-    if saved != [encode_group(i, group) for i, group in enumerate(groups)]:
+    if slot is None:
         return False
     tensors = {item.spec.name: item.tensor for item in stored}
     image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
@@ -50,6 +46,8 @@ def replace_train_state(
     sealed: StoredCheckpoint,
     encoded: EncodedState,
     metrics: Mapping[str, float] | None,
+    *,
+    several: bool,
 ) -> SealHandle:
     """Replace a checkpoint's train state and metrics if they differ; durable on return.
 
@@ -60,12 +58,13 @@ def replace_train_state(
         sealed: Checkpoint to change.
         encoded: New train state, encoded.
         metrics: New metrics; None leaves them as they are.
+        several: Whether other ranks have train states of their own, which only the store knows.
 
     Raises:
         gds.StorageError: There is no space. Whichever of the two was not replaced is unchanged.
     """
     checkpoint = store.reader_of(sealed)
-    if checkpoint.read_train_state() != encoded:
+    if several or checkpoint.read_train_state() != encoded:
         store.replace_train_state(sealed, encoded)
     if metrics is not None and metrics != sealed.manifest.metrics:
         store.replace_manifest(sealed, replace(sealed.manifest, metrics=metrics))

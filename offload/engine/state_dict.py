@@ -26,8 +26,8 @@ from offload.format.layout import Layout
 from offload.model.parameters import memories
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.stream.passes import RingPass
-from offload.update.decoder import StateDecoder, kept_arrays
-from offload.update.filler import ParameterState, StateFiller
+from offload.update.coding.decoder import StateDecoder, kept_arrays
+from offload.update.coding.filler import ParameterState, StateFiller
 
 
 def make_reference(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class TrainingState:
     ) -> None:
         self.rule = rule
         self.ranks = Alone() if ranks is None else ranks
-        self.pool = UpdatePool(rule, slow=options.state_dtype != "float32")
+        self.pool = UpdatePool(rule)
         self.kernel = choose_kernel(rule.optimizer_class, options.state_dtype)
         """Code that updates the state on a CPU."""
         self.update_code = self.kernel.code

@@ -15,7 +15,7 @@ from offload.checkpoint.second_read import reread_and_check
 from offload.format.arrays import MASTER
 from offload.format.layout import Layout
 from offload.stream.passes import RingPass, ring_for_one_pass
-from offload.update.decoder import (
+from offload.update.coding.decoder import (
     DecodedBlock,
     StateDecoder,
     StoredParameters,

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from offload.exchange.checkpoint_stream import CheckpointStream
 from offload.exchange.destination import torch_writing
 from offload.format.arrays import MASTER
-from offload.update.decoder import STATE_BLOCK_ELEMENTS, DecodedBlock, cut_by_parameter
+from offload.update.coding.decoder import STATE_BLOCK_ELEMENTS, DecodedBlock, cut_by_parameter
 from offload.update.dtypes import DTYPES
 
 _Box = tuple[tuple[int, ...], tuple[int, ...]]

@@ -17,8 +17,8 @@ from offload.exchange.torch_reading import read_structure
 from offload.format.header import MAX_HEADER_BYTES, TensorFileError, read_header
 from offload.format.strict_json import is_text
 from offload.units import seen_from
+from offload.update.coding.filler import TensorSource
 from offload.update.dtypes import DTYPES
-from offload.update.filler import TensorSource
 
 _MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")

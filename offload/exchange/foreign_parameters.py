@@ -18,8 +18,8 @@ from offload.exchange.foreign_checks import checked_step_count, hyperparameters
 from offload.exchange.torch_dicts import NO_ENTRY, num_steps, read_parameter_state, scalar_template
 from offload.format.layout import ParameterSpec
 from offload.options import Options
+from offload.update.coding.filler import ParameterState, TensorSource
 from offload.update.dtypes import DTYPE_CODES
-from offload.update.filler import ParameterState, TensorSource
 from offload.update.rules import Rule, Scalars, UpdateRule
 
 

@@ -40,9 +40,9 @@ from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.stream.drives import Directory, Drives, as_directories
 from offload.stream.passes import RingPass, ring_for_one_pass
-from offload.update import codecs
+from offload.update.coding import codecs
+from offload.update.coding.filler import StateFiller
 from offload.update.dtypes import DTYPE_CODES, DTYPES
-from offload.update.filler import StateFiller
 from offload.update.rules import Scalars, UpdateRule
 
 _READ_ELEMENTS = 512 << 10

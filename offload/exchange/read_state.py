@@ -13,7 +13,7 @@ from offload.checkpoint.sealed_slot import SealedSlot
 from offload.errors import CheckpointNotFoundError
 from offload.format.arrays import MASTER
 from offload.format.chunk_plan import Span
-from offload.update.decoder import (
+from offload.update.coding.decoder import (
     StateDecoder,
     StoredParameters,
     cut_by_parameter,

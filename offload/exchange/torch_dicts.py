@@ -20,8 +20,8 @@ from offload.errors import MismatchError
 from offload.format._manifest_fields import MAX_COUNT, NOT_HYPERPARAMETERS
 from offload.format.arrays import MASTER
 from offload.model.parameters import Trainable
-from offload.update.decoder import has_master
-from offload.update.filler import HeldTensor, ParameterState, TensorSource
+from offload.update.coding.decoder import has_master
+from offload.update.coding.filler import HeldTensor, ParameterState, TensorSource
 from offload.update.rules import (
     Rule,
     Scalars,

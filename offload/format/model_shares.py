@@ -15,7 +15,7 @@ one box without reading another one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -231,7 +231,7 @@ class ModelShares:
     @cached_property
     def needs_shard_files(self) -> bool:
         """Whether a box is not contiguous in its tensor, so that there can be no common file."""
-        return any(True for _ in self._scattered())
+        return self._scattered is not None
 
     def share(self, rank: int) -> ModelShare:
         """Return a rank's share of the common file.
@@ -242,7 +242,8 @@ class ModelShares:
         Raises:
             MismatchError: A box is not contiguous in the file; names it.
         """
-        for name, box in self._scattered():
+        if self._scattered is not None:
+            name, box = self._scattered
             raise MismatchError(
                 f"the box {box.notation()} of {name!r} with shape "
                 f"{list(self.header.entries[name].shape)} is not contiguous in a common model "
@@ -256,11 +257,14 @@ class ModelShares:
             entries.append(ShareEntry(entry.name, entry.dtype, Cut(entry.shape, one.box), start))
         return ModelShare(tuple(entries), self.piece_bytes)
 
-    def _scattered(self) -> Iterator[tuple[str, Box]]:
+    @cached_property
+    def _scattered(self) -> tuple[str, Box] | None:
+        """The first box that is not contiguous in its tensor; None if there is none."""
         for boxes in self.boxes:
             for one in boxes:
                 if one.box.contiguous_range(self.header.entries[one.name].shape) is None:
-                    yield one.name, one.box
+                    return one.name, one.box
+        return None
 
 
 def divide(

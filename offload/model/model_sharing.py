@@ -15,7 +15,7 @@ does. It does not read back what an earlier process left in the file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,7 +42,7 @@ class ShareImage(TensorImage):
     Args:
         plan: Share, with its batches.
         tensors: Live tensor of each entry of the share, with the dtype of the entry and the shape
-            of its box. Take a local shard anew for each image: its memory may have been replaced.
+            of its box; see `live_boxes.views_of`.
         marks: Points in the streams of the devices; None for the end of the work that is queued so
             far on the calling thread's current streams.
         traffic: Counter of the bytes that cross.
@@ -68,16 +68,6 @@ class ShareImage(TensorImage):
                 )
         super().__init__(tensors, marks, traffic)
         self.plan = plan
-
-
-def views_of(share: ModelShare, whole: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return, for each entry of a share, the view of its box in a tensor that is whole on the rank.
-
-    Args:
-        share: Boxes that the rank writes.
-        whole: Live tensors by name.
-    """
-    return [whole[entry.name].detach()[entry.box.slices] for entry in share.entries]
 
 
 @dataclass(slots=True)

@@ -158,8 +158,9 @@ class _Writer:
 
     def begin(self, index: int, start: int, stop: int) -> None:
         """Wait until a block's memory is free, and begin to read back leaves for comparison."""
-        for write in self._writes.pop(index - 2, []):
+        for write in self._writes.get(index - 2, []):
             write.result()
+        self._writes.pop(index - 2, None)
         if self._known.of(index) is None and not self._can_clone(index, start, stop):
             num_leaves = -(-(stop - start) // LEAF_BYTES)
             self._start_reading(start, stop, range(num_leaves))

@@ -17,7 +17,7 @@ import torch
 
 from gds import ALIGNMENT, Buffer, File, IOFuture
 from offload.checkpoint.second_read import reread_and_check
-from offload.device.boundary import is_on_device, marks_of
+from offload.device.boundary import Event, is_on_device, marks_of
 from offload.errors import CheckpointError, MismatchError
 from offload.format.box_ranges import flat_boxes, uncovered
 from offload.format.boxes import Box
@@ -25,8 +25,9 @@ from offload.format.digests import DigestContext, leaf_digests
 from offload.format.known_leaves import KnownLeaves
 from offload.format.model_blocks import Batch, capacity_for, cut_batches
 from offload.format.model_shares import ModelShare, ShareEntry, SharePiece, TensorBox
+from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
-from offload.model.tensor_image import copy_on_one_thread, send
+from offload.model.tensor_image import bytes_of, copy_on_one_thread, flattened, send
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 
 
@@ -42,19 +43,6 @@ class StoredShare:
 
     known: KnownLeaves | None = None
     """Record to which correctly read content is added, by piece; None to record nothing."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LiveBox:
-    """A box that is wanted, and the live tensor that receives it."""
-
-    name: str
-    """Name of the tensor in the model file."""
-
-    box: Box
-
-    tensor: torch.Tensor
-    """Live memory of the box; its shape is that of the box."""
 
 
 class _Work(NamedTuple):
@@ -176,6 +164,7 @@ class _Placer:
         self._wanted = wanted
         self._traffic = buffers.traffic
         self._marks = marks_of(tensors)
+        self._flattened: dict[torch.device, Event] = {}
         self._in_inference = any(tensor.is_inference() for tensor in tensors)
         self._sent: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -186,7 +175,7 @@ class _Placer:
         sent, self._sent = self._sent, {}
         if sent:
             with torch.inference_mode(self._in_inference), torch.no_grad():
-                send(sent, self._marks, self._traffic)
+                send(sent, (self._marks, self._flattened), self._traffic)
 
     def place(self, entry: ShareEntry, piece: SharePiece, data: torch.Tensor) -> None:
         """Copy the elements of a piece that are wanted.
@@ -215,9 +204,16 @@ class _Placer:
 
     def _copy(self, source: torch.Tensor, into: torch.Tensor) -> None:
         if is_on_device(into):
-            self._sent.setdefault(into.device, []).append((source, into))
+            device, source = into.device, source.contiguous()
+            pairs = self._sent.setdefault(device, [])
+            if not _is_plain(into):  # only plain memory crosses to a device
+                after = [self._marks[device]] if device in self._marks else []
+                flat, self._flattened[device] = flattened(into, after)
+                pairs.append((source, flat.view(into.shape)))
+                source = flat.view(into.shape)
+            pairs.append((source, into))
         elif source.is_contiguous() and _is_plain(into):
-            copy_on_one_thread(_bytes_of(source), _bytes_of(into))
+            copy_on_one_thread(bytes_of(source), bytes_of(into))
         else:
             into.copy_(source)
 
@@ -225,10 +221,6 @@ class _Placer:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether the memory of a tensor is its values in their order."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _sum(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:

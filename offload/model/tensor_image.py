@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -41,6 +41,8 @@ class TensorImage:
         ends = list(accumulate((t.numel() * t.element_size() for t in self._tensors), initial=0))
         self._starts, self._stops = ends[:-1], ends[1:]
         self._staged: dict[int, torch.Tensor] = {}
+        self._flattened: dict[torch.device, Event] = {}
+        """End of the copies that made tensors contiguous, by device."""
         self._marks = marks_of(self._tensors) if marks is None else marks
         self._traffic = traffic or Traffic()
         # A tensor that was made in inference mode can be written in that mode only. A model that is
@@ -120,7 +122,7 @@ class TensorImage:
 
     def _send(self, copies: Mapping[torch.device, Copies]) -> None:
         """Copy to devices, and wait for the copies: their sources are about to be reused."""
-        send(copies, self._marks, self._traffic)
+        send(copies, (self._marks, self._flattened), self._traffic)
 
     def _after(self, device: torch.device) -> list[Event]:
         return [self._marks[device]] if device in self._marks else []
@@ -138,27 +140,50 @@ class TensorImage:
         tensor = self._tensors[index].detach()
         # The memory of a conjugated or negated view holds other values than the view.
         if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-            return tensor.reshape(-1).view(torch.uint8)
+            return bytes_of(tensor)
         if index not in self._staged:
             if is_on_device(tensor):
                 device = tensor.device
-                flat = boundary_of(device).flatten(tensor, self._after(device))
+                flat, self._flattened[device] = flattened(tensor, self._after(device))
             else:
                 flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
             self._staged[index] = flat.view(torch.uint8)
         return self._staged[index]
 
 
-def send(copies: Mapping[torch.device, Copies], marks: Marks, traffic: Traffic) -> None:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as bytes."""
+    flat = tensor.reshape(-1)
+    if flat.stride(0) != 1:  # one element of another tensor; it counts as contiguous
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
+def flattened(tensor: torch.Tensor, after: Iterable[Event]) -> tuple[torch.Tensor, Event]:
+    """Return a contiguous, flat copy of a tensor on its device, and the end of that copy.
+
+    Whoever sends new values to the copy must do so after its end. Otherwise the old values, which
+    are copied on another stream, may take the place of the new ones.
+
+    Args:
+        tensor: Tensor on a device.
+        after: Points that the copy waits for.
+    """
+    boundary = boundary_of(tensor.device)
+    flat = boundary.flatten(tensor, after)
+    return flat, boundary.fetch([], [])
+
+
+def send(copies: Mapping[torch.device, Copies], marks: Sequence[Marks], traffic: Traffic) -> None:
     """Copy to devices, and wait for the copies.
 
     Args:
         copies: For each device, pairs of source and target.
-        marks: For each device, a point that its copies wait for; may lack devices.
+        marks: Points that the copies wait for, by device.
         traffic: Counter of the bytes that cross.
     """
     events = [
-        (device, boundary_of(device).send(pairs, [marks[device]] if device in marks else []))
+        (device, boundary_of(device).send(pairs, [m[device] for m in marks if device in m]))
         for device, pairs in copies.items()
     ]
     for device, event in events:

@@ -240,7 +240,7 @@ def update_gbps(
     scalars = None
     spent_s = 0.0
     best_s = float("inf")
-    with torch.no_grad(), pool.all_threads():
+    with torch.no_grad():
         # The first pass creates the state, and touches memory and threads. It is not counted.
         for number in range(1 + _MAX_TRIALS):
             updater = host_updater(

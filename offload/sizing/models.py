@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gds import StorageError
+from offload.checkpoint.checkpoint import require_one_owner
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import CheckpointError, SizingError
 from offload.format.header import DTYPE_BYTES, MAX_HEADER_BYTES, TensorFileError, read_header
@@ -287,6 +288,7 @@ def _of_tensors(
 def _of_store(path: str) -> ModelSize:
     try:
         with open_for_parameters(path) as checkpoint:
+            require_one_owner(checkpoint)
             layout = checkpoint.manifest.layout
             number = _parameters(layout.num_elements)
             found = _of_layout(f"{checkpoint.path}: step {checkpoint.step}, {number}", layout)

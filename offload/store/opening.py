@@ -99,7 +99,7 @@ class StoreContent:
 
     is_identified: bool
     """Whether ``store.json`` need not be written, because it holds `store_id` already or because
-    the store has only one directory."""
+    the store has only one directory and one owner."""
 
     parts: PartPool
     """Parts on the store's further drives."""
@@ -278,7 +278,8 @@ def _read_content(
             del claims[path]
             owners.release(path)
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)
-    recorded = read_store_id(backend, directory, durable=True) if others else None
+    has_parts = bool(others) or shared is not None  # sealed elsewhere before any checkpoint is
+    recorded = read_store_id(backend, directory, durable=True) if has_parts else None
     store_id = checkpoints[-1].manifest.store_id if checkpoints else recorded or uuid.uuid4().hex
     parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison, owners)
     for checkpoint in checkpoints:
@@ -294,7 +295,7 @@ def _read_content(
     return StoreContent(
         lock=lock,
         store_id=store_id,
-        is_identified=recorded == store_id or not others,
+        is_identified=recorded == store_id or not has_parts,
         parts=parts,
         checkpoints=checkpoints,
         refused=refused,

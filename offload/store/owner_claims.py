@@ -6,6 +6,7 @@ import errno
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from offload.errors import StoreError
 from offload.format.manifest import Manifest
@@ -21,6 +22,17 @@ class NamedParts:
 
     unknown: tuple[str, ...] = ()
     """Paths of checkpoints whose manifest cannot be read, so that they may name any part."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values, for a message to other ranks."""
+        names = {str(owner): sorted(names) for owner, names in self.names.items()}
+        return {"names": names, "unknown": list(self.unknown)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> NamedParts:
+        """Invert `to_json`."""
+        names = {int(owner): frozenset(found) for owner, found in values["names"].items()}
+        return cls(names, tuple(values["unknown"]))
 
     def of(self, owner: int) -> frozenset[str]:
         """Return the names of the parts of one owner that checkpoints name."""

@@ -66,7 +66,10 @@ _NOT_DURABLE = "a part could not be made durable"
 
 
 class OwnerStore:
-    """The only writer of the parts of one owner. Not thread-safe.
+    """The only writer of the parts of one owner.
+
+    Calls for different slots may overlap, so that a seal runs beside the steps. Calls for one slot
+    must not.
 
     Args:
         backend: Backend of the directory.
@@ -183,6 +186,25 @@ class OwnerStore:
         self._slots.append(slot)
         return slot
 
+    def missing_bytes(
+        self, layout: Layout, num_parts: int, *, written: Iterable[tuple[str, Box]] | None = None
+    ) -> int:
+        """Return the space in bytes that the drive lacks for a number of parts; 0 if there is room.
+
+        Parts that the owner has count as present, whatever their size.
+
+        Args:
+            layout: Layout of the parts.
+            num_parts: Number of parts: the checkpoints that retention keeps, and one.
+            written: As for `ready`.
+
+        Raises:
+            gds.StorageError: The directory could not be examined.
+        """
+        part_bytes = sum(owner_sizes(layout, written).values())
+        needed_bytes = max(num_parts - len(self._paths()), 0) * part_bytes
+        return max(needed_bytes - self.backend.free_bytes(self.path), 0)
+
     def prepare(
         self,
         slot: OwnerSlot,
@@ -268,7 +290,8 @@ class OwnerStore:
             slot.abandoned()
         if slot.state is not OwnerSlotState.ABANDONED:
             slot.close()
-            self._slots = [other for other in self._slots if other is not slot]
+            if slot in self._slots:
+                self._slots.remove(slot)
 
     def open(self, reference: OwnerReference, manifest: Manifest) -> OwnerSlot:
         """Open the part of a checkpoint as the source of the next step, for reading only.

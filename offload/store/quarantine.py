@@ -79,7 +79,8 @@ def verify_and_mark(
 ) -> VerifyReport:
     """Verify a checkpoint and record the verdict in its directory; durable on return.
 
-    A damaged checkpoint is quarantined, and the quarantine of a whole checkpoint is lifted. If no
+    A damaged checkpoint is quarantined, and the quarantine of a whole checkpoint is lifted. The
+    same holds for each part of another owner that is seen here: it has a mark of its own. If no
     damage is found but some data could not be read, the quarantine stays as it is. This may run
     beside a process that trains in the store, as `Checkpoint.verify` may.
 
@@ -109,6 +110,12 @@ def verify_and_mark(
             write_quarantine(checkpoint.backend, checkpoint.path, "; ".join(own), poison)
         elif report.ok and not checkpoint.parts_are_only_recorded:
             remove_quarantine(checkpoint.backend, checkpoint.path)
+        for path, problems in report.damaged_parts:
+            if checkpoint.owns_part(path):
+                write_quarantine(checkpoint.backend, path, problems, Poison(path))
+        for path in report.whole_parts:
+            if checkpoint.owns_part(path):
+                remove_quarantine(checkpoint.backend, path)
         return replace(report, quarantined=checkpoint.quarantined)
 
 

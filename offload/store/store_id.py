@@ -1,9 +1,9 @@
 """Identity of a store that has no checkpoint yet: the file ``store.json``.
 
-Every manifest holds the identity of its store. Only a store on several drives needs the file as
-well. A power cut during the first seal may leave a sealed part on another drive, but no checkpoint
-in the first directory. The part must then be recognized as the store's own. Therefore the file is
-durable before any part is written.
+Every manifest holds the identity of its store. Only a store on several drives, or with several
+owners, needs the file as well. A power cut during the first seal may leave a sealed part on another
+drive or node, but no checkpoint in the first directory. The part must then be recognized as the
+store's own. Therefore the file is durable before any part is written.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ This wing may know torch, `device` and `format`. It knows nothing of files, of s
 ring.
 """
 
-from offload.update.decoder import StateDecoder
+from offload.update.coding.decoder import StateDecoder
+from offload.update.coding.filler import StateFiller
 from offload.update.dtypes import DTYPE_CODES, DTYPES
-from offload.update.filler import StateFiller
 from offload.update.pool import UpdatePool
 from offload.update.rules import Scalars, UpdateRule
 from offload.update.step_inputs import StepInputs

@@ -99,6 +99,3 @@ class DevicePlace:
 
     def fence(self) -> None:
         """Do nothing: the updates of all chunks have ended."""
-
-    def finish(self) -> None:
-        """Do nothing: an update on a device uses no threads that are to be chosen."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -32,8 +31,6 @@ the leaf is digested at once."""
 class HostPlace:
     """The CPU as the place of updates; a `Place`.
 
-    It measures how long a pass updates and waits, from which the pool chooses its threads.
-
     Args:
         pool: Threads that run the calls.
         keys: Keys of the parameters.
@@ -58,9 +55,6 @@ class HostPlace:
             staged = StagedTensors(inputs.gradients, writable=False, traffic=traffic)
             self.gradients = staged
             self._staged = [self.live, staged]
-        self._prepared_at_s: dict[int, float] = {}
-        self._waiting_s = self._updating_s = 0.0
-        self._num_updated = 0
 
     def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Set the gradient of a parameter that had none."""
@@ -68,7 +62,6 @@ class HostPlace:
 
     def prepare(self, chunk: int) -> bool:
         """Begin to copy a chunk's parameters and gradients from their device to the host."""
-        self._prepared_at_s[chunk] = time.perf_counter()
         if self._staged:
             keys = self._keys.of
             pieces = self._layout.plans[chunk].pieces
@@ -79,40 +72,27 @@ class HostPlace:
 
     def arrive(self, chunk: int) -> None:
         """Wait until the data that `prepare` requested is in host memory."""
-        started = time.perf_counter()
         for tensors in self._staged:
             tensors.arrive(chunk)
-        if chunk in self._prepared_at_s:  # only waits for the drive count, so this wait is left out
-            self._prepared_at_s[chunk] += time.perf_counter() - started
 
     @contextmanager
     def loaded(
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None
     ) -> Iterator[LoadedChunk]:
-        """Measure the block, and begin to send the chunk's parameters back after it."""
-        started = time.perf_counter()
-        self._waiting_s += started - self._prepared_at_s.pop(chunk, started)
-        num_threads = self._pool.threads.num_threads
+        """Begin to send the chunk's parameters back after the block."""
+        num_threads = self._pool.num_threads
         yield LoadedChunk(chunk, arrays, digests, num_threads, _block_elements(num_threads))
-        self._updating_s += time.perf_counter() - started
-        self._num_updated += 1
         for tensors in self._staged:
             tensors.leave(chunk)
 
     def run(self, calls: Sequence[Call]) -> None:
         """Run the calls on the threads of the pool."""
-        self._pool.run(_run, calls, self._pool.threads.num_threads)
+        self._pool.run(_run, calls)
 
     def fence(self) -> None:
         """Make the calling thread's current streams wait for the parameters sent back so far."""
         for tensors in self._staged:
             tensors.fence()
-
-    def finish(self) -> None:
-        """Tell the pool how long the pass has updated and waited, if it was a typical pass."""
-        # If torch has created state, nothing was read for it: such a pass is not typical.
-        if not self._keys.has_created_state:
-            self._pool.threads.passed(self._num_updated, self._updating_s, self._waiting_s)
 
 
 def _block_elements(num_threads: int) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from offload.device.boundary import is_on_device
 from offload.format.arrays import MASTER, MASTER_LOW
-from offload.update import codecs
+from offload.update.coding import codecs
 from offload.update.pool import BlockContext
 
 

@@ -5,17 +5,16 @@ cache takes tens of microseconds, and waking the other cores for each operation 
 each thread uses one core, and updates whole blocks on it. If another program occupies a core, only
 the block on that core is delayed.
 
-Several threads are faster only if a step waits for the update. They share caches, memory and the
-interpreter. While one thread updates a block, the result of another thread leaves the cache before
-it is digested. If the drive is the limit, one thread takes less CPU time, especially for digests,
-and leaves the other cores alone (`UpdateThreads`).
+The number of threads does not follow the drive. On an idle machine, the kernel takes hardly more
+processor time on several threads than on one. torch's own code takes up to 1.4 times as much on
+two.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar, cast
@@ -25,7 +24,7 @@ import torch
 from gds.backends.threads import Transfer, TransferPool
 from gds.waiting import wait
 from offload.ambient import flushes_denormals, for_thread
-from offload.update.codecs import Scratch
+from offload.update.coding.codecs import Scratch
 from offload.update.rules import UpdateRule
 from offload.update.stepper import Stepper
 
@@ -80,126 +79,56 @@ def _host_memory(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def default_num_threads() -> int:
-    """Return the maximal number of update threads, which is torch's own number of threads."""
-    return torch.get_num_threads()
+    """Return the number of update threads of this process, at least 1.
 
+    This is torch's own number of threads, with one exception. If torchrun starts several ranks on
+    a machine, it sets ``OMP_NUM_THREADS=1`` for each of them, unless the user has set the variable.
+    Each rank then takes its share of the cores on which this process may run: their number divided
+    by the number of ranks on the machine, rounded down.
 
-class UpdateThreads:
-    """Chooses the number of threads for the next pass: all threads, or one if one is as fast.
-
-    One thread is as fast if its updates still wait for storage. A pass on one thread shows this by
-    its waits. A pass on all threads predicts it, if its waits are longer than the additional time
-    that updates took when one thread was last tried. That time is remembered, but shrinks from pass
-    to pass, so that one thread is tried again after a while.
-
-    A decision is based on `_WINDOW` passes, because a pass that begins with a full ring, or after a
-    seal, says little about the next pass. The number of threads cannot change before that, so its
-    first value matters.
-
-    Args:
-        most: Number of available threads.
-        begin_with: Number of threads for the first passes: one, or all if an update takes long in
-            relation to its bytes.
+    torchrun does not tell whether a 1 is its own or the user's. So the user's choice counts if it
+    is another number, set by ``OMP_NUM_THREADS`` or by `torch.set_num_threads`.
     """
-
-    def __init__(self, most: int, begin_with: int = 1) -> None:
-        self.most = most
-        self.num_threads = begin_with
-        """Number of threads for the next pass."""
-        self._passes: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
-        """Seconds of updating and of waiting, per chunk, of the last passes with `num_threads`."""
-        self._one_thread_s = 0.0
-        """Seconds per chunk of the last updates on one thread; shrinks from pass to pass."""
-
-    def passed(self, num_chunks: int, updating_s: float, waiting_s: float) -> None:
-        """Record a pass that ran on `num_threads`, and choose the number for the next pass.
-
-        Args:
-            num_chunks: Number of chunks that the pass updated.
-            updating_s: Seconds that the updates took.
-            waiting_s: Seconds that the pass waited for chunks to arrive.
-        """
-        if self.most == 1 or not num_chunks:
-            return
-        self._one_thread_s *= _FADING
-        self._passes.append((updating_s / num_chunks, waiting_s / num_chunks))
-        if len(self._passes) < _WINDOW:
-            return
-        update_s, wait_s = (sum(seconds) / _WINDOW for seconds in zip(*self._passes, strict=True))
-        pass_s = update_s + wait_s
-        if self.num_threads == 1:
-            self._one_thread_s = update_s
-            if wait_s < _FEW_WAITS * pass_s:
-                self._use(self.most)
-        elif pass_s - max(self._one_thread_s, update_s) > _MANY_WAITS * pass_s:
-            self._use(1)
-
-    def _use(self, num_threads: int) -> None:
-        self.num_threads = num_threads
-        self._passes.clear()
-
-
-class _AllThreads(UpdateThreads):
-    """Always chooses all threads."""
-
-    def passed(self, num_chunks: int, updating_s: float, waiting_s: float) -> None:
-        """Ignore the pass."""
-
-
-_WINDOW = 6
-"""Number of passes that a choice is based on. If every second or every third pass differs from the
-others, any six passes in a row contain equally many of each kind."""
-
-_FEW_WAITS, _MANY_WAITS = 0.10, 0.14
-"""Shares of waiting in a pass on one thread. Below the first share the next pass uses all threads,
-above the second it uses one, and in between nothing changes. If drive and update are equally fast,
-a tenth of the pass is waiting: the drive has nothing to write while the first chunk is updated, and
-no update is left while the last chunk is written."""
-
-_FADING = 0.998
-"""Factor by which the remembered seconds on one thread shrink from one pass to the next."""
+    num_threads = torch.get_num_threads()
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    num_ranks = int(ranks) if ranks.isdecimal() else 1
+    is_torchruns = num_threads == 1 and os.environ.get("OMP_NUM_THREADS") == "1" and num_ranks > 1
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks) if is_torchruns else num_threads
 
 
 class UpdatePool:
-    """Runs a function on many items, on as many threads as torch uses; one caller at a time.
+    """Runs a function on many items, on `default_num_threads` threads; one caller at a time.
 
     The threads start when they first have work.
 
     Args:
         rule: Update rule that makes the steppers.
-        slow: Whether an update is likely to take longer than the drive needs for its bytes.
     """
 
-    def __init__(self, rule: UpdateRule, *, slow: bool = False) -> None:
+    def __init__(self, rule: UpdateRule) -> None:
         self._rule = rule
-        self._num_threads = default_num_threads()
-        self.threads = UpdateThreads(self._num_threads, self._num_threads if slow else 1)
-        """Number of threads that updates use."""
+        self._most = default_num_threads()
+        self.num_threads = self._most
+        """Number of threads that `run` uses. A smaller number leaves the other threads idle; a
+        larger one than that of a new pool has no effect."""
         self._contexts = [BlockContext(rule)]
         self._executor: TransferPool | None = None
 
-    def run(
-        self,
-        function: Callable[[BlockContext, Item], object],
-        items: Sequence[Item],
-        num_threads: int | None = None,
-    ) -> None:
+    def run(self, function: Callable[[BlockContext, Item], object], items: Sequence[Item]) -> None:
         """Call ``function(context, item)`` for every item, in any order, and wait for all calls.
 
         Args:
             function: Function to call, with the `BlockContext` of its thread and one item.
-            items: Items of the calls. One thread takes them in this order.
-            num_threads: Maximal number of threads; None for all. With one thread the calls still
-                run on a thread of the pool, on which torch uses one core per operation.
+            items: Items of the calls. Each thread takes the first one that is left.
 
         Raises:
             BaseException: The error of one of the calls, or an interrupt of the wait. Items that
                 had not begun are left out, and no call is in progress any more.
         """
-        num = min(num_threads or self._num_threads, len(items))
+        num = min(self.num_threads, self._most, len(items))
         # On the calling thread, torch lets other threads help, and they flush no denormal numbers.
         alone = len(items) == 1 and not flushes_denormals()
-        if self._num_threads == 1 or alone or not items:
+        if self._most == 1 or alone or not items:
             for item in items:
                 function(self._contexts[0], item)
             return
@@ -248,16 +177,6 @@ class UpdatePool:
         for item in items:
             function(self._contexts[0], item)
 
-    @contextmanager
-    def all_threads(self) -> Iterator[None]:
-        """Let updates use all threads within the block. Its passes do not affect the choice."""
-        chosen = self.threads
-        self.threads = _AllThreads(chosen.most, chosen.most)
-        try:
-            yield
-        finally:
-            self.threads = chosen
-
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """Call a function for every item, as `run` does, and return the results in item order."""
         results: list[Result | None] = [None] * len(items)
@@ -288,10 +207,10 @@ class UpdatePool:
             torch.set_num_threads(1)
             begun.put(None)
 
-        executor = TransferPool(UPDATE_THREAD, self._num_threads, begin)
+        executor = TransferPool(UPDATE_THREAD, self._most, begin)
         try:
             executor.submit(lambda: 0)  # starts all threads
-            for _ in range(self._num_threads):
+            for _ in range(self._most):
                 begun.get()
         except BaseException:
             executor.close()

@@ -134,11 +134,6 @@ class StepKeys:
             after.get(id(key), before) for key, before in zip(self.of, self._before, strict=True)
         ]
 
-    @property
-    def has_created_state(self) -> bool:
-        """Whether torch has created state in this step; known after `finish`."""
-        return any(key.is_new for key in self._after)
-
     def _count(self, keys: Iterable[Key]) -> None:
         self._pool.run_here(self._step_nothing, list(keys))
 

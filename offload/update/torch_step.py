@@ -22,9 +22,9 @@ import torch
 from offload.device.flat_tensors import FlatTensors
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.digests import Digests
-from offload.update import codecs
 from offload.update.blocks import Block, blocks, runs
-from offload.update.coder import StateCoder
+from offload.update.coding import codecs
+from offload.update.coding.coder import StateCoder
 from offload.update.live_values import join, master_of, split_back
 from offload.update.pool import BlockContext
 from offload.update.step_code import Call, LoadedChunk, PieceNumbers

@@ -81,10 +81,6 @@ class Place(Protocol):
         """Make the calling thread's current streams wait for the parameters updated so far."""
         ...
 
-    def finish(self) -> None:
-        """Note that all chunks have been updated, and that `StepKeys.finish` has returned."""
-        ...
-
 
 class ChunkUpdater:
     """Updates the chunks of one step. `updaters` has functions that make one.
@@ -165,9 +161,7 @@ class ChunkUpdater:
 
     def finish(self) -> list[Scalars | None]:
         """Return the scalar state of each parameter after the step."""
-        after = self._keys.finish()
-        self._place.finish()
-        return after
+        return self._keys.finish()
 
     def code(self, chosen: str) -> str:
         """Return which code takes this step, in words.

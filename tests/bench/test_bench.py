@@ -26,6 +26,7 @@ from bench import (
     hybrid,
     overlap,
     peers,
+    ranks_gather,
     report,
     resume,
     revisions,
@@ -168,6 +169,14 @@ def test_digests(measured: Measured) -> None:
 
 def test_small_tensors(measured: Measured) -> None:
     check(measured(small_tensors.main), rounds=3, claims=1)
+
+
+def test_ranks_gather(measured: Measured) -> None:
+    found = measured(ranks_gather.main, "--tensors", "60")
+    check(found, rounds=3, claims=2)
+    assert found["facts"]["value_bytes"] == 2 * 60 * ((1 << 20) // 60)
+    with pytest.raises(BenchError, match="cannot be dealt"):
+        ranks_gather.main(["--quick", "--tensors", "1"])
 
 
 def test_update_cpu(measured: Measured) -> None:

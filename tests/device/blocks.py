@@ -7,8 +7,8 @@ import math
 import torch
 
 from offload.device.kernels.forms import DeviceBlock, Form
-from offload.update import codecs
-from offload.update.codecs import Scratch
+from offload.update.coding import codecs
+from offload.update.coding.codecs import Scratch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK = 32

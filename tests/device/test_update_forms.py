@@ -1,8 +1,8 @@
 """Stored forms: the kernel's bytes are those of the codecs that a CPU uses.
 
-What is stored is decoded with `offload.update.codecs` and `offload.update.live_values`, stepped as
-plain FP32 arrays (`test_update_arithmetic.py` shows that that is torch's step), and encoded with
-the codecs again.
+What is stored is decoded with `offload.update.coding.codecs` and `offload.update.live_values`,
+stepped as plain FP32 arrays (`test_update_arithmetic.py` shows that that is torch's step), and
+encoded with the codecs again.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from offload.device.kernels.forms import (
     why_no_kernel,
 )
 from offload.format import rounding_keys
-from offload.update import codecs
-from offload.update.codecs import Scratch
+from offload.update.coding import codecs
+from offload.update.coding.codecs import Scratch
 from offload.update.live_values import take_edits
 from tests.device.blocks import (
     BF16,

@@ -20,6 +20,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -257,7 +258,12 @@ class FakeDevice:
 
     def send(self, copies: Any, after: Iterable[Event]) -> Event:
         with self._lock:
+            after = list(after)
             tick = max((event.tick for event in after), default=0)
+            queued = self.streams.position("fetch")
+            for event in after:
+                if event.stream == "fetch":
+                    self.streams.launch("send", partial(self.streams.run, "fetch", event.position))
             for source, into in copies:
                 _check(source, into)
                 key = self._see(into)
@@ -265,11 +271,17 @@ class FakeDevice:
                     raise AssertionError("a copy may overwrite what a kernel still uses")
                 if not isinstance(source, OnDevice):
                     self.num_sent += source.nbytes
+                on_device = isinstance(source, OnDevice)
                 self.streams.launch(
-                    "send", lambda source=source, into=into: into.held.copy_(_held(source))
+                    "send", partial(self._send, source, into, queued if on_device else 0)
                 )
                 self._unfenced[key] = self.streams.position("send")
             return self._queued("send", tick)
+
+    def _send(self, source: torch.Tensor, into: OnDevice, queued: int) -> None:
+        # What was queued on the other stream before may happen at any time: just now, for example.
+        self.streams.run("fetch", queued)
+        into.held.copy_(_held(source))
 
     def flatten(self, tensor: torch.Tensor, after: Iterable[Event]) -> torch.Tensor:
         with self._lock:

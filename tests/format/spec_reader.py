@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I16": "<i2", "I8": "i1", "U8": "u1"}
 
@@ -29,7 +31,7 @@ def chunk_starts(version: int, body: dict[str, Any]) -> list[int]:
     for multiple in range(0, total, grid):
         begin, at = 0, multiple
         for size in sizes:
-            if begin < multiple < begin + size and version == 3 and body["state_dtype"] == "int8":
+            if begin < multiple < begin + size and version > 2 and body["state_dtype"] == "int8":
                 inside = multiple - begin
                 at = begin + min(32 * math.ceil(inside / 32), size)
             begin += size
@@ -134,3 +136,117 @@ def _from_8_bits(
             root = c * np.float32(1 / 255) * s
             out[start:stop] = root * root
     return out
+
+
+def owner_parts(checkpoint: Path, *stores: Path) -> Iterator[tuple[dict[str, Any], Path, dict]]:
+    """Yield reference, directory and table of each owner's part, checked against the manifest."""
+    version, body = read_manifest(checkpoint)
+    assert version == 4
+    for reference in body["owners"]:
+        for store in (checkpoint.parent, *stores):
+            part = store / f"owner-{reference['owner']}" / reference["name"]
+            if not (part / "table.json").exists():
+                continue
+            document = json.loads((part / "table.json").read_text())
+            table = document["body"]
+            canonical = json.dumps(table, sort_keys=True, separators=(",", ":"))
+            digest = hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+            assert document["format"] == 1
+            assert document["digest"] == digest == reference["digest"]
+            assert table["owner"] == reference["owner"]
+            for key in ("store_id", "generation"):
+                assert table[key] == body[key]
+            assert reference["generation"] == body["generation"]
+            yield reference, part, table
+            break
+
+
+def owned_state(directory: Path, described: dict[str, Any]) -> dict[str, dict[tuple, np.ndarray]]:
+    """Return the stored values of the boxes of one owner, by array, then by name and box.
+
+    `described` is the body of the manifest for owner 0, and of the table for another owner. Every
+    chunk is compared with its digest.
+    """
+    found: dict[str, dict[tuple, np.ndarray]] = {}
+    starts = chunk_starts(4, {**described, "parameters": [_boxed(p) for p in _listed(described)]})
+    for array, dtype, _ in described["arrays"]:
+        path = directory / f"{array}.safetensors"
+        held = [p for p in _listed(described) if array in p[4]]
+        raw = path.read_bytes()
+        (length,) = struct.unpack("<Q", raw[:8])
+        data, item = raw[8 + length :], np.dtype(_NUMPY[dtype]).itemsize
+        assert list(json.loads(raw[8 : 8 + length])) == [_stored_name(p) for p in held]
+        found[array] = {}
+        for p in held:
+            _, shape, values = read_tensor(path, _stored_name(p))
+            assert shape == _boxed(p)[2]
+            offsets = p[5][0] if len(p) > 5 else [0] * len(shape)
+            found[array][p[0], tuple(offsets)] = values.reshape(shape)
+        # The digest of each chunk: the elements of the chunk whose parameters have the array.
+        at, cuts = 0, []
+        for p in _listed(described):
+            size = math.prod(_boxed(p)[2])
+            cuts.append((at, at + size, array in p[4]))
+            at += size
+        done = 0
+        for chunk, (first, last) in enumerate(pairwise(starts)):
+            num = sum(max(0, min(b, last) - max(a, first)) for a, b, has in cuts if has)
+            expected = described["digests"][array][chunk]
+            context = f"{described['store_id']}/{described['generation']}/{array}/{chunk}"
+            assert digest_of(data[done : done + num * item], context) == expected
+            done += num * item
+        assert done == len(data)
+    return found
+
+
+def check_model_boxes(checkpoint: Path, *described: dict[str, Any]) -> int:
+    """Compare boxes of the model with their digests; return how many bytes they have.
+
+    `described` are the body of the manifest, and those of tables.
+    """
+    _, body = read_manifest(checkpoint)
+    shapes = {name: (shape, dtype) for name, dtype, shape, _ in body["model"]}
+    total = 0
+    for owner in described:
+        for name, offsets, sizes, digests in owner["model_boxes"]:
+            shape, dtype = shapes[name]
+            _, _, values = read_tensor(checkpoint / "model.safetensors", name)
+            box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            data = np.ascontiguousarray(values.reshape(shape)[box]).tobytes()
+            assert len(digests) == math.ceil(len(data) / (16 << 20)), dtype
+            for piece, expected in enumerate(digests):
+                array = f"model/{name}{_notation(offsets, sizes)}"
+                context = f"{body['store_id']}/{body['generation']}/{array}/{piece}"
+                cut = data[piece * (16 << 20) : (piece + 1) * (16 << 20)]
+                assert digest_of(cut, context) == expected
+            total += len(data)
+    return total
+
+
+def digest_of(data: bytes, context: str) -> str:
+    """Return the digest of some bytes; `context` is the text that is appended."""
+    leaves = b"".join(
+        xxhash.xxh3_64_intdigest(data[at : at + (1 << 20)]).to_bytes(8, "little")
+        for at in range(0, len(data), 1 << 20)
+    )
+    return xxhash.xxh3_64_hexdigest(leaves + context.encode())
+
+
+def _listed(described: dict[str, Any]) -> list[list[Any]]:
+    parameters: list[list[Any]] = described["parameters"]
+    return parameters
+
+
+def _boxed(parameter: list[Any]) -> list[Any]:
+    """Return a parameter with the shape of its box in the place of its own shape."""
+    return [*parameter[:2], parameter[5][1] if len(parameter) > 5 else parameter[2], *parameter[3:]]
+
+
+def _stored_name(parameter: list[Any]) -> str:
+    box = "" if len(parameter) == 5 else _notation(*parameter[5])
+    return f"{parameter[0]}{box}"
+
+
+def _notation(offsets: list[int], sizes: list[int]) -> str:
+    parts = [f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True)]
+    return f"[{parts[0]},]" if len(parts) == 1 else f"[{', '.join(parts)}]"

@@ -21,7 +21,7 @@ NUMBERS = (
         "readers take the live parameter where it is not what its master rounds to",
         (
             Edit(
-                "offload/update/decoder.py",
+                "offload/update/coding/decoder.py",
                 "        return torch.where(edited, live.float(), master, out=out)\n",
                 "        return out.copy_(master)\n",
             ),
@@ -106,7 +106,7 @@ NUMBERS = (
         "the codes of a block whose scale is NaN are 0",
         (
             Edit(
-                "offload/update/blocks8.py",
+                "offload/update/coding/blocks8.py",
                 "    codes.masked_fill_(scales.isnan().unsqueeze_(1), 0)\n",
                 "    return\n",
             ),

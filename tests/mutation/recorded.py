@@ -82,7 +82,7 @@ RECORDED = (
     Mutation(
         "marked-for-another-store",
         "nothing is marked as damaged because of a directory that only its manifest names",
-        (Edit(_VERIFY, "marks=files is slot and (marks_parts or not sealed.drive)", "marks=True"),),
+        (Edit(_VERIFY, "marks = not part and (marks_parts or not sealed.drive)", "marks = True"),),
         (f"{_VERIFIED}::test_damage_of_the_original_marks_nothing_in_the_copy",),
     ),
     Mutation(

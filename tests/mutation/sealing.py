@@ -21,6 +21,7 @@ _OVERLAP = "tests/numerics/test_overlap.py"
 _RESIDENT = "tests/numerics/test_resident.py"
 _RESUME = "tests/numerics/test_resume_identity.py"
 _FROZEN = "tests/numerics/test_frozen.py"
+_BLOCKS = "tests/numerics/test_model_blocks.py"
 
 _THREE = power("three-checkpoints-keep=1")
 _COMMIT = """\
@@ -354,12 +355,24 @@ SEALING = (
         (
             Edit(
                 _MODEL,
-                "        for write in self._writes.pop(index - 2, []):\n"
+                "        for write in self._writes.get(index - 2, []):\n"
                 "            write.result()\n",
                 "",
             ),
         ),
         (f"{_STEPS}::test_the_bytes_of_the_parameters_are_those_of_when_they_were_copied",),
+    ),
+    Mutation(
+        "model-block-half-waited-for",
+        "when a write of a block has failed the block's other writes have ended",
+        (
+            Edit(
+                _MODEL,
+                "for write in self._writes.get(index - 2, []):",
+                "for write in self._writes.pop(index - 2, []):",
+            ),
+        ),
+        (f"{_BLOCKS}::test_when_a_write_of_a_block_fails_the_others_of_the_block_have_ended",),
     ),
     Mutation(
         "model-published-too-early",

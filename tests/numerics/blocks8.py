@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.update.codecs import Scratch, decode_blocks, encode_blocks
+from offload.update.coding.codecs import Scratch, decode_blocks, encode_blocks
 
 BLOCK = 32
 SIGNED, UNSIGNED = torch.int8, torch.uint8

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import offload.update.pool
+import offload.update.updaters
+from offload.update.host_place import HostPlace
+from offload.update.pool import UpdatePool
 
 UPDATE_THREADS = 2
 """Blocks are updated side by side in every test, however many cores there are."""
 
 
-class Alternating(offload.update.pool.UpdateThreads):
-    """Updates on one thread and on all of them in turns, whatever the drive does."""
+class AlternatingPlace(HostPlace):
+    """Updates on one thread and on all of them in turns, from step to step."""
 
-    def passed(self, num_chunks: int, updating_s: float, waiting_s: float) -> None:
-        """Change the number of threads, and with it where blocks are cut."""
-        del num_chunks, updating_s, waiting_s
-        self.num_threads = self.most if self.num_threads == 1 else 1
+    def __init__(self, pool: UpdatePool, *args: Any) -> None:
+        # The number of threads also changes where blocks are cut.
+        pool.num_threads = UPDATE_THREADS if pool.num_threads == 1 else 1
+        super().__init__(pool, *args)
 
 
 @pytest.fixture
@@ -36,6 +40,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload.update.pool, "default_num_threads", lambda: UPDATE_THREADS)
-        patch.setattr(offload.update.pool, "UpdateThreads", Alternating)
+        patch.setattr(offload.update.updaters, "HostPlace", AlternatingPlace)
         yield
     torch.set_num_threads(before)

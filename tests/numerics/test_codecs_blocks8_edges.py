@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload.update.blocks8 import TOO_LARGE
-from offload.update.codecs import Scratch, decode_blocks, encode_blocks
+from offload.update.coding.blocks8 import TOO_LARGE
+from offload.update.coding.codecs import Scratch, decode_blocks, encode_blocks
 from tests.numerics.blocks8 import (
     BLOCK,
     BOTH,

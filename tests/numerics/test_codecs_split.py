@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.update.codecs import Scratch, join_master, split_master
+from offload.update.coding.codecs import Scratch, join_master, split_master
 
 SIGN, INFINITY, QUIET = 0x80000000, 0x7F800000, 0x7FC00000
 ALL_16 = np.arange(1 << 16, dtype=np.uint64)

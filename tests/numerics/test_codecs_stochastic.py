@@ -18,7 +18,7 @@ import torch
 
 from offload.format import rounding_keys
 from offload.format.chunk_plan import Piece
-from offload.update.codecs import Scratch, round_runs, round_stochastic
+from offload.update.coding.codecs import Scratch, round_runs, round_stochastic
 
 NUM = 1 << 18
 ARRAY = "exp_avg"

@@ -22,7 +22,7 @@ import offload.update.host_place
 from gds import MemoryBackend
 from offload.format.chunk_plan import Piece
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.update.coder import StateCoder
+from offload.update.coding.coder import StateCoder
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockMemory
 from tests.numerics.reference import assert_same_bits, read_state

@@ -7,13 +7,15 @@ from concurrent.futures import Future
 import pytest
 import torch
 
+import offload.format.digests
 import offload.format.manifest
 import offload.model.model_file
-from gds import Buffer, File, IOFuture, MemoryBackend, WrapperBackend
+import offload.model.model_writing
+from gds import Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from gds.contract import BufferKind
 from offload.errors import DamagedError
-from offload.format.digests import DigestContext
+from offload.format.digests import DigestContext, leaf_digests
 from offload.format.header import Header, build_header
 from offload.format.known_leaves import KnownLeaves
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
@@ -221,6 +223,40 @@ class _LateWrite(_Late):
             file, source, offset = self._transfer
             self.set_result(file.write(source, offset).result())
         return super().result(timeout)
+
+
+class FailingFile(WrapperFile):
+    """Its second write fails. Writes have ended when they are waited for, and not before."""
+
+    def __init__(self, inner: File) -> None:
+        super().__init__(inner)
+        self.started: list[_LateWrite] = []
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        wrong = 1 << 60 if len(self.started) == 1 else 0  # far beyond the end of the file
+        self.started.append(_LateWrite(self.inner, source, offset + wrong))
+        return self.started[-1]  # type: ignore[return-value]
+
+
+def test_when_a_write_of_a_block_fails_the_others_of_the_block_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The memory of all of them is about to be freed or used again."""
+    for module in (offload.format.digests, offload.model.model_writing):
+        monkeypatch.setattr(module, "LEAF_BYTES", 512)
+    backend, values = MemoryBackend(), values_of(5 * BLOCK_BYTES)
+    header, image = image_of(values)
+    file = FailingFile(backend.create("/model", header.file_bytes))
+    known = KnownLeaves(readable=False)
+    for block in range(5):  # every second leaf has changed, so that a block takes four writes
+        content = values[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES].clone()
+        content.view(8, 512)[::2] ^= 1
+        known.note(block, leaf_digests(memoryview(content.numpy())))
+    buffers = BlockBuffers(backend, header.file_bytes)
+    with pytest.raises(StorageError):
+        write_model(image, file, buffers, CONTEXT, known, lambda _: None)
+    assert len(file.started) == 8, "two blocks"
+    assert all(write.done() for write in file.started if write is not file.started[1])
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import offload.update.host_place
 from gds import MemoryBackend
 from offload.errors import MismatchError, UnsupportedOptimizerError
 from offload.format import rounding_keys
-from offload.update import blocks8, codecs
+from offload.update.coding import blocks8, codecs
 from offload.update.fused_step import step_fused
 from offload.update.pool import BlockContext
 from offload.update.rules import UpdateRule

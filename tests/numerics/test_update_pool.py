@@ -61,7 +61,8 @@ def test_one_thread_of_the_pool_takes_the_items_in_order(pool: UpdatePool) -> No
         threads.add(threading.current_thread())
         done.append(item)
 
-    pool.run(work, range(20), 1)
+    pool.num_threads = 1
+    pool.run(work, range(20))
     assert done == [*range(20)]
     (thread,) = threads
     assert thread.name.startswith(UPDATE_THREAD)

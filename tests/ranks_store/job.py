@@ -13,10 +13,9 @@ import numpy as np
 import xxhash
 
 from gds import Backend, File
-from offload.checkpoint.owner_parts import parts_of_owner
+from offload.checkpoint.owner_parts import usable_parts
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.format.names import owner_name
 from offload.format.owners import ModelBox
 from offload.format.train_state import encode
 from offload.retention.policy import LastK
@@ -44,9 +43,7 @@ def rows(name: str, start: int, stop: int) -> ParameterSpec:
 
 
 LAYOUTS = (
-    Layout(
-        (rows("embed", 0, 50), ParameterSpec("norm", "BF16", (300,), 0, ARRAYS)), MODEL, 1024
-    ),
+    Layout((rows("embed", 0, 50), ParameterSpec("norm", "BF16", (300,), 0, ARRAYS)), MODEL, 1024),
     Layout((rows("embed", 50, 90), rows("head", 0, 40)), MODEL, 1024),
 )
 """Layout of each owner."""
@@ -149,14 +146,8 @@ class Job:
     @staticmethod
     def _look(backend: Backend, directory: str) -> dict[str, str]:
         """Return what rank 1 says that it sees, before anything is locked."""
-        path = f"{directory}/{owner_name(1)}"
-        if backend.stat(path) is None:
-            return {}
-        return {
-            part.name: part.header.digest
-            for part in parts_of_owner(backend, path)
-            if part.header is not None and not part.reason
-        }
+        every = usable_parts(backend, directory).values()  # of one store, or of none
+        return next(iter(every), {}).get(1, {})
 
     @property
     def newest(self) -> int:
@@ -259,5 +250,3 @@ def part_paths(backend: Backend, directory: str = TWO) -> Iterator[str]:
     for name in sorted(backend.list_dir(f"{directory}/owner-1")):
         if name.startswith("part-"):
             yield f"{directory}/owner-1/{name}"
-
-

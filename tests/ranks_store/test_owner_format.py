@@ -365,3 +365,47 @@ def test_cover_is_found_by_brute_force_too() -> None:
         else:
             assert exact
     assert min(counts.values()) > 5
+
+
+HOSTILE = (
+    None, True, -1, HUGE, 1.5, "", "x", "../..", "\ud800", "a" * 5000, [], {}, [[]], [None],
+    {"a": 1}, [[HUGE]], [HUGE] * 65, "0" * 16, "0" * 32, ["f" * 16] * 3,
+)  # fmt: skip
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Return the path of everything in a document."""
+    inside: list[tuple[str | int, Any]] = []
+    if isinstance(value, dict):
+        inside = list(value.items())
+    elif isinstance(value, list):
+        inside = list(enumerate(value))
+    return [path, *(found for key, one in inside for found in places(one, (*path, key)))]
+
+
+@pytest.mark.parametrize("kind", ["manifest", "table"])
+def test_whatever_stands_in_any_place_is_refused_or_read(kind: str) -> None:
+    """Each value is put in the place of each other value; the digest is right."""
+    body = GOOD._body() if kind == "manifest" else table_of()._body()
+    num_refused = 0
+    for path in places(body)[1:]:
+        for value in HOSTILE:
+            data = spoilt(put(*path, value=value), body)
+            try:
+                found = decode(data, "m") if kind == "manifest" else decoded(data)
+                _ = (found.layout.plans, found.digests)  # what a reader computes next
+            except CheckpointError:
+                num_refused += 1
+    assert num_refused > 2000
+
+
+@pytest.mark.parametrize("kind", ["manifest", "table"])
+def test_any_flipped_bit_is_found(kind: str) -> None:
+    data = GOOD.encode(1 << 13) if kind == "manifest" else table_of().encode(1 << 13)
+    content = len(data.rstrip(b" \n"))
+    rng = random.Random(7)
+    for _ in range(1500):
+        flipped = bytearray(data)
+        flipped[rng.randrange(content)] ^= 1 << rng.randrange(8)
+        with pytest.raises(CheckpointError):
+            decode(bytes(flipped), "m") if kind == "manifest" else decoded(bytes(flipped))

@@ -130,7 +130,7 @@ class ChunkStep:
         inputs = self.inputs(live)
         before, name = offload.update.pool.default_num_threads, "default_num_threads"
         setattr(offload.update.pool, name, lambda: threads)
-        pool = UpdatePool(self.rule, slow=True)
+        pool = UpdatePool(self.rule)
         setattr(offload.update.pool, name, before)
         digests = []
         try:

@@ -1,6 +1,6 @@
 // Stored forms of numbers, and the codecs of state for single values. Their results are those of
-// offload/update/codecs.py and offload/update/blocks8.py. All code is integer code, or FP32
-// operations that round once and are never contracted. Compiled for the CPU with the macros of
+// offload/update/coding/codecs.py and offload/update/coding/blocks8.py. All code is integer code, or
+// FP32 operations that round once and are never contracted. Compiled for the CPU with the macros of
 // tests/device/shim.h, the same source gives the same bits.
 
 #if __CUDA_FTZ

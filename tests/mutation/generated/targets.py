@@ -97,7 +97,6 @@ NOT_FOR_MUTANTS: Final = (
     "tests/numerics/test_codecs_blocks8_edges.py",
     "tests/numerics/test_codecs_split.py",
     "tests/numerics/test_codecs_stochastic.py",
-    "tests/numerics/test_update_threads.py",
     "tests/placement/test_cuda_calls.py",
     "tests/placement/test_device_bench.py",
     "tests/placement/test_rates.py",

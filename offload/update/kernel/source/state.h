@@ -1,7 +1,7 @@
 // Stored forms of the state: FP32, bf16 rounded at random, and 8 bits with a scale per 32 elements.
 //
 // Everything here works on groups of 32 elements, held in GROUP_VECTORS vectors. The forms are
-// those of `offload.update.rounding` and `offload.update.blocks8`, bit for bit.
+// those of `offload.update.coding.rounding` and `offload.update.coding.blocks8`, bit for bit.
 
 #pragma once
 
@@ -18,7 +18,7 @@ struct Key {  // of stochastic rounding
   uint32_t before, inside;
 };
 
-// Round to bf16, up or down at random: `_hash` and `_add` of `offload.update.rounding`.
+// Round to bf16, up or down at random: `_hash` and `_add` of `offload.update.coding.rounding`.
 // `element` is the index, within the parameter, of the first lane.
 INLINE void store_bf16_at_random(uint16_t *p, F x, uint64_t element, Key key) {
   const I number = V::add_int(V::of_int(static_cast<uint32_t>(element & 1)), V::lanes());

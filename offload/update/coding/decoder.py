@@ -12,8 +12,8 @@ from offload.device.staging import on_host
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.chunk_plan import ChunkPlan, Piece, Span
 from offload.format.layout import Layout, ParameterSpec
-from offload.update.codecs import join_master
-from offload.update.coder import StateCoder
+from offload.update.coding.codecs import join_master
+from offload.update.coding.coder import StateCoder
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockMemory
 from offload.update.rules import Scalars

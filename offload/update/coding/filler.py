@@ -15,9 +15,9 @@ from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece
 from offload.format.digests import Digests
 from offload.format.layout import Layout
-from offload.update import codecs
-from offload.update.coder import StateCoder
-from offload.update.decoder import (
+from offload.update.coding import codecs
+from offload.update.coding.coder import StateCoder
+from offload.update.coding.decoder import (
     ParameterViews,
     cut_by_parameter,
     has_master,

@@ -18,7 +18,7 @@ from offload.format import rounding_keys
 from offload.format.arrays import BLOCK_ELEMENTS, scale_name
 from offload.format.chunk_plan import Piece
 from offload.format.layout import Layout
-from offload.update import blocks8, codecs
+from offload.update.coding import blocks8, codecs
 from offload.update.pool import BlockMemory
 
 

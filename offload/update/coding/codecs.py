@@ -6,15 +6,15 @@ neither on threads nor on where a tensor is cut.
 
 Split masters are those of "FlashOptim: Optimizers for Memory Efficient Training" (Databricks, the
 flashoptim repository) with a 16-bit remainder. This module also exports the 8-bit formats of
-`offload.update.blocks8` and the stochastic rounding of `offload.update.rounding`.
+`offload.update.coding.blocks8` and the stochastic rounding of `offload.update.coding.rounding`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from offload.update.blocks8 import decode_blocks, encode_blocks
-from offload.update.rounding import has_nan, round_runs, round_stochastic, with_quiet_nans
+from offload.update.coding.blocks8 import decode_blocks, encode_blocks
+from offload.update.coding.rounding import has_nan, round_runs, round_stochastic, with_quiet_nans
 from offload.update.scratch import Scratch, constant
 
 __all__ = [

@@ -1,0 +1,87 @@
+"""A key-value store in memory: for ranks that are threads, or with a clock that the test moves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from offload.distributed.channel import ChannelLostError
+
+
+class Memory:
+    """The store."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+        self.is_lost = False
+
+
+class MemoryChannel:
+    """A connection of a thread."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.is_closed = False
+
+    def put(self, key: str, value: str) -> None:
+        with self.memory.changed:
+            self._require()
+            self.memory.values[key] = value
+            self.memory.changed.notify_all()
+
+    def get(self, key: str) -> str | None:
+        with self.memory.changed:
+            self._require()
+            return self.memory.values.get(key)
+
+    def wait(self, key: str, timeout_s: float) -> str | None:
+        with self.memory.changed:
+            self.memory.changed.wait_for(lambda: key in self.memory.values, timeout_s)
+            self._require()
+            return self.memory.values.get(key)
+
+    def delete(self, key: str) -> None:
+        with self.memory.changed:
+            self._require()
+            self.memory.values.pop(key, None)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def clone(self) -> MemoryChannel:
+        return type(self)(self.memory)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def _require(self) -> None:
+        if self.memory.is_lost or self.is_closed:
+            raise ChannelLostError("the store is lost")
+
+
+class TimedChannel(MemoryChannel):
+    """A connection with a clock of its own, which only waiting moves.
+
+    ``at`` has what others do, each at its time.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(memory)
+        self.time_s = 0.0
+        self.at: list[tuple[float, Callable[[], None]]] = []
+
+    def wait(self, key: str, timeout_s: float) -> str | None:
+        until = self.time_s + timeout_s
+        while key not in self.memory.values and self.at and self.at[0][0] <= until:
+            when, happen = self.at.pop(0)
+            self.time_s = max(self.time_s, when)
+            happen()
+        if key in self.memory.values:
+            return self.memory.values[key]
+        self.time_s = until
+        return None
+
+    def now(self) -> float:
+        return self.time_s

@@ -1,0 +1,214 @@
+"""Decisions on opening a store, over many combinations of what ranks see."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.distributed.opening import Plan, decide
+from offload.distributed.sights import (
+    CheckpointSight,
+    OwnerSight,
+    PartSight,
+    Sight,
+    StoreSight,
+)
+from offload.errors import RanksError
+
+STORE = "a" * 32
+
+
+def checkpoint(generation: int, owners: list[int]) -> CheckpointSight:
+    parts = tuple((owner, f"part-{generation}", f"digest {generation}") for owner in owners)
+    return CheckpointSight(step=10 * generation, generation=generation, parts=parts)
+
+
+def owner_sight(owner: int, generations: list[int], **problems: str) -> OwnerSight:
+    parts = tuple(
+        PartSight(name=f"part-{g}", digest=f"digest {g}", problem=problems.get(f"g{g}", ""))
+        for g in generations
+    )
+    return OwnerSight(owner=owner, place=f"place of {owner}", parts=parts)
+
+
+def sight(
+    rank: int,
+    *owners: OwnerSight,
+    first: tuple[CheckpointSight, ...] | None = None,
+    store_id: str = STORE,
+) -> Sight:
+    stores = ()
+    if owners or first is not None:
+        store = StoreSight(
+            store_id=store_id,
+            place="" if first is None else "the first directory",
+            checkpoints=first or (),
+            owners=owners,
+        )
+        stores = (store,)
+    return Sight(host=f"node-{rank}", new_id=f"{rank:032x}", stores=stores)
+
+
+@given(st.data())
+def test_any_mapping_of_ranks_to_nodes_finds_the_newest_whole_checkpoint(
+    data: st.DataObject,
+) -> None:
+    """The oracle: a checkpoint is whole if each of its parts is seen by someone, unmarked."""
+    num_owners = data.draw(st.integers(0, 4))
+    owners = list(range(1, num_owners + 1))
+    generations = data.draw(st.lists(st.integers(1, 9), unique=True, min_size=1, max_size=4))
+    marked = data.draw(
+        st.sets(st.tuples(st.sampled_from([*owners, 99]), st.sampled_from(generations)))
+    )
+    size = data.draw(st.integers(1, 5))
+    sees = {o: data.draw(st.sets(st.integers(0, size - 1), min_size=1)) for o in owners}
+    with_first = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
+    first = tuple(checkpoint(g, owners) for g in generations)
+    sights = [
+        sight(
+            rank,
+            *[
+                owner_sight(o, generations, **{f"g{g}": "marked" for m, g in marked if m == o})
+                for o in owners
+                if rank in sees[o]
+            ],
+            first=first if rank in with_first else None,
+        )
+        for rank in range(size)
+    ]
+    whole = [g for g in generations if not any((o, g) in marked for o in owners)]
+    if not whole:
+        with pytest.raises(RanksError, match="no checkpoint of the store can be used"):
+            decide(sights)
+        return
+    plan = decide(sights)
+    assert plan.checkpoint == (10 * max(whole), max(whole))
+    assert [step for step, _ in plan.refused] == [
+        10 * g for g in sorted(generations, reverse=True) if g > max(whole)
+    ]
+    assert plan.writer == min(with_first)
+    assert plan.served_by[0] == plan.writer
+    assert plan.served_by.keys() == {0, *owners}
+    assert all(plan.served_by[o] in sees[o] for o in owners)
+    assert len(set(plan.homes)) == size
+    assert plan.homes[plan.writer] == 0
+    for rank, home in enumerate(plan.homes):
+        assert plan.served_by.get(home, rank) == rank
+    assert not plan.is_new
+    assert plan.store_id == STORE
+    assert Plan.from_json(plan.as_json()) == plan
+    assert [Sight.from_json(one.as_json(), "rank 0") for one in sights] == sights
+
+
+@given(st.data())
+def test_a_missing_owner_is_never_passed_over(data: st.DataObject) -> None:
+    owners = list(range(1, data.draw(st.integers(1, 4)) + 1))
+    missing = data.draw(st.sampled_from(owners))
+    first = (checkpoint(1, []), checkpoint(2, owners))
+    sights = [sight(0, first=first)] + [
+        sight(o, *([owner_sight(o, [2])] if o != missing else [])) for o in owners
+    ]
+    order = data.draw(st.permutations(sights))
+    with pytest.raises(RanksError, match=f"owner-{missing}") as error:
+        decide(order)
+    lacking = next(rank for rank, one in enumerate(order) if one is sights[missing])
+    assert f"rank {lacking} on node-{missing} sees nothing" in str(error.value)
+
+
+def test_a_new_store_is_made_only_if_nobody_sees_an_old_one() -> None:
+    plan = decide([sight(0), sight(1), sight(2)])
+    assert (plan.is_new, plan.writer, plan.homes) == (True, 0, (0, 1, 2))
+    assert plan.store_id == sight(0).new_id
+    for rank in range(3):
+        sights = [sight(r, *([owner_sight(1, [1])] if r == rank else [])) for r in range(3)]
+        with pytest.raises(RanksError, match="no rank sees the first directory"):
+            decide(sights)
+
+
+def test_fresh_does_not_make_a_new_store_of_parts_without_a_first_directory() -> None:
+    sights = [replace(sight(0), fresh=True), replace(sight(1, owner_sight(1, [1])), fresh=True)]
+    with pytest.raises(RanksError, match="no rank sees the first directory"):
+        decide(sights)
+
+
+def test_fresh_starts_over_in_the_same_store() -> None:
+    sights = [sight(0, first=(checkpoint(1, [1]),)), sight(1)]
+    plan = decide([replace(one, fresh=True) for one in sights])
+    assert (plan.checkpoint, plan.is_new, plan.store_id) == (None, False, STORE)
+    assert plan.homes == (0, 2)  # owner 1 is named by a checkpoint that is there still
+    with pytest.raises(RanksError, match=r"rank 0 on node-0 was given fresh=True and rank 1"):
+        decide([replace(sights[0], fresh=True), sights[1]])
+
+
+def test_two_stores_are_named_with_the_ranks_that_see_them() -> None:
+    sights = [sight(0, first=()), sight(1), sight(2, first=(), store_id="b" * 32)]
+    with pytest.raises(RanksError, match=f"store {STORE} is seen by rank 0 on node-0; store bbbb"):
+        decide(sights)
+
+
+def test_one_rank_with_two_stores_is_refused() -> None:
+    both = replace(
+        sight(0, first=()),
+        stores=(*sight(0, first=()).stores, *sight(0, first=(), store_id="b").stores),
+    )
+    with pytest.raises(RanksError, match="rank 0 on node-0 sees parts of several stores"):
+        decide([both, sight(1)])
+
+
+def test_copies_of_a_directory_are_refused() -> None:
+    one, other = sight(0, first=()), sight(1, first=())
+    moved = replace(other, stores=(replace(other.stores[0], place="another directory"),))
+    with pytest.raises(RanksError, match="2 copies of the first directory"):
+        decide([one, moved])
+    copy = replace(owner_sight(1, []), place="another directory")
+    with pytest.raises(RanksError, match="2 copies of the directory of owner 1"):
+        decide([sight(0, owner_sight(1, []), first=()), sight(1, copy)])
+
+
+def test_the_error_of_one_rank_is_that_of_all() -> None:
+    sights = [sight(0, first=()), replace(sight(1), error="run/LOCK is held by process 7")]
+    with pytest.raises(RanksError, match="rank 1 on node-1: run/LOCK is held by process 7"):
+        decide(sights)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([], "part-1 of owner 1 is missing"),
+        ([PartSight(name="part-1", digest="other")], "has been written anew since"),
+        ([PartSight(name="part-1", digest="digest 1", problem="marked")], "be used: marked"),
+    ],
+    ids=["missing", "rewritten", "marked"],
+)
+def test_a_part_that_is_not_whole_is_named_with_its_rank(
+    parts: list[PartSight], words: str
+) -> None:
+    owner = OwnerSight(owner=1, place="p", parts=tuple(parts))
+    sights = [sight(0, first=(checkpoint(1, [1]),)), sight(1, owner)]
+    with pytest.raises(RanksError, match=words) as error:
+        decide(sights)
+    assert "rank 1 on node-1" in str(error.value)
+
+
+def test_owners_are_spread_over_the_ranks_that_see_them() -> None:
+    every = [owner_sight(o, []) for o in (1, 2, 3)]
+    for size in (1, 2, 3, 4):
+        plan = decide([sight(r, *every, first=()) for r in range(size)])
+        load = [list(plan.served_by.values()).count(rank) for rank in range(size)]
+        assert max(load) - min(load) <= 1
+    assert plan.served_by == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_every_order_of_the_ranks_has_the_same_checkpoint() -> None:
+    first = (checkpoint(1, [1, 2]), checkpoint(2, [1, 2]))
+    sights = [
+        sight(0, first=first),
+        sight(1, owner_sight(1, [1, 2])),
+        sight(2, owner_sight(2, [1, 2], g2="marked")),
+    ]
+    plans = [decide(order) for order in itertools.permutations(sights)]
+    assert {plan.checkpoint for plan in plans} == {(10, 1)}

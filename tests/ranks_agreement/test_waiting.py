@@ -1,0 +1,125 @@
+"""How long a rank waits for others: the limit counts from their last sign of progress."""
+
+from __future__ import annotations
+
+from offload.distributed.driver import Driver, announcement
+from offload.distributed.effects import Arrived, Await, Program
+from offload.distributed.peers import error_key, names, sign_key
+from offload.distributed.signs import SIGNS_PER_LIMIT, Signs
+from tests.ranks_agreement.memory_channel import Memory, TimedChannel
+
+LIMIT_S = 60.0
+LOOK_S = 4.0
+"""Generous bound on the time between two looks."""
+
+
+class Silent:
+    def give(self) -> None:
+        pass
+
+
+def waiting(*ranks: int) -> Program[Arrived]:
+    return (yield Await(tuple((rank, f"key/{rank}") for rank in ranks), "scope"))
+
+
+def driver_of(channel: TimedChannel) -> Driver:
+    return Driver(channel, Silent(), LIMIT_S)
+
+
+def signs_at(channel: TimedChannel, rank: int, *times_s: float) -> None:
+    for number, time_s in enumerate(times_s):
+        key = sign_key("scope", rank)
+        channel.at.append((time_s, lambda n=number: channel.put(key, str(n))))
+    channel.at.sort(key=lambda item: item[0])
+
+
+def test_a_rank_without_a_sign_is_given_up_after_the_limit() -> None:
+    channel = TimedChannel(Memory())
+    assert driver_of(channel).run(waiting(1)) == Arrived({})
+    assert LIMIT_S <= channel.time_s <= LIMIT_S + 2 * LOOK_S
+
+
+def test_a_slow_rank_is_waited_for_as_long_as_it_gives_signs() -> None:
+    channel = TimedChannel(Memory())
+    signs_at(channel, 1, *range(0, 3000, 50))
+    channel.at.append((3030.0, lambda: channel.put("key/1", "done")))
+    assert driver_of(channel).run(waiting(1)) == Arrived({1: "done"})
+
+
+def test_the_limit_counts_from_the_last_sign() -> None:
+    channel = TimedChannel(Memory())
+    signs_at(channel, 1, 0, 50, 100, 150)
+    assert driver_of(channel).run(waiting(1)) == Arrived({})
+    assert 150 + LIMIT_S <= channel.time_s <= 150 + LIMIT_S + 2 * LOOK_S
+
+
+def test_signs_of_one_rank_do_not_prolong_the_wait_for_another() -> None:
+    channel = TimedChannel(Memory())
+    signs_at(channel, 1, *range(0, 1000, 20))
+    assert driver_of(channel).run(waiting(1, 2)) == Arrived({})
+    assert channel.time_s <= LIMIT_S + 2 * LOOK_S
+
+
+def test_what_has_arrived_is_returned_when_another_rank_is_given_up() -> None:
+    channel = TimedChannel(Memory())
+    channel.put("key/2", "here")
+    assert driver_of(channel).run(waiting(1, 2, 3)) == Arrived({2: "here"})
+
+
+def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
+    channel = TimedChannel(Memory())
+
+    def stopped() -> None:
+        channel.time_s += 3600
+
+    channel.at = [(10.0, stopped), (3640.0, lambda: channel.put("key/1", "done"))]
+    assert driver_of(channel).run(waiting(1)) == Arrived({1: "done"})
+
+
+def test_an_announced_error_ends_the_wait_for_the_rank_that_announced_it() -> None:
+    channel = TimedChannel(Memory())
+    text = announcement(2, "rank 2 failed: no memory")
+    channel.at = [(5.0, lambda: channel.put(error_key("scope"), text))]
+    assert driver_of(channel).run(waiting(1, 2)) == Arrived({}, "rank 2 failed: no memory")
+    assert channel.time_s < LIMIT_S / 2
+
+
+def test_an_announced_error_does_not_end_the_wait_for_other_ranks() -> None:
+    channel = TimedChannel(Memory())
+    channel.put(error_key("scope"), announcement(2, "rank 2 failed"))
+    channel.at = [(30.0, lambda: channel.put("key/1", "done"))]
+    assert driver_of(channel).run(waiting(1)) == Arrived({1: "done"})
+
+
+def test_signs_are_few_and_only_for_what_is_in_progress() -> None:
+    channel = TimedChannel(Memory())
+    signs = Signs(channel, 3, LIMIT_S)
+    signs.begin("a")
+    signs.begin("b")
+    given: list[str | None] = []
+    for _ in range(1000):
+        channel.time_s += LIMIT_S / 1000
+        signs.give()
+        given.append(channel.get(sign_key("a", 3)))
+    assert 2 <= len(set(given)) <= SIGNS_PER_LIMIT + 1
+    signs.end("a")
+    channel.time_s += LIMIT_S
+    before = channel.get(sign_key("a", 3)), channel.get(sign_key("b", 3))
+    signs.give()
+    assert channel.get(sign_key("a", 3)) == before[0]
+    assert channel.get(sign_key("b", 3)) != before[1]
+
+
+def test_a_sign_never_raises() -> None:
+    channel = TimedChannel(Memory())
+    channel.memory.is_lost = True
+    signs = Signs(channel, 3, LIMIT_S)
+    signs.begin("a")
+    signs.give()
+
+
+def test_ranks_in_words() -> None:
+    assert names([2]) == "rank 2"
+    assert names([3, 1, 2]) == "ranks 1 to 3"
+    assert names([0, 1]) == "ranks 0 and 1"
+    assert names([0, 2, 3, 4, 7]) == "ranks 0, 2 to 4 and 7"

@@ -1,0 +1,369 @@
+"""What the ranks of the tests do; each function runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.distributed.gather import BounceBuffer, Gathering
+from offload.distributed.gather_plan import BoxKey, BoxPiece, GatherPlan, RankChunk, Transfer
+from offload.distributed.holder_groups import HolderGroups
+from offload.errors import RanksError
+from offload.format.boxes import Box
+from tests.ranks_gather.worlds import (
+    DTYPES,
+    SLICE_BYTES,
+    World,
+    holder_choices,
+    memory,
+    new_values,
+)
+
+Bits = dict[str, bytes]
+TIMEOUT_S = 30
+
+
+class Rank:
+    """One rank's tensors of a world, and its pass over its chunks."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.tensors = {
+            name: memory(shape, dtype, scattered=name in world.scattered[rank])
+            for name, (shape, dtype) in world.tensors.items()
+        }
+        self.versions = {name: tensor._version for name, tensor in self.tensors.items()}
+        self._new = {n: new_values(n, *about) for n, about in world.tensors.items()}
+
+    def live(self, name: str, box: Box) -> torch.Tensor:
+        assert self.rank in self.world.holders[name, box]
+        return self.tensors[name].detach()[box.slices]
+
+    def update(self, chunk: RankChunk) -> None:
+        """Write new values, without a change of versions, so that those of a gathering show."""
+        for piece in chunk.pieces:
+            box = self._new[piece.name][piece.box.slices]
+            live = self.live(piece.name, piece.box).data
+            if piece.key not in self.world.late:
+                live.view(-1)[piece.start : piece.stop] = box.reshape(-1)[piece.start : piece.stop]
+            elif chunk is self._last_of(piece.key):
+                live.copy_(box)
+
+    def _last_of(self, key: BoxKey) -> RankChunk:
+        own = self.world.chunks[self.rank]
+        return [chunk for chunk in own if any(piece.key == key for piece in chunk.pieces)][-1]
+
+    def range(self, piece: BoxPiece) -> torch.Tensor:
+        """Return a copy of a piece's present values."""
+        box = self.live(piece.name, piece.box)
+        return box.reshape(-1)[piece.start : piece.stop].clone()
+
+    def expected(self, piece: BoxPiece) -> torch.Tensor:
+        return self._new[piece.name][piece.box.slices].reshape(-1)[piece.start : piece.stop]
+
+    def bits(self) -> Bits:
+        return {name: bits(tensor) for name, tensor in self.tensors.items()}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def gather_worlds(rank: int, worlds: list[World], num_slots: int) -> list[tuple[Bits, list[int]]]:
+    """Gather world after world; return this rank's tensors, and the changes of their versions."""
+    num_ranks = dist.get_world_size()
+    sets = {choice for choice in holder_choices(num_ranks, "mixed") if choice}
+    groups = HolderGroups(sets, timeout_s=TIMEOUT_S)
+    buffer = BounceBuffer(SLICE_BYTES, num_slots)
+    waits = random.Random(rank)
+    found = []
+    for world in worlds:
+        own = Rank(world, rank)
+
+        def arrived(transfer: Transfer, own: Rank = own) -> None:
+            assert transfer.owner != own.rank
+            for piece in transfer.pieces:
+                assert bits(own.range(piece)) == bits(own.expected(piece))
+
+        gathering = Gathering(world.plan(), groups, own.live, buffer, arrived=arrived)
+        for chunk in world.chunks[rank]:
+            time.sleep(waits.random() / 500)
+            own.update(chunk)
+            gathering.updated(chunk.number)
+        gathering.finish()
+        changes = [t._version - own.versions[n] for n, t in own.tensors.items()]
+        found.append((own.bits(), changes))
+    return found
+
+
+def ddp_world(num_ranks: int, num_chunks: int, length: int = 3000) -> World:
+    """Return a world in which each rank updates `num_chunks` chunks of a tensor of its own."""
+    world = World(num_ranks, chunks=[[] for _ in range(num_ranks)])
+    everyone = tuple(range(num_ranks))
+    for rank in everyone:
+        world.scattered[rank] = set()
+        name, box = f"t{rank}", Box.whole((num_chunks * length,))
+        dtype = [*DTYPES][rank % 3]
+        world.tensors[name] = box.sizes, dtype
+        world.holders[name, box], world.owners[name, box] = everyone, rank
+        for n in range(num_chunks):
+            piece = BoxPiece(name, box, dtype, n * length, (n + 1) * length)
+            world.chunks[rank].append(RankChunk(n, (piece,)))
+    return world
+
+
+def _run(
+    own: Rank,
+    gathering: Gathering,
+    before: Callable[[RankChunk], object] = lambda _: None,
+) -> None:
+    """Run a pass as an engine does; raises what the engine would raise."""
+    try:
+        for chunk in own.world.chunks[own.rank]:
+            before(chunk)
+            own.update(chunk)
+            gathering.updated(chunk.number)
+    except BaseException as error:
+        failure = gathering.fail(error)
+        if failure is error:
+            raise
+        raise failure from error
+    gathering.finish()
+
+
+class Fault(Exception):  # noqa: N818
+    """A fault that a test injects."""
+
+
+def gather_with_faults(rank: int, world: World, faults: dict[int, tuple[str, int]]) -> Any:
+    """Gather; ranks in `faults` fail at the n-th call of a place. Then show that ranks still talk.
+
+    Returns:
+        Class, message, and class of the cause; and the sum of all ranks' numbers.
+    """
+    place, count = faults.get(rank, ("", 0))
+    left = [count]
+
+    def maybe(here: str) -> None:
+        if place == here:
+            left[0] -= 1
+            if left[0] < 0:
+                if here == "interrupt":
+                    raise KeyboardInterrupt
+                raise Fault(f"the drive of {here} is gone")
+
+    def live(name: str, box: Box) -> torch.Tensor:
+        maybe("live")
+        return own.live(name, box)
+
+    own = Rank(world, rank)
+    plan = world.plan()
+    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    gathering = Gathering(
+        plan,
+        groups,
+        live,
+        BounceBuffer(SLICE_BYTES),
+        before_write=lambda _: maybe("before_write"),
+        arrived=lambda _: maybe("arrived"),
+    )
+
+    def before(chunk: RankChunk) -> None:
+        maybe("pass")
+        maybe("interrupt")
+        if place == "killed" and (left := count - chunk.number) <= 0:
+            os._exit(9 + left)
+
+    try:
+        _run(own, gathering, before)
+    except BaseException as error:  # noqa: BLE001
+        said = (type(error).__name__, str(error), type(error.__cause__).__name__)
+    else:
+        said = ("", "", "")
+    if any(place == "killed" for place, _ in faults.values()):
+        return said, 0
+    numbers = torch.tensor([rank + 1])
+    dist.all_reduce(numbers)
+    return said, numbers.item()
+
+
+def gather_too_late(rank: int, world: World) -> tuple[str, str]:
+    """Gather with a short limit; rank 0 begins when the others have given up."""
+    plan = world.plan()
+    groups = HolderGroups(plan.holder_sets, timeout_s=2)
+    own = Rank(world, rank)
+    gathering = Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES))
+    if rank == 0:
+        dist.barrier()
+    found = "", ""
+    try:
+        _run(own, gathering)
+    except RanksError as error:
+        found = "RanksError", str(error)
+    if rank != 0:
+        dist.barrier()
+    return found
+
+
+def gather_beside_a_seal(rank: int, world: World) -> tuple[Bits, Bits]:
+    """Gather while a seal copies the old values slowly; return what it copied, and the values."""
+    own = Rank(world, rank)
+    plan = world.plan()
+    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    copied: dict[str, torch.Tensor] = {}
+    changed = threading.Condition()
+    versions: list[int] = []
+
+    def seal() -> None:
+        for name, tensor in own.tensors.items():
+            time.sleep(0.05)
+            old = tensor.detach().clone()
+            versions.append(tensor._version - own.versions[name])
+            with changed:
+                copied[name] = old
+                changed.notify_all()
+
+    def wait(name: str) -> None:
+        with changed:
+            assert changed.wait_for(lambda: name in copied, timeout=TIMEOUT_S)
+
+    thread = threading.Thread(target=seal)
+    thread.start()
+    gathering = Gathering(
+        plan,
+        groups,
+        own.live,
+        BounceBuffer(SLICE_BYTES),
+        before_write=lambda piece: wait(piece.name),
+    )
+    own_chunks = {piece.name for chunk in world.chunks[rank] for piece in chunk.pieces}
+    _run(own, gathering, lambda _: [wait(name) for name in own_chunks])
+    thread.join()
+    assert not any(versions)
+    return {name: bits(tensor) for name, tensor in copied.items()}, own.bits()
+
+
+def gather_without_some_calls(rank: int, world: World, silent: list[int]) -> Bits:
+    """Gather; ranks in `silent` report none of their chunks but the last."""
+    own = Rank(world, rank)
+    plan = world.plan()
+    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    gathering = Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES))
+    for chunk in world.chunks[rank]:
+        own.update(chunk)
+        if rank not in silent or chunk is world.chunks[rank][-1]:
+            gathering.updated(chunk.number)
+        gathering.updated(12345)  # a chunk that only moves to another slot
+    gathering.finish()
+    return own.bits()
+
+
+def gather_in_the_wrong_order(rank: int, world: World) -> tuple[str, str]:
+    """Gather; rank 0 updates its last chunk first."""
+    own = Rank(world, rank)
+    plan = world.plan()
+    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    gathering = Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES))
+    try:
+        _run_chunks(gathering, world.chunks[rank][:: -1 if rank == 0 else 1])
+    except RanksError as error:
+        return "RanksError", str(error)
+    return "", ""
+
+
+def _run_chunks(gathering: Gathering, chunks: list[RankChunk]) -> None:
+    try:
+        for chunk in chunks:
+            gathering.updated(chunk.number)
+    except RuntimeError as error:
+        raise gathering.fail(error) from error
+    gathering.finish()
+
+
+def gather_in_a_part_of_the_world(rank: int, world: World) -> Bits:
+    """Gather among ranks 1 and 3 of four processes."""
+    part = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return {}
+    plan = world.plan()
+    groups = HolderGroups(plan.holder_sets, group=part, timeout_s=TIMEOUT_S)
+    own = Rank(world, groups.rank)
+    _run(own, Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES)))
+    return own.bits()
+
+
+def gather_large(rank: int) -> tuple[Bits, int]:
+    """Gather with the default sizes: large pieces, and small ones beside them.
+
+    Returns:
+        The values, and the bytes of slots that have been allocated.
+    """
+    world = large_world()
+    plan = GatherPlan(world.chunks, world.holders)
+    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    own = Rank(world, rank)
+    buffer = BounceBuffer(plan.slice_bytes, 2)
+    for _ in range(2):
+        _run(own, Gathering(plan, groups, own.live, buffer))
+    free: Any = buffer._free
+    return own.bits(), sum(slot.nbytes for slot in free)
+
+
+def large_world() -> World:
+    world = World(2, chunks=[[], []], scattered={0: set(), 1: set()})
+    for rank, length in ((0, 3_000_001), (1, 2_500_000)):
+        pieces = []
+        for n, size in enumerate([length, *[1000 + k for k in range(60)]]):
+            name, box = f"t{100 * rank + n}", Box.whole((size,))
+            dtype = [*DTYPES][n % 3]
+            world.tensors[name] = box.sizes, dtype
+            world.holders[name, box], world.owners[name, box] = (0, 1), rank
+            pieces.append(BoxPiece(name, box, dtype, 0, size))
+        world.chunks[rank] = [RankChunk(0, tuple(pieces[:1])), RankChunk(1, tuple(pieces[1:]))]
+    return world
+
+
+def read_a_file(rank: int, path: str, lengths: dict[str, tuple[str, int, int]]) -> tuple[Bits, int]:
+    """Read a file of tensors: each rank its share, the rest from the others.
+
+    Args:
+        rank: This rank.
+        path: Path of the file.
+        lengths: Dtype, number of elements, and offset in bytes of each tensor.
+
+    Returns:
+        The values, and the bytes that this rank has read.
+    """
+    from offload.distributed.gather_plan import deal_reading
+    from offload.update.dtypes import DTYPES as ALL
+
+    num_ranks = dist.get_world_size()
+    keys = {(name, Box.whole((n,))): dtype for name, (dtype, n, _) in lengths.items()}
+    holders = dict.fromkeys(keys, tuple(range(num_ranks)))
+    chunks = deal_reading(keys, holders, num_ranks, chunk_bytes=4096)
+    plan = GatherPlan(chunks, holders, slice_bytes=SLICE_BYTES)
+    tensors = {name: torch.zeros(n, dtype=ALL[dtype]) for name, (dtype, n, _) in lengths.items()}
+    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    buffer = BounceBuffer(SLICE_BYTES)
+    gathering = Gathering(plan, groups, lambda name, _: tensors[name], buffer)
+    num_read = 0
+    with open(path, "rb") as file:
+        for chunk in chunks[rank]:
+            for piece in chunk.pieces:
+                target = tensors[piece.name][piece.start : piece.stop]
+                file.seek(lengths[piece.name][2] + piece.start * target.element_size())
+                data = bytearray(file.read(target.nbytes))
+                num_read += len(data)
+                target.copy_(torch.frombuffer(data, dtype=target.dtype))
+            gathering.updated(chunk.number)
+    gathering.finish()
+    return {name: bits(tensor) for name, tensor in tensors.items()}, num_read

@@ -1,0 +1,322 @@
+"""Readers of a store with several owners: on the node that sees everything, and on others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gds import LockHeldError, PosixBackend
+from offload import list_checkpoints, load_parameters, open_checkpoint
+from offload.checkpoint.opening import open_for_parameters
+from offload.errors import CheckpointError, CheckpointNotFoundError, DamagedError
+from offload.exchange.read_state import read_state
+from offload.store.poison import Poison
+from offload.store.pruning import prune
+from offload.store.quarantine import verify_and_mark, write_quarantine
+from tests.command_line import Run
+from tests.format.spec_reader import (
+    check_model_boxes,
+    owned_state,
+    owner_parts,
+    read_manifest,
+)
+from tests.ranks_store.job import LAYOUTS, MODEL, SHAPES, Job, values
+from tests.stores.files import flip_on_disk
+
+NUM_ELEMENTS = sum(layout.num_elements for layout in LAYOUTS)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """The store of two ranks of one host, with checkpoints of steps 1 and 2."""
+    return made(tmp_path / "run", tmp_path / "run")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> tuple[Path, Path]:
+    """The same, of two nodes that do not see each other's directory."""
+    made(tmp_path / "run", tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").rename(tmp_path / "other node")
+    return tmp_path / "run", tmp_path / "other node"
+
+
+def made(one: Path, two: Path) -> Path:
+    with (
+        PosixBackend() as backend,
+        Job([backend, backend], keep=2, directories=(str(one), str(two))) as job,
+    ):
+        for step in (1, 2):
+            job.seal(step)
+    return one
+
+
+def part_of(store: Path, step: int = 2) -> Path:
+    _, body = read_manifest(store / f"step-{step:08d}")
+    return store / "owner-1" / str(body["owners"][0]["name"])
+
+
+def test_every_byte_of_all_owners_is_verified(store: Path) -> None:
+    with open_checkpoint(store) as opened:
+        report = opened.verify()
+        assert report.ok
+        assert report.not_seen == ()
+        state = sum(layout.state_bytes for layout in LAYOUTS)
+        assert report.bytes_checked == state + sum(t.nbytes for t in MODEL)
+        assert opened.num_parameters == NUM_ELEMENTS
+        assert opened.state_arrays == dict.fromkeys(("master", "exp_avg"), 4 * NUM_ELEMENTS)
+        on_disk = [*(store / "step-00000002").iterdir(), *part_of(store).iterdir()]
+        assert sum(opened.files.values()) == sum(p.stat().st_size for p in on_disk)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["step-00000002/master.safetensors", "step-00000002/model.safetensors", "owner-1"],
+)
+def test_a_flipped_bit_is_found_wherever_it_is(store: Path, place: str) -> None:
+    path = part_of(store) / "exp_avg.safetensors" if place == "owner-1" else store / place
+    flip_on_disk(path, path.stat().st_size - 5)
+    with open_checkpoint(store) as opened:
+        report = opened.verify()
+        assert len(report.problems) == 1
+        assert str(path) in report.problems[0]
+        marked = verify_and_mark(opened)
+    assert marked.quarantined
+    mark = (part_of(store) if place == "owner-1" else store / "step-00000002") / "damaged.txt"
+    assert [*store.rglob("damaged.txt")] == [mark]
+    with pytest.warns(RuntimeWarning, match="quarantined"), open_checkpoint(store) as opened:
+        assert opened.step == 1
+    flip_on_disk(path, path.stat().st_size - 5)  # repaired
+    with open_checkpoint(store / "step-00000002", even_quarantined=True) as opened:
+        assert opened.quarantined
+        assert not verify_and_mark(opened).quarantined
+    assert [*store.rglob("damaged.txt")] == []
+
+
+def test_a_copy_marks_nothing_in_the_original(nodes: tuple[Path, Path]) -> None:
+    one, other = nodes
+    original = one.parent / "elsewhere"
+    other.rename(original)
+    for path in original.glob("owner-1/part-*/exp_avg.safetensors"):
+        flip_on_disk(path, path.stat().st_size - 5)
+    with open_checkpoint(one) as opened:
+        report = verify_and_mark(opened)
+        assert not report.ok
+        assert not report.quarantined
+    assert [*one.parent.rglob("damaged.txt")] == []
+    with open_checkpoint(one, parts=[original]) as opened:
+        assert verify_and_mark(opened).quarantined
+    assert len([*original.rglob("damaged.txt")]) == 1
+
+
+def test_a_node_that_sees_one_owner_checks_it_and_names_the_others(
+    nodes: tuple[Path, Path],
+) -> None:
+    one, other = nodes
+    sealed_as = one.parent / "elsewhere" / "owner-1" / part_of(other.parent / "run").name
+    with open_checkpoint(one) as opened:
+        report = opened.verify()
+        assert report.ok
+        assert report.not_seen == (str(sealed_as),)
+        assert opened.num_parameters == LAYOUTS[0].num_elements
+        assert [owner.table for owner in opened.owners] == [None]
+    with open_checkpoint(one, parts=[other]) as opened:
+        report = opened.verify()
+        assert report.ok
+        assert report.not_seen == ()
+        assert opened.num_parameters == NUM_ELEMENTS
+    assert [i.not_seen for i in list_checkpoints(one, parts=[other])] == [(), ()]
+    assert all(len(info.not_seen) == 1 and info.valid for info in list_checkpoints(one))
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        open_checkpoint(other)
+
+
+@pytest.mark.parametrize("damage", ["gone", "rewritten", "header", "size", "marked"])
+def test_a_part_that_is_not_that_of_the_checkpoint_refuses_it(store: Path, damage: str) -> None:
+    part = part_of(store)
+    if damage == "gone":
+        shutil.rmtree(part)
+    elif damage == "rewritten":
+        shutil.copy(part_of(store, 1) / "table.json", part / "table.json")
+    elif damage == "header":
+        flip_on_disk(part / "master.safetensors", 30)
+    elif damage == "size":
+        (part / "master.safetensors").write_bytes(b"x")
+    else:
+        with PosixBackend() as backend:
+            write_quarantine(backend, str(part), "read twice", Poison(str(part)))
+    with pytest.warns(RuntimeWarning, match=r"not using .*step-00000002") as warned:
+        opened = open_checkpoint(store)
+    with opened:
+        assert opened.step == 1
+    assert str(part) in str(warned[0].message)
+    with pytest.raises(CheckpointError, match=str(part)):
+        open_checkpoint(store / "step-00000002")
+    assert [info.valid for info in list_checkpoints(store)] == [True, False]
+    assert (store / "step-00000002" / "manifest.json").exists()
+
+
+def test_a_marked_part_can_be_looked_at(store: Path) -> None:
+    with PosixBackend() as backend:
+        path = str(part_of(store))
+        write_quarantine(backend, path, "read twice", Poison(path))
+    with pytest.raises(DamagedError, match="read twice"):
+        open_checkpoint(store / "step-00000002")
+    with open_checkpoint(store / "step-00000002", even_quarantined=True) as opened:
+        assert opened.verify().ok
+
+
+def test_an_open_checkpoint_keeps_its_parts(store: Path) -> None:
+    with PosixBackend() as backend:
+        path = str(part_of(store))
+        with open_checkpoint(store), pytest.raises(LockHeldError):
+            backend.lock(path)
+        backend.lock(path).release()
+
+
+def test_what_reads_one_owner_only_says_so(store: Path) -> None:
+    with open_checkpoint(store) as opened, pytest.raises(CheckpointError, match="has 2 owners"):
+        read_state(opened, "norm")
+    import torch
+
+    with pytest.raises(CheckpointError, match="has 2 owners"):
+        load_parameters(torch.nn.Linear(1, 1), store)
+    with open_for_parameters(store) as opened:
+        assert opened.step == 2
+
+
+def test_a_copy_is_read_without_the_original(store: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(store, copy)
+    shutil.rmtree(store)
+    with open_checkpoint(copy) as opened:
+        assert [owner.path for owner in opened.owners] == [str(part_of(copy))]
+        assert opened.verify().ok
+
+
+def test_pruning_removes_parts_that_none_names(store: Path) -> None:
+    from offload.retention.policy import LastK
+
+    extra = store / "owner-3" / "part-1"
+    shutil.copytree(part_of(store), extra)  # of another owner: left alone
+    old, new = part_of(store, 1), part_of(store)
+    planned = prune(store, LastK(1), dry_run=True)
+    assert old.exists()
+    done = prune(store, LastK(1), verify=True)
+    assert [*map(str, [old])] == [p.path for p in done.leftovers if "owner" in p.path]
+    assert planned.leftovers == done.leftovers
+    assert new.exists()
+    assert extra.exists()
+    assert not old.exists()
+    with open_checkpoint(store) as opened:
+        assert opened.verify().ok
+
+
+class TestIndependentReader:
+    """`tests/format/spec_reader.py` reads what `docs/format.md` says, without the library."""
+
+    def test_it_reads_every_box_of_every_owner(self, store: Path) -> None:
+        checkpoint = store / "step-00000002"
+        _, body = read_manifest(checkpoint)
+        ((_, part, table),) = owner_parts(checkpoint)
+        whole = {
+            (array, name): np.full(shape, np.nan, dtype=np.float32)
+            for array in ("master", "exp_avg")
+            for name, shape in SHAPES.items()
+        }
+        covered = {key: np.zeros(array.shape, dtype=int) for key, array in whole.items()}
+        for directory, described in ((checkpoint, body), (part, table)):
+            for array, boxes in owned_state(directory, described).items():
+                for (name, offsets), data in boxes.items():
+                    at = tuple(slice(o, o + n) for o, n in zip(offsets, data.shape, strict=True))
+                    whole[array, name][at] = data
+                    covered[array, name][at] += 1
+        assert all((count == 1).all() for count in covered.values())
+        # The values are those that were written, chunk by chunk.
+        norm = b"".join(
+            values(2, 0, "master", chunk, LAYOUTS[0].byte_range("master", chunk)[1])
+            for chunk in range(LAYOUTS[0].num_chunks)
+        )[-4 * 300 :]
+        assert whole["master", "norm"].tobytes() == norm
+
+    def test_it_finds_the_model_whole(self, store: Path) -> None:
+        checkpoint = store / "step-00000002"
+        _, body = read_manifest(checkpoint)
+        ((_, _, table),) = owner_parts(checkpoint)
+        assert check_model_boxes(checkpoint, body, table) == sum(t.nbytes for t in MODEL)
+
+    def test_it_finds_parts_in_other_directories(self, nodes: tuple[Path, Path]) -> None:
+        one, other = nodes
+        checkpoint = one / "step-00000002"
+        assert [*owner_parts(checkpoint)] == []
+        ((_, part, _),) = owner_parts(checkpoint, other)
+        assert part.parent == other / "owner-1"
+
+
+class TestCommands:
+    def test_they_say_which_owners_are_seen(self, run: Run, nodes: tuple[Path, Path]) -> None:
+        one, other = nodes
+        missing = "elsewhere/owner-1/part-"
+        for command, words in (
+            ("ls", "not counted"),
+            ("verify", "not checked"),
+            ("show", "owner 1"),
+        ):
+            code, out, _ = run(command, one)
+            flat = out.replace("\n", "")
+            assert code == 0
+            assert words in out
+            assert "not seen here" in flat
+            assert missing in flat or command == "show"
+            code, out, _ = run(command, one, "--part", other)
+            assert code == 0
+            assert "not seen here" not in out.replace("\n", "")
+        _, out, _ = run("verify", one, "--json")
+        assert [len(c["not_seen"]) for c in json.loads(out)["checkpoints"]] == [1, 1]
+        _, out, _ = run("show", one, "--json")
+        assert [o["seen"] for o in json.loads(out)["owners"]] == [False]
+
+    def test_pins_and_pruning_work_as_before(self, run: Run, store: Path) -> None:
+        code, _, _ = run("pin", store / "step-00000001", "first")
+        assert code == 0
+        code, out, _ = run("prune", store, "--keep", "1")
+        assert code == 0, out
+        assert part_of(store, 1).exists()
+        code, _, _ = run("unpin", store, "first")
+        assert code == 0
+        old = part_of(store, 1)
+        code, out, _ = run("prune", store, "--keep", "1")
+        assert code == 0, out
+        assert not old.exists()
+
+    def test_parts_that_no_checkpoint_names_are_listed(self, run: Run, store: Path) -> None:
+        code, out, _ = run("ls", store)
+        assert code == 0
+        assert "named by no checkpoint" not in out
+        old = part_of(store, 1)
+        shutil.rmtree(store / "step-00000001")
+        code, out, _ = run("ls", store)
+        assert code == 0
+        assert f"{old}: named by no checkpoint" in out.replace("\n", " ")
+        run("prune", store)
+        assert not old.exists()
+
+    def test_verify_below_takes_no_owner_for_a_store(self, run: Run, store: Path) -> None:
+        code, out, _ = run("verify", "--all", store.parent, "--json")
+        assert code == 0
+        assert len(json.loads(out)["checkpoints"]) == 2
+
+    def test_a_directory_with_owners_only_is_no_store(
+        self, run: Run, nodes: tuple[Path, Path]
+    ) -> None:
+        code, _, err = run("ls", nodes[1])
+        assert code == 1
+        assert "not a store" in err
+
+
+def test_a_path_that_does_not_exist_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        open_checkpoint(tmp_path / "nothing")

@@ -1,0 +1,143 @@
+"""Update threads: how many there are, under torchrun too, and that they work side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload.update.host_place
+from offload.update.kernel import KernelCall
+from offload.update.kernel.kernel_step import PART_ELEMENTS
+from offload.update.pool import default_num_threads
+from offload.update.torch_step import TorchCall
+from tests.eventually import TIMEOUT_S
+from tests.update_kernel.chunk_steps import ChunkStep, Parameter
+from tests.update_kernel.steps import kernel_for
+
+ROOT = Path(__file__).parents[2]
+
+# Each rank writes what it finds, and tries the pool on a machine of eight cores.
+RANK = """
+import json, os, sys, threading
+import torch
+from offload.update.pool import UpdatePool, default_num_threads
+from offload.update.rules import UpdateRule
+
+found = {"own": default_num_threads(), "omp": os.environ.get("OMP_NUM_THREADS")}
+for cores in (1, 7, 8):
+    os.sched_getaffinity = lambda pid: set(range(cores))
+    found[f"of {cores}"] = default_num_threads()
+pool = UpdatePool(UpdateRule(torch.optim.SGD, {"lr": 0.1}))
+met = threading.Barrier(int(sys.argv[2]))
+pool.run(lambda context, item: met.wait(60), range(met.parties))
+pool.close()
+torch.set_num_threads(3)
+found["chosen"] = default_num_threads()
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    json.dump(found, file)
+"""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment of a user who has set no number of threads, with changes."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "LOCAL_WORLD_SIZE")
+    ours = {name: value for name, value in os.environ.items() if name not in names}
+    return {**ours, "PYTHONPATH": str(ROOT), **changes}
+
+
+def found_by_ranks(directory: Path, *, met: int, **changes: str) -> list[dict[str, Any]]:
+    """Let torchrun start two ranks, and return what each of them finds.
+
+    Args:
+        directory: Empty directory.
+        met: Number of threads of the pool that must work at the same time.
+        **changes: Variables that are set in the environment.
+    """
+    script, found = directory / "rank.py", directory / "found"
+    script.write_text(RANK)
+    found.mkdir()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", str(script), str(found), str(met)),
+        ],
+        env=environment(**changes),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((found / str(rank)).read_text()) for rank in range(2)]
+
+
+def test_each_rank_of_torchrun_takes_its_share_of_the_cores(tmp_path: Path) -> None:
+    nproc = subprocess.run(["nproc"], env=environment(), capture_output=True, check=True).stdout
+    for found in found_by_ranks(tmp_path, met=4):
+        assert found["omp"] == "1", "torchrun has set it"
+        assert found["own"] == max(1, int(nproc) // 2)
+        assert (found["of 1"], found["of 7"], found["of 8"]) == (1, 3, 4)
+        assert found["chosen"] == 3
+
+
+def test_a_number_that_the_user_gives_torchrun_counts(tmp_path: Path) -> None:
+    for found in found_by_ranks(tmp_path, met=2, OMP_NUM_THREADS="2"):
+        assert found["own"] == found["of 1"] == found["of 8"] == 2
+        assert found["chosen"] == 3
+
+
+@pytest.mark.parametrize(
+    ("omp", "ranks", "num_threads"),
+    [
+        ("1", "2", 4),
+        ("1", "16", 1),
+        ("1", None, 1),
+        ("1", "1", 1),
+        ("1", "0", 1),
+        ("1", "", 1),
+        ("1", "two", 1),
+        (None, "2", 1),
+        ("8", "2", 1),  # torch.set_num_threads(1) is called, too
+    ],
+)
+def test_only_with_the_number_that_torchrun_sets_for_several_ranks_are_cores_shared(
+    omp: str | None, ranks: str | None, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch uses one thread in these tests; here it has eight cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    for name, value in (("OMP_NUM_THREADS", omp), ("LOCAL_WORLD_SIZE", ranks)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert default_num_threads() == num_threads
+
+
+@pytest.mark.parametrize("by_kernel", [False, True], ids=["torch", "kernel"])
+def test_calls_of_a_chunk_run_side_by_side(
+    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call waits until another one has begun, so that one thread alone would never end."""
+    monkeypatch.setattr(offload.update.host_place, "HOT_ELEMENTS", PART_ELEMENTS)
+    both = threading.Barrier(2)
+    code: type[Any] = KernelCall if by_kernel else TorchCall
+    run = code.run
+
+    def meet(self: Any, context: Any) -> None:
+        both.wait(TIMEOUT_S)
+        run(self, context)
+
+    parameter = Parameter(2 * PART_ELEMENTS, torch.bfloat16, torch.bfloat16)
+    one = ChunkStep(torch.optim.SGD, [parameter], [{"momentum": 0.9}])
+    kernel = kernel_for(torch.optim.SGD) if by_kernel else None
+    expected = one.taken(kernel)
+    monkeypatch.setattr(code, "run", meet)
+    found = one.taken(kernel, threads=2)
+    assert torch.equal(found.live[0], expected.live[0])
