@@ -41,7 +41,7 @@ from offload.format.layout import Layout, ParameterSpec
 from offload.format.model_shares import ModelShare, ModelShares, TensorBox, divide
 from offload.model.model_copy import ModelCopy
 from offload.model.parameters import Stored
-from offload.model.shards import Shards, cut_of, is_dtensor, local, own_shards
+from offload.model.shards import Shard, Shards, cut_of, is_dtensor, local, own_shards
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint
@@ -89,7 +89,8 @@ class RankGroup:
             (one.name, one.cut.box): one.holders for one in self._owned
         }
         own = {one.name: one.cut for one in self._owned if one.owner == self.rank}
-        self._shards = own_shards(own, {n for n, _ in self._holders}, keeps_others=self.rank == 0)
+        self._known = {name for name, _ in self._holders}
+        self._shard_of = own_shards(own, self._known, keeps_others=self.rank == 0)
         everyone = tuple(range(self.size))
         sets = {holders for holders in self._holders.values() if len(holders) > 1}
         self._groups = HolderGroups({everyone, *sets}, group=group, timeout_s=timeout_s)
@@ -107,7 +108,16 @@ class RankGroup:
     @property
     def shards(self) -> Shards | None:
         """Function that returns this rank's part of a tensor."""
-        return self._shards
+        return self._shard
+
+    def _shard(self, name: str, tensor: torch.Tensor) -> Shard | None:
+        if name not in self._known and isinstance(tensor, torch.nn.Parameter):
+            raise UnsupportedParameterError(
+                f"parameter {name!r} has been added since the optimizer was constructed: with "
+                "several ranks, construct it with a model that has all parameters; they may be "
+                "frozen until they are trained"
+            )
+        return self._shard_of(name, tensor)
 
     def _own(
         self, named: Sequence[tuple[str, torch.Tensor]], multiple: int
