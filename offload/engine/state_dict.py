@@ -22,6 +22,7 @@ from offload.exchange.torch_dicts import (
     read_state_dict,
     stated_steps,
 )
+from offload.format.layout import Layout
 from offload.model.parameters import memories
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.stream.passes import RingPass
