@@ -506,6 +506,13 @@ class TestJob:
         with pytest.raises(StoreError, match="directory of one owner of a store"):
             Store(two, f"{TWO}/owner-1", keep=_keep(), train_state_bytes=8192, allow_volatile=True)
 
+    def test_owners_without_a_first_directory_never_become_a_new_store(self) -> None:
+        _, two = self.job()
+        before = everything(two)
+        with pytest.raises(StoreError, match=r"\(owner-1\), and not that store's first directory"):
+            Store(two, TWO, keep=_keep(), train_state_bytes=8192, allow_volatile=True)
+        assert everything(two) == before
+
     def test_a_part_of_another_checkpoint_is_not_opened(self) -> None:
         one, two = self.job()
         with Job([one, two], keep=2) as job:
