@@ -27,8 +27,8 @@ def driver_of(channel: TimedChannel) -> Driver:
 
 
 def signs_at(channel: TimedChannel, rank: int, *times_s: float) -> None:
+    key = sign_key("scope", rank)
     for number, time_s in enumerate(times_s):
-        key = sign_key("scope", rank)
         channel.at.append((time_s, lambda n=number: channel.put(key, str(n))))
     channel.at.sort(key=lambda item: item[0])
 
