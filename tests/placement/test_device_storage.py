@@ -168,7 +168,14 @@ def test_a_backend_without_device_memory_is_refused_before_the_step(device, comp
         assert_same_bits(values(parameter), expected, "parameter")
 
 
-QUICK = Rates(drive_gbps=6.0, update_gbps=2.0, to_host_gbps=50.0, to_device_gbps=50.0, direct=True)
+QUICK = Rates(
+    drive_gbps=6.0,
+    update_gbps=2.0,
+    to_host_gbps=50.0,
+    to_device_gbps=50.0,
+    memory_gbps=60.0,
+    direct=False,
+)
 """Of a machine whose CPU is slower than its drive."""
 
 
