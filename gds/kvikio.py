@@ -1,6 +1,6 @@
 """Device memory: the KvikIO backend and its buffers. KvikIO and CuPy are imported on first use."""
 
-from gds.backends.kvikio import KvikioBackend, RegistrationRefused
+from gds.backends.kvikio import KvikioBackend, PageLockRefused, RegistrationRefused
 from gds.backends.kvikio_file import KvikioFile, Used
 from gds.buffers.device import DeviceBuffer, PinnedBuffer, tensor_buffer
 from gds.buffers.pool import BufferPool
@@ -10,6 +10,7 @@ __all__ = [
     "DeviceBuffer",
     "KvikioBackend",
     "KvikioFile",
+    "PageLockRefused",
     "PinnedBuffer",
     "RegistrationRefused",
     "Used",
