@@ -29,6 +29,7 @@ from gds.backends.posix_file import PosixFile
 from gds.backends.transfer import Descriptors, Direction
 from gds.buffers.cuda import Cuda
 from gds.buffers.device import (
+    PageLockRefused,
     PinnedBuffer,
     Region,
     device_buffer,
@@ -55,10 +56,6 @@ _abandoned: list[Handles] = []
 
 class RegistrationRefused(UserWarning):
     """cuFile did not register device memory, so it copies within the device, which is slower."""
-
-
-class PageLockRefused(UserWarning):
-    """CUDA did not page-lock host memory, so copies between host and device are slower."""
 
 
 class KvikioBackend(PosixBackend):

@@ -18,6 +18,10 @@ Release = Callable[["DeviceBytes"], None]
 """Function that undoes a registration while the memory still exists."""
 
 
+class PageLockRefused(UserWarning):
+    """CUDA did not page-lock host memory, so copies between host and device are slower."""
+
+
 class DeviceBytes:
     """A range of device memory in the form that CUDA libraries accept: contiguous unsigned bytes.
 

@@ -23,9 +23,9 @@ import torch
 import gds.backends.kvikio
 import gds.buffers.cuda
 from gds import ALIGNMENT, Backend, PosixBackend, ShortReadError, StorageError
-from gds.backends.kvikio import KvikioBackend, PageLockRefused, RegistrationRefused
+from gds.backends.kvikio import KvikioBackend, RegistrationRefused
 from gds.backends.kvikio_file import KvikioFile, Used
-from gds.buffers.device import DeviceBuffer, tensor_buffer
+from gds.buffers.device import DeviceBuffer, PageLockRefused, tensor_buffer
 from gds.errors import DeviceLostError, DeviceMemoryError, RefusedError
 from gds.probe import direct_io
 from gds.testing import BackendContract, TransferContract
