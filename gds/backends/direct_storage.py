@@ -99,7 +99,7 @@ class DirectStorage:
         """
         with library.cufile():
             self._calls: _Calls = (
-                _PlainCalls(path, fd, writable=writable)
+                _PlainCalls(library, path, fd, writable=writable)
                 if way == "threads"
                 else _StreamCalls(library, streams, path, fd, writable=writable)
             )
@@ -128,11 +128,11 @@ class DirectStorage:
 class _PlainCalls:
     """cuFile's plain calls, on the calling thread."""
 
-    def __init__(self, path: str, fd: int, *, writable: bool) -> None:
+    def __init__(self, library: Library, path: str, fd: int, *, writable: bool) -> None:
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC
         opened = -1
         try:
-            self._cufile = CuFileLibrary()
+            self._cufile = library.plain_calls()
             opened = open_again(path, fd, flags)
             self._handle = self._cufile.register(opened)
         except (RuntimeError, OSError) as error:

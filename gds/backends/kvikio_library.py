@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
+from gds.backends.cufile import CuFileLibrary
 from gds.backends.transfer import Direction
 from gds.buffers.cuda import is_lost, lost_error, require
 from gds.buffers.device import DeviceBuffer, DeviceBytes
@@ -111,6 +112,18 @@ class Library:
         """
         self._kvikio = require("kvikio")
         self._defaults = require("kvikio.defaults")
+        self._plain: CuFileLibrary | None = None
+
+    def plain_calls(self) -> CuFileLibrary:
+        """Return cuFile's plain calls, within a block of `cufile`; loaded once.
+
+        Raises:
+            OSError: The library is missing.
+            RuntimeError: cuFile does not open its driver.
+        """
+        if self._plain is None:
+            self._plain = CuFileLibrary()
+        return self._plain
 
     def configure(self, *, num_threads: int) -> None:
         """Set KvikIO's settings, for the whole process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +146,40 @@ def test_kvikio_moves_state_between_drives_and_device(
     assert pair.optimizer.restore().step == 4
     pair.assert_same_parameters()
     train(pair, (9,))
+    pair.optimizer.close()
+
+
+def test_between_synchronize_and_the_next_step_nothing_of_ours_runs_on_the_device(
+    gpu, directory, device, compute, monkeypatch
+):
+    """So a CUDA graph may be captured then: work of other threads would make the capture fail."""
+    used = Used("bounce", "there is no nvidia-fs")
+    monkeypatch.setattr(gds.backends.kvikio, "_examined", lambda _: {"read": used, "write": used})
+    is_capturing = False
+    noticed: list[str] = []
+
+    def slow(call: str, _: int) -> str:
+        time.sleep(0.02)  # so that what is not waited for ends later
+        if is_capturing:
+            noticed.append(call)
+        return ""
+
+    cut = Cut(3 * 4096, 3, settings=ON_DEVICE)
+    pair = DevicePair(CASES["sgd-nesterov"], cut, None, directory, live=on_device(Mixed()))
+    train(pair, (0,))
+    gpu.refuses = slow
+    train(pair, (1,))
+    assert len(gpu.copies) > 0
+    pair.optimizer.synchronize()
+    is_capturing = True
+    num_computed, num_copies = device.num_computed, len(gpu.copies)
+    give_device_gradients(7, pair.live)  # what a capture records
+    time.sleep(0.1)
+    assert (device.num_computed, len(gpu.copies), noticed) == (num_computed, num_copies, [])
+    is_capturing = False
+    gpu.refuses = lambda _call, _nbytes: ""
+    train(pair, (7,))
+    pair.assert_same_state()
     pair.optimizer.close()
 
 
