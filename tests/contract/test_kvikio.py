@@ -1086,6 +1086,61 @@ def test_real_tensors_and_side_streams(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("path", [None, "bounce", "compat"])
+def test_real_transfers_do_not_wait_for_training_on_the_default_stream(
+    real: Make, directory: str, path: Any
+) -> None:
+    backend = real(path=path)
+    file = new_file(backend, f"{directory}/file", nbytes=16 * MIB)
+    into = backend.allocate(16 * MIB)
+    file.read(into, 0).result()  # streams and page-locked memory are made
+    torch.cuda.synchronize()
+    for transfer in (file.read, file.write):
+        torch.cuda._sleep(20_000_000_000)  # seconds, on the default stream
+        trained = torch.cuda.Event()
+        trained.record()
+        transfer(into, 0).result()
+        assert trained.query() is (path == "compat")
+        torch.cuda.synchronize()
+    file.close()
+    backend.close()
+
+
+@pytest.mark.gpu
+def test_real_stream_calls_move_the_same_bytes(real: Make, directory: str) -> None:
+    for way in ("threads", "streams"):
+        backend = real(path="gds", gds_calls=way)
+        try:
+            backend.paths_in(directory)
+            file = new_file(backend, f"{directory}/{way}", nbytes=64 * MIB, seed=2)
+        except StorageError as error:
+            backend.close()
+            pytest.skip(str(error))
+        into = backend.allocate(64 * MIB)
+        file.read(into, 0).result()
+        assert contents(into) == Path(f"{directory}/{way}").read_bytes()
+        file.close()
+        backend.close()
+
+
+@pytest.mark.gpu
+def test_real_memory_is_not_taken_on_other_devices(real: Make, directory: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is only one GPU")
+    code = f"""
+import torch
+from gds.kvikio import KvikioBackend
+backend = KvikioBackend(path="bounce", device=1)
+file = backend.create("{directory}/file", 1 << 20)
+file.write(backend.allocate(1 << 20), 0).result()
+backend.allocate(1 << 20, "pinned")
+assert not torch._C._cuda_hasPrimaryContext(0)
+assert torch._C._cuda_hasPrimaryContext(1)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+@pytest.mark.gpu
 def test_real_tensors_of_the_caller(real: Make, directory: str) -> None:
     backend = real()
     tensor = torch.randn(1 << 20, device="cuda").to(torch.bfloat16)

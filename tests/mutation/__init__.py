@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from tests.mutation.device import DEVICE
 from tests.mutation.frozen import FROZEN
 from tests.mutation.keeping import KEEPING
 from tests.mutation.locking import LOCKING
@@ -36,4 +37,5 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *RECORDED,
     *NUMBERS,
     *OVERLAPPING,
+    *DEVICE,
 )
