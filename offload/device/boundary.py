@@ -214,8 +214,9 @@ def _forget_error(device: torch.device) -> None:
 
 
 def _unregister(memory: torch.Tensor, device: torch.device) -> None:
-    # On another device, this would make a context, which takes memory there.
-    with torch.cuda.device(device):
+    # On another device, this would make a context, which takes memory there. A device that is lost,
+    # or a driver that is shutting down, has nothing left to undo.
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):
         _cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
