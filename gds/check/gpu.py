@@ -231,19 +231,17 @@ def _configuration(gpu: Gpu) -> Finding:
 
 
 def _packages(gpu: Gpu) -> Finding:
-    """Return the finding about the packages of KvikIO and cuFile."""
+    """Return the finding about the packages of KvikIO, CuPy and cuFile."""
     what = "kvikio"
-    cufile = f", cuFile {gpu.cufile_version}" if gpu.cufile_version else ""
-    if gpu.kvikio:
-        return Finding("gpu", what, f"{gpu.kvikio}{cufile}", "ok")
-    return Finding(
-        "gpu",
-        what,
-        f"not installed{cufile}",
-        "missing",
-        "GPUDirect Storage is reached through it",
-        REMEDY,
-    )
+    value = gpu.kvikio or "not installed"
+    value += f", CuPy {gpu.cupy}" if gpu.cupy else ", no CuPy"
+    value += f", cuFile {gpu.cufile_version}" if gpu.cufile_version else ""
+    if not gpu.cupy:
+        return Finding("gpu", what, value, "missing", "CuPy moves all device memory", REMEDY)
+    if not gpu.kvikio:
+        why = "GPUDirect Storage is reached through kvikio; without it, data is copied by the host"
+        return Finding("gpu", what, value, "missing", why, REMEDY)
+    return Finding("gpu", what, value, "ok")
 
 
 def _surroundings(gpu: Gpu) -> Finding:

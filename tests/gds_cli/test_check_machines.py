@@ -145,6 +145,9 @@ def test_without_kvikio_data_is_copied_through_the_host(machine, tmp_path):
     found = check(machine, tmp_path)
     assert paths(found) == ("bounce", "bounce")
     assert found.reads.why_not["gds"] == "cuFile works, but kvikio is not installed"
+    state, value, why = verdict(found, "kvikio")
+    assert (state, value) == ("missing", "not installed, CuPy 14.2.0, cuFile 1.19.0")
+    assert "copied by the host" in why
 
 
 def test_without_cupy_nothing_moves_device_memory(machine, tmp_path):
@@ -153,6 +156,7 @@ def test_without_cupy_nothing_moves_device_memory(machine, tmp_path):
     assert paths(found) == ("direct", "direct")
     assert found.reads.why_not["gds"] == "cuFile works, but cupy is not installed"
     assert found.reads.why_not["bounce"] == "cupy is not installed"
+    assert verdict(found, "kvikio")[:2] == ("missing", "26.10.0, no CuPy")
 
 
 def test_peer_to_peer_stands_in_for_nvidia_fs(machine, tmp_path):
