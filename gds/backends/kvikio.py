@@ -323,11 +323,7 @@ class KvikioBackend(PosixBackend):
         except RefusedError as error:
             return None, str(error)
         try:
-            handle = self.cuda.here(
-                lambda: DirectStorage(
-                    library, self._streams, path, fd, writable=writable, way=self._gds_calls
-                )
-            )
+            handle = self.cuda.here(lambda: self._direct_storage(library, path, fd, writable))
         except StorageError as error:
             return None, f"cuFile does not accept this file: {error.strerror}"
         if refusal := library.why_copies_are_silent():
@@ -340,6 +336,15 @@ class KvikioBackend(PosixBackend):
                     self._register(library, region)
                 self._unregistered.clear()
         return handle, ""
+
+    def _direct_storage(
+        self, library: Library, path: str, fd: int, writable: bool
+    ) -> DirectStorage:
+        """Open a file with cuFile, on a thread in which the device is current."""
+        self.cuda.use()
+        return DirectStorage(
+            library, self._streams, path, fd, writable=writable, way=self._gds_calls
+        )
 
     def _require_path(self, used: Used, direction: Direction, path: str) -> None:
         """Raise `StorageError` if GPUDirect Storage is demanded and `used` is another path."""

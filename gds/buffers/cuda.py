@@ -276,12 +276,12 @@ class Cuda:
         return self.here(lambda: self._cuda.Stream(non_blocking=True))
 
     def use(self) -> None:
-        """Make the device current in the calling thread, permanently.
+        """Make the device and its context current in the calling thread, permanently.
 
-        Call it only from threads of this package.
+        cuFile needs that, and unlike CUDA's runtime does not do it itself, even for the device that
+        a thread begins with. Call it only from threads of this package, or within `here`.
         """
-        if int(self._runtime.getDevice()) != self.device:
-            self._runtime.setDevice(self.device)
+        self._runtime.setDevice(self.device)
 
     def _recorded(self, stream: Any) -> Event:
         """Return a new event, recorded on a stream. The device must be current."""

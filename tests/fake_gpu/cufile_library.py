@@ -58,7 +58,12 @@ class CuFileLibrary:
             self._gpu.violations.append("cuFile was loaded while it may copy through the host")
         return Status(0, 0)
 
+    def _need_context(self) -> None:
+        if not self._gpu.current.has_context:
+            self._gpu.violations.append("cuFile was called in a thread without a context")
+
     def _register(self, handle: Any, descriptor: Any) -> Status:
+        self._need_context()
         fd = descriptor._obj.handle.fd
         assert (descriptor._obj.type, descriptor._obj.fs_ops) == (1, None)
         if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
@@ -88,6 +93,7 @@ class CuFileLibrary:
         gpu, (_, fd, in_flight) = self._gpu, self._files[handle]
         gpu.calls.append((direction, "gds", offset, size))
         note_alignment(gpu, direction, base, start, size, offset)
+        self._need_context()
         if gpu.current.number != gpu.number:
             gpu.violations.append("cuFile was called with another device being current")
         try:

@@ -32,6 +32,8 @@ class _Current(threading.local):
     """The device that is current in each thread: CUDA begins with the first one."""
 
     number = 0
+    has_context = False
+    """Whether a context is current. CUDA's runtime sees to that when it is called; cuFile does not."""
 
 
 class FakeGpu:
@@ -117,6 +119,7 @@ class FakeGpu:
     def touch(self) -> None:
         """Note the context of the device that is current in this thread."""
         self.contexts.add(self.current.number)
+        self.current.has_context = True
 
     def wait_for_training(self, what: str) -> None:
         """Wait for the legacy default stream, as what is ordered with it does."""

@@ -134,6 +134,19 @@ DEVICE = (
         (f"{_TESTS}::test_no_other_device_is_touched",),
     ),
     Mutation(
+        "cufile-without-context",
+        "cuFile is called in threads that have a context",
+        (
+            Edit(
+                _CUDA,
+                "        self._runtime.setDevice(self.device)\n\n",
+                "        if int(self._runtime.getDevice()) != self.device:\n"
+                "            self._runtime.setDevice(self.device)\n\n",
+            ),
+        ),
+        (f"{_TESTS}::test_device_memory_is_registered_once_and_before_it_goes",),
+    ),
+    Mutation(
         "stream-without-guard",
         "the device is current before one of its streams becomes the current one",
         (Edit(_BOUNDARY, "            torch.cuda.device(self._device),\n", ""),),
