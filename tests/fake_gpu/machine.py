@@ -33,7 +33,7 @@ class _Current(threading.local):
 
     number = 0
     has_context = False
-    """Whether a context is current. CUDA's runtime sees to that when it is called; cuFile does not."""
+    """Whether a context is current. CUDA's runtime sees to that by itself; cuFile does not."""
 
 
 class FakeGpu:
