@@ -1,7 +1,7 @@
 """Many ranks that train into one store: what they see, what they write into, what is a checkpoint.
 
-`launch.join_ranks` is where an optimizer begins; `rank_group.RankGroup` is what its engine is given.
-This wing may know ``torch.distributed`` and the wings below `engine`. It never imports the engine,
+An optimizer begins with `launch.join_ranks`, and its engine is given a `rank_group.RankGroup`. This
+wing may know ``torch.distributed`` and the wings below `engine`. It never imports the engine,
 nor a wing above it.
 """
 
