@@ -40,6 +40,7 @@ from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.model_shares import ModelShare, ModelShares, TensorBox, divide
 from offload.model.model_copy import ModelCopy
+from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
 from offload.model.shards import Shard, Shards, cut_of, is_dtensor, local, own_shards
 from offload.options import Options
@@ -303,15 +304,10 @@ class RankGroup:
         gathering.updated(0)
         gathering.finish()
 
-    def begin_step(self, terms: Any) -> Any:
+    def begin_step(self, terms: Step) -> Values:
         """Agree with all ranks on a step, and return what brings its new values to all of them."""
         if not self._is_replicated:
-            return Gathering(
-                GatherPlan([[] for _ in range(self.size)], {}),
-                self._groups,
-                _no_memory,
-                self._buffer,
-            )
+            return NoValues()
         if terms.layout is not self._layout:
             self._layouts = self._exchange_layouts(terms.layout)
             self._layout = terms.layout
@@ -359,10 +355,6 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         memory: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return memory.detach()
     return tensor.detach()[box.slices]
-
-
-def _no_memory(name: str, box: Box) -> torch.Tensor:
-    raise RuntimeError(f"{name}{box.notation()} has one holder")
 
 
 def _layout_of(data: bytes) -> Layout:
