@@ -311,7 +311,7 @@ class RankGroup:
         if terms.layout is not self._layout:
             self._layouts = self._exchange_layouts(terms.layout)
             self._layout = terms.layout
-        orders = self._steps.agree(StepTerms(terms.number, terms.stepped, list(terms.chunks)))
+        orders = self._steps.agree(StepTerms(terms.number, list(terms.stepped), list(terms.chunks)))
         made_of = (tuple(terms.stepped), tuple(orders), terms.layout)
         if self._plan is None or self._plan[0] != made_of:
             stepped = set(terms.stepped)
