@@ -153,8 +153,8 @@ def _describe_paths(result: Result, backend: KvikioBackend, directory: str) -> N
         result.fact(f"{direction}_path", used.path)
         if used.path != "gds":
             result.skip(
-                f"GPUDirect Storage, {direction}s: {used.reason}; KvikIO copies through host "
-                "memory of its own, in the raw path as well"
+                f"GPUDirect Storage, {direction}s: {used.reason}; state is copied "
+                "through page-locked host memory, in the raw path as well"
             )
 
 

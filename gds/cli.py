@@ -4,10 +4,10 @@ Large libraries are imported only when a command runs. torch is never imported f
 memory.
 
 Exit status of ``gds check``: 0 for GPUDirect Storage in both directions, or if the requirement of
-``--require`` is met; 3 for KvikIO's compatibility mode; 4 for POSIX with direct I/O; 5 for POSIX
-through the page cache; 1 for an error, or if no path is usable. Exit status of ``gds bench``: 0 for
-success; 1 for an error, a refusal, or wrong data. Exit status of both: 2 for wrong usage; 128 + N
-after signal N.
+``--require`` is met; 3 for device memory that is copied through the host; 4 for POSIX with direct
+I/O; 5 for POSIX through the page cache; 1 for an error, or if no path is usable. Exit status of
+``gds bench``: 0 for success; 1 for an error, a refusal, or wrong data. Exit status of both: 2 for
+wrong usage; 128 + N after signal N.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Required(StrEnum):
     """Values of ``gds check --require``."""
 
     gds = "gds"
-    compat = "compat"
+    bounce = "bounce"
     direct = "direct"
     any = "any"
 

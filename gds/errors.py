@@ -51,6 +51,18 @@ class LockHeldError(StorageError, BlockingIOError):
     """A conflicting lock is held, by another process or through another handle of this one."""
 
 
+class DeviceLostError(StorageError, RuntimeError):
+    """A GPU does not work any more in this process: every further call to it fails as well.
+
+    The kernel's log (``dmesg``) has a line ``NVRM: Xid`` if the hardware or the driver is at fault.
+    `filename` is the file of the transfer that failed, or the device's name.
+    """
+
+
+class DeviceMemoryError(MemoryError):
+    """A GPU has no memory left for a request. The message says how much was asked for."""
+
+
 class RefusedError(ValueError):
     """A request is refused; the message says what is refused, why, and what to do instead."""
 

@@ -2,7 +2,7 @@
 
 from gds.backends.kvikio import KvikioBackend, RegistrationRefused
 from gds.backends.kvikio_file import KvikioFile, Used
-from gds.buffers.device import DeviceBuffer, PinnedBuffer, tensor_buffer
+from gds.buffers.device import DeviceBuffer, PageLockRefused, PinnedBuffer, tensor_buffer
 from gds.buffers.pool import BufferPool
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "DeviceBuffer",
     "KvikioBackend",
     "KvikioFile",
+    "PageLockRefused",
     "PinnedBuffer",
     "RegistrationRefused",
     "Used",

@@ -36,8 +36,8 @@ PATHS: Final[dict[PathName, TransferPath]] = {
     path.name: path
     for path in (
         TransferPath("gds", "GPUDirect Storage: between drive and GPU memory", "device", 0),
-        TransferPath("compat", "KvikIO in compatibility mode, through the host", "device", 3),
-        TransferPath("bounce", "POSIX into host memory, then a copy", "device", 4),
+        TransferPath("compat", "KvikIO in compatibility mode, ordered with training", "device", 3),
+        TransferPath("bounce", "POSIX into page-locked memory, then a copy", "device", 3),
         TransferPath("direct", "POSIX with O_DIRECT, past the page cache", "host", 4),
         TransferPath("buffered", "POSIX through the page cache", "host", 5),
     )

@@ -38,18 +38,12 @@ MAY_KNOW = {
     "exchange": _ARITHMETIC
     | _READERS
     | {"update", "model", "options", "checkpoint", "store", "stream"},
-    "distributed": {"torch", "gds", "errors", "units", "format", "model", "checkpoint", "store"}
-    | {"stream"},
+    "distributed": _ARITHMETIC
+    | {"ambient", "journal", "units", "options", "retention"}
+    | {"checkpoint", "device", "model", "store", "stream"},
 }
 """Every wing may import itself and these; from the ground up."""
 
-MAY_KNOW["distributed"] = {"torch", "gds", "errors", "ambient", "journal"} | {
-    "format",
-    "checkpoint",
-    "store",
-    "stream",
-    "model",
-}
 BELOW_ENGINE = {*MAY_KNOW} | {"torch", "gds"}
 MAY_KNOW["engine"] = BELOW_ENGINE
 MAY_KNOW["overlap"] = BELOW_ENGINE | {"engine"}

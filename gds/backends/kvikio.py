@@ -1,4 +1,4 @@
-"""Backend for device memory, by KvikIO: GPUDirect Storage if a trial has shown that it works."""
+"""Backend for device memory: GPUDirect Storage if a trial has shown that it works, else copies."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
+from gds.backends.direct_storage import DirectStorage, Streams, Way
 from gds.backends.hybrid import HybridPolicy
 from gds.backends.kvikio_file import (
     Handles,
     KvikioFile,
+    Mover,
     Opened,
     PathCounts,
     Used,
 )
-from gds.backends.kvikio_library import Handle, Library
+from gds.backends.kvikio_library import CompatibilityMode, Library
 from gds.backends.names import reporting
 from gds.backends.posix import PosixBackend
 from gds.backends.posix_file import PosixFile
 from gds.backends.transfer import Descriptors, Direction
 from gds.buffers.cuda import Cuda
 from gds.buffers.device import (
+    PageLockRefused,
     PinnedBuffer,
     Region,
     device_buffer,
@@ -35,7 +38,7 @@ from gds.buffers.device import (
 from gds.buffers.host import HostBuffer
 from gds.buffers.pool import BufferPool
 from gds.contract import Buffer, BufferKind, Capabilities
-from gds.errors import StorageError
+from gds.errors import RefusedError, StorageError
 from gds.paths import DevicePath
 
 DIRECTIONS: Final[tuple[Direction, ...]] = ("read", "write")
@@ -56,24 +59,27 @@ class RegistrationRefused(UserWarning):
 
 
 class KvikioBackend(PosixBackend):
-    """Backend that moves device memory by KvikIO; otherwise it is like `PosixBackend`.
+    """Backend that moves device memory; otherwise it is like `PosixBackend`.
 
     **Paths.** The backend tries out whether GPUDirect Storage works on a file system, like
     `gds check`, in a child process. This trial can take seconds. It is made once for each file
     system, when a file on it first moves device memory. If GPUDirect Storage does not work,
-    KvikIO's compatibility mode copies through the host. `paths_in` and `KvikioFile.used` return the
-    path of reads and of writes with the reason. `moved` counts bytes by the path that they took. A
-    transfer that may be a copy through the host is never called GPUDirect Storage.
+    transfers are copied through page-locked host memory by this package, without KvikIO. `paths_in`
+    and `KvikioFile.used` return the path of reads and of writes with the reason. `moved` counts
+    bytes by the path that they took. A transfer that may be a copy through the host is never called
+    GPUDirect Storage.
 
-    **Ordering.** A transfer does not wait for streams, unless `DeviceBuffer.after` tells it to.
-    The thread of a transfer by GPUDirect Storage also waits for the legacy default stream, which
-    is torch's default stream. To avoid that wait, compute on other streams.
+    **Ordering.** A transfer does not wait for streams, unless `DeviceBuffer.after` tells it to, and
+    no stream waits for it. Copies run on non-blocking streams, one for each direction. The
+    exception is ``path="compat"``: KvikIO's copies are ordered with the legacy default stream,
+    which is torch's default stream.
 
     **Durability** is that of `PosixBackend`: `File.sync` makes data durable.
 
-    KvikIO's settings belong to the process. The backend sets them when it is made and when it is
-    tuned; if there are several backends, the last call counts. After a fork the child needs its own
-    backend, and CUDA must not have been used before the fork: CUDA does not survive a fork.
+    **Several backends** do not take threads from each other: transfers run on the threads of their
+    backend. In compatibility mode, KvikIO's pool has the sum of the threads of all open backends.
+    After a fork the child needs its own backend, and CUDA must not have been used before the fork:
+    CUDA does not survive a fork.
     """
 
     name: str = "kvikio"
@@ -91,33 +97,38 @@ class KvikioBackend(PosixBackend):
         direct: bool | None = None,
         hybrid: bool | HybridPolicy = False,
         examine: Examine | None = None,
+        gds_calls: Way = "threads",
     ) -> None:
-        """Import KvikIO and CuPy, and set KvikIO's settings.
+        """Import CuPy, and KvikIO if `path` needs it.
 
         Args:
             memory: Kind of memory that `allocate` returns by default.
             path: Path of device memory. ``"gds"`` demands GPUDirect Storage, and a file that
-                cannot have it raises `StorageError`. ``"compat"`` is KvikIO's copy through the
-                host. ``"bounce"`` is this package's copy through the host, and needs no KvikIO.
-                None takes the first of ``gds`` and ``compat`` that works.
+                cannot have it raises `StorageError`. ``"bounce"`` is this package's copy through
+                the host, and needs no KvikIO. ``"compat"`` is KvikIO's copy through the host, which
+                waits for training on the default stream and makes it wait: only for measurements.
+                None takes the first of ``gds`` and ``bounce`` that works.
             device: Number of the GPU; None is the current one.
             read_threads: Number of reads that run at once.
-            write_threads: Number of writes that run at once. KvikIO gets `read_threads` +
-                `write_threads` threads.
+            write_threads: Number of writes that run at once. In compatibility mode, KvikIO gets
+                `read_threads` + `write_threads` more threads.
             request_bytes: Largest number of bytes that one thread moves at a time, a multiple of
-                `ALIGNMENT`. It limits the parts of `PosixBackend` and the tasks of KvikIO. With
-                None, parts have no limit, and KvikIO's tasks have 16 MiB.
+                `ALIGNMENT`. It limits the parts of `PosixBackend`, and the tasks of KvikIO in
+                compatibility mode. With None, parts have no limit, and these tasks have 16 MiB.
             direct: Direct I/O of host memory; see `PosixBackend`.
             hybrid: Policy for host memory, and for device memory that is copied through it; see
                 `PosixBackend`.
             examine: Function that replaces the examination of a directory.
+            gds_calls: Way of transfers by GPUDirect Storage: ``"threads"`` calls cuFile on the
+                threads of the backend; ``"streams"`` queues KvikIO's stream-ordered calls, and
+                needs a configuration file of cuFile. Neither waits for the default stream.
 
         Raises:
             RefusedError: A library or the driver is missing; the message names the remedy.
             ValueError: A number is out of range, or `hybrid` is combined with ``direct=False``.
         """
         self.cuda = Cuda(device)
-        self._library = None if path == "bounce" else Library()
+        self._library = Library() if path in ("gds", "compat") else None
         super().__init__(
             read_threads=read_threads,
             write_threads=write_threads,
@@ -127,6 +138,8 @@ class KvikioBackend(PosixBackend):
         )
         self._memory: BufferKind = memory
         self._path = path
+        self._gds_calls: Way = gds_calls
+        self._streams = Streams(self.cuda)
         self._examine = examine or _examined
         self._examined: dict[int, dict[Direction, Used]] = {}
         self._examining = threading.Lock()
@@ -136,14 +149,15 @@ class KvikioBackend(PosixBackend):
         self._uses_cufile = False
         self._registering = threading.Lock()
         self.staging: BufferPool[HostBuffer] = BufferPool(
-            self._pinned, _STAGING_BYTES, read_threads + write_threads
+            self._staging_buffer, _STAGING_BYTES, read_threads + write_threads
         )
+        self._lock_refused = False
         self._configure()
 
     def tune(self, *, read_threads: int, write_threads: int, request_bytes: int | None) -> None:
         """Change the threads and the request size; see the constructor for the arguments.
 
-        The call waits for KvikIO's running tasks if the number of its threads changes.
+        In compatibility mode, the call waits for KvikIO's running tasks if their threads change.
         """
         super().tune(
             read_threads=read_threads, write_threads=write_threads, request_bytes=request_bytes
@@ -184,20 +198,24 @@ class KvikioBackend(PosixBackend):
 
         Device memory is registered with cuFile once: by this call, or when a file is first opened
         for GPUDirect Storage.
+
+        Raises:
+            DeviceMemoryError: The device has no memory left.
+            DeviceLostError: The device does not work any more.
+            RefusedError: CUDA refuses to page-lock memory.
         """
         self.check_usable("allocate", self.name)
         kind = kind or self._memory
         if kind == "host":
             return HostBuffer(nbytes)
         if kind == "pinned":
-            return self._pinned(nbytes)
+            return PinnedBuffer(self.cuda, nbytes)
         buffer = device_buffer(self.cuda, nbytes)
-        if self._library is not None:
-            with self._registering:
-                if self._uses_cufile:
-                    self._register(self._library, buffer.region)
-                else:
-                    self._unregistered.add(buffer.region)
+        with self._registering:
+            if self._uses_cufile and self._library is not None:
+                self._register(self._library, buffer.region)
+            else:
+                self._unregistered.add(buffer.region)
         return buffer
 
     def buffer_of(self, tensor: Any) -> Buffer:
@@ -212,13 +230,15 @@ class KvikioBackend(PosixBackend):
         super().close()
         if not self.forked():
             self.staging.clear()
+            if self._path == "compat" and self._library is not None:
+                self._library.release()
 
     # Interface for the files of this backend.
 
     @property
     def device_request_bytes(self) -> int | None:
         """Largest part of a request for device memory, in bytes; None if KvikIO cuts requests."""
-        return self.request_bytes if self._library is None else None
+        return None if self._path == "compat" else self.request_bytes
 
     def make_file(
         self, path: str, descriptors: Descriptors, size_bytes: int, writable: bool
@@ -238,30 +258,29 @@ class KvikioBackend(PosixBackend):
             StorageError: GPUDirect Storage is demanded and does not work, or KvikIO does not take
                 the file.
         """
-        library = self._library
-        if library is None:
-            opened = Opened(Used("bounce", "asked for by path='bounce'"), None)
-            return {"read": opened, "write": opened}
+        if self._path == "compat" and self._library is not None:
+            compat = CompatibilityMode(
+                self._library, path, fd, writable=writable, task_bytes=lambda: self.request_bytes
+            )
+            used = Used("compat", f"asked for by path={self._path!r}")
+            if not compat.bypasses_cache:
+                used = Used("compat", f"{used.reason}; KvikIO uses the page cache for this file")
+            return {direction: Opened(used, compat) for direction in DIRECTIONS}
         # No check for a closed backend: while it closes, it still finishes started transfers.
         with reporting("examine", path):
             found = self._paths_on(os.fstat(fd).st_dev, lambda: _directory_of(path, fd), path)
         gds, refusal = None, ""
         if any(found[direction].path == "gds" for direction in DIRECTIONS):
-            gds, refusal = self._open_gds(library, path, fd, writable=writable)
+            gds, refusal = self._open_gds(path, fd, writable=writable)
         handles: Handles = {}
-        compat = None
         for direction in DIRECTIONS:
             used = found[direction]
             if used.path == "gds" and gds is not None:
                 handles[direction] = Opened(used, gds)
                 continue
-            used = Used("compat", refusal if used.path == "gds" else used.reason)
+            used = Used("bounce", refusal if used.path == "gds" else used.reason)
             self._require_path(used, direction, path)
-            if compat is None:
-                compat = library.open(path, fd, writable=writable, compat=True)
-            if not compat.is_direct_io_supported():
-                used = Used("compat", f"{used.reason}; KvikIO uses the page cache for this file")
-            handles[direction] = Opened(used, compat)
+            handles[direction] = Opened(used, None)
         return handles
 
     def count_path(self, direction: Direction, path: DevicePath, nbytes: int) -> None:
@@ -296,12 +315,15 @@ class KvikioBackend(PosixBackend):
             self._require_path(found[direction], direction, path)
         return found
 
-    def _open_gds(
-        self, library: Library, path: str, fd: int, *, writable: bool
-    ) -> tuple[Handle | None, str]:
-        """Return a handle for GPUDirect Storage and "", or None and the reason for its absence."""
+    def _open_gds(self, path: str, fd: int, *, writable: bool) -> tuple[Mover | None, str]:
+        """Return a file of GPUDirect Storage and "", or None and the reason for its absence."""
         try:
-            handle = library.open(path, fd, writable=writable, compat=False)
+            with self._registering:
+                library = self._library = self._library or Library()
+        except RefusedError as error:
+            return None, str(error)
+        try:
+            handle = self.cuda.here(lambda: self._direct_storage(library, path, fd, writable))
         except StorageError as error:
             return None, f"cuFile does not accept this file: {error.strerror}"
         if refusal := library.why_copies_are_silent():
@@ -314,6 +336,15 @@ class KvikioBackend(PosixBackend):
                     self._register(library, region)
                 self._unregistered.clear()
         return handle, ""
+
+    def _direct_storage(
+        self, library: Library, path: str, fd: int, writable: bool
+    ) -> DirectStorage:
+        """Open a file with cuFile, on a thread in which the device is current."""
+        self.cuda.use()
+        return DirectStorage(
+            library, self._streams, path, fd, writable=writable, way=self._gds_calls
+        )
 
     def _require_path(self, used: Used, direction: Direction, path: str) -> None:
         """Raise `StorageError` if GPUDirect Storage is demanded and `used` is another path."""
@@ -339,16 +370,20 @@ class KvikioBackend(PosixBackend):
             return
         region.released_by(library.deregister)
 
-    def _pinned(self, nbytes: int) -> PinnedBuffer:
-        """Return a page-locked host buffer."""
-        return PinnedBuffer(self.cuda, nbytes)
+    def _staging_buffer(self, nbytes: int) -> HostBuffer:
+        """Return a host buffer to copy through: page-locked, unless CUDA refuses that."""
+        if not self._lock_refused:
+            try:
+                return PinnedBuffer(self.cuda, nbytes)
+            except RefusedError as error:
+                self._lock_refused = True
+                warnings.warn(str(error), PageLockRefused, stacklevel=4)
+        return HostBuffer(nbytes)
 
     def _configure(self) -> None:
-        """Set KvikIO's settings, if the backend uses KvikIO."""
-        if self._library is not None:
-            self._library.configure(
-                num_threads=self.read_threads + self.write_threads, task_bytes=self.request_bytes
-            )
+        """Ask for threads of KvikIO, if transfers run on them."""
+        if self._path == "compat" and self._library is not None:
+            self._library.configure(num_threads=self.read_threads + self.write_threads)
 
 
 def _directory_of(path: str, fd: int) -> str:
@@ -391,6 +426,6 @@ def _examine(directory: str) -> dict[Direction, Used]:
     for direction in DIRECTIONS:
         why_not = choose(direction, storage, gpu).why_not
         with contextlib.suppress(KeyError):
-            found[direction] = Used("compat", why_not["gds"])
+            found[direction] = Used("bounce", why_not["gds"])
         found.setdefault(direction, Used("gds", ""))
     return found

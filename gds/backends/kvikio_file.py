@@ -9,12 +9,12 @@ from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from gds.backends.hybrid import Mode
-from gds.backends.kvikio_library import Handle, is_end_of_file, storage_error, whole_blocks
+from gds.backends.kvikio_library import is_end_of_file, storage_error, whole_blocks
 from gds.backends.posix_file import PosixFile, Transfers
 from gds.backends.threads import Part
 from gds.backends.transfer import Descriptors, Direction, cut, direct_part
 from gds.buffers.cuda import Cuda, Event
-from gds.buffers.device import DeviceBuffer, DeviceBytes
+from gds.buffers.device import DeviceBuffer
 from gds.buffers.host import HostBuffer
 from gds.buffers.pool import BufferPool
 from gds.contract import ALIGNMENT, Buffer
@@ -32,14 +32,26 @@ class Used(NamedTuple):
     """Reason, for people, why the path is not GPUDirect Storage; empty if it is."""
 
 
+class Mover(Protocol):
+    """One open file, as a library moves device memory to it and from it."""
+
+    def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
+        """Transfer memory from `offset` (bytes), and return the bytes moved, maybe too few."""
+        ...
+
+    def close(self) -> None:
+        """Release the file. Idempotent."""
+        ...
+
+
 class Opened(NamedTuple):
     """The path and the handle of an open file in one direction."""
 
     used: Used
     """The path that transfers take."""
 
-    handle: Handle | None
-    """The handle of KvikIO; None if the path needs none."""
+    handle: Mover | None
+    """The file as a library has opened it; None if the path needs none."""
 
 
 Handles: TypeAlias = dict[Direction, Opened]
@@ -57,7 +69,7 @@ class DeviceTransfers(Transfers, Protocol):
 
     @property
     def device_request_bytes(self) -> int | None:
-        """Largest part of a request for device memory, in bytes; None if KvikIO cuts requests."""
+        """Largest part of a request for device memory, in bytes; None if a library cuts them."""
         ...
 
     def open_handles(self, path: str, fd: int, *, writable: bool) -> Handles:
@@ -82,11 +94,11 @@ class DeviceTransfers(Transfers, Protocol):
 class KvikioFile(PosixFile):
     """An open file of a `KvikioBackend`; see `gds.File` for the contract of each method.
 
-    Host memory takes the POSIX path. For device memory, KvikIO opens the file once more; it does so
-    only at the first transfer, because most small files never have one. Whole blocks whose memory
-    is aligned like their place in the file go through KvikIO's handle. The rest is copied through
-    page-locked host memory. So cuFile never reads, changes and writes back a block while a
-    neighbouring block is being written.
+    Host memory takes the POSIX path. For device memory the file may be opened once more, by cuFile
+    or KvikIO; this happens only at the first transfer, because most small files never have one.
+    Whole blocks whose memory is aligned like their place in the file then go through that handle.
+    The rest, and everything on the path ``bounce``, is copied through page-locked host memory. So
+    cuFile never reads, changes and writes back a block while a neighbouring block is being written.
     """
 
     def __init__(
@@ -149,7 +161,7 @@ class KvikioFile(PosixFile):
 
 
 class _DeviceTransfer:
-    """One request for device memory. It keeps buffer and file alive, which KvikIO does not do."""
+    """One request for device memory. It keeps buffer and file alive, which no library does."""
 
     def __init__(
         self,
@@ -190,9 +202,17 @@ class _DeviceTransfer:
 
         Raises:
             ShortReadError: A read leaves the file.
+            DeviceLostError: The device does not work any more.
             StorageError: The transfer failed.
+            MemoryError: There is no host memory to copy through.
         """
-        first, last = part
+        try:
+            return self._move(*part)
+        except RuntimeError as error:  # of CUDA; those of files are StorageError already
+            raise storage_error(error, str(self), self._file.path, self._offset) from error
+
+    def _move(self, first: int, last: int) -> int:
+        """Move the part from `first` to `last`; see `move`."""
         end = self._offset + last
         if self._direction == "read" and end > self._file.size_bytes:
             raise ShortReadError(
@@ -202,7 +222,7 @@ class _DeviceTransfer:
                 offset=self._offset,
             )
         self._backend.cuda.use()
-        # KvikIO's streams do not wait for compute streams that still use this memory.
+        # No transfer waits for compute streams that still use this memory.
         for event in self._events:
             event.synchronize()
         self._buffer.region.forget(self._events)
@@ -221,22 +241,21 @@ class _DeviceTransfer:
         self._stage(done, last)
         return last - first
 
-    def _through(self, handle: Handle, done: int, stop: int) -> int:
-        """Move whole blocks with KvikIO, and return the position that it has reached.
+    def _through(self, handle: Mover, done: int, stop: int) -> int:
+        """Move whole blocks with a library, and return the position that it has reached.
 
-        After a short count, the transfer continues. If KvikIO moves less than a block, the caller
-        moves the rest through host memory, which succeeds or gives the true error.
+        After a short count, the transfer continues. If the library moves less than a block, the
+        caller moves the rest through host memory, which succeeds or gives the true error.
 
         Args:
-            handle: Handle of KvikIO.
+            handle: The file as the library has opened it.
             done: Start of the blocks, in bytes from the request's start.
             stop: End of the blocks, in bytes from the request's start.
         """
-        start = handle.pread if self._direction == "read" else handle.pwrite
         while done < stop:
-            memory = DeviceBytes(self._buffer.address + done, stop - done)
+            memory = self._buffer.slice(done, stop - done)
             try:
-                moved = start(memory, memory.nbytes, self._offset + done).get()
+                moved = handle.move(self._direction, memory, self._offset + done)
             except (RuntimeError, OSError) as error:
                 if is_end_of_file(error):
                     raise ShortReadError(

@@ -2,16 +2,23 @@
 
 CuPy is imported when a `Cuda` is made, and nowhere else, so that transfers of host memory work
 without CuPy. The calls block; CuPy releases the GIL while they wait.
+
+No call changes the current device of a caller's thread, not even for a moment: to change it back
+would make a context, with hundreds of megabytes of memory, on a device that nobody uses.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import importlib
 import threading
-from typing import Any, Final, Literal, Protocol
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Literal, Protocol, TypeVar
 
-from gds.errors import RefusedError
+from gds.errors import DeviceLostError, DeviceMemoryError, RefusedError
 
 REMEDY: Final = (
     "run pip install --constraint constraints-gpu.txt '.[gpu]' in a checkout of ssd-offload, "
@@ -21,6 +28,30 @@ REMEDY: Final = (
 
 _REGISTER_PORTABLE: Final = 1
 """Flag that page-locks memory for every CUDA context, because several libraries transfer it."""
+
+
+_LASTING: Final = (
+    "illegal memory access",
+    "unspecified launch failure",
+    "ECC error",
+    "NVLink error",
+    "over nvlink or a hardware error",
+    "device-side assert",
+    "illegal instruction",
+    "misaligned address",
+    "global/shared address space",
+    "invalid program counter",
+    "hardware stack error",
+    "launch timed out",
+    "busy or unavailable",
+    "no CUDA-capable device",
+    "context is destroyed",
+    "unknown error",
+)
+"""Words of CUDA's messages for errors after which every further call of the process fails."""
+
+CopyDirection = Literal["to device", "to host"]
+Result = TypeVar("Result")
 
 
 class Event(Protocol):
@@ -36,6 +67,34 @@ class DeviceMemory(Protocol):
 
     ptr: int
     """Device address of the first byte."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Return whether an error of CUDA, of CuPy or of torch means that the device is lost."""
+    return isinstance(error, DeviceLostError) or any(words in str(error) for words in _LASTING)
+
+
+def lost_error(
+    error: BaseException, what: str, where: str, *, offset: int | None = None
+) -> DeviceLostError:
+    """Return the error to raise if `is_lost` is true for `error`.
+
+    Args:
+        error: Error of CUDA, of CuPy or of torch.
+        what: Operation that failed, for the message.
+        where: Path of the file, or name of the device.
+        offset: Position in the file in bytes, if the operation has one.
+    """
+    if isinstance(error, DeviceLostError):
+        return error
+    said = " ".join(str(error).split("\n", 1)[0].split())
+    return DeviceLostError(
+        errno.ENODEV,
+        f"{what}: the GPU is lost to this process ({said}); its checkpoints are not affected: "
+        "end the process, look for 'NVRM: Xid' in the kernel's log, and resume in a new one;",
+        where,
+        offset=offset,
+    )
 
 
 def no_driver() -> str:
@@ -80,10 +139,20 @@ class _Handle:
         self.ptr = ptr
 
 
-class Cuda:
-    """One device, with a private stream for copies, which never waits for the default stream.
+class _Allocation:
+    """Memory of a device as a separate allocation, freed when the object is collected."""
 
-    All methods may be called from several threads at once.
+    def __init__(self, cuda: Cuda, ptr: int) -> None:
+        """Take over the allocation that starts at the device address `ptr`."""
+        self.ptr = ptr
+        weakref.finalize(self, cuda._free, ptr).atexit = False
+
+
+class Cuda:
+    """One device, with a private stream for copies in each direction.
+
+    Both streams are non-blocking: they never wait for the default stream, on which most training
+    runs, and it never waits for them. All methods may be called from several threads at once.
     """
 
     def __init__(self, device: int | None = None) -> None:
@@ -100,9 +169,10 @@ class Cuda:
         self._runtime = cupy.cuda.runtime
         try:
             self.device = int(self._runtime.getDevice() if device is None else device)
-            with self._current():
-                # Non-blocking: copies do not wait for the legacy default stream, torch's default.
-                self._stream = self._cuda.Stream(non_blocking=True)
+            self._streams: dict[CopyDirection, Any] = {
+                "to device": self.new_stream(),
+                "to host": self.new_stream(),
+            }
         except RuntimeError as error:
             which = "no GPU can be used" if device is None else f"GPU {device} cannot be used"
             raise RefusedError(
@@ -110,7 +180,7 @@ class Cuda:
                 "CUDA_VISIBLE_DEVICES may hide some of them. For host memory alone, use "
                 "PosixBackend"
             ) from error
-        self._lock = threading.Lock()
+        self._locks = {direction: threading.Lock() for direction in self._streams}
 
     def pci_bus_id(self) -> str:
         """Return the device's address on the PCI bus, such as ``0000:41:00.0``."""
@@ -123,26 +193,37 @@ class Cuda:
         other users.
 
         Raises:
-            MemoryError: The device has no free range of that length.
+            DeviceMemoryError: The device has no free range of that length.
+            DeviceLostError: The device does not work any more.
         """
-        with self._current():
-            try:
-                memory: DeviceMemory = self._cuda.Memory(nbytes)
-            except RuntimeError as error:
-                raise MemoryError(
-                    f"cannot allocate {nbytes} bytes on GPU {self.device}: {error}"
-                ) from error
-        return memory
+        try:
+            return _Allocation(self, self.here(lambda: int(self._runtime.malloc(nbytes))))
+        except RuntimeError as error:
+            if is_lost(error):
+                raise lost_error(error, f"allocate {nbytes} bytes", self.name) from error
+            raise DeviceMemoryError(
+                f"cannot allocate {nbytes} bytes ({nbytes / (1 << 30):.3g} GiB) on {self.name}: "
+                f"{error}; nvidia-smi shows who uses its memory"
+            ) from error
+
+    @property
+    def name(self) -> str:
+        """Name of the device for messages, as torch writes it."""
+        return f"cuda:{self.device}"
 
     def zero(self, address: int, nbytes: int) -> None:
         """Set a range of device memory to zeros; it is done on return."""
-        with self._lock, self._current():
-            self._runtime.memsetAsync(address, 0, nbytes, self._stream.ptr)
-            self._stream.synchronize()
 
-    def copy(
-        self, target: int, source: int, nbytes: int, direction: Literal["to device", "to host"]
-    ) -> None:
+        def call() -> None:
+            with self._locks["to device"]:
+                stream = self._streams["to device"]
+                self._runtime.memsetAsync(address, 0, nbytes, stream.ptr)
+                event = self._recorded(stream)
+            event.synchronize()
+
+        self.here(call)
+
+    def copy(self, target: int, source: int, nbytes: int, direction: CopyDirection) -> None:
         """Copy between host and device; the bytes have arrived on return.
 
         Args:
@@ -157,13 +238,16 @@ class Cuda:
             if direction == "to device"
             else self._runtime.memcpyDeviceToHost
         )
-        with self._current():
+
+        def call() -> None:
             # The wait is outside the lock, so that copies of several threads overlap.
-            with self._lock:
-                self._runtime.memcpyAsync(target, source, nbytes, kind, self._stream.ptr)
-                event = self._event()
-                event.record(self._stream)
+            with self._locks[direction]:
+                stream = self._streams[direction]
+                self._runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
+                event = self._recorded(stream)
             event.synchronize()
+
+        self.here(call)
 
     def pin(self, address: int, nbytes: int) -> None:
         """Page-lock a range of host memory, so that the device copies it at full speed.
@@ -171,13 +255,11 @@ class Cuda:
         Raises:
             RuntimeError: CUDA refuses to lock the range.
         """
-        with self._current():
-            self._runtime.hostRegister(address, nbytes, _REGISTER_PORTABLE)
+        self.here(lambda: self._runtime.hostRegister(address, nbytes, _REGISTER_PORTABLE))
 
     def unpin(self, address: int) -> None:
         """Undo `pin` of the range that starts at `address`."""
-        with self._current():
-            self._runtime.hostUnregister(address)
+        self.here(lambda: self._runtime.hostUnregister(address))
 
     def record(self, stream: int) -> Event:
         """Return an event that follows all work queued on a stream by now.
@@ -186,26 +268,55 @@ class Cuda:
             stream: Raw handle: ``torch.cuda.Stream.cuda_stream`` or ``cupy.cuda.Stream.ptr``; 0
                 is the legacy default stream.
         """
-        with self._current():
-            event = self._event()
-            event.record(_Handle(stream))
+        return self.here(lambda: self._recorded(_Handle(stream)))
+
+    def new_stream(self) -> Any:
+        """Return a new non-blocking stream, with the attribute `ptr`."""
+        # Non-blocking: copies do not wait for the legacy default stream, torch's default.
+        return self.here(lambda: self._cuda.Stream(non_blocking=True))
+
+    def use(self) -> None:
+        """Make the device and its context current in the calling thread, permanently.
+
+        cuFile needs that, and unlike CUDA's runtime does not do it itself, even for the device that
+        a thread begins with. Call it only from threads of this package, or within `here`.
+        """
+        self._runtime.setDevice(self.device)
+
+    def _recorded(self, stream: Any) -> Event:
+        """Return a new event, recorded on a stream. The device must be current."""
+        # Blocking: a waiting thread sleeps. Spinning would take a core from the training.
+        event: Any = self._cuda.Event(block=True, disable_timing=True)
+        event.record(stream)
         recorded: Event = event
         return recorded
 
-    def _event(self) -> Any:
-        """Return a new event."""
-        # Blocking: a waiting thread sleeps. Spinning would take a core from the training.
-        return self._cuda.Event(block=True, disable_timing=True)
+    def _free(self, address: int) -> None:
+        """Free an allocation; errors of a driver that is lost or shutting down are ignored."""
+        with contextlib.suppress(RuntimeError):
+            self.here(lambda: self._runtime.free(address))
 
-    def use(self) -> None:
-        """Make the device current in the calling thread, permanently.
+    def here(self, call: Callable[[], Result]) -> Result:
+        """Return the result of a call that is made while the device is current.
 
-        Call it only from threads of this package. Switching back, as `_current` does, would create
-        a context on device 0, which these threads do not use.
+        If another device is current in this thread, a thread made for the call makes it: it may
+        keep the device until its end.
         """
-        if int(self._runtime.getDevice()) != self.device:
-            self._runtime.setDevice(self.device)
+        if int(self._runtime.getDevice()) == self.device:
+            return call()
+        results: list[Result] = []
+        errors: list[BaseException] = []
 
-    def _current(self) -> Any:
-        """Return a context in which the device is current in the calling thread."""
-        return self._cuda.Device(self.device)
+        def work() -> None:
+            try:
+                self._runtime.setDevice(self.device)
+                results.append(call())
+            except BaseException as error:  # noqa: BLE001 - raised again by the caller
+                errors.append(error)
+
+        thread = threading.Thread(target=work, name="gds-device", daemon=True)
+        thread.start()
+        thread.join()
+        if errors:
+            raise errors[0]
+        return results[0]

@@ -9,12 +9,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-from gds.buffers.cuda import Cuda, Event
+from gds.buffers.cuda import Cuda, Event, is_lost, lost_error
 from gds.buffers.host import HostBuffer, check_slice
 from gds.contract import ALIGNMENT, Buffer, BufferKind
+from gds.errors import RefusedError
 
 Release = Callable[["DeviceBytes"], None]
 """Function that undoes a registration while the memory still exists."""
+
+
+class PageLockRefused(UserWarning):
+    """CUDA did not page-lock host memory, so copies between host and device are slower."""
 
 
 class DeviceBytes:
@@ -49,7 +54,9 @@ class Region:
     All methods may be called from any thread.
     """
 
-    def __init__(self, cuda: Cuda, owner: object, address: int, nbytes: int) -> None:
+    def __init__(
+        self, cuda: Cuda, owner: object, address: int, nbytes: int, *, base: int | None = None
+    ) -> None:
         """Describe a range of memory.
 
         Args:
@@ -57,8 +64,11 @@ class Region:
             owner: Object that owns the memory; the region keeps it alive.
             address: Device address of the first byte.
             nbytes: Length in bytes.
+            base: Device address at which the allocation starts; None is `address`.
         """
         self.cuda = cuda
+        self.base = address if base is None else base
+        """Device address that cuFile knows registered memory by."""
         self.bytes = DeviceBytes(address, nbytes)
         self._owner = owner
         self._lock = threading.Lock()
@@ -184,13 +194,23 @@ class PinnedBuffer(HostBuffer):
         Raises:
             ValueError: `nbytes` is negative.
             MemoryError: The system has no free range of that length.
-            RuntimeError: CUDA refuses to lock that much memory.
+            RefusedError: CUDA refuses to lock that much memory.
+            DeviceLostError: The device does not work any more.
         """
         super().__init__(nbytes)
         if not nbytes:
             return
         address, unpinned = self._address, self._view
-        cuda.pin(address, nbytes)
+        try:
+            cuda.pin(address, nbytes)
+        except RuntimeError as error:
+            if is_lost(error):
+                raise lost_error(error, f"page-lock {nbytes} bytes", cuda.name) from error
+            raise RefusedError(
+                f"CUDA does not page-lock {nbytes} bytes of host memory for {cuda.name} ({error}): "
+                "some sandboxes forbid it, and ulimit -l may limit it. Copies between the device "
+                'and memory that is not locked (kind "host") are right, but slower'
+            ) from error
         # The array is collected after the last view of the memory, and then unlocks it. A tensor
         # made from a view may outlive all buffers.
         array = (ctypes.c_ubyte * nbytes).from_address(address)
@@ -233,17 +253,22 @@ def device_buffer(cuda: Cuda, nbytes: int) -> DeviceBuffer:
 
     Raises:
         ValueError: `nbytes` is negative.
-        MemoryError: The device has no free range of that length.
+        DeviceMemoryError: The device has no free range of that length.
+        DeviceLostError: The device does not work any more.
     """
     if nbytes < 0:
         raise ValueError(f"a buffer cannot have {nbytes} bytes")
-    # CUDA only aligns to 256 bytes. The length is rounded up to whole blocks, so that a direct
-    # transfer of the last block fits.
+    # The length is rounded up to whole blocks, so that a direct transfer of the last block fits.
     whole = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
-    memory = cuda.allocate(whole + ALIGNMENT)
+    memory = cuda.allocate(whole)
+    if memory.ptr % ALIGNMENT:
+        # CUDA only promises 256 bytes. It aligns large allocations to pages of 2 MiB, of which a
+        # spare block would often take one more.
+        del memory
+        memory = cuda.allocate(whole + ALIGNMENT)
     address = memory.ptr + -memory.ptr % ALIGNMENT
     cuda.zero(address, whole)
-    return DeviceBuffer(Region(cuda, memory, address, whole), address, nbytes)
+    return DeviceBuffer(Region(cuda, memory, address, whole, base=memory.ptr), address, nbytes)
 
 
 def tensor_buffer(tensor: Any, cuda: Cuda | None = None) -> Buffer:

@@ -11,10 +11,11 @@ from gds.paths import PATHS, PathName
 
 Direction = Literal["read", "write"]
 Directions = Literal["both", "read", "write"]
-Requirement = Literal["gds", "compat", "direct", "any"]
+Requirement = Literal["gds", "bounce", "direct", "any"]
 
-CONSIDERED: Final[tuple[PathName, ...]] = ("gds", "compat", "direct", "buffered")
-"""Paths to choose from, the best first. The last two are the POSIX paths."""
+CONSIDERED: Final[tuple[PathName, ...]] = ("gds", "bounce", "direct", "buffered")
+"""Paths to choose from, the best first. The last two are the paths of host memory. ``compat`` is
+not among them: it makes training wait, and nothing takes it without being told."""
 
 NOTHING: Final = 1
 """Exit status if no path is usable."""
@@ -54,7 +55,7 @@ def choose(direction: Direction, storage: Storage, gpu: Gpu) -> Choice:
     access = _no_access(direction, storage)
     reasons: dict[PathName, str] = {
         "gds": _no_gds(direction, storage, gpu),
-        "compat": _no_compat(gpu),
+        "bounce": _no_bounce(gpu),
         "direct": "" if storage.direct.found.supported else storage.direct.found.reason,
         "buffered": "",
     }
@@ -80,9 +81,8 @@ def _no_gds(direction: Direction, storage: Storage, gpu: Gpu) -> str:
     """Return the reasons against GPUDirect Storage in a direction; empty if it works."""
     works = gpu.cufile.reads if direction == "read" else gpu.cufile.writes
     if works:
-        if gpu.kvikio:
-            return ""
-        return "cuFile works, but kvikio is not installed"
+        missing = [name for name in ("kvikio", "cupy") if not getattr(gpu, name)]
+        return f"cuFile works, but {' and '.join(missing)} is not installed" if missing else ""
     if gpu.no_driver:
         return f"no CUDA driver: {gpu.no_driver}"
     reasons = [gpu.cufile.reason]
@@ -93,8 +93,8 @@ def _no_gds(direction: Direction, storage: Storage, gpu: Gpu) -> str:
     return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
 
 
-def _no_compat(gpu: Gpu) -> str:
-    """Return the reason against KvikIO's compatibility mode; empty if it works."""
+def _no_bounce(gpu: Gpu) -> str:
+    """Return the reason against copies through our own host memory; empty if they work."""
     if gpu.no_driver:
         return f"no CUDA driver: {gpu.no_driver}"
-    return "" if gpu.kvikio else "kvikio is not installed"
+    return "" if gpu.cupy else "cupy is not installed"

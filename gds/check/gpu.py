@@ -20,6 +20,9 @@ from gds.check.system import Child, System
 KVIKIO: Final = ("kvikio-cu13", "kvikio-cu12", "kvikio")
 """Names of the Python packages of KvikIO."""
 
+CUPY: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+"""Names of the Python packages of CuPy."""
+
 CUFILE: Final = ("nvidia-cufile", "nvidia-cufile-cu13", "nvidia-cufile-cu12")
 """Names of the Python packages of cuFile."""
 
@@ -88,6 +91,9 @@ class Gpu:
     kvikio: str
     """Version of KvikIO; empty if it is not installed."""
 
+    cupy: str
+    """Version of CuPy; empty if it is not installed."""
+
     cufile_version: str
     """Version of the Python package of cuFile; empty if it is not installed."""
 
@@ -138,6 +144,7 @@ def examine_gpu(system: System, storage: Storage, *, timeout_s: float) -> Gpu:
         p2pdma_off_reason=_no_p2pdma(system, config, open_driver=open_driver),
         config=config,
         kvikio=_version(system, KVIKIO),
+        cupy=_version(system, CUPY),
         cufile_version=_version(system, CUFILE),
         udev=system.exists("/run/udev"),
         modules=system.exists("/proc/modules"),
@@ -224,19 +231,17 @@ def _configuration(gpu: Gpu) -> Finding:
 
 
 def _packages(gpu: Gpu) -> Finding:
-    """Return the finding about the packages of KvikIO and cuFile."""
+    """Return the finding about the packages of KvikIO, CuPy and cuFile."""
     what = "kvikio"
-    cufile = f", cuFile {gpu.cufile_version}" if gpu.cufile_version else ""
-    if gpu.kvikio:
-        return Finding("gpu", what, f"{gpu.kvikio}{cufile}", "ok")
-    return Finding(
-        "gpu",
-        what,
-        f"not installed{cufile}",
-        "missing",
-        "device memory is moved through it",
-        REMEDY,
-    )
+    value = gpu.kvikio or "not installed"
+    value += f", CuPy {gpu.cupy}" if gpu.cupy else ", no CuPy"
+    value += f", cuFile {gpu.cufile_version}" if gpu.cufile_version else ""
+    if not gpu.cupy:
+        return Finding("gpu", what, value, "missing", "CuPy moves all device memory", REMEDY)
+    if not gpu.kvikio:
+        why = "GPUDirect Storage is reached through kvikio; without it, data is copied by the host"
+        return Finding("gpu", what, value, "missing", why, REMEDY)
+    return Finding("gpu", what, value, "ok")
 
 
 def _surroundings(gpu: Gpu) -> Finding:
@@ -250,7 +255,7 @@ def _surroundings(gpu: Gpu) -> Finding:
         return Finding("gpu", "surroundings", "/run/udev and /proc/modules exist", "ok")
     reasons = []
     if not gpu.udev:
-        reasons.append("without /run/udev, KvikIO takes its compatibility mode")
+        reasons.append("without /run/udev, cuFile does not find the drives")
     if not gpu.modules:
         reasons.append("without /proc/modules, opening a file with cuFile can loop forever")
     do = "" if gpu.udev else "in a container: --volume /run/udev:/run/udev:ro"

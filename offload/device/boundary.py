@@ -14,11 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
+
+from gds.buffers.cuda import is_lost, lost_error
+from gds.buffers.device import PageLockRefused
+from gds.errors import DeviceMemoryError
 
 HOST = torch.device("cpu")
 
@@ -31,6 +36,10 @@ Marks: TypeAlias = Mapping[torch.device, Event]
 Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of source and target, of the same dtype and number of elements, both contiguous."""
 
+
+PRIORITY: Final = -1
+"""Priority of our streams: higher than that of training, whose wide kernels would hold up short
+copies and updates that a step waits for."""
 
 _cuda: Any = torch.cuda  # torch.cuda has only partial types
 
@@ -87,6 +96,10 @@ class Boundary(Protocol):
         """Return page-locked host memory as bytes. It may be released while copies still use it."""
         ...
 
+    def held_bytes(self, nbytes: int) -> int:
+        """Return how much memory `allocate` takes for a number of bytes, at most."""
+        ...
+
     def lock_pages(self, memory: torch.Tensor) -> object:
         """Page-lock host memory, for as long as the returned object is referenced."""
         ...
@@ -101,8 +114,8 @@ class CudaBoundary:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._to_host: torch.cuda.Stream = _cuda.Stream(device)
-        self._to_device: torch.cuda.Stream = _cuda.Stream(device)
+        self._to_host: torch.cuda.Stream = _cuda.Stream(device, priority=PRIORITY)
+        self._to_device: torch.cuda.Stream = _cuda.Stream(device, priority=PRIORITY)
         self._sent: torch.cuda.Event | None = None
         self._lock = threading.Lock()
 
@@ -112,27 +125,24 @@ class CudaBoundary:
 
     def fetch(self, copies: Copies, after: Iterable[Event]) -> torch.cuda.Event:
         """Copy on the stream towards the host."""
-        with self._lock:
-            sent = self._sent
-            with torch.cuda.stream(self._to_host):
-                self._order(self._to_host, after, sent)
-                for source, into in copies:
-                    into.copy_(source, non_blocking=True)
-                return _record(self._to_host)
+        with self._lock, self._on(self._to_host, "copy to the host"):
+            self._order(self._to_host, after, self._sent)
+            for source, into in copies:
+                into.copy_(source, non_blocking=True)
+            return _record(self._to_host)
 
     def send(self, copies: Copies, after: Iterable[Event]) -> torch.cuda.Event:
         """Copy on the stream towards the device."""
-        with self._lock:
-            with torch.cuda.stream(self._to_device):
-                self._order(self._to_device, after, None)
-                for source, into in copies:
-                    into.copy_(source, non_blocking=True)
-                self._sent = event = _record(self._to_device)
+        with self._lock, self._on(self._to_device, "copy from the host"):
+            self._order(self._to_device, after, None)
+            for source, into in copies:
+                into.copy_(source, non_blocking=True)
+            self._sent = event = _record(self._to_device)
             return event
 
     def flatten(self, tensor: torch.Tensor, after: Iterable[Event]) -> torch.Tensor:
         """Copy on the device, on the stream towards the host."""
-        with self._lock, torch.cuda.stream(self._to_host):
+        with self._lock, self._on(self._to_host, "copy a tensor that is not contiguous"):
             self._order(self._to_host, after, self._sent)
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
             flat.record_stream(self._to_device)
@@ -140,7 +150,8 @@ class CudaBoundary:
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Wait for the event."""
-        event.synchronize()
+        with named_errors(self._device, "wait for copies"):
+            event.synchronize()
 
     def fence(self) -> None:
         """Make the current stream wait for the newest event of the stream towards the device."""
@@ -150,13 +161,31 @@ class CudaBoundary:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return memory from torch's pool of pinned memory, which keeps it while copies use it."""
-        with torch.cuda.device(self._device):
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return pinned((nbytes,), torch.uint8, self._device)
+
+    def held_bytes(self, nbytes: int) -> int:
+        """Return the next power of two: torch's pool has blocks of these lengths.
+
+        With its setting ``pinned_max_round_threshold_mb``, larger blocks are not rounded up.
+        """
+        return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
     def lock_pages(self, memory: torch.Tensor) -> object:
         """Register memory with the driver. If the driver refuses, copies are correct but slower."""
         with torch.cuda.device(self._device):
             return _Registered(memory, self._device)
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.cuda.Stream, what: str) -> Iterator[None]:
+        """Make a stream the current one; errors say what was done."""
+        # The device is made current first. If another one is, the end of `torch.cuda.stream` would
+        # switch back to it for good, and make a context there, which takes memory.
+        with (
+            named_errors(self._device, what),
+            torch.cuda.device(self._device),
+            torch.cuda.stream(stream),
+        ):
+            yield
 
     def _order(
         self, stream: torch.cuda.Stream, after: Iterable[Event], sent: torch.cuda.Event | None
@@ -175,7 +204,7 @@ class _Registered:
         if refused:  # in some sandboxes, or because the memory is locked for another device
             _forget_error(device)
         else:
-            weakref.finalize(self, _unregister, memory)  # also keeps the memory until then
+            weakref.finalize(self, _unregister, memory, device)  # keeps the memory until then
 
 
 def _forget_error(device: torch.device) -> None:
@@ -184,14 +213,68 @@ def _forget_error(device: torch.device) -> None:
         torch.ones(1, dtype=torch.uint8, device=device)
 
 
-def _unregister(memory: torch.Tensor) -> None:
-    _cuda.cudart().cudaHostUnregister(memory.data_ptr())
+def _unregister(memory: torch.Tensor, device: torch.device) -> None:
+    # On another device, this would make a context, which takes memory there. A device that is lost,
+    # or a driver that is shutting down, has nothing left to undo.
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+        _cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event: torch.cuda.Event = _cuda.Event(blocking=True)  # a waiting thread uses no core
     event.record(stream)
     return event
+
+
+@contextlib.contextmanager
+def named_errors(device: torch.device, what: str) -> Iterator[None]:
+    """Raise errors of CUDA within the block as the errors that callers know.
+
+    Args:
+        device: Device of the work.
+        what: Work that is done, for the message.
+
+    Raises:
+        DeviceMemoryError: The device has no memory left.
+        DeviceLostError: The device does not work any more.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceMemoryError(
+            f"{what}: {device} has no memory left ({str(error).splitlines()[0]}): use smaller "
+            "chunks (chunk_bytes), fewer of them (ring_chunks, device_memory), or "
+            'placement="host"'
+        ) from error
+    except RuntimeError as error:
+        if is_lost(error):
+            raise lost_error(error, what, str(device)) from error
+        raise
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return page-locked host memory for copies from or to a device.
+
+    If the driver refuses, it returns memory that is not locked, and warns: copies are then correct
+    but slower.
+
+    Raises:
+        DeviceLostError: The device does not work any more.
+    """
+    try:
+        with torch.cuda.device(device):
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        if is_lost(error):
+            raise lost_error(error, "page-lock host memory", str(device)) from error
+        _forget_error(device)
+        warnings.warn(
+            f"CUDA does not page-lock host memory for {device} ({str(error).splitlines()[0]}): "
+            "copies between host and device are right, but slower",
+            PageLockRefused,
+            stacklevel=2,
+        )
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 BOUNDARIES: dict[str, Callable[[torch.device], Boundary]] = {"cuda": CudaBoundary}

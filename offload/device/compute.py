@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from gds import Buffer
-from offload.device.boundary import Event
+from offload.device.boundary import PRIORITY, Event, named_errors, pinned
 from offload.device.kernels import digest, update
 from offload.device.kernels.forms import DeviceBlock, DeviceScalars, Form
 
@@ -118,7 +118,7 @@ class CudaCompute:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream: torch.cuda.Stream = _cuda.Stream(device)
+        self._stream: torch.cuda.Stream = _cuda.Stream(device, priority=PRIORITY)
         self._lock = threading.Lock()
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         digest.compile_kernels(device.index or 0)
@@ -146,7 +146,12 @@ class CudaCompute:
     @contextmanager
     def queue(self, after: Iterable[Event]) -> Iterator[None]:
         """Make this object's stream the current one, and hold its lock."""
-        with self._lock, torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+        with (
+            self._lock,
+            named_errors(self.device, "update state"),
+            torch.cuda.device(self.device),
+            torch.cuda.stream(self._stream),
+        ):
             for event in after:
                 self._stream.wait_event(event)
             yield
@@ -197,7 +202,7 @@ class CudaCompute:
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
         """Copy to new page-locked memory."""
-        out = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+        out = pinned(source.shape, source.dtype, self.device)
         return out.copy_(source, non_blocking=True)
 
     def send(self, source: torch.Tensor, into: torch.Tensor) -> None:
@@ -212,7 +217,8 @@ class CudaCompute:
 
     def wait(self, event: torch.cuda.Event) -> None:
         """Wait for the event."""
-        event.synchronize()
+        with named_errors(self.device, "wait for updates of state"):
+            event.synchronize()
 
 
 COMPUTES: dict[str, Callable[[torch.device], Compute]] = {"cuda": CudaCompute}

@@ -79,6 +79,8 @@ class _Batch:
     parts: list[_Part]
     event: Event
     """End of the fetch; after `leave`, end of the copies back to the device."""
+    held_bytes: int
+    """Host memory that the batch takes."""
 
 
 @dataclass(slots=True)
@@ -121,9 +123,9 @@ class StagedTensors(FlatTensors):
         # If a pass has failed, the memory of its chunks is released together with the pass.
         for batches in self._batches.values():
             for batch in batches:
-                self._traffic.hold(-batch.memory.nbytes)
+                self._traffic.hold(-batch.held_bytes)
         for batch in self._sending:
-            self._traffic.hold(-batch.memory.nbytes)
+            self._traffic.hold(-batch.held_bytes)
 
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Set a tensor that has not been viewed yet.
@@ -226,7 +228,8 @@ class StagedTensors(FlatTensors):
             places.append(total)
             total += -(-size // _PIECE_ALIGNMENT) * _PIECE_ALIGNMENT
         memory = boundary.allocate(total)
-        self._traffic.hold(memory.nbytes)
+        held_bytes = boundary.held_bytes(total)
+        self._traffic.hold(held_bytes)
         parts, copies = [], []
         for piece, place, size in zip(wanted.pieces, places, sizes, strict=True):
             index, tensor = piece.parameter, self._tensor(piece.parameter)
@@ -240,12 +243,12 @@ class StagedTensors(FlatTensors):
             self._parts.setdefault(index, deque()).append(part)
             copies.append((self._flat_of(index)[piece.start : piece.stop], host))
         self._traffic.fetched(sum(sizes))
-        return _Batch(boundary, memory, parts, boundary.fetch(copies, after))
+        return _Batch(boundary, memory, parts, boundary.fetch(copies, after), held_bytes)
 
     def _end(self, batch: _Batch, *, sent: bool = True) -> None:
         if sent:
             batch.boundary.wait(batch.event)
-        self._traffic.hold(-batch.memory.nbytes)
+        self._traffic.hold(-batch.held_bytes)
 
     def _tensor(self, index: int) -> torch.Tensor:
         tensor = self._tensors[index]

@@ -1,7 +1,8 @@
 """Many ranks that train into one store: what they see, what they write into, what is a checkpoint.
 
-This wing may know `torch.distributed`, `format` and the wings below `engine`. It never imports the
-engine, nor a wing above it.
+An optimizer begins with `launch.join_ranks`, and its engine is given a `rank_group.RankGroup`. This
+wing may know ``torch.distributed`` and the wings below `engine`. It never imports the engine,
+nor a wing above it.
 """
 
 from offload.distributed.agreement import Agreement, Granted

@@ -359,17 +359,18 @@ class Agreement:
 
     def _conclude(self, number: int, own: Report, decision: seal.Decision) -> None:
         self._signs.end(seal_scope(number))
+        step = own.step if decision.step is None else decision.step
         match decision.outcome:
             case Outcome.PUBLISHED:
                 return
             case Outcome.ABORTED:
                 raise SealError(
-                    f"sealing step {own.step} failed, so it is not a checkpoint on any rank; "
+                    f"sealing step {step} failed, so it is not a checkpoint on any rank; "
                     f"earlier checkpoints are untouched: {decision.reason}"
                 ) from decision.error
             case Outcome.IN_DOUBT:
                 text = (
-                    f"it is not known whether step {own.step} is a checkpoint: {decision.reason}. "
+                    f"it is not known whether step {step} is a checkpoint: {decision.reason}. "
                     "What was written for it stays as it is. Restart the job: opening the store "
                     "finds out"
                 )

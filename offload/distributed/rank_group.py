@@ -40,8 +40,9 @@ from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.model_shares import ModelShare, ModelShares, TensorBox, divide
 from offload.model.model_copy import ModelCopy
+from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
-from offload.model.shards import Shards, cut_of, is_dtensor, local, own_shards
+from offload.model.shards import Shard, Shards, cut_of, is_dtensor, local, own_shards
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint
@@ -89,7 +90,8 @@ class RankGroup:
             (one.name, one.cut.box): one.holders for one in self._owned
         }
         own = {one.name: one.cut for one in self._owned if one.owner == self.rank}
-        self._shards = own_shards(own, {n for n, _ in self._holders}, keeps_others=self.rank == 0)
+        self._known = {name for name, _ in self._holders}
+        self._shard_of = own_shards(own, self._known, keeps_others=self.rank == 0)
         everyone = tuple(range(self.size))
         sets = {holders for holders in self._holders.values() if len(holders) > 1}
         self._groups = HolderGroups({everyone, *sets}, group=group, timeout_s=timeout_s)
@@ -107,7 +109,16 @@ class RankGroup:
     @property
     def shards(self) -> Shards | None:
         """Function that returns this rank's part of a tensor."""
-        return self._shards
+        return self._shard
+
+    def _shard(self, name: str, tensor: torch.Tensor) -> Shard | None:
+        if name not in self._known and isinstance(tensor, torch.nn.Parameter):
+            raise UnsupportedParameterError(
+                f"parameter {name!r} has been added since the optimizer was constructed: with "
+                "several ranks, construct it with a model that has all parameters; they may be "
+                "frozen until they are trained"
+            )
+        return self._shard_of(name, tensor)
 
     def _own(
         self, named: Sequence[tuple[str, torch.Tensor]], multiple: int
@@ -293,19 +304,14 @@ class RankGroup:
         gathering.updated(0)
         gathering.finish()
 
-    def begin_step(self, terms: Any) -> Any:
+    def begin_step(self, terms: Step) -> Values:
         """Agree with all ranks on a step, and return what brings its new values to all of them."""
         if not self._is_replicated:
-            return Gathering(
-                GatherPlan([[] for _ in range(self.size)], {}),
-                self._groups,
-                _no_memory,
-                self._buffer,
-            )
+            return NoValues()
         if terms.layout is not self._layout:
             self._layouts = self._exchange_layouts(terms.layout)
             self._layout = terms.layout
-        orders = self._steps.agree(StepTerms(terms.number, terms.stepped, list(terms.chunks)))
+        orders = self._steps.agree(StepTerms(terms.number, list(terms.stepped), list(terms.chunks)))
         made_of = (tuple(terms.stepped), tuple(orders), terms.layout)
         if self._plan is None or self._plan[0] != made_of:
             stepped = set(terms.stepped)
@@ -349,10 +355,6 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         memory: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return memory.detach()
     return tensor.detach()[box.slices]
-
-
-def _no_memory(name: str, box: Box) -> torch.Tensor:
-    raise RuntimeError(f"{name}{box.notation()} has one holder")
 
 
 def _layout_of(data: bytes) -> Layout:

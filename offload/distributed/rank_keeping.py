@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
 
+from gds import Backend
+from offload.distributed.agreement import Agreement
 from offload.distributed.together import together
 from offload.retention.pins import FoundPins, read_pins
 from offload.store.opening import StoredCheckpoint
 from offload.store.store import Store
-
-if TYPE_CHECKING:
-    from offload.distributed.rank_store import RankStore
 
 
 class RankKeeping:
     """Retention policy and pins, as one rank uses them; see `offload.store.expiry.Keeping`.
 
     Args:
-        ranks: Store of this rank.
+        agreement: Agreement of all ranks.
+        backend: Backend of the first directory.
+        directory: The store's first directory.
+        checkpoints: Function that returns the usable checkpoints, as this rank knows them.
         store: The store, on the writer; None on the other ranks.
     """
 
-    def __init__(self, ranks: RankStore, store: Store | None) -> None:
-        self._ranks = ranks
+    def __init__(
+        self,
+        agreement: Agreement,
+        backend: Backend,
+        directory: str,
+        checkpoints: Callable[[], list[StoredCheckpoint]],
+        store: Store | None,
+    ) -> None:
+        self._agreement = agreement
+        self._backend = backend
+        self._directory = directory
+        self._checkpoints = checkpoints
         self._keeping = None if store is None else store.keeping
 
     @property
     def current(self) -> list[StoredCheckpoint]:
         """Usable checkpoints that no fresh start has given up."""
-        return [c for c in self._ranks.checkpoints if not c.superseded]
+        return [c for c in self._checkpoints() if not c.superseded]
 
     def pins(self) -> FoundPins:
         """Read the pins from the drive."""
-        return read_pins(self._ranks.backend, self._ranks.directory)
+        return read_pins(self._backend, self._directory)
 
     def num_slots(self) -> int:
         """Return the number of slots that retention is sure to need; 0 if the writer knows it."""
@@ -70,4 +81,4 @@ class RankKeeping:
         """Do nothing: the seal looks at the checkpoint that it would replace."""
 
     def _by_writer(self, what: str, action: Callable[[], None]) -> None:
-        together(self._ranks.agreement, what, action)
+        together(self._agreement, what, action)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import base64
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from offload.distributed.agreement import Agreement
 from offload.distributed.messages import Json, MessageError
 from offload.distributed.reports import Report
 from offload.distributed.share_copy import ShareCopy
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
+from offload.format.layout import Layout
 from offload.format.manifest import Manifest, encode_group
+from offload.format.model_shares import ModelShare
 from offload.format.names import checkpoint_name
 from offload.format.owners import OwnerReference
 from offload.format.rank_states import join_ranks
@@ -26,9 +29,6 @@ from offload.store.owner_store import OwnerStore
 from offload.store.sealing import Composition, Prepared, pack_train_state
 from offload.store.state_store import StateSlot
 from offload.store.store import Store
-
-if TYPE_CHECKING:
-    from offload.distributed.rank_store import RankStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,28 @@ class RankSealing:
     """Seals of a store of several ranks, on one of them; see `offload.store.sealing.Sealing`.
 
     Args:
-        ranks: Store of this rank.
+        agreement: Agreement of all ranks.
+        directory: The store's first directory.
+        share_of: Function that returns this rank's share of the model, given a layout.
+        published: Function that records a new checkpoint on a rank that is not the writer, given
+            its path and the rank's slot.
         store: The store, on the writer.
         part: Parts of this rank's owner, on every other rank.
     """
 
-    def __init__(self, ranks: RankStore, store: Store | None, part: OwnerStore | None) -> None:
-        self._ranks = ranks
-        self._agreement = ranks.agreement
+    def __init__(
+        self,
+        agreement: Agreement,
+        directory: str,
+        share_of: Callable[[Layout], ModelShare],
+        published: Callable[[str, OwnerSlot], StoredCheckpoint],
+        store: Store | None,
+        part: OwnerStore | None,
+    ) -> None:
+        self._agreement = agreement
+        self._directory = directory
+        self._share_of = share_of
+        self._published = published
         self._store = store
         self._part = part
         self._number: int | None = None
@@ -75,7 +89,7 @@ class RankSealing:
         """Return the path that the checkpoint of a step has."""
         if self._store is not None:
             return self._store.sealing.path_of(step)
-        return f"{self._ranks.directory}/{checkpoint_name(step)}"
+        return f"{self._directory}/{checkpoint_name(step)}"
 
     def begin(self, manifest: Manifest) -> None:
         """Announce a seal. Collective; never waits."""
@@ -95,12 +109,12 @@ class RankSealing:
         self._train_state = train_state
         self._name = "" if self._part is None else slot.name
         if self._store is not None:
-            share = self._ranks.share_of(slot.layout)
+            share = self._share_of(slot.layout)
             size = self._agreement.peers.size
             return self._store.sealing.compose(
                 slot,
                 train_state,
-                owners=dict.fromkeys(range(1, size), self._ranks.directory),
+                owners=dict.fromkeys(range(1, size), self._directory),
                 model_boxes=[(entry.name, entry.box) for entry in share.entries],
                 **content,
             )
@@ -216,7 +230,7 @@ class RankSealing:
             self.last_aborted = Aborted(number, slot, str(error))
             raise
         part.published(slot)
-        return self._ranks.published(self.path_of(manifest.step), slot)
+        return self._published(self.path_of(manifest.step), slot)
 
     def abandon(self, error: BaseException) -> None:
         """Report that this rank's part of the seal has failed. Never raises."""

@@ -100,8 +100,7 @@ class RankStore:
         self.agreement = agreement
         self.backend = backend
         self.directory = os.path.abspath(directory)
-        self.share_of = share_of
-        """Function that returns this rank's share of the model."""
+        self._share_of = share_of
         self._opened = _Opened()
         self._granted: StateSlot | None = None
         self._model: File | None = None
@@ -120,9 +119,14 @@ class RankStore:
         except BaseException:
             self._opened.close()
             raise
-        self.keeping = RankKeeping(self, self._opened.store)
+        store, part = self._opened.store, self._opened.part
+        self.keeping = RankKeeping(
+            agreement, backend, self.directory, lambda: self.checkpoints, store
+        )
         """Retention policy and pins, which are the writer's."""
-        self.sealing = RankSealing(self, self._opened.store, self._opened.part)
+        self.sealing = RankSealing(
+            agreement, self.directory, share_of, self._published, store, part
+        )
         """What makes checkpoints of the ranks' slots."""
         if self._opened.store is not None and fresh:
             self._refused.clear()
@@ -306,7 +310,7 @@ class RankStore:
                 layout,
                 found.generation,
                 NamedParts({part.owner: frozenset(names)}, unknown),
-                written=[(entry.name, entry.box) for entry in self.share_of(layout).entries],
+                written=[(entry.name, entry.box) for entry in self._share_of(layout).entries],
             )
             path = f"{self.directory}/{found.slot}/{MODEL_NAME}"
             self._close_model()
@@ -434,7 +438,7 @@ class RankStore:
         generation = checkpoint.manifest.generation
         self._own = [c for c in self._own if c.manifest.generation <= generation]
 
-    def published(self, path: str, slot: OwnerSlot) -> StoredCheckpoint:
+    def _published(self, path: str, slot: OwnerSlot) -> StoredCheckpoint:
         """Record, on a rank that is not the writer, that its slot belongs to a checkpoint now.
 
         Args:

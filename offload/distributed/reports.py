@@ -119,9 +119,9 @@ def disagreement(
             other = {rank for rank, one in well.items() if getattr(one, field) != value}
             if other:
                 shown = f" ({_values(well, field, other, value)})" if type(value) is int else ""
+                differ = "differs" if len(other) == 1 else "differ"
                 problems.append(
-                    f"{what} of {names(other)} differ{'' if what.endswith('s') else 's'} from "
-                    f"that of rank {peers.rank}{shown}: {remedy}"
+                    f"{names(other)} {differ} from rank {peers.rank} in {what}{shown}: {remedy}"
                 )
     return "; ".join(problems)
 

@@ -29,7 +29,7 @@ from offload.distributed.reports import Report, disagreement
 from offload.distributed.unanimous import INTERRUPTS
 from offload.errors import reason_of
 
-_FIELDS = {"outcome": str, "reason": str}
+_FIELDS = {"outcome": str, "reason": str, "step": int}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,17 @@ class Decision:
     error: BaseException | None = None
     """Error behind it, if it was raised on this rank."""
 
-    def encode(self) -> str:
-        """Return the decision as a message, without the error."""
-        return encode("decision", {"outcome": self.outcome.value, "reason": self.reason})
+    step: int | None = None
+    """Number of optimizer steps after which the writer sealed; None if it did not say so."""
+
+    def encode(self, step: int) -> str:
+        """Return the decision as a message, without the error.
+
+        Args:
+            step: Number of optimizer steps after which the writer sealed.
+        """
+        fields = {"outcome": self.outcome.value, "reason": self.reason, "step": step}
+        return encode("decision", fields)
 
     @classmethod
     def decode(cls, text: str, sender: str) -> Decision:
@@ -63,7 +71,7 @@ class Decision:
         found = decode(text, "decision", _FIELDS, sender)
         if found["outcome"] not in {outcome.value for outcome in Outcome}:
             raise MessageError(f"{sender}: a decision is {found['outcome']!r}")
-        return cls(Outcome(found["outcome"]), found["reason"])
+        return cls(Outcome(found["outcome"]), found["reason"], step=found["step"])
 
 
 def begin(
@@ -167,7 +175,7 @@ def decide(
     if isinstance(decision.error, INTERRUPTS):
         interrupt = decision.error
     yield Act(settle, (number, decision.outcome))
-    yield from _announce(peers, scope, decision, reports.keys() - {peers.rank})
+    yield from _announce(peers, scope, decision.encode(own.step), reports.keys() - {peers.rank})
     if interrupt is not None:
         raise interrupt
     return decision
@@ -244,15 +252,13 @@ def _rename(rename: Callable[[], object]) -> Program[Decision]:
     return Decision(Outcome.PUBLISHED)
 
 
-def _announce(
-    peers: Peers, scope: str, decision: Decision, reported: Collection[int]
-) -> Program[None]:
+def _announce(peers: Peers, scope: str, decision: str, reported: Collection[int]) -> Program[None]:
     """Announce a decision, and stay until all that reported have read it or the limit has passed.
 
     The keys are deleted only if every rank has read it: a slow rank may still come.
     """
     try:
-        yield Put(key(scope, "decision"), decision.encode())
+        yield Put(key(scope, "decision"), decision)
         wanted = tuple((rank, key(scope, "read", rank)) for rank in sorted(reported))
         arrived: Arrived = yield Await(wanted, scope)
         if arrived.values.keys() == {*peers.others}:

@@ -7,15 +7,12 @@ implementation. The engine does not know how ranks talk.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
-
-import torch
 
 from gds import Backend
 from offload.device.boundary import Marks
-from offload.format.layout import Layout
 from offload.model.model_copy import ModelCopy
+from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
 from offload.model.shards import Shards
 from offload.options import Options
@@ -28,67 +25,6 @@ T = TypeVar("T")
 
 Drive: TypeAlias = tuple[Backend, str]
 """Backend and path of a directory of the store."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step that begins on this rank."""
-
-    number: int
-    """Number of the step, from 1."""
-
-    layout: Layout
-    """Layout of this rank's state."""
-
-    stepped: Sequence[str]
-    """Names of all parameters with a gradient, also of those that only other ranks step."""
-
-    chunks: Sequence[int]
-    """Chunks of this rank that the step updates, in their order."""
-
-    memory: Callable[[str], torch.Tensor]
-    """Function that returns the live tensor of the model with a name."""
-
-    before_write: Callable[[str], object]
-    """Function that waits until a tensor may be overwritten."""
-
-
-class Values(Protocol):
-    """New values of one step, on their way between ranks."""
-
-    def updated(self, chunk: int) -> None:
-        """Send the new values of a chunk.
-
-        Raises:
-            RanksError: A rank was lost.
-        """
-        ...
-
-    def finish(self) -> None:
-        """Wait until all new values are here.
-
-        Raises:
-            RanksError: A rank failed or was lost.
-        """
-        ...
-
-    def fail(self, error: BaseException) -> BaseException:
-        """Take part to the end in spite of an error of this rank; return the error to raise."""
-        ...
-
-
-class NoValues:
-    """No values to send, and none to receive."""
-
-    def updated(self, chunk: int) -> None:
-        """Do nothing."""
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    def fail(self, error: BaseException) -> BaseException:
-        """Return the error."""
-        return error
 
 
 class Ranks(Protocol):

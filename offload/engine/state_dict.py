@@ -12,7 +12,7 @@ from offload.engine.engine import Engine
 from offload.engine.reference import find_referenced, read_reference, reference_to
 from offload.engine.resume import resume
 from offload.engine.state_passes import new_pass, run_pass
-from offload.engine.training_state import Groups
+from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError, MismatchError
 from offload.exchange.torch_dicts import (
     MaterializedState,
@@ -88,7 +88,7 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
     state.lifecycle.require_usable()
     engine.relayout(groups)
     table, layout = state.table, state.layout
-    _require_uncut(layout, "full_state_dict()")
+    _require_alone(state, layout, "full_state_dict()")
     materialized = MaterializedState(
         table.trainables,
         table.scalars,
@@ -111,18 +111,17 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
     return materialized
 
 
-def _require_uncut(layout: Layout, call: str) -> None:
-    """Check that every parameter of a layout is whole on this rank.
+def _require_alone(state: TrainingState, layout: Layout, call: str) -> None:
+    """Refuse a call that needs the whole state in this process.
 
     Raises:
-        MismatchError: A parameter is not; names it.
+        MismatchError: Other ranks have parts of the state.
     """
-    cut = next((spec for spec in layout.parameters if spec.cut is not None), None)
-    if cut is not None:
+    cut = [p.stored_name for p in layout.parameters if p.cut is not None]
+    if state.ranks.size > 1 or cut:
         raise MismatchError(
-            f"{call} takes and gives the state of whole parameters, but this rank steps "
-            f"{cut.stored_name!r}: call checkpoint() and restore(), or read the state of the "
-            "parameter from a checkpoint"
+            f"{call} needs the whole state, of which this rank has a part only: it is not "
+            "supported with several ranks yet. Use checkpoint() and restore()"
         )
 
 
@@ -149,7 +148,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
     state.lifecycle.require_usable()
     merged, states = read_state_dict(state_dict, groups, state.rule)
     layout, trainables = state.table.describe(merged)
-    _require_uncut(layout, "load_state_dict()")
+    _require_alone(state, layout, "load_state_dict()")
     state.collect_seal(wait=True)
     engine.relayout(merged)
     found = [states.get(t.parameter, ParameterState()) for t in trainables]

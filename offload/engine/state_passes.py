@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 import torch
 
 from offload.engine.chunk_pass import ChunkWork, StatePass
-from offload.engine.ranks import NoValues, Step, Values
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
+from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import memories
 from offload.model.watch import announce_uses
 from offload.store.quarantine_limit import try_to_quarantine

@@ -12,6 +12,7 @@ import uuid
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -201,7 +202,21 @@ class TrainingState:
         self.memory.drop()
         self.compute = compute
         self.table.adopt(layout, trainables)
+        if before is None and self.ranks.size > 1:
+            self._calibrate_once(layout)
         return before is not None
+
+    def _calibrate_once(self, layout: Layout) -> None:
+        """Measure the drives on one rank, and let the others read the result. Collective.
+
+        Ranks that measure a drive at the same time measure each other.
+        """
+        for is_first in (True, False):
+            if is_first is (self.ranks.rank == 0):
+                action = partial(self.drives.calibrate, layout.state_bytes)
+            else:
+                action = partial(self.drives.calibrate, 0)
+            self.ranks.together("step()", action)
 
     def begin_seal(self, slot: StateSlot, captured: Captured) -> SealHandle:
         """Begin to seal the state, which is in `slot`."""

@@ -35,6 +35,9 @@ class Rates:
     to_device_gbps: float
     """Rate of the link to the device."""
 
+    memory_gbps: float
+    """Rate of the host's memory: bytes read and written, both added up."""
+
     direct: bool
     """Whether state moves between drive and device without passing through host memory: by
     GPUDirect Storage, not by its compatibility mode."""
@@ -111,6 +114,7 @@ def _host_parts(step: StepBytes, rates: Rates) -> dict[str, float]:
         update_gbps=rates.update_gbps,
         to_host_gbps=rates.to_host_gbps,
         to_device_gbps=rates.to_device_gbps,
+        memory_gbps=rates.memory_gbps,
     )
 
 
@@ -120,8 +124,7 @@ def _device_parts(step: StepBytes, rates: Rates) -> dict[str, float]:
         drive_gbps=rates.drive_gbps,
         to_host_gbps=rates.to_host_gbps,
         to_device_gbps=rates.to_device_gbps,
-        # A copy through host memory reads and writes as many bytes of it as an update on the CPU.
-        copy_gbps=None if rates.direct else rates.update_gbps,
+        memory_gbps=None if rates.direct else rates.memory_gbps,
     )
 
 

@@ -36,7 +36,7 @@ from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
 from offload.update.updaters import host_updater
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _TRIAL_ELEMENTS = 8 << 20
 """Elements of the timed update: 96 MiB of FP32 state with Adam, more than caches hold."""
 
@@ -45,6 +45,9 @@ _MAX_TRIALS = 5
 _COPY_BYTES = 64 << 20
 _COPIES = 4
 """Number of successive copies of `_COPY_BYTES` in one sample."""
+
+_MEMORY_BYTES = 128 << 20
+"""Bytes of the timed copy within the host's memory; with its target, more than most caches hold."""
 
 _SAMPLES = 3
 _PLATFORM_FILES = ("/proc/driver/nvidia/version", "/proc/driver/nvidia-fs/version")
@@ -139,7 +142,7 @@ def find_rates(setup: MeasurementSetup, *, clock: Clock = time.perf_counter) -> 
 
 
 def measure_rates(setup: MeasurementSetup, *, clock: Clock = time.perf_counter) -> Rates | str:
-    """Measure the link and the CPU, and find the path of device memory.
+    """Measure the link, the CPU and the host's memory, and find the path of device memory.
 
     The search for the path tries cuFile in a child process, once for each file system, and can take
     seconds.
@@ -172,6 +175,7 @@ def measure_rates(setup: MeasurementSetup, *, clock: Clock = time.perf_counter) 
         update_gbps=update_gbps(setup.pool, setup.rule, setup.groups, setup.layout, clock=clock),
         to_host_gbps=to_host,
         to_device_gbps=to_device,
+        memory_gbps=memory_gbps(setup.pool, clock=clock),
         direct=direct,
     )
 
@@ -192,6 +196,37 @@ def link_gbps(device: torch.device, *, clock: Clock = time.perf_counter) -> tupl
         _copies_gbps(boundary, boundary.fetch, (on_device, on_host), clock),
         _copies_gbps(boundary, boundary.send, (on_host, on_device), clock),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCopy:
+    """A part of the timed copy within the host's memory."""
+
+    source: torch.Tensor
+    into: torch.Tensor
+
+
+def memory_gbps(pool: UpdatePool, *, clock: Clock = time.perf_counter) -> float:
+    """Return the rate of the host's memory in GB/s: bytes read and written by copies, added up.
+
+    All threads of the pool copy at the same time. Drives and devices use the memory without the
+    CPU and may reach a higher rate, so this is a lower limit. The result is the best of a few
+    samples.
+
+    Args:
+        pool: Pool that copies. Nothing else may use it meanwhile.
+        clock: Clock that is read before and after each sample.
+    """
+    source = torch.ones(_MEMORY_BYTES, dtype=torch.uint8, device="cpu")
+    into = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device="cpu")
+    parts = list(map(MemoryCopy, source.chunk(64), into.chunk(64)))
+    best_s = float("inf")
+    for number in range(1 + _SAMPLES):  # the first one starts the threads
+        began_s = clock()
+        pool.run(lambda _, part: part.into.copy_(part.source), parts)
+        if number:
+            best_s = min(best_s, clock() - began_s)
+    return 2 * _MEMORY_BYTES / best_s / 1e9
 
 
 def update_gbps(

@@ -33,6 +33,7 @@ def host_parts(
     update_gbps: float | None,
     to_host_gbps: float | None,
     to_device_gbps: float | None,
+    memory_gbps: float | None = None,
 ) -> dict[str, float]:
     """Return the seconds of each part of a step on the host's CPU.
 
@@ -46,10 +47,16 @@ def host_parts(
             both added up. None leaves the part out.
         to_host_gbps: Rate of the link from the device in GB/s; None if there is no device.
         to_device_gbps: Rate of the link to the device in GB/s; None if there is no device.
+        memory_gbps: Rate of the host's memory in GB/s, bytes read and written added up. The drives
+            write and read it once for each byte of state that they move, and the CPU reads and
+            writes it once for each byte of state. None leaves the part out.
     """
     parts = {"the drives": 2 * (step.state - step.kept_on_host) / 1e9 / drive_gbps}
     if update_gbps is not None:
         parts["the CPU"] = 2 * step.state / 1e9 / update_gbps
+    if memory_gbps is not None:
+        touched = 2 * (step.state - step.kept_on_host) + 2 * step.state
+        parts["the host's memory"] = touched / 1e9 / memory_gbps
     if to_host_gbps is not None:
         parts["the link to the host"] = (step.gradients + step.parameters) / 1e9 / to_host_gbps
     if to_device_gbps is not None:
@@ -63,7 +70,7 @@ def device_parts(
     drive_gbps: float,
     to_host_gbps: float,
     to_device_gbps: float,
-    copy_gbps: float | None = None,
+    memory_gbps: float | None = None,
 ) -> dict[str, float]:
     """Return the seconds of each part of a step on the device; state crosses the link both ways.
 
@@ -74,8 +81,10 @@ def device_parts(
         drive_gbps: Rate of the drives in GB/s, as for `host_parts`.
         to_host_gbps: Rate of the link from the device in GB/s.
         to_device_gbps: Rate of the link to the device in GB/s.
-        copy_gbps: Rate of copies through host memory in GB/s, bytes read and written added up; None
-            if state moves between drive and device without them (GPUDirect Storage).
+        memory_gbps: Rate of the host's memory in GB/s, bytes read and written added up, through
+            which the state passes: the drives and the link each write or read it once for each byte
+            that they move, without the CPU. None if state moves between drive and device without
+            it (GPUDirect Storage).
     """
     moved = (step.state - step.kept_on_device) / 1e9
     parts = {
@@ -83,8 +92,8 @@ def device_parts(
         "the link to the host": moved / to_host_gbps,
         "the link to the device": moved / to_device_gbps,
     }
-    if copy_gbps is not None:
-        parts["copies through host memory"] = 2 * moved / copy_gbps
+    if memory_gbps is not None:
+        parts["the host's memory"] = 4 * moved / memory_gbps
     return parts
 
 

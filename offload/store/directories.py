@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from gds import Backend, LockHeldError, StorageError
 from gds.probe import describe_remote
+from offload.checkpoint.owner_parts import usable_parts
 from offload.checkpoint.reading import checkpoint_paths, decode_manifest, read_part, stat_given_path
 from offload.errors import (
     CheckpointError,
@@ -33,6 +34,7 @@ from offload.format.names import (
     STORE_FILE_NAME,
     TABLE_NAME,
     is_slot_name,
+    owner_name,
     owner_number,
     part_number,
     step_of,
@@ -126,6 +128,8 @@ def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> 
             raise StoreError(errno.ENOTEMPTY, _holds_other_things(place), place.directory)
     first, *others = places
     with as_store_errors(*drives[0]):
+        _require_not_of_owners_only(drives[0][0], first)
+    with as_store_errors(*drives[0]):
         paths = checkpoint_paths(*drives[0]) if others and first.exists else []
         manifests = _manifests(drives[0][0], paths)
     for manifest in manifests:
@@ -147,6 +151,22 @@ def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> 
                 "and fresh=True starts over",
                 place.directory,
             )
+
+
+def _require_not_of_owners_only(backend: Backend, place: _Place) -> None:
+    """Refuse a directory with parts of owners whose first directory is on another node."""
+    if not place.exists or place.is_first:
+        return
+    owners = sorted({o for found in usable_parts(backend, place.directory).values() for o in found})
+    if owners:
+        raise StoreError(
+            errno.EINVAL,
+            "this directory has state of a store that several ranks write "
+            f"({', '.join(map(owner_name, owners))}), and not that store's first directory, which "
+            "is on another node: start the same ranks again. If that store is gone, remove these "
+            "directories first",
+            place.directory,
+        )
 
 
 def require_number_of_directories(manifest: Manifest, directory: str, num_given: int) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from gds import Backend, Buffer
+from gds import ALIGNMENT, Backend
+from gds.errors import DeviceMemoryError
 from offload.device.compute import Compute
 from offload.device.staging import Traffic
 from offload.format.digests import DigestContext, Run
+from offload.stream.frame import Part
+
+_PAGE_BYTES = 2 << 20
+"""Unit in which CUDA takes memory of a device for all but small allocations, in bytes."""
 
 
 class DeviceFrames:
@@ -28,23 +33,43 @@ class DeviceFrames:
         self._compute = compute
         self._traffic = traffic
 
-    def allocate(self, nbytes: int) -> tuple[Buffer, torch.Tensor]:
-        """Return device memory as a buffer, and the same memory as a tensor of bytes.
+    def allocate(self, sizes: Sequence[int]) -> list[Part]:
+        """Return device memory, all of it in one allocation.
 
-        Args:
-            nbytes: Size in bytes.
+        CUDA takes memory in pages of 2 MiB, and cuFile registers whole allocations: separate ones
+        would take up to a page more each.
 
         Raises:
             gds.RefusedError: The backend cannot allocate device memory.
-            MemoryError: The device has no memory left.
+            gds.errors.DeviceMemoryError: The device has no memory left. Nothing is allocated.
         """
+        total = _slab_bytes(sizes)
+        if not total:
+            return []  # sizes are never zero
         try:
-            buffer = self._backend.allocate(nbytes, "device")
+            slab = self._backend.allocate(total, "device")
         except MemoryError:
             # torch caches freed memory, and the backend does not allocate from torch's cache.
             self._compute.trim()
-            buffer = self._backend.allocate(nbytes, "device")
-        return buffer, self._compute.view(buffer)
+            try:
+                slab = self._backend.allocate(total, "device")
+            except MemoryError as error:
+                raise DeviceMemoryError(
+                    f"{total} bytes ({total / (1 << 30):.3g} GiB) for chunks of state do not fit "
+                    f"on {self.device} ({error}): use a smaller device_memory, fewer ring_chunks "
+                    'or smaller chunks (chunk_bytes), or placement="host". No state has changed'
+                ) from error
+        tensor = self._compute.view(slab)
+        parts, start = [], 0
+        for nbytes in sizes:
+            parts.append((slab.slice(start, nbytes), tensor[start : start + nbytes]))
+            start += _rounded(nbytes, ALIGNMENT)
+        return parts
+
+    def footprint_bytes(self, sizes: Sequence[int]) -> int:
+        """Return the bytes of the pages that the allocation takes; small ones share a page."""
+        total = _slab_bytes(sizes)
+        return total if total < _PAGE_BYTES else _rounded(total, _PAGE_BYTES)
 
     def digests(self, arrays: Mapping[str, torch.Tensor]) -> DeviceDigests:
         """Return digests that the device computes."""
@@ -71,6 +96,14 @@ class DeviceFrames:
             done = compute.mark()
         compute.wait(done)
         self._traffic.sent(sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def _slab_bytes(sizes: Sequence[int]) -> int:
+    return sum(_rounded(nbytes, ALIGNMENT) for nbytes in sizes)
+
+
+def _rounded(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
 
 
 class DeviceDigests:

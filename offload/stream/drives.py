@@ -199,14 +199,12 @@ def _may_hold_state(device: torch.device | None) -> bool:
     """Return whether state might be placed on a device, judged without use of the device."""
     if device is None or device.type not in COMPUTES:
         return False
-    missing = [name for name in ("kvikio", "cupy") if importlib.util.find_spec(name) is None]
-    if missing:
+    if importlib.util.find_spec("cupy") is None:
         logging.getLogger("offload").info(
-            "state is updated on the CPU: without %s it cannot be in device memory (%s)",
-            " and ".join(missing),
-            REMEDY,
+            "state is updated on the CPU: without cupy it cannot be in device memory (%s)", REMEDY
         )
-    return not missing
+        return False
+    return True
 
 
 def proportional_shares(speeds: Sequence[float]) -> tuple[int, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -15,6 +15,9 @@ from offload.format.digests import ChunkDigests, Digests
 from offload.format.layout import Layout
 from offload.update.dtypes import DTYPES
 
+Part: TypeAlias = tuple[Buffer, torch.Tensor]
+"""Memory as a backend's buffer, and the same memory as a tensor of bytes."""
+
 
 class FrameMemory(Protocol):
     """Allocator of frames in one kind of memory, with digests and copies for that memory."""
@@ -24,8 +27,12 @@ class FrameMemory(Protocol):
         """Device of the frames' tensors."""
         ...
 
-    def allocate(self, nbytes: int) -> tuple[Buffer, torch.Tensor]:
-        """Return memory as a backend's buffer, and the same memory as a tensor of bytes."""
+    def allocate(self, sizes: Sequence[int]) -> list[Part]:
+        """Return memory of several lengths in bytes, in the same order."""
+        ...
+
+    def footprint_bytes(self, sizes: Sequence[int]) -> int:
+        """Return how much memory `allocate` takes for these lengths."""
         ...
 
     def digests(self, arrays: Mapping[str, torch.Tensor]) -> Digests:
@@ -51,12 +58,19 @@ class HostFrames:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def allocate(self, nbytes: int) -> tuple[Buffer, torch.Tensor]:
-        """Return memory of the backend, as a buffer and as a tensor of bytes.
+    def allocate(self, sizes: Sequence[int]) -> list[Part]:
+        """Return memory of the backend, each length as an allocation of its own.
 
         Raises:
             ValueError: The backend allocates memory that the host cannot address.
         """
+        return [self._allocate(nbytes) for nbytes in sizes]
+
+    def footprint_bytes(self, sizes: Sequence[int]) -> int:
+        """Return the sum."""
+        return sum(sizes)
+
+    def _allocate(self, nbytes: int) -> Part:
         buffer = self._backend.allocate(nbytes)
         if buffer.kind == "device":
             raise ValueError(
@@ -87,16 +101,17 @@ class Frame:
     Args:
         memory: Allocator of the memory.
         layout: Layout of the chunks that the frame can hold.
+        parts: Memory for each state array, of the lengths in `frame_sizes`.
     """
 
-    def __init__(self, memory: FrameMemory, layout: Layout) -> None:
+    def __init__(self, memory: FrameMemory, layout: Layout, parts: Sequence[Part]) -> None:
         self.device = memory.device
         self._memory = memory
         self._layout = layout
         self._buffers: dict[str, Buffer] = {}
         self._bytes: dict[str, torch.Tensor] = {}
-        for name, nbytes in frame_sizes(layout).items():
-            self._buffers[name], self._bytes[name] = memory.allocate(nbytes)
+        for name, part in zip(frame_sizes(layout), parts, strict=True):
+            self._buffers[name], self._bytes[name] = part
         self.chunk = -1
         self.futures: list[IOFuture] = []
         self.digests: Digests | None = None
@@ -161,6 +176,21 @@ class Frame:
         """Return the memory of the present chunk in each state array, as bytes."""
         plan = self._layout.plans[self.chunk]
         return {name: self.bytes_of(plan, name) for name in plan.arrays}
+
+
+def allocate_frames(memory: FrameMemory, layout: Layout, num_frames: int) -> list[Frame]:
+    """Return frames whose memory is allocated together."""
+    sizes = list(frame_sizes(layout).values())
+    parts = memory.allocate(sizes * num_frames)
+    return [
+        Frame(memory, layout, parts[n * len(sizes) : (n + 1) * len(sizes)])
+        for n in range(num_frames)
+    ]
+
+
+def frames_bytes(memory: FrameMemory, layout: Layout, num_frames: int) -> int:
+    """Return the memory in bytes that `allocate_frames` takes."""
+    return memory.footprint_bytes(list(frame_sizes(layout).values()) * num_frames)
 
 
 def frame_bytes(layout: Layout) -> int:

@@ -30,7 +30,13 @@ from gds.waiting import Monitor
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.format.digests import Run, one_by_one
 from offload.format.layout import Layout
-from offload.stream.frame import Frame, FrameMemory, frame_bytes
+from offload.stream.frame import (
+    Frame,
+    FrameMemory,
+    allocate_frames,
+    frame_bytes,
+    frames_bytes,
+)
 from offload.stream.meter import Meter
 from offload.stream.read_check import check_read
 
@@ -60,15 +66,19 @@ class Streamer:
         self.layout = layout
         self._verify_reads = verify_reads
         nbytes = frame_bytes(layout)
-        resident = _spread(resident_bytes // nbytes if nbytes else 0, layout)
-        self._resident = {chunk: Frame(memory, layout) for chunk in resident}
+        most = min(resident_bytes // nbytes if nbytes else 0, layout.num_chunks)
+        while most and frames_bytes(memory, layout, most) > resident_bytes:
+            most -= 1
+        resident = _spread(most, layout)
+        frames = allocate_frames(memory, layout, len(resident))
+        self._resident = dict(zip(resident, frames, strict=True))
         num_frames = min(ring_chunks, layout.num_chunks - len(resident))
-        self._frames = [Frame(memory, layout) for _ in range(num_frames)]
+        self._frames = allocate_frames(memory, layout, num_frames)
         """All frames of the ring."""
         self._free = [*self._frames]
         self._num_frames = num_frames
-        self.ring_bytes = nbytes * num_frames
-        self.resident_bytes = nbytes * len(resident)
+        self.ring_bytes = frames_bytes(memory, layout, num_frames)
+        self.resident_bytes = frames_bytes(memory, layout, len(resident))
         self._held: set[int] = set()
         """Resident chunks whose memory holds their current state."""
         self._dirty: set[int] = set()

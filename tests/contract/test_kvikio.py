@@ -25,8 +25,8 @@ import gds.buffers.cuda
 from gds import ALIGNMENT, Backend, PosixBackend, ShortReadError, StorageError
 from gds.backends.kvikio import KvikioBackend, RegistrationRefused
 from gds.backends.kvikio_file import KvikioFile, Used
-from gds.buffers.device import DeviceBuffer, tensor_buffer
-from gds.errors import RefusedError
+from gds.buffers.device import DeviceBuffer, PageLockRefused, tensor_buffer
+from gds.errors import DeviceLostError, DeviceMemoryError, RefusedError
 from gds.probe import direct_io
 from gds.testing import BackendContract, TransferContract
 from gds.testing._harness import FILE_BYTES, contents, filled, new_file, put
@@ -35,7 +35,7 @@ from tests.fake_gpu.machine import FakeGpu, installed
 
 MIB = 1 << 20
 GDS = {"read": Used("gds", ""), "write": Used("gds", "")}
-NO_GDS = {"read": Used("compat", "no nvidia-fs"), "write": Used("compat", "no nvidia-fs")}
+NO_GDS = {"read": Used("bounce", "no nvidia-fs"), "write": Used("bounce", "no nvidia-fs")}
 
 
 def _on_a_drive(path: Path) -> str:
@@ -65,6 +65,7 @@ def make(gpu: FakeGpu) -> Iterator[Make]:
 
     def make(**arguments: Any) -> KvikioBackend:
         arguments.setdefault("examine", lambda _: dict(GDS if gpu.gds else NO_GDS))
+        gpu.compat_is_measured |= arguments.get("path") == "compat"
         made.append(KvikioBackend(**arguments))
         return made[-1]
 
@@ -113,12 +114,25 @@ class TestDirectStorageWithShortTransfers(FakeGpuContract):
     short = True
 
 
+class TestDirectStorageOnStreams(FakeGpuContract):
+    arguments: Mapping[str, Any] = {"gds_calls": "streams"}
+    gds = True
+
+
+class TestDirectStorageOnStreamsWithShortTransfers(TestDirectStorageOnStreams):
+    short = True
+
+
 class TestCompatibility(FakeGpuContract):
-    pass
+    arguments: Mapping[str, Any] = {"path": "compat"}
 
 
 class TestBounce(FakeGpuContract):
     arguments: Mapping[str, Any] = {"path": "bounce", "request_bytes": 4 * ALIGNMENT}
+
+
+class TestWithoutDirectStorage(FakeGpuContract):
+    pass
 
 
 class TestPinnedHostMemory(FakeGpuContract):
@@ -164,9 +178,9 @@ def test_each_direction_takes_its_own_path(
     buffer = backend.allocate(ALIGNMENT)
     file.write(buffer, 0).result()
     file.read(buffer, 0).result()
-    assert {direction: mode for direction, mode, _, _ in gpu.calls} == {
-        name: used.path for name, used in found.items()
-    }
+    assert [(direction, mode) for direction, mode, _, _ in gpu.calls] == [(works, "gds")]
+    for name, used in found.items():
+        assert backend.moved()[name][used.path] == ALIGNMENT  # type: ignore[index]
 
 
 def test_what_cufile_does_not_take_is_not_called_direct(
@@ -178,9 +192,9 @@ def test_what_cufile_does_not_take_is_not_called_direct(
     assert isinstance(file, KvikioFile)
     for direction in ("read", "write"):
         used = file.used(direction)
-        assert used.path == "compat"
-        assert "unsupported file system" in used.reason
-    assert backend.moved()["write"] == {"gds": 0, "compat": ALIGNMENT, "bounce": 0}
+        assert used.path == "bounce"
+        assert "cuFile error 5027" in used.reason
+    assert backend.moved()["write"] == {"gds": 0, "compat": 0, "bounce": ALIGNMENT}
 
 
 @pytest.mark.parametrize("told", ["by the environment", "by the driver"])
@@ -195,7 +209,7 @@ def test_what_may_be_a_copy_through_the_host_is_not_called_direct(
     file = backend.create(f"{directory}/file", ALIGNMENT)
     file.write(backend.allocate(ALIGNMENT), 0).result()
     assert isinstance(file, KvikioFile)
-    assert file.used("write").path == "compat"
+    assert file.used("write").path == "bounce"
     assert "copy through the host" in file.used("write").reason
     assert backend.moved()["write"]["gds"] == 0
     demanding = make(path="gds")
@@ -233,7 +247,7 @@ def test_a_directory_is_examined_once_and_only_for_device_memory(
         file = backend.open(f"{directory}/{number}")
         for _ in range(2):
             file.read(backend.allocate(ALIGNMENT), 0).result()
-    assert (examined, gpu.num_opened) == ([directory], 3)
+    assert (examined, gpu.num_opened) == ([directory], 0)
 
 
 def test_threads_of_transfers_stay_on_the_device(
@@ -270,7 +284,7 @@ def test_a_file_system_is_examined_once_for_all_backends_of_a_process(
     monkeypatch.setattr(gds.backends.kvikio, "_examine", examine)
     for _ in range(2):
         backend = KvikioBackend()
-        assert backend.paths_in(directory)["read"].path == "compat"
+        assert backend.paths_in(directory)["read"].path == "bounce"
         backend.close()
     assert examined == [directory]
 
@@ -324,7 +338,7 @@ def test_the_examination_is_that_of_the_check(
 
     monkeypatch.setattr(system, "System", Machine)
     found = make(examine=None).paths_in(directory)
-    assert {used.path for used in found.values()} == {"compat"}
+    assert {used.path for used in found.values()} == {"bounce"}
     assert "no CUDA driver: no such file" in found["read"].reason
 
 
@@ -343,7 +357,7 @@ def test_without_a_library_the_remedy_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(RefusedError, match=r"pip install .* '\.\[gpu\]'") as caught:
-        KvikioBackend()
+        KvikioBackend(path="compat")
     assert module in str(caught.value)
 
 
@@ -365,7 +379,7 @@ def test_a_library_whose_own_libraries_are_missing_is_refused(
     monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "meta_path", [Fails(), *sys.meta_path])
     with pytest.raises(RefusedError, match=r"pip install .* '\.\[gpu\]'") as caught:
-        KvikioBackend()
+        KvikioBackend(path="gds")
     assert " ".join(str(error).split()) in str(caught.value)
 
 
@@ -378,7 +392,6 @@ def test_a_driver_without_such_a_device_is_refused(
 
     cuda = sys.modules["cupy"].cuda
     monkeypatch.setattr(cuda.runtime, "getDevice", fails)
-    monkeypatch.setattr(cuda, "Device", fails)
     with pytest.raises(RefusedError, match=f"{said} used: cudaErrorNoDevice"):
         KvikioBackend(device=device)
 
@@ -399,19 +412,42 @@ def test_importing_the_backend_imports_no_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_kvikio_is_set_up_and_tuned(make: Make, gpu: FakeGpu) -> None:
-    backend = make(read_threads=3, write_threads=2)
+def test_kvikio_is_set_up_and_tuned(make: Make, gpu: FakeGpu, directory: str) -> None:
+    backend = make(path="compat", read_threads=3, write_threads=2)
     expected = {
         "num_threads": 5,
-        "task_size": 16 * MIB,
         "gds_threshold": 0,
         "auto_direct_io_read": True,
         "auto_direct_io_write": True,
     }
     assert expected.items() <= gpu.settings.items()
     backend.tune(read_threads=1, write_threads=1, request_bytes=4 * MIB)
-    assert (gpu.settings["num_threads"], gpu.settings["task_size"]) == (2, 4 * MIB)
+    assert gpu.settings["num_threads"] == 2
     assert backend.staging.num_buffers == 2
+    new_file(backend, f"{directory}/file", nbytes=ALIGNMENT).close()
+    assert gpu.task_sizes == [4 * MIB]
+
+
+def test_backends_of_several_drives_do_not_take_threads_from_each_other(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    """KvikIO has one pool for the process, which only its compatibility mode uses."""
+    before = dict(gpu.settings)
+    for _ in range(4):
+        make(read_threads=3, write_threads=3)
+    assert gpu.settings == before, "transfers run on the threads of their backend"
+    first = make(path="compat", read_threads=3, write_threads=3)
+    second = make(path="compat", read_threads=2, write_threads=1, request_bytes=MIB)
+    assert gpu.settings["num_threads"] == 9
+    first.tune(read_threads=4, write_threads=3, request_bytes=None)
+    assert gpu.settings["num_threads"] == 10
+    for number, backend in enumerate((first, second)):
+        new_file(backend, f"{directory}/{number}", nbytes=ALIGNMENT).close()
+    assert gpu.task_sizes == [16 * MIB, MIB], "nor the size of tasks"
+    first.close()
+    assert gpu.settings["num_threads"] == 3
+    first.close()
+    assert gpu.settings["num_threads"] == 3
 
 
 def test_cufile_is_told_before_it_is_loaded_and_only_then(
@@ -426,10 +462,12 @@ def test_cufile_is_told_before_it_is_loaded_and_only_then(
     assert not os.path.samefile(os.path.dirname(os.environ["CUFILE_LOGFILE_PATH"]), ".")
 
 
+@pytest.mark.parametrize("way", ["threads", "streams"])
 def test_a_handle_is_of_the_file_that_was_opened(
-    make: Make, gpu: FakeGpu, directory: str, monkeypatch: pytest.MonkeyPatch
+    make: Make, gpu: FakeGpu, directory: str, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    backend = make()
+    gpu.gds = True
+    backend = make(gds_calls=way)
     file = new_file(backend, f"{directory}/first", seed=1)
     file.close()
     file = backend.open(f"{directory}/first")
@@ -444,9 +482,11 @@ def test_a_handle_is_of_the_file_that_was_opened(
     new_file(backend, f"{directory}/third", seed=3).close()
     backend.rename(f"{directory}/third", f"{directory}/first")
     monkeypatch.setattr(os.path, "exists", lambda _: False)
-    with pytest.raises(StorageError) as caught:
-        file.read(into, 0).result()
-    assert caught.value.errno == errno.ESTALE
+    assert isinstance(file, KvikioFile)
+    assert file.used("read").path == "bounce"
+    assert "the name was replaced" in file.used("read").reason
+    file.read(into, 0).result()
+    assert contents(into) == contents(filled(backend, FILE_BYTES, 2))
 
 
 # Errors.
@@ -465,7 +505,7 @@ def test_a_handle_is_of_the_file_that_was_opened(
 def test_an_error_of_kvikio_gets_its_number_back(
     make: Make, gpu: FakeGpu, directory: str, direction: str, text: str, number: int
 ) -> None:
-    backend = make()
+    backend = make(path="compat")
     file = new_file(backend, f"{directory}/file")
     gpu.error = lambda name, offset: text if (name, offset) == (direction, ALIGNMENT) else None
     buffer = backend.allocate(2 * ALIGNMENT)
@@ -482,12 +522,46 @@ def test_an_error_of_kvikio_gets_its_number_back(
     assert getattr(file, direction)(buffer, ALIGNMENT).result() == 2 * ALIGNMENT
 
 
-@pytest.mark.parametrize("gds", [False, True], ids=["compat", "gds"])
-def test_a_file_that_became_shorter_is_a_short_read(
-    make: Make, gpu: FakeGpu, directory: str, gds: bool
+WAYS: dict[str, dict[str, str]] = {
+    "threads": {"path": "gds", "gds_calls": "threads"},
+    "streams": {"path": "gds", "gds_calls": "streams"},
+    "compat": {"path": "compat"},
+    "bounce": {"path": "bounce"},
+}
+
+
+@pytest.mark.parametrize("way", [WAYS["threads"], WAYS["streams"]], ids=["threads", "streams"])
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("POSIX error: No space left on device", errno.ENOSPC),
+        ("POSIX error: Input/output error", errno.EIO),
+        ("internal error", errno.EIO),
+    ],
+)
+def test_an_error_of_cufile_keeps_its_number(
+    make: Make, gpu: FakeGpu, directory: str, direction: str, text: str, number: int, way: Any
 ) -> None:
-    gpu.gds = gds
-    backend = make()
+    gpu.gds = True
+    backend = make(**way)
+    file = new_file(backend, f"{directory}/file")
+    gpu.error = lambda name, offset: text if (name, offset) == (direction, ALIGNMENT) else None
+    buffer = backend.allocate(2 * ALIGNMENT)
+    with pytest.raises(StorageError) as caught:
+        getattr(file, direction)(buffer, ALIGNMENT).result()
+    error = caught.value
+    assert (error.errno, error.filename, error.offset) == (number, f"{directory}/file", ALIGNMENT)
+    gpu.error = lambda _direction, _offset: None
+    assert getattr(file, direction)(buffer, ALIGNMENT).result() == 2 * ALIGNMENT
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_file_that_became_shorter_is_a_short_read(
+    make: Make, gpu: FakeGpu, directory: str, way: Any
+) -> None:
+    gpu.gds = True
+    backend = make(**way)
     file = new_file(backend, f"{directory}/file", nbytes=8 * ALIGNMENT)
     os.truncate(f"{directory}/file", 3 * ALIGNMENT)
     with pytest.raises(ShortReadError) as caught:
@@ -672,11 +746,169 @@ def test_a_device_buffer_is_an_array_of_bytes_for_others(make: Make) -> None:
 # Order.
 
 
-@pytest.mark.parametrize("path", ["compat", "bounce"])
-def test_a_write_waits_for_the_kernel_before_it(
-    make: Make, gpu: FakeGpu, directory: str, path: str
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_only_compatibility_mode_is_ordered_with_the_default_stream(
+    make: Make, gpu: FakeGpu, directory: str, way: Any
 ) -> None:
-    backend = make(path=path)
+    """Training runs on the default stream: a transfer must neither wait for it nor delay it."""
+    gpu.gds = True
+    backend = make(**way)
+    file = backend.create(f"{directory}/file", 4 * ALIGNMENT)
+    buffer = filled(backend, 4 * ALIGNMENT, 3)
+    trained: list[bool] = []
+    gpu.streams.launch(0, lambda: trained.append(True))
+    futures = [file.write(buffer.slice(n * ALIGNMENT, ALIGNMENT), n * ALIGNMENT) for n in range(4)]
+    futures.append(file.read(backend.allocate(ALIGNMENT), 0))
+    for future in futures:
+        future.result()
+    assert trained == ([True] if way["path"] == "compat" else [])
+    assert bool(gpu.default_stream) == (way["path"] == "compat")
+
+
+def test_stream_calls_use_as_many_streams_as_there_are_transfers_at_once(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    gpu.gds = True
+    before = gpu.num_streams
+    backend = make(path="gds", gds_calls="streams", read_threads=3, write_threads=1)
+    file = new_file(backend, f"{directory}/file", nbytes=32 * ALIGNMENT)
+    copies = gpu.num_streams - before - 1  # one for the write of `new_file`
+    buffers = [backend.allocate(ALIGNMENT) for _ in range(32)]
+    futures = [file.read(buffer, n * ALIGNMENT) for n, buffer in enumerate(buffers)]
+    for future in futures:
+        future.result()
+    assert 1 <= gpu.num_streams - before - copies <= 4
+
+
+def test_without_a_configuration_file_stream_calls_are_refused_and_not_faked(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    gpu.gds, gpu.has_stream_calls = True, False
+    backend = make(path="gds", gds_calls="streams")
+    file = backend.create(f"{directory}/file", ALIGNMENT)
+    with pytest.raises(StorageError, match="Missing the cuFile stream api or configuration"):
+        file.write(backend.allocate(ALIGNMENT), 0).result()
+
+
+def test_without_kvikio_data_is_copied_although_cufile_works(
+    make: Make, gpu: FakeGpu, directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.gds = True
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    backend = make()
+    file = new_file(backend, f"{directory}/file")
+    assert isinstance(file, KvikioFile)
+    assert file.used("write").path == "bounce"
+    assert "kvikio" in file.used("write").reason
+
+
+def test_copies_of_each_direction_have_a_stream_of_their_own(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    backend = make(path="bounce")
+    file = new_file(backend, f"{directory}/file", nbytes=8 * ALIGNMENT)
+    gpu.copies.clear()
+    buffer = backend.allocate(8 * ALIGNMENT)
+    file.write(buffer, 0).result()
+    file.read(buffer, 0).result()
+    (to_host, first), (to_device, second) = gpu.copies
+    assert (to_host, to_device) == (2, 1)
+    assert first != second
+    assert 0 not in (first, second)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_no_other_device_is_touched(
+    make: Make, gpu: FakeGpu, directory: str, monkeypatch: pytest.MonkeyPatch, way: Any
+) -> None:
+    """A thread whose current device is another one gets no context there, and keeps its device."""
+    monkeypatch.setattr(type(gpu.current), "number", 1)
+    gpu.gds = True
+    backend = make(device=0, **way)
+    file = new_file(backend, f"{directory}/file")
+    buffer = backend.allocate(4 * ALIGNMENT)
+    assert isinstance(buffer, DeviceBuffer)
+    buffer.upload(b"abc")
+    buffer.after(gpu.new_stream())
+    put(backend.allocate(10, "pinned"), b"0123456789")
+    file.write(buffer, 0).result()
+    assert isinstance(file, KvikioFile)
+    file.used("read")
+    del buffer
+    gc.collect()
+    assert gpu.current.number == 1
+    assert gpu.contexts == {0}
+
+
+@pytest.mark.parametrize("aligns_badly", [False, True])
+def test_an_allocation_takes_no_spare_block_if_cuda_aligns_it(
+    make: Make, gpu: FakeGpu, aligns_badly: bool
+) -> None:
+    gpu.aligns_badly = aligns_badly
+    buffer = make().allocate(8 * MIB)
+    assert buffer.address % ALIGNMENT == 0
+    assert sum(gpu.live.values()) == 8 * MIB + ALIGNMENT * aligns_badly
+
+
+# Failures of the device.
+
+LOST = "cudaErrorECCUncorrectable: uncorrectable ECC error encountered"
+
+
+@pytest.mark.parametrize("call", ["memcpy", "synchronize"])
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_device_that_is_lost_is_named(
+    make: Make, gpu: FakeGpu, directory: str, call: str, direction: str
+) -> None:
+    backend = make(path="bounce")
+    file = new_file(backend, f"{directory}/file")
+    before = Path(f"{directory}/file").read_bytes()
+    buffer = backend.allocate(ALIGNMENT)
+    gpu.refuses = lambda name, _: LOST if name == call else ""
+    with pytest.raises(DeviceLostError, match=r"the GPU is lost .*resume in a new one") as caught:
+        getattr(file, direction)(buffer, 0).result()
+    assert (caught.value.filename, caught.value.errno) == (f"{directory}/file", errno.ENODEV)
+    assert Path(f"{directory}/file").read_bytes() == before
+    file.close()
+    backend.close()
+    gpu.refuses = lambda _name, _: ""
+
+
+def test_no_memory_and_a_lost_device_are_different_errors(make: Make, gpu: FakeGpu) -> None:
+    backend = make()
+    gpu.refuses = lambda _, __: "cudaErrorMemoryAllocation: out of memory"
+    with pytest.raises(DeviceMemoryError, match=r"8388608 bytes \(0\.00781 GiB\) on cuda:0"):
+        backend.allocate(8 * MIB)
+    gpu.refuses = lambda _, __: LOST
+    with pytest.raises(DeviceLostError, match="cuda:0"):
+        backend.allocate(8 * MIB)
+    with pytest.raises(DeviceLostError, match="page-lock"):
+        backend.allocate(8 * MIB, "pinned")
+
+
+def test_a_refused_page_lock_is_named_and_copies_go_on_without_it(
+    make: Make, gpu: FakeGpu, directory: str
+) -> None:
+    backend = make(path="bounce")
+    gpu.refuses = lambda name, _: "cudaErrorNotSupported" if name == "hostRegister" else ""
+    with pytest.raises(RefusedError, match="does not page-lock 10 bytes"):
+        backend.allocate(10, "pinned")
+    source = filled(backend, 3 * ALIGNMENT, 5)
+    file = backend.create(f"{directory}/file", 3 * ALIGNMENT)
+    future = file.write(source, 0)
+    with pytest.warns(PageLockRefused, match="right, but slower") as warned:
+        future.result()
+    file.read(source, 0).result()
+    assert len([w for w in warned if w.category is PageLockRefused]) == 1
+    assert Path(f"{directory}/file").read_bytes() == contents(source)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_write_waits_for_the_kernel_before_it(
+    make: Make, gpu: FakeGpu, directory: str, way: Any
+) -> None:
+    gpu.gds = True
+    backend = make(**way)
     buffer = backend.allocate(2 * ALIGNMENT)
     assert isinstance(buffer, DeviceBuffer)
     file = backend.create(f"{directory}/file", 2 * ALIGNMENT)
@@ -749,6 +981,7 @@ def test_events_of_a_stream_do_not_pile_up(make: Make, gpu: FakeGpu) -> None:
 def test_a_forked_child_leaves_the_parents_handles_alone(
     make: Make, gpu: FakeGpu, directory: str
 ) -> None:
+    gpu.gds = True
     backend = make()
     file = new_file(backend, f"{directory}/file")
     child = os.fork()
@@ -770,7 +1003,7 @@ def test_a_forked_child_leaves_the_parents_handles_alone(
 @pytest.fixture
 def real(request: pytest.FixtureRequest) -> Callable[..., KvikioBackend]:
     try:
-        KvikioBackend(path="compat").close()
+        KvikioBackend(path="bounce").close()
     except RefusedError as error:
         pytest.skip(str(error))
     return KvikioBackend
@@ -850,6 +1083,61 @@ def test_real_tensors_and_side_streams(
     assert backend.moved()["read"][used.path] == 3 * buffer.nbytes
     file.close()
     backend.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", [None, "bounce", "compat"])
+def test_real_transfers_do_not_wait_for_training_on_the_default_stream(
+    real: Make, directory: str, path: Any
+) -> None:
+    backend = real(path=path)
+    file = new_file(backend, f"{directory}/file", nbytes=16 * MIB)
+    into = backend.allocate(16 * MIB)
+    file.read(into, 0).result()  # streams and page-locked memory are made
+    torch.cuda.synchronize()
+    for transfer in (file.read, file.write):
+        torch.cuda._sleep(20_000_000_000)  # seconds, on the default stream
+        trained = torch.cuda.Event()
+        trained.record()
+        transfer(into, 0).result()
+        assert trained.query() is (path == "compat")
+        torch.cuda.synchronize()
+    file.close()
+    backend.close()
+
+
+@pytest.mark.gpu
+def test_real_stream_calls_move_the_same_bytes(real: Make, directory: str) -> None:
+    for way in ("threads", "streams"):
+        backend = real(path="gds", gds_calls=way)
+        try:
+            backend.paths_in(directory)
+            file = new_file(backend, f"{directory}/{way}", nbytes=64 * MIB, seed=2)
+        except StorageError as error:
+            backend.close()
+            pytest.skip(str(error))
+        into = backend.allocate(64 * MIB)
+        file.read(into, 0).result()
+        assert contents(into) == Path(f"{directory}/{way}").read_bytes()
+        file.close()
+        backend.close()
+
+
+@pytest.mark.gpu
+def test_real_memory_is_not_taken_on_other_devices(real: Make, directory: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is only one GPU")
+    code = f"""
+import torch
+from gds.kvikio import KvikioBackend
+backend = KvikioBackend(path="bounce", device=1)
+file = backend.create("{directory}/file", 1 << 20)
+file.write(backend.allocate(1 << 20), 0).result()
+backend.allocate(1 << 20, "pinned")
+assert not torch._C._cuda_hasPrimaryContext(0)
+assert torch._C._cuda_hasPrimaryContext(1)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 @pytest.mark.gpu

@@ -28,7 +28,6 @@ CHUNK = {"chunk_bytes": 128 << 10, "ring_chunks": 3, "allow_volatile": True}
 
 @pytest.fixture(autouse=True)
 def _libraries() -> None:
-    pytest.importorskip("kvikio")
     pytest.importorskip("cupy")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import gds.backends.cufile
 import gds.buffers.cuda
 from gds import StorageError
 from gds.backends.kvikio_library import Library
@@ -76,19 +77,18 @@ def file(tmp_path: Path) -> Path:
 
 def test_kvikio_has_the_settings_and_takes_them(kvikio, library):
     defaults = importlib.import_module("kvikio.defaults")
-    names = ("num_threads", "task_size", "gds_threshold")
-    names += ("auto_direct_io_read", "auto_direct_io_write")
+    names = ("num_threads", "gds_threshold", "auto_direct_io_read", "auto_direct_io_write")
     before = {name: defaults.get(name) for name in names}
     try:
-        library.configure(num_threads=3, task_bytes=8 << 20)
+        library.configure(num_threads=3)
         assert {name: defaults.get(name) for name in names} == {
             "num_threads": 3,
-            "task_size": 8 << 20,
             "gds_threshold": 0,
             "auto_direct_io_read": True,
             "auto_direct_io_write": True,
         }
     finally:
+        library.release()
         defaults.set(before)
     with pytest.raises(KeyError):
         defaults.get("no_such_setting")
@@ -118,7 +118,7 @@ def test_kvikio_opens_the_file_of_a_descriptor(library, file, writable):
         memory = DeviceBytes(ALIGNMENT, 2 * ALIGNMENT)
         for start in (handle.pread, handle.pwrite):
             with pytest.raises(ValueError, match="Size is greater than the size of the buffer"):
-                start(memory, 3 * ALIGNMENT, 0)
+                start(memory, 3 * ALIGNMENT, 0, ALIGNMENT)
         handle.close()
         handle.close()
     finally:
@@ -139,13 +139,26 @@ def test_what_kvikio_says_of_a_missing_file_gets_its_number_back(library, tmp_pa
 
 def test_kvikios_transfers_take_what_they_are_given_and_can_be_waited_for(kvikio):
     for name in ("pread", "pwrite"):
-        bound = inspect.signature(getattr(kvikio.CuFile, name)).bind(None, "buffer", 4096, 8192)
-        assert bound.arguments == {
+        signature = inspect.signature(getattr(kvikio.CuFile, name))
+        assert signature.bind(None, "buffer", 4096, 8192, 1 << 20).arguments == {
             "self": None,
             "buf": "buffer",
             "size": 4096,
             "file_offset": 8192,
+            "task_size": 1 << 20,
         }
+    for name in ("raw_read_async", "raw_write_async"):
+        signature = inspect.signature(getattr(kvikio.CuFile, name))
+        assert signature.bind(None, "buffer", 7, 4096, 8192, 512).arguments == {
+            "self": None,
+            "buf": "buffer",
+            "raw_stream": 7,
+            "size": 4096,
+            "file_offset": 8192,
+            "dev_offset": 512,
+        }
+    stream_future = importlib.import_module("kvikio.cufile").IOFutureStream
+    inspect.signature(stream_future.check_bytes_done).bind(None)
     inspect.signature(importlib.import_module("kvikio.cufile").IOFuture.get).bind(None)
     for function in (kvikio.memory_register, kvikio.memory_deregister):
         inspect.signature(function).bind("memory")
@@ -160,6 +173,21 @@ def test_kvikio_says_whether_cufile_may_copy_through_the_host(kvikio):
         driver.get("no_such_property")
 
 
+def test_cufile_is_the_copy_that_kvikio_has_loaded(kvikio):
+    try:
+        library = gds.backends.cufile.load()
+    except OSError as error:
+        pytest.skip(f"cuFile cannot be loaded: {error}")
+    for name in (
+        *("cuFileDriverOpen", "cuFileHandleRegister", "cuFileHandleDeregister"),
+        *("cuFileRead", "cuFileWrite"),
+    ):
+        assert getattr(library, name) is not None
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    copies = {os.path.realpath(name) for name in loaded if "/libcufile.so" in name}
+    assert len(copies) == 1, "two copies would know nothing of each other's registrations"
+
+
 # CuPy.
 
 
@@ -170,6 +198,7 @@ def test_cupys_runtime_has_the_functions_and_their_arguments(cuda):
         for name in (
             *("getDevice", "setDevice", "deviceGetPCIBusId"),
             *("memsetAsync", "memcpyAsync", "hostRegister", "hostUnregister"),
+            *("malloc", "free"),
         )
     } == {
         "getDevice": [],
@@ -179,19 +208,19 @@ def test_cupys_runtime_has_the_functions_and_their_arguments(cuda):
         "memcpyAsync": ["dst", "src", "size", "kind", "stream"],
         "hostRegister": ["ptr", "size", "flags"],
         "hostUnregister": ["ptr"],
+        "malloc": ["size"],
+        "free": ["ptr"],
     }
     assert (runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost) == (1, 2)
     assert issubclass(runtime.CUDARuntimeError, RuntimeError)
 
 
-def test_cupys_streams_events_and_memory_are_made_as_here(cuda):
+def test_cupys_streams_and_events_are_made_as_here(cuda):
     inspect.signature(cuda.Stream).bind(non_blocking=True)
     inspect.signature(cuda.Event).bind(block=True, disable_timing=True)
     inspect.signature(cuda.Event.record).bind(None, _Handle(0))
     for kind in (cuda.Event, cuda.Stream):
         inspect.signature(kind.synchronize).bind(None)
-    assert parameters(cuda.Memory) == ["size"]
-    assert hasattr(cuda.Memory, "ptr")
     assert parameters(cuda.Device) == ["device"]
     assert hasattr(cuda.Device, "__enter__")
 
@@ -233,7 +262,7 @@ def test_cupy_passes_numbers_and_one_structure_to_a_kernel(cuda):
 
 def test_torchs_streams_and_events_are_made_as_here():
     cuda: Any = torch.cuda
-    inspect.signature(cuda.Stream.__new__).bind(None, torch.device("cuda", 0))
+    inspect.signature(cuda.Stream.__new__).bind(None, torch.device("cuda", 0), priority=-1)
     for made in ({"blocking": True}, {"enable_timing": True}):
         inspect.signature(cuda.Event.__new__).bind(None, **made)
     inspect.signature(cuda.current_stream).bind(torch.device("cuda", 0))

@@ -19,28 +19,11 @@ ALIGNMENT = 4096
 def cupy_modules(gpu: FakeGpu) -> tuple[types.ModuleType, ...]:
     """Return `cupy`, `cupy.cuda` and `cupy.cuda.compiler`."""
 
-    class Memory:
-        def __init__(self, nbytes: int) -> None:
-            # Aligned as cudaMalloc promises, and to no more.
-            self._array = (ctypes.c_ubyte * (nbytes + 2 * ALIGNMENT))()
-            base = ctypes.addressof(self._array)
-            self.ptr = base + -base % ALIGNMENT + 512
-            self.size = nbytes
-            ctypes.memset(self.ptr, GARBAGE, nbytes)
-            with gpu.lock:
-                gpu.live[self.ptr] = nbytes
-
-        def __del__(self) -> None:
-            with gpu.lock:
-                if self.ptr in gpu.registered:
-                    gpu.violations.append("memory was freed while it was registered")
-                del gpu.live[self.ptr]
-            ctypes.memset(self.ptr, GARBAGE, self.size)
-
     class Stream:
         def __init__(self, *, non_blocking: bool = False) -> None:
             if not non_blocking:
                 gpu.violations.append("a stream of ours waits for the default stream")
+            gpu.touch()
             self.ptr = gpu.new_stream()
 
         def synchronize(self) -> None:
@@ -53,10 +36,13 @@ def cupy_modules(gpu: FakeGpu) -> tuple[types.ModuleType, ...]:
             self._at: tuple[int, int] | None = None
 
         def record(self, stream: Any) -> None:
+            gpu.touch()
             self._at = (stream.ptr, gpu.streams.position(stream.ptr))
 
         def synchronize(self) -> None:
             assert self._at is not None
+            if error := gpu.refuses("synchronize", 0):
+                raise RuntimeError(error)
             gpu.streams.run(*self._at)
 
     @contextmanager
@@ -86,7 +72,6 @@ def cupy_modules(gpu: FakeGpu) -> tuple[types.ModuleType, ...]:
     contents = {
         "cupy.cuda.compiler": {"compile_using_nvrtc": compile_using_nvrtc},
         "cupy.cuda": {
-            "Memory": Memory,
             "Module": Module,
             "Stream": Stream,
             "Event": Event,
@@ -117,27 +102,63 @@ class Runtime:
 
     def setDevice(self, number: int) -> None:  # noqa: N802
         self._gpu.current.number = number
+        self._gpu.touch()  # since CUDA 12
+
+    def malloc(self, nbytes: int) -> int:
+        gpu = self._gpu
+        gpu.touch()
+        if error := gpu.refuses("malloc", nbytes):
+            raise RuntimeError(error)
+        array = (ctypes.c_ubyte * (nbytes + 2 * ALIGNMENT))()
+        base = ctypes.addressof(array)
+        # Aligned as cudaMalloc promises, and to no more.
+        ptr = base + -base % ALIGNMENT + (512 if gpu.aligns_badly else 0)
+        ctypes.memset(ptr, GARBAGE, nbytes)
+        with gpu.lock:
+            gpu.live[ptr] = nbytes
+            gpu.arrays[ptr] = array
+            gpu.peak_bytes = max(gpu.peak_bytes, sum(gpu.live.values()))
+        return ptr
+
+    def free(self, ptr: int) -> None:
+        gpu = self._gpu
+        gpu.touch()
+        with gpu.lock:
+            if ptr in gpu.registered:
+                gpu.violations.append("memory was freed while it was registered")
+            nbytes = gpu.live.pop(ptr)
+            ctypes.memset(ptr, GARBAGE, nbytes)
+            del gpu.arrays[ptr]
 
     def deviceGetPCIBusId(self, device: int) -> str:  # noqa: N802
         return f"0000:4{device}:00.0"
 
     def memsetAsync(self, address: int, value: int, nbytes: int, stream: int) -> None:  # noqa: N802
+        self._gpu.touch()
         self._gpu.need_device("memset", address, nbytes)
         self._gpu.streams.launch(stream, lambda: ctypes.memset(address, value, nbytes) and None)
 
     def memcpyAsync(  # noqa: N802
         self, target: int, source: int, nbytes: int, kind: int, stream: int
     ) -> None:
+        self._gpu.touch()
+        if error := self._gpu.refuses("memcpy", nbytes):
+            raise RuntimeError(error)
         device, host = (target, source) if kind == self.memcpyHostToDevice else (source, target)
+        self._gpu.copies.append((kind, stream))
         self._gpu.need_device("memcpy", device, nbytes)
         if self._gpu.is_device(host, nbytes):
             self._gpu.violations.append("memcpy: the host's side is on the device")
         self._gpu.streams.launch(stream, lambda: ctypes.memmove(target, source, nbytes) and None)
 
     def hostRegister(self, address: int, nbytes: int, flags: int) -> None:  # noqa: N802
+        self._gpu.touch()
+        if error := self._gpu.refuses("hostRegister", nbytes):
+            raise RuntimeError(error)
         if address in self._gpu.pinned:
             raise RuntimeError("cudaErrorHostMemoryAlreadyRegistered")
         self._gpu.pinned[address] = nbytes
 
     def hostUnregister(self, address: int) -> None:  # noqa: N802
+        self._gpu.touch()
         del self._gpu.pinned[address]

@@ -319,6 +319,9 @@ class FakeDevice:
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
 
+    def held_bytes(self, nbytes: int) -> int:
+        return nbytes
+
     def lock_pages(self, memory: torch.Tensor) -> object:
         self.locked.append(memory)
         return memory

@@ -7,6 +7,7 @@ import enum
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -78,24 +79,75 @@ class CuFile:
         if hasattr(self, "_in_flight"):  # it was opened
             self.close()
 
-    def pread(self, buf: Any, size: int, file_offset: int = 0) -> _Future:
+    def pread(
+        self, buf: Any, size: int, file_offset: int = 0, task_size: int | None = None
+    ) -> _Future:
+        self.gpu.task_sizes.append(task_size)
         return self._start("read", buf, size, file_offset)
 
-    def pwrite(self, buf: Any, size: int, file_offset: int = 0) -> _Future:
+    def pwrite(
+        self, buf: Any, size: int, file_offset: int = 0, task_size: int | None = None
+    ) -> _Future:
+        self.gpu.task_sizes.append(task_size)
         return self._start("write", buf, size, file_offset)
+
+    def raw_read_async(
+        self, buf: Any, raw_stream: int, size: int, file_offset: int = 0, dev_offset: int = 0
+    ) -> _StreamFuture:
+        return self._queue("read", buf, raw_stream, size, file_offset, dev_offset)
+
+    def raw_write_async(
+        self, buf: Any, raw_stream: int, size: int, file_offset: int = 0, dev_offset: int = 0
+    ) -> _StreamFuture:
+        return self._queue("write", buf, raw_stream, size, file_offset, dev_offset)
+
+    def _queue(
+        self, direction: str, buf: Any, stream: int, size: int, offset: int, start: int
+    ) -> _StreamFuture:
+        gpu, (base, nbytes) = self.gpu, range_of(buf)
+        if not gpu.has_stream_calls:
+            raise RuntimeError("KvikIO failure: Missing the cuFile stream api or configuration")
+        if start + size > nbytes:
+            gpu.violations.append("a stream call leaves its buffer")
+        gpu.calls.append((direction, "gds", offset, size))
+        note_alignment(gpu, direction, base, start, size, offset)
+        if stream == 0:
+            gpu.violations.append("a transfer is queued on the default stream")
+        if stream in gpu.transferring:
+            gpu.violations.append("a transfer is queued behind another")
+        gpu.transferring.add(stream)
+        task = Task(gpu, self._fd, "gds", self._in_flight)
+        future = _StreamFuture(gpu, stream)
+        result = weakref.ref(future)  # the memory for the result belongs to the future
+
+        def work() -> None:
+            gpu.transferring.discard(stream)
+            moved: int | Exception
+            try:
+                moved = task.move(direction, base + start, size, offset)
+            except RuntimeError as error:
+                moved = error
+            owner = result()
+            if owner is None:
+                gpu.violations.append("the result of a transfer was freed before it was written")
+            else:
+                owner.result = moved
+
+        gpu.streams.launch(stream, work)
+        return future
 
     def _start(self, direction: str, buf: Any, size: int, offset: int) -> _Future:
         gpu, (address, nbytes) = self.gpu, range_of(buf)
         gpu.calls.append((direction, self.mode, offset, size))
         if size > nbytes:
             raise ValueError("Size is greater than the size of the buffer")
-        if self.mode == "gds" and (offset | size | address) % ALIGNMENT:
-            gpu.violations.append(f"{direction} of {size} at {offset} is not aligned")
-        task = _Task(gpu, self._fd, self.mode, self._in_flight)
+        # Its plain calls synchronise the stream; in compatibility mode, copies are ordered with it.
+        gpu.wait_for_training(f"{direction} by KvikIO, {self.mode}")
+        task = Task(gpu, self._fd, self.mode, self._in_flight)
         return _Future(lambda: task.move(direction, address, size, offset))
 
 
-class _Task:
+class Task:
     """A transfer, which knows numbers only: nothing here keeps a buffer or a file."""
 
     def __init__(self, gpu: FakeGpu, fd: int, mode: str, in_flight: list[None]) -> None:
@@ -129,6 +181,21 @@ class _Task:
             self._in_flight.pop()
 
 
+class _StreamFuture:
+    """`kvikio.cufile.IOFutureStream`: the result of a transfer that a stream has not got to yet."""
+
+    def __init__(self, gpu: FakeGpu, stream: int) -> None:
+        self._gpu, self._stream = gpu, stream
+        self.result: int | Exception | None = None
+
+    def check_bytes_done(self) -> int:
+        self._gpu.streams.run(self._stream)
+        if isinstance(self.result, Exception):
+            raise self.result
+        assert self.result is not None
+        return self.result
+
+
 class _Future:
     """`kvikio.IOFuture`: holds neither buffer nor file, and is asked once."""
 
@@ -154,6 +221,17 @@ class _Future:
             raise self._result
         assert self._result is not None
         return self._result
+
+
+def note_alignment(
+    gpu: FakeGpu, direction: str, base: int, start: int, size: int, offset: int
+) -> None:
+    """Note a violation if cuFile would have to copy, or looks for memory by another address."""
+    if (offset | size | (base + start)) % ALIGNMENT:
+        gpu.violations.append(f"{direction} of {size} at {offset} is not aligned")
+    for address, nbytes in gpu.registered.copy().items():
+        if address <= base + start < address + nbytes and base != address:
+            gpu.violations.append(f"{direction}: not by the address that was registered")
 
 
 def range_of(buf: Any) -> tuple[int, int]:

@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
+import gds.backends.cufile
 import gds.buffers.cuda
+from tests.fake_gpu.cufile_library import CuFileLibrary
 from tests.fake_gpu.cupy_module import cupy_modules
 from tests.fake_gpu.kvikio_module import CompatMode, CuFile, Restore, range_of
 from tests.fake_gpu.streams import Streams
@@ -30,6 +32,8 @@ class _Current(threading.local):
     """The device that is current in each thread: CUDA begins with the first one."""
 
     number = 0
+    has_context = False
+    """Whether a context is current. CUDA's runtime sees to that by itself; cuFile does not."""
 
 
 class FakeGpu:
@@ -41,6 +45,25 @@ class FakeGpu:
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
+        self.contexts: set[int] = set()
+        """Devices on which CUDA has made a context, which takes memory there."""
+        self.default_stream: list[str] = []
+        """Calls that waited for the legacy default stream, where the training runs."""
+        self.compat_is_measured = False
+        """Whether such calls are what a test is about."""
+        self.has_stream_calls = True
+        """Whether cuFile has a configuration file, without which there are no stream calls."""
+        self.refuses: Callable[[str, int], str] = lambda _call, _nbytes: ""
+        """The text of the error of a call of the runtime, if it is to fail."""
+        self.aligns_badly = True
+        self.copies: list[tuple[int, int]] = []
+        """Kind and stream of every copy."""
+        self.arrays: dict[int, Any] = {}
+        self.peak_bytes = 0
+        """Most device memory that was allocated at one time."""
+        self.transferring: set[int] = set()
+        """Streams with a stream call of KvikIO that has not begun."""
+        self.task_sizes: list[int | None] = []
         self.gds = False
         """Whether cuFile takes files."""
         self.copies_untold = False
@@ -75,7 +98,7 @@ class FakeGpu:
         self.current = _Current()
         self.streams = Streams()
         self.lock = self.streams.lock
-        self._num_streams = 0
+        self.num_streams = 0
 
     # Memory.
 
@@ -91,13 +114,25 @@ class FakeGpu:
         if not self.is_device(address, nbytes):
             self.violations.append(f"{what}: {nbytes} bytes at {address:#x} are no device memory")
 
+    # Devices.
+
+    def touch(self) -> None:
+        """Note the context of the device that is current in this thread."""
+        self.contexts.add(self.current.number)
+        self.current.has_context = True
+
+    def wait_for_training(self, what: str) -> None:
+        """Wait for the legacy default stream, as what is ordered with it does."""
+        self.default_stream.append(what)
+        self.streams.run(0)
+
     # Streams.
 
     def new_stream(self) -> int:
         """Return the handle of a new stream."""
         with self.lock:
-            self._num_streams += 1
-            return 1000 + self._num_streams
+            self.num_streams += 1
+            return 1000 + self.num_streams
 
     def modules(self) -> dict[str, types.ModuleType]:
         """Return the modules by the names under which they are imported."""
@@ -154,6 +189,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """Make a machine with one GPU; at the end nothing of it may be held, and no rule broken."""
     fake = FakeGpu()
     monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "")
+    cufile = CuFileLibrary(fake)
+    monkeypatch.setattr(gds.backends.cufile, "load", lambda: cufile)
     for name in ("CUFILE_ALLOW_COMPAT_MODE", "CUFILE_LOGGING_LEVEL", "CUFILE_LOGFILE_PATH"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -161,9 +198,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         monkeypatch.setitem(sys.modules, name, module)
     yield fake
     fake.streams.clear()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 5
     while (fake.live or fake.pinned or fake.num_open) and time.monotonic() < deadline:
         gc.collect()  # an error's traceback may hold some of it,
         time.sleep(0.001)  # or a thread that has just told the result of a transfer
     assert fake.violations == []
+    assert fake.default_stream == [] or fake.compat_is_measured
+    assert fake.contexts <= {fake.number}
     assert (fake.num_open, fake.live, fake.registered, fake.pinned) == (0, {}, {}, {})

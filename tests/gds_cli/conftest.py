@@ -17,7 +17,7 @@ def machine(tmp_path: Path) -> Machine:
     found.disk("nvme0n1", partition="nvme0n1p1")
     found.add("/proc/driver/nvidia/version", OPEN_MODULE)
     found.add("/proc/driver/nvidia-fs/version", "version: 2.25.7\n")
-    found.versions = {"kvikio-cu13": "26.10.0", "nvidia-cufile": "1.19.0"}
+    found.versions = {"kvikio-cu13": "26.10.0", "cupy-cuda13x": "14.2.0", "nvidia-cufile": "1.19.0"}
     found.cufile = cufile()
     return found
 

@@ -51,8 +51,10 @@ CUfileError_t cuFileHandleRegister(void **handle, CUfileDescr_t *description) {
     *handle = (void *)(size_t)(description->handle.fd + 1000);
     return status;
 }
+void cuFileHandleDeregister(void *handle) { (void)handle; }
 ssize_t cuFileRead(void *handle, void *base, size_t size, off_t file_offset, off_t offset) {
     if (does("short")) size /= 2;
+    if (does("internal")) return -5030;
     return pread((int)((size_t)handle - 1000), (char *)base + offset, size, file_offset);
 }
 ssize_t cuFileWrite(void *handle, const void *base, size_t size, off_t file_offset, off_t offset) {

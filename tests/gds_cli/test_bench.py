@@ -19,7 +19,7 @@ from gds.bench.workload import Workload
 from gds.check import System
 from gds.errors import RefusedError
 from gds.opening import open_path
-from tests.fake_gpu.machine import FakeGpu
+from tests.fake_gpu.machine import installed
 
 QUICK = ("--seconds", "0", "--ramp", "0", "--repeat", "1")
 SMALL = ("--file-size", "1M", "--size", "64K", "--allow-small", *QUICK)
@@ -353,12 +353,8 @@ class WithDriver(System):
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU made of host memory."""
-    fake = FakeGpu()
-    monkeypatch.setattr("gds.buffers.cuda.no_driver", lambda: "")
-    for name, module in fake.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    yield fake
-    assert fake.violations == []
+    with installed(monkeypatch) as fake:
+        yield fake
 
 
 @pytest.mark.parametrize("path", ["gds", "compat", "bounce"])
@@ -368,6 +364,7 @@ def test_device_memory_is_measured_and_verified(drive, gpu, monkeypatch, path):
         "gds.backends.kvikio._examined", lambda _: dict.fromkeys(("read", "write"), Used("gds", ""))
     )
     gpu.gds = path == "gds"
+    gpu.compat_is_measured = path == "compat"
     workload = Workload(path=path, rw="randmixed", size=1 << 16, file_bytes=1 << 20)
     plan = Plan(place=str(drive), workloads=[workload], verify=True, allow_small=True)
     (point,) = run_plan(plan, system=WithDriver()).points
@@ -382,7 +379,7 @@ def test_demanded_direct_storage_that_is_not_there_is_refused_before_anything_is
 ):
     monkeypatch.setattr(
         "gds.backends.kvikio._examined",
-        lambda _: dict.fromkeys(("read", "write"), Used("compat", "why")),
+        lambda _: dict.fromkeys(("read", "write"), Used("bounce", "why")),
     )
     plan = Plan(place=str(drive), workloads=[Workload(path="gds", file_bytes=1 << 30)])
     with pytest.raises(StorageError, match="copied through the host: why"):

@@ -86,9 +86,10 @@ class FakeNvml:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    used = Used("compat", "no nvidia-fs")
+    used = Used("bounce", "no nvidia-fs")
     monkeypatch.setattr("gds.backends.kvikio._examined", lambda _: {"read": used, "write": used})
     with installed(monkeypatch) as fake:
+        fake.compat_is_measured = True
         yield fake
 
 

@@ -34,7 +34,7 @@ def test_json_has_the_keys_that_scripts_rely_on(run, tmp_path):
     assert err == ""
     for direction in ("reads", "writes"):
         assert found[direction].keys() == {"path", "direct", "why_not"}
-        assert list(found[direction]["why_not"]) == ["gds", "compat", "direct", "buffered"]
+        assert list(found[direction]["why_not"]) == ["gds", "bounce", "direct", "buffered"]
     for finding in found["findings"]:
         assert finding.keys() == FINDING
         assert finding["verdict"] in ("ok", "limits", "missing")

@@ -50,7 +50,7 @@ def test_cufile_is_tried_with_its_own_fallback_off_and_its_file_is_gone(machine,
     assert environment["CUFILE_ALLOW_COMPAT_MODE"] == "false"
 
 
-def test_an_h200_whose_disk_is_virtual_uses_kvikios_compatibility_mode(machine, tmp_path):
+def test_an_h200_whose_disk_is_virtual_copies_through_the_host(machine, tmp_path):
     machine.mount("ext4", "/dev/vda")
     machine.disk("vda", number="254:0", rotational=1)
     machine.number = (254, 0)
@@ -58,7 +58,7 @@ def test_an_h200_whose_disk_is_virtual_uses_kvikios_compatibility_mode(machine, 
     (machine.root / "proc/driver/nvidia-fs").rmdir()
     machine.cufile = None
     found = check(machine, tmp_path)
-    assert paths(found) == ("compat", "compat")
+    assert paths(found) == ("bounce", "bounce")
     assert found.exit_status() == 3
     assert "vda is not an NVMe drive" in found.reads.why_not["gds"]
     assert "nvidia-fs is not loaded" in found.reads.why_not["gds"]
@@ -73,7 +73,7 @@ def test_without_a_driver_posix_is_used_and_no_child_is_started(machine, tmp_pat
     found = check(machine, tmp_path)
     assert paths(found) == ("direct", "direct")
     assert found.exit_status() == 4
-    for path in ("gds", "compat"):
+    for path in ("gds", "bounce"):
         assert NO_CUDA in found.writes.why_not[path]
     assert machine.tried == []
     assert verdict(found, "driver")[0] == "missing"
@@ -84,7 +84,7 @@ def test_a_driver_without_a_device_is_no_driver(machine, tmp_path):
     machine.devices = Child(0, '{"version": 13000, "devices": []}\n{"done": true}\n')
     found = check(machine, tmp_path)
     assert paths(found) == ("direct", "direct")
-    assert "sees no device" in found.reads.why_not["compat"]
+    assert "sees no device" in found.reads.why_not["bounce"]
 
 
 def test_a_driver_that_fails_says_in_which_call(machine, tmp_path):
@@ -100,7 +100,7 @@ def test_a_container_without_udev_and_modules_where_cufile_spins(machine, tmp_pa
     machine.remove("/proc/modules")
     machine.cufile = Child(None, '{"stage": "cuFileDriverOpen"}\n{"stage": "cuFileHandleRegister"}')
     found = check(machine, tmp_path)
-    assert paths(found) == ("compat", "compat")
+    assert paths(found) == ("bounce", "bounce")
     assert "no answer within 10 s of cuFileHandleRegister" in found.reads.why_not["gds"]
     state, value, why = verdict(found, "surroundings")
     assert state == "limits"
@@ -133,19 +133,30 @@ def test_whatever_becomes_of_cufile_is_a_reason_and_not_an_error(machine, tmp_pa
 def test_reads_and_writes_are_judged_apart(machine, tmp_path):
     machine.cufile = cufile(writes=False)
     found = check(machine, tmp_path)
-    assert paths(found) == ("gds", "compat")
+    assert paths(found) == ("gds", "bounce")
     assert found.exit_status() == 3
     assert found.exit_status(directions="read") == 0
     assert found.exit_status("gds", "write") == 3
     assert "wrong data" in found.writes.why_not["gds"]
 
 
-def test_without_kvikio_neither_gds_nor_its_compatibility_mode_is_used(machine, tmp_path):
-    machine.versions = {}
+def test_without_kvikio_data_is_copied_through_the_host(machine, tmp_path):
+    del machine.versions["kvikio-cu13"]
+    found = check(machine, tmp_path)
+    assert paths(found) == ("bounce", "bounce")
+    assert found.reads.why_not["gds"] == "cuFile works, but kvikio is not installed"
+    state, value, why = verdict(found, "kvikio")
+    assert (state, value) == ("missing", "not installed, CuPy 14.2.0, cuFile 1.19.0")
+    assert "copied by the host" in why
+
+
+def test_without_cupy_nothing_moves_device_memory(machine, tmp_path):
+    machine.versions = {"kvikio-cu13": "26.10.0"}
     found = check(machine, tmp_path)
     assert paths(found) == ("direct", "direct")
-    assert found.reads.why_not["gds"] == "cuFile works, but kvikio is not installed"
-    assert found.reads.why_not["compat"] == "kvikio is not installed"
+    assert found.reads.why_not["gds"] == "cuFile works, but cupy is not installed"
+    assert found.reads.why_not["bounce"] == "cupy is not installed"
+    assert verdict(found, "kvikio")[:2] == ("missing", "26.10.0, no CuPy")
 
 
 def test_peer_to_peer_stands_in_for_nvidia_fs(machine, tmp_path):
@@ -209,7 +220,7 @@ def test_a_file_system_that_gds_cannot_use_is_named(
     machine.mount(filesystem, source, more=options)
     machine.cufile = None
     found = check(machine, tmp_path)
-    assert found.reads.path == "compat"
+    assert found.reads.path == "bounce"
     assert words in found.reads.why_not["gds"]
     assert verdict(found, "GDS here")[0] == "limits"
     assert words in verdict(found, "GDS here")[2]
@@ -239,7 +250,7 @@ def test_a_raid_is_as_good_as_its_drives(machine, tmp_path, rotational, state):
     machine.cufile = None
     found = check(machine, tmp_path)
     assert "sda is not an NVMe drive" in found.reads.why_not["gds"]
-    assert found.reads.path == "compat"
+    assert found.reads.path == "bounce"
     assert verdict(found, "device")[0] == state
 
 
@@ -276,12 +287,12 @@ def test_without_direct_io_the_page_cache_is_used(machine, tmp_path):
     assert verdict(found, "file system")[0] == "limits"
 
 
-def test_compatibility_mode_without_direct_io_is_not_direct(machine, tmp_path):
+def test_copies_without_direct_io_are_not_direct(machine, tmp_path):
     machine.direct_io = Direct((0, 0), probe.no_direct_io("the kernel says so"), "write and read")
     machine.cufile = None
     found = check(machine, tmp_path)
-    assert found.reads.path == "compat"
-    assert found.exit_status("compat") == 0
+    assert found.reads.path == "bounce"
+    assert found.exit_status("bounce") == 0
     assert found.exit_status("direct") == 3
 
 
@@ -290,14 +301,14 @@ def test_a_read_only_mount_can_be_read(machine, tmp_path):
     machine.may_write = False
     machine.cufile = None
     found = check(machine, tmp_path)
-    assert paths(found) == ("compat", None)
+    assert paths(found) == ("bounce", None)
     assert found.exit_status() == 1
-    assert found.exit_status("compat", "read") == 0
+    assert found.exit_status("bounce", "read") == 0
     assert set(found.writes.why_not.values()) == {"mounted read-only"}
 
 
 @pytest.mark.parametrize(
-    ("required", "status"), [("gds", 4), ("compat", 4), ("direct", 0), ("any", 0)]
+    ("required", "status"), [("gds", 4), ("bounce", 4), ("direct", 0), ("any", 0)]
 )
 def test_what_is_required_decides_the_exit_status(machine, tmp_path, required, status):
     machine.missing_libraries["libcuda.so.1"] = NO_CUDA
@@ -306,7 +317,7 @@ def test_what_is_required_decides_the_exit_status(machine, tmp_path, required, s
 
 def test_gds_meets_every_requirement(machine, tmp_path):
     found = check(machine, tmp_path)
-    assert [found.exit_status(name) for name in ("gds", "compat", "direct", "any")] == [0] * 4
+    assert [found.exit_status(name) for name in ("gds", "bounce", "direct", "any")] == [0] * 4
 
 
 def test_limits_of_the_machine_are_named(machine, tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from tests.mutation.device import DEVICE
 from tests.mutation.frozen import FROZEN
 from tests.mutation.gathering import GATHERING
 from tests.mutation.keeping import KEEPING
@@ -44,4 +45,5 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *OWNING,
     *SHARING,
     *GATHERING,
+    *DEVICE,
 )

@@ -10,6 +10,8 @@ import torch
 
 import offload.device.boundary
 import offload.device.compute
+from gds.errors import DeviceLostError, DeviceMemoryError
+from gds.kvikio import PageLockRefused
 from offload.device.boundary import CudaBoundary
 from offload.device.compute import CudaCompute
 
@@ -24,6 +26,10 @@ class Recorder:
         self.streams: list[Stream] = []
         self.active: list[str] = ["none"]
         self.refuses = 0
+        self.guards = 0
+        """Blocks that this thread is in, in which the device is current."""
+        self.fails = ""
+        """The error of a wait for an event, if it is to fail."""
         self.last_error = 0
         """What the next kernel that torch launches fails with."""
 
@@ -36,8 +42,9 @@ class Recorder:
         monkeypatch.setattr(torch.cuda, "stream", self.within)
         monkeypatch.setattr(torch.cuda, "device", self.on)
 
-    def stream(self, device: torch.device) -> Stream:
+    def stream(self, device: torch.device, *, priority: int) -> Stream:
         assert device == DEVICE
+        assert priority < 0, "training has 0, and its kernels would hold up these"
         self.streams.append(Stream(self, f"stream {len(self.streams)}"))
         return self.streams[-1]
 
@@ -47,17 +54,24 @@ class Recorder:
 
     @contextlib.contextmanager
     def within(self, stream: Stream):
+        assert self.guards, "leaving the stream would make a context on the device before"
         self.active.append(stream.name)
         try:
             yield
         finally:
             self.active.pop()
 
+    @contextlib.contextmanager
     def on(self, device: torch.device):
         assert device == DEVICE
-        return contextlib.nullcontext()
+        self.guards += 1
+        try:
+            yield
+        finally:
+            self.guards -= 1
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        assert self.guards
         self.calls.append(f"register {nbytes} {flags}")
         self.last_error = self.refuses or self.last_error
         return self.refuses
@@ -69,6 +83,7 @@ class Recorder:
             raise torch.AcceleratorError(f"CUDA error: {error}")
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        assert self.guards, "this would make a context on the current device"
         self.calls.append("unregister")
         return 0
 
@@ -98,6 +113,8 @@ class Event:
 
     def synchronize(self) -> None:
         self.recorder.calls.append(f"the host waits for {self.name}")
+        if self.recorder.fails:
+            raise torch.AcceleratorError(self.recorder.fails)
 
 
 class Copied(torch.Tensor):
@@ -118,6 +135,62 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(Event, "num", 0)
     monkeypatch.setattr(Copied, "recorder", recorder, raising=False)
     return recorder
+
+
+@pytest.fixture
+def compute(cuda, monkeypatch) -> CudaCompute:
+    monkeypatch.setattr(offload.device.compute.torch, "empty", lambda *_, **__: torch.zeros(0))
+    monkeypatch.setattr(offload.device.compute.digest, "compile_kernels", lambda _device: None)
+    made = CudaCompute(DEVICE)
+    monkeypatch.undo()
+    cuda.install(monkeypatch)
+    return made
+
+
+LOST = "CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA"
+
+
+def test_a_lost_device_is_named_by_whoever_waits(cuda, compute):
+    boundary = CudaBoundary(DEVICE)
+    cuda.fails = LOST
+    for waits in (boundary, compute):
+        with pytest.raises(DeviceLostError, match=r"cuda:1: .*resume in a new one") as caught:
+            waits.wait(boundary.now())
+        assert "illegal memory access" in str(caught.value)
+        assert "TORCH_USE" not in str(caught.value)
+    cuda.fails = "CUDA error: invalid argument"
+    with pytest.raises(RuntimeError, match="invalid argument") as other:
+        boundary.wait(boundary.now())
+    assert not isinstance(other.value, DeviceLostError)
+
+
+def test_no_memory_for_an_update_is_named(cuda, compute):
+    said = r"cuda:1 has no memory left \(CUDA out of memory"
+    with pytest.raises(DeviceMemoryError, match=said), compute.queue([]):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
+
+
+def test_memory_that_the_driver_does_not_lock_is_taken_unlocked(cuda, monkeypatch):
+    real, ones = torch.empty, []
+
+    def empty(*arguments, pin_memory=False, **named):
+        if pin_memory:
+            assert cuda.guards
+            raise torch.AcceleratorError("CUDA error: operation not supported\nmore")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: ones.append(1))
+    with pytest.warns(PageLockRefused, match=r"operation not supported\): copies .* are right"):
+        memory = CudaBoundary(DEVICE).allocate(100)
+    assert (memory.nbytes, len(ones)) == (100, 1), "the error would be reported again"
+
+
+@pytest.mark.parametrize(
+    ("asked", "held"), [(0, 0), (1, 1), (64, 64), (65, 128), ((16 << 20) + 64, 32 << 20)]
+)
+def test_pinned_memory_is_counted_as_torchs_pool_takes_it(cuda, asked, held):
+    assert CudaBoundary(DEVICE).held_bytes(asked) == held
 
 
 def tensor(*numbers: float) -> torch.Tensor:

@@ -171,6 +171,17 @@ def test_memory_for_crossing_does_not_depend_on_the_number_of_chunks(device):
     assert peaks[0] == peaks[1] <= 6 * 2048
 
 
+def test_memory_for_crossing_is_counted_as_the_allocator_takes_it(device, monkeypatch):
+    peaks = []
+    for factor in (1, 2):
+        monkeypatch.setattr(device, "held_bytes", lambda nbytes, factor=factor: factor * nbytes)
+        pair = device_pair(CASES["adamw"], Cut(4096, 2))
+        train(pair, STEPS[:1])
+        peaks.append(pair.optimizer.stats().crossing_bytes)
+        pair.optimizer.close()
+    assert peaks[1] == 2 * peaks[0] > 0
+
+
 def test_an_edited_parameter_wins(device):
     pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2))
     train(pair, STEPS[:2])

@@ -11,11 +11,21 @@ from offload.sizing.step_time import StepBytes
 
 # 7 B parameters in bf16 with Adam
 STEP = StepBytes(state=84 * 10**9, gradients=14 * 10**9, parameters=14 * 10**9)
-WORKSTATION = Rates(drive_gbps=7, update_gbps=30, to_host_gbps=25, to_device_gbps=25, direct=False)
+WORKSTATION = Rates(
+    drive_gbps=7,
+    update_gbps=30,
+    to_host_gbps=25,
+    to_device_gbps=25,
+    memory_gbps=40,
+    direct=False,
+)
 
 
 def changed(**rates: float) -> Rates:
     return dataclasses.replace(WORKSTATION, **rates)
+
+
+NARROW = changed(drive_gbps=60, to_host_gbps=12, to_device_gbps=12, memory_gbps=100, direct=True)
 
 
 @pytest.mark.parametrize(
@@ -26,8 +36,11 @@ def changed(**rates: float) -> Rates:
         (changed(drive_gbps=60, direct=True, to_host_gbps=55, to_device_gbps=55), "device"),
         (changed(update_gbps=4, direct=True), "device"),
         (changed(update_gbps=6.8, direct=True), "host"),
-        (changed(update_gbps=4), "host"),
-        (changed(drive_gbps=60, to_host_gbps=12, to_device_gbps=12, direct=True), "host"),
+        (changed(update_gbps=4), "device"),
+        (changed(update_gbps=4, memory_gbps=8), "host"),
+        (changed(drive_gbps=28, update_gbps=10, to_host_gbps=50, to_device_gbps=50), "device"),
+        (changed(drive_gbps=28, update_gbps=27, memory_gbps=50), "host"),
+        (NARROW, "host"),
     ],
     ids=[
         "one drive is the limit in both places",
@@ -35,7 +48,10 @@ def changed(**rates: float) -> Rates:
         "eight drives, GPUDirect Storage, and a wide link",
         "a slow CPU",
         "a CPU that is hardly slower than the drive",
-        "a slow CPU that would have to copy the state instead",
+        "a slow CPU, with copies through the host",
+        "a slow CPU with slow memory, which both ways of a step pass through",
+        "four drives and few cores, with copies through the host",
+        "four drives, cores that nearly keep up, and memory that limits both places",
         "many drives behind a narrow link",
     ],
 )
@@ -58,6 +74,16 @@ def test_a_link_slower_than_all_else_shows_in_both_places():
 def test_what_is_no_rate_is_refused(value):
     with pytest.raises(ValueError, match="update_gbps must be a rate"):
         changed(update_gbps=value)
+
+
+def test_each_byte_of_state_crosses_the_hosts_memory_four_times():
+    # The drives and the link, or the drives and the CPU, write and read it once in each direction.
+    slow = changed(memory_gbps=5)
+    assert host_s(STEP, slow) == device_s(STEP, slow) == pytest.approx(4 * 84 / 5)
+    kept = dataclasses.replace(STEP, kept_on_host=STEP.state, kept_on_device=STEP.state)
+    assert host_s(kept, slow) == pytest.approx(2 * 84 / 5), "the CPU's own accesses are left"
+    direct = dataclasses.replace(slow, direct=True)
+    assert device_s(STEP, direct) == pytest.approx(2 * 84 / 7)
 
 
 def test_state_that_stays_in_memory_is_not_waited_for():
@@ -108,9 +134,10 @@ def test_the_reason_names_the_times_and_what_they_are_spent_on(rates, place, rea
     [
         (changed(to_host_gbps=1), ("the link to the host", "the link to the host")),
         (changed(to_device_gbps=0.5), ("the link to the device", "the link to the device")),
-        (changed(update_gbps=3), ("copies through host memory", "the CPU")),
+        (changed(update_gbps=3), ("the drives", "the CPU")),
+        (changed(memory_gbps=5), ("the host's memory", "the host's memory")),
     ],
-    ids=["to-host", "to-device", "cpu"],
+    ids=["to-host", "to-device", "cpu", "memory"],
 )
 def test_the_slowest_part_is_named(rates, slowest):
     there, here = (f"(limited by {name})" for name in slowest)

@@ -22,7 +22,15 @@ from offload.format.arrays import StateFormat
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.placement import rates
 from offload.placement.model import Rates, decide
-from offload.placement.rates import MeasurementSetup, find_rates, load_rates, save_rates, step_bytes
+from offload.placement.rates import (
+    MeasurementSetup,
+    MemoryCopy,
+    find_rates,
+    load_rates,
+    save_rates,
+    step_bytes,
+)
+from offload.sizing.step_time import StepBytes
 from offload.update.kernel import KernelCall
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
@@ -31,9 +39,9 @@ from tests.fake_gpu.device import Event
 from tests.fake_gpu.machine import installed
 
 DEVICE = torch.device("meta")
-TO_HOST, TO_DEVICE, UPDATE, DRIVE = 20.0, 25.0, 8.0, 6.5
+TO_HOST, TO_DEVICE, UPDATE, DRIVE, MEMORY = 20.0, 25.0, 8.0, 6.5, 40.0
 GDS = {"read": Used("gds", ""), "write": Used("gds", "")}
-HALF = {"read": Used("gds", ""), "write": Used("compat", "no nvidia-fs")}
+HALF = {"read": Used("gds", ""), "write": Used("bounce", "no nvidia-fs")}
 NUM = 1024
 EXACT = StateFormat()
 
@@ -89,7 +97,7 @@ class PacedPool(UpdatePool):
     def __init__(self, rule: UpdateRule, time: Time) -> None:
         super().__init__(rule)
         self.time = time
-        self.passes = 0
+        self.passes = self.copies = 0
         self.bytes_per_element = 0.0
 
     def run(self, function: Callable[..., object], items: Any) -> None:
@@ -104,6 +112,10 @@ class PacedPool(UpdatePool):
             int(item.runs["num_elements"].sum()) for item in items if isinstance(item, KernelCall)
         )
         nbytes += elements * self.bytes_per_element
+        copied = sum(item.source.nbytes for item in items if isinstance(item, MemoryCopy))
+        if copied:
+            self.time.now_s += 2 * copied / 1e9 / MEMORY * (10 if self.copies == 0 else 1)
+            self.copies += 1
         if nbytes:
             self.time.now_s += 2 * nbytes / 1e9 / UPDATE * (10 if self.passes == 0 else 1)
             self.passes += 1
@@ -120,6 +132,7 @@ def boundary(time: Time, monkeypatch: pytest.MonkeyPatch) -> PacedBoundary:
     monkeypatch.setitem(offload.device.boundary.BOUNDARIES, "meta", lambda _: made)
     monkeypatch.setattr(offload.device.boundary, "_made", {})
     monkeypatch.setattr(rates, "_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(rates, "_MEMORY_BYTES", 1 << 16)
     return made
 
 
@@ -177,6 +190,7 @@ def test_each_rate_is_that_of_its_part(make_setup, time, boundary) -> None:
     assert found.update_gbps == pytest.approx(UPDATE)
     assert found.to_host_gbps == pytest.approx(TO_HOST)
     assert found.to_device_gbps == pytest.approx(TO_DEVICE)
+    assert found.memory_gbps == pytest.approx(MEMORY)
     assert found.direct is True
     assert boundary.log[0] == "wait", "memory of a tensor that is gone may still be used"
     assert boundary.log.count("fetch") == boundary.log.count("send") >= 3
@@ -317,11 +331,18 @@ def test_what_cannot_be_kept_is_used_all_the_same(
     assert "the measured rates could not be saved" in caplog.text
 
 
-GOOD = Rates(drive_gbps=7, update_gbps=30.5, to_host_gbps=25, to_device_gbps=24, direct=False)
+GOOD = Rates(
+    drive_gbps=7,
+    update_gbps=30.5,
+    to_host_gbps=25,
+    to_device_gbps=24,
+    memory_gbps=60,
+    direct=False,
+)
 
 
 def damaged() -> dict[str, bytes]:
-    content = {"format_version": 1, "conditions": {"a": 1}, "rates": dataclasses.asdict(GOOD)}
+    content = {"format_version": 2, "conditions": {"a": 1}, "rates": dataclasses.asdict(GOOD)}
 
     def with_rates(**changes: Any) -> bytes:
         return json.dumps({**content, "rates": {**content["rates"], **changes}}).encode()
@@ -335,9 +356,9 @@ def damaged() -> dict[str, bytes]:
         "deep": b"[" * 50_000,
         "long": b" " * (1 << 20),
         "no-text": b"\xff",
-        "version": whole.replace(b'"format_version": 1', b'"format_version": 2'),
+        "version": whole.replace(b'"format_version": 2', b'"format_version": 1'),
         "conditions": whole.replace(b'{"a": 1}', b'{"a": 2}'),
-        "no-conditions": b'{"format_version": 1, "rates": {}}',
+        "no-conditions": b'{"format_version": 2, "rates": {}}',
         "rates-list": whole.replace(b'"rates": {', b'"rates": [{').replace(b"}}", b"}]}"),
         "nan": with_rates(drive_gbps=float("nan")),
         "infinite": with_rates(drive_gbps=float("inf")),
@@ -367,6 +388,22 @@ def test_what_is_not_a_file_is_ignored(tmp_path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("link", "directory", "pipe", "missing", "real/below"):
         assert load_rates(f"{tmp_path}/{name}", {}) is None
+
+
+def test_the_whole_memory_is_copied_by_all_threads_at_once(make_setup, time) -> None:
+    pool = make_setup().pool
+    assert rates.memory_gbps(pool, clock=time) == pytest.approx(MEMORY)
+    assert pool.copies == 4, "one that is not counted, and three that are"
+
+
+def test_a_machine_without_gpudirect_storage_may_be_given_the_device(make_setup, time) -> None:
+    """Everything as it is measured: few cores, fast drives, and copies through the host."""
+    setup = make_setup(HALF, drive_gbps=28.0)
+    found = find_rates(setup, clock=time)
+    assert isinstance(found, Rates)
+    assert not found.direct
+    step = StepBytes(state=84 * 10**9, gradients=14 * 10**9, parameters=14 * 10**9)
+    assert decide(step, found).place == "device"
 
 
 # What follows from it.

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 Effects = Generator[Any, Any, Any]
 
 
-class Violation(AssertionError):
+class ViolationError(AssertionError):
     """An invariant does not hold; the message has the way to the state."""
 
 
@@ -31,7 +31,7 @@ class Raised:
         return type(self.error).__name__, str(self.error)
 
 
-class Blocked(Exception):
+class BlockedError(Exception):
     """A local effect cannot happen yet."""
 
 
@@ -83,7 +83,7 @@ class Actor:
                     effect = _give(program, result)
         except StopIteration as end:
             return Node(path, None, end.value)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (`explore` reports it)
             return Node(path, None, Raised(error))
         return Node(path, effect, None, program=program)
 
@@ -147,7 +147,7 @@ class Model(Protocol):
         ...
 
     def check(self, state: State) -> None:
-        """Raise `Violation` if an invariant does not hold."""
+        """Raise `ViolationError` if an invariant does not hold."""
         ...
 
 
@@ -164,7 +164,7 @@ def explore(model: Model, world: Any, bounds: Bounds, limit: int = 3_000_000) ->
     """Visit every state that can be reached, and check each.
 
     Raises:
-        Violation: An invariant does not hold, or living actors wait for ever.
+        ViolationError: An invariant does not hold, or living actors wait for ever.
     """
     nodes: dict[int, Node] = {}
     actors = model.actors
@@ -184,8 +184,8 @@ def explore(model: Model, world: Any, bounds: Bounds, limit: int = 3_000_000) ->
             raise AssertionError(f"more than {limit} states")
         try:
             model.check(state)
-        except Violation as error:
-            raise Violation(f"{error}\n{_way(trail)}") from None
+        except ViolationError as error:
+            raise ViolationError(f"{error}\n{_way(trail)}") from None
         is_silent = bounds.silence or bool(state.dead)
         moved = False
         follow: list[tuple[State, int, Any]] = []
@@ -202,12 +202,12 @@ def explore(model: Model, world: Any, bounds: Bounds, limit: int = 3_000_000) ->
                     after = replace(after, places=tuple(places))
                     if isinstance(then.result, Raised):
                         error = then.result.error
-                        raise Violation(f"{label}: the program raises {error!r}")
+                        raise ViolationError(f"{label}: the program raises {error!r}")
                     if then.effect is None:
                         after = replace(after, world=model.ended(after.world, number, then.result))
                     follow.append((after, kills, (trail, f"rank {actor.rank}: {label}")))
-            except Violation as error:
-                raise Violation(
+            except ViolationError as error:
+                raise ViolationError(
                     f"{error}\nrank {actor.rank}: {node.effect}\n{_way(trail)}"
                 ) from None
         living = [n for n, a in enumerate(actors) if a.rank not in state.dead]
@@ -215,7 +215,7 @@ def explore(model: Model, world: Any, bounds: Bounds, limit: int = 3_000_000) ->
             waiting = [n for n in living if nodes[state.places[n]].effect is not None]
             if waiting:
                 effects = [nodes[state.places[n]].effect for n in waiting]
-                raise Violation(f"these wait for ever: {effects}\n{_way(trail)}")
+                raise ViolationError(f"these wait for ever: {effects}\n{_way(trail)}")
             explored.ends += 1
         if kills:
             ranks = sorted({actors[n].rank for n in living})
@@ -243,7 +243,7 @@ def _perform(
             for world, result in model.act(state, actor.rank, effect.call, effect.args):
                 label = f"{effect.call}{'' if not isinstance(result, Raised) else ' fails'}"
                 yield replace(state, world=world), result, label
-        except Blocked:
+        except BlockedError:
             pass
         return
     if state.is_lost:

@@ -2,8 +2,8 @@
 
 python -m tests.ranks_agreement.child
 
-It reads what ranks to start from its standard input, a JSON object for each, and forks them, because
-importing torch takes seconds. A rank prints what happens as lines of JSON. At each point in
+It reads what ranks to start from its standard input, a JSON object for each, and forks them,
+because importing torch takes seconds. A rank prints what happens as lines of JSON. At each point in
 ``pauses`` it prints the point and waits for a line on its standard input.
 """
 

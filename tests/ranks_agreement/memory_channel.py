@@ -80,7 +80,7 @@ class TimedChannel(MemoryChannel):
             happen()
         if key in self.memory.values:
             return self.memory.values[key]
-        self.time_s = until
+        self.time_s = max(self.time_s, until)
         return None
 
     def now(self) -> float:

@@ -9,11 +9,12 @@ with one checkpoint, of generation 1 in part 0 of every rank.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from tests.ranks_agreement.checker import Actor, Blocked, Raised, State, Violation
+from tests.ranks_agreement.checker import Actor, BlockedError, Raised, State, ViolationError
 from tests.ranks_agreement.wing import Wing
 
 Effects = Generator[Any, Any, Any]
@@ -192,10 +193,8 @@ class Ranks:
         except OSError as failure:
             error = str(failure)
         own = wing.reports.Report(step=number, generation=generation, part=str(part), error=error)
-        try:
+        with suppress(wing.channel.ChannelLostError):
             yield from wing.seal.report(peers, number, own)
-        except wing.channel.ChannelLostError:
-            pass
         if rank == WRITER:
             decision = yield from wing.seal.decide(
                 peers, number, own, Op("complete"), Op("rename"), Op("settle")
@@ -262,7 +261,7 @@ class Ranks:
             if number > memory.begun:
                 return None
             if number not in dict(memory.outcomes):
-                raise Blocked
+                raise BlockedError
             return wing.ledger.Outcome(dict(memory.outcomes)[number])
 
         def ready(offer: Any) -> None:
@@ -305,7 +304,7 @@ class Ranks:
             if (number, other, memory.generation) not in world.ready
         }
         if missing:
-            raise Violation(f"rank {rank} writes before ranks {missing} are ready")
+            raise ViolationError(f"rank {rank} writes before ranks {missing} are ready")
         self._require_unnamed(world, rank, memory.part)
         world = replace(world, answers=world.answers | {(number, "go")})
         return self._with_part(world, rank, memory.part, TORN, TORN), None
@@ -319,14 +318,14 @@ class Ranks:
         memory = state.world.memory[rank]
         if number not in dict(memory.parts) | dict(memory.outcomes):
             if not memory.is_over:
-                raise Blocked
+                raise BlockedError
             return state.world, False
         return state.world, True
 
     def _outcome(self, state: State, rank: int, number: int) -> Any:
         found = dict(state.world.memory[rank].outcomes).get(number)
         if found is None:
-            raise Blocked
+            raise BlockedError
         return state.world, found
 
     def _fill(self, state: State, rank: int, _: int) -> Any:
@@ -365,13 +364,13 @@ class Ranks:
     def _renamed(self, world: World, rank: int) -> tuple[Checkpoint, ...]:
         manifest = world.memory[rank].manifest
         if manifest is None:
-            raise Violation("renamed without a manifest")
+            raise ViolationError("renamed without a manifest")
         return (*world.names, manifest)
 
     def _rename(self, state: State, rank: int) -> Any:
         world: World = state.world
         if world.memory[rank].was_left:
-            raise Violation("published although a rank was known to have given up")
+            raise ViolationError("published although a rank was known to have given up")
         names = self._renamed(world, rank)
         world = replace(world, names=names)
         self.check(replace(state, world=world))  # killed before the sync
@@ -383,7 +382,7 @@ class Ranks:
             left = self.wing.peers.key(self.wing.peers.seal_scope(number), "left")
             is_decided = number in dict(world.memory[WRITER].outcomes)
             if not is_decided and not state.is_lost and left not in dict(state.keys):
-                raise Violation(f"rank {rank} gives up, and the writer cannot know it")
+                raise ViolationError(f"rank {rank} gives up, and the writer cannot know it")
             return world, None
         world = replace(world, told=world.told | {(number, outcome)})
         if outcome == "published":
@@ -407,11 +406,11 @@ class Ranks:
         self._checked.add((key, world.told, world.answers))
         for number in {number for number, _ in world.told}:
             if len({outcome for n, outcome in world.told if n == number}) > 1:
-                raise Violation(f"ranks were told different outcomes: {world.told}")
+                raise ViolationError(f"ranks were told different outcomes: {world.told}")
         for number in {number for number, _ in world.answers}:
             answers = {text for n, text in world.answers if n == number}
             if len(answers) > 1:
-                raise Violation(f"ranks were told different things: {answers}")
+                raise ViolationError(f"ranks were told different things: {answers}")
         if key in self._checked:
             return
         self._checked.add(key)
@@ -426,23 +425,23 @@ class Ranks:
         ]
         for generation, parts in names:
             if [owner for owner, _ in parts] != [*range(self._size)]:
-                raise Violation(f"checkpoint {generation} has no part of some ranks: {parts}")
+                raise ViolationError(f"checkpoint {generation} has no part of some ranks: {parts}")
             for owner, part in parts:
                 if found[owner][part] != whole(generation):
-                    raise Violation(
+                    raise ViolationError(
                         f"checkpoint {generation} names part {part} of rank {owner}, which is "
                         f"{found[owner][part]!r}; power lost on {cut}"
                     )
         newest = max(generation for generation, _ in names)
         if newest < world.acknowledged:
-            raise Violation(f"checkpoint {world.acknowledged} was acknowledged, and is gone")
+            raise ViolationError(f"checkpoint {world.acknowledged} was acknowledged, and is gone")
         sights = [self._sight(names, found, node) for node in range(self._size)]
         for order in (sights, sights[::-1]):
             plan = self.wing.opening.decide(order)
             if plan.checkpoint != (newest, newest) or plan.refused:
-                raise Violation(f"reopened with {plan.checkpoint}, expected {newest}")
+                raise ViolationError(f"reopened with {plan.checkpoint}, expected {newest}")
             if plan.writer != order.index(sights[WRITER]):
-                raise Violation(f"the writer is {plan.writer}")
+                raise ViolationError(f"the writer is {plan.writer}")
 
     def _sight(self, names: tuple[Checkpoint, ...], found: list[list[str]], node: int) -> Any:
         sights = self.wing.sights
@@ -472,7 +471,7 @@ class Ranks:
         for names in (world.names, world.durable_names):
             for generation, parts in names:
                 if (rank, part) in parts:
-                    raise Violation(
+                    raise ViolationError(
                         f"rank {rank} writes to part {part}, which checkpoint {generation} names"
                     )
 

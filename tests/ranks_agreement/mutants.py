@@ -30,7 +30,7 @@ _PLAIN = "2 ranks, nothing fails"
 _KILLED = "2 ranks, killed twice, store lost"
 
 _DECIDED_TWICE = """    if problem:
-        yield Put(key(scope, "decision"), decision.encode())
+        yield Put(key(scope, "decision"), decision.encode(own.step))
         reports, problem = yield from _gather(peers, number, own)
     if not problem:
         try:
@@ -111,7 +111,7 @@ MUTANTS: Final = (
             _edit(
                 "seal",
                 "    try:\n        yield Act(rename)\n",
-                '    yield Put("seal/0/decision", Decision(Outcome.PUBLISHED).encode())\n'
+                '    yield Put("seal/0/decision", Decision(Outcome.PUBLISHED).encode(0))\n'
                 "    try:\n        yield Act(rename)\n",
             ),
         ),
@@ -160,7 +160,8 @@ MUTANTS: Final = (
         (
             _edit(
                 "seal",
-                "        arrived: Arrived = yield Await(wanted, scope)\n        if arrived.values.keys()",
+                "        arrived: Arrived = yield Await(wanted, scope)\n"
+                "        if arrived.values.keys()",
                 "        arrived = Arrived(dict.fromkeys(peers.others, ''))\n"
                 "        if arrived.values.keys()",
             ),
@@ -277,7 +278,8 @@ MUTANTS: Final = (
         (
             _edit(
                 "unanimous",
-                "    if failed:\n        yield Put(offer_key, _offer(what, None, failed, restart=restart))\n",
+                "    if failed:\n"
+                "        yield Put(offer_key, _offer(what, None, failed, restart=restart))\n",
                 "    if failed:\n",
             ),
         ),

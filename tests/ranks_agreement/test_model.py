@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ranks_agreement.checker import Bounds, Violation
+from tests.ranks_agreement.checker import Bounds, ViolationError
 from tests.ranks_agreement.mutants import MUTANTS, Mutant
 from tests.ranks_agreement.scenarios import LARGE, SCENARIOS, Scenario
 from tests.ranks_agreement.wing import mutated, plain
@@ -27,14 +27,14 @@ def test_no_state_of_a_large_exploration_breaks_an_invariant(name: str, record_p
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.lost)
 def test_a_protocol_without_one_of_its_steps_breaks_an_invariant(mutant: Mutant) -> None:
-    with pytest.raises(Violation):
+    with pytest.raises(ViolationError):
         (SCENARIOS | LARGE)[mutant.scenario].run(mutated(mutant.edits))
 
 
 @pytest.mark.parametrize("effect", ["sync", "sync names"])
 @pytest.mark.parametrize("beside", [False, True], ids=["waited-for", "beside-training"])
 def test_an_engine_that_leaves_out_a_sync_breaks_an_invariant(effect: str, beside: bool) -> None:
-    with pytest.raises(Violation):
+    with pytest.raises(ViolationError):
         Scenario(2, seals=2, beside=beside, forgets=effect).run(plain())
 
 

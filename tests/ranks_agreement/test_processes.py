@@ -144,7 +144,7 @@ def ranks(
         for rank in range(size):
             own = {"rank": rank, "pauses": (pauses or {}).get(rank, [])}
             children.append(Child(server, asked | own, pipes / str(rank)))
-        # Connecting may take seconds, and nothing goes on in the store meanwhile: its server looks up
+        # Connecting may take seconds, and the store answers nobody meanwhile: its server looks up
         # the name of each process that connects.
         for child in children:
             assert child.next() == {"at": "connected"}

@@ -14,6 +14,7 @@ from offload import list_checkpoints, load_parameters, open_checkpoint
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import CheckpointError, CheckpointNotFoundError, DamagedError
 from offload.exchange.read_state import read_state
+from offload.format.document import digest_of
 from offload.store.poison import Poison
 from offload.store.pruning import prune
 from offload.store.quarantine import verify_and_mark, write_quarantine
@@ -134,13 +135,19 @@ def test_a_node_that_sees_one_owner_checks_it_and_names_the_others(
         open_checkpoint(other)
 
 
-@pytest.mark.parametrize("damage", ["gone", "rewritten", "header", "size", "marked"])
+@pytest.mark.parametrize("damage", ["gone", "rewritten", "aborted", "header", "size", "marked"])
 def test_a_part_that_is_not_that_of_the_checkpoint_refuses_it(store: Path, damage: str) -> None:
     part = part_of(store)
     if damage == "gone":
         shutil.rmtree(part)
     elif damage == "rewritten":
         shutil.copy(part_of(store, 1) / "table.json", part / "table.json")
+    elif damage == "aborted":  # sealed for the same generation, and not the one that was published
+        document = json.loads((part / "table.json").read_text())
+        document["body"]["scalars"][0][0][2] = "7.0"
+        document["digest"] = digest_of(document["body"])
+        size = (part / "table.json").stat().st_size
+        (part / "table.json").write_text(json.dumps(document).ljust(size))
     elif damage == "header":
         flip_on_disk(part / "master.safetensors", 30)
     elif damage == "size":
@@ -148,9 +155,10 @@ def test_a_part_that_is_not_that_of_the_checkpoint_refuses_it(store: Path, damag
     else:
         with PosixBackend() as backend:
             write_quarantine(backend, str(part), "read twice", Poison(str(part)))
-    with pytest.warns(RuntimeWarning, match=r"not using .*step-00000002") as warned:
-        opened = open_checkpoint(store)
-    with opened:
+    with (
+        pytest.warns(RuntimeWarning, match=r"not using .*step-00000002") as warned,
+        open_checkpoint(store) as opened,
+    ):
         assert opened.step == 1
     assert str(part) in str(warned[0].message)
     with pytest.raises(CheckpointError, match=str(part)):

@@ -449,6 +449,45 @@ class TestJob:
             assert contents(one, slot.path) == before
         slot.close()
 
+    def test_a_late_decision_publishes_what_was_reported(self) -> None:
+        """Rank 0 stalls, rank 1 gives its part up and writes another, rank 0 wakes and renames."""
+        one, two = MemoryBackend(), MemoryBackend()
+        with Job([one, two], keep=2) as job:
+            job.seal(1)
+            slots = job.grant()
+            job.write(slots, 2)
+            seal = job.prepare(slots, 2)
+            job.owner.abandon(slots[1])
+            other = job.owner.ready(LAYOUTS[1], 99, job.store.named_parts(), written=())
+            write_state(other, 1, 99)
+            job.store.sealing.publish(seal.prepared)
+            assert job.newest == 2
+            assert job.wrong() == []
+        with Job([one.reopened(), two.reopened()], keep=2) as job:
+            assert job.newest == 2
+            assert job.wrong() == []
+
+    @pytest.mark.parametrize("reported", [False, True], ids=["writing", "reported"])
+    def test_a_left_over_rank_writes_into_nothing_that_a_new_job_uses(self, reported: bool) -> None:
+        one, two = MemoryBackend(), MemoryBackend()
+        old = Job([one, two])
+        old.seal(1)
+        slots = old.grant()
+        old.write(slots, 2)
+        if reported:
+            old.prepare(slots, 2)
+        old.store._lock.release()  # both nodes were cut off, and the file systems forgot the locks
+        old.owner._lock.release()
+        with Job([one, two]) as job:
+            assert job.newest == 1
+            for step in (3, 4, 5):
+                job.seal(step)
+                old.write(slots, 77)  # what was stopped goes on
+                assert job.wrong() == []
+            assert job.newest == 5
+            assert job.wrong() == []
+        old.close()
+
     def test_parts_of_owners_that_nobody_serves_are_removed(self) -> None:
         one, two = self.job()
         with Job([one, two], keep=2) as job:
@@ -466,6 +505,13 @@ class TestJob:
         _, two = self.job()
         with pytest.raises(StoreError, match="directory of one owner of a store"):
             Store(two, f"{TWO}/owner-1", keep=_keep(), train_state_bytes=8192, allow_volatile=True)
+
+    def test_owners_without_a_first_directory_never_become_a_new_store(self) -> None:
+        _, two = self.job()
+        before = everything(two)
+        with pytest.raises(StoreError, match=r"\(owner-1\), and not that store's first directory"):
+            Store(two, TWO, keep=_keep(), train_state_bytes=8192, allow_volatile=True)
+        assert everything(two) == before
 
     def test_a_part_of_another_checkpoint_is_not_opened(self) -> None:
         one, two = self.job()

@@ -1,0 +1,189 @@
+"""GPUDirect Storage of one open file, in one of two ways, neither of which waits for training.
+
+KvikIO's plain calls (`CuFile.pread`) wait for the legacy default stream first, on which most
+training runs: reads ahead would stand still until all queued work of a model is done. Two ways
+avoid that:
+
+- *threads*: cuFile's own plain calls, on the threads of the backend. cuFile orders them with no
+  stream. They keep the error number. This is the default.
+- *streams*: KvikIO's stream-ordered calls, each on a stream that nothing else uses: as many streams
+  as there are transfers at once. They need a configuration file of cuFile; without one, KvikIO
+  refuses them.
+
+In both ways the thread of a transfer has waited for the events of `DeviceBuffer.after` before.
+Neither has been run on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, Protocol
+
+from gds.backends.cufile import CuFileLibrary
+from gds.backends.kvikio_library import Library, open_again, storage_error
+from gds.backends.transfer import Direction
+from gds.buffers.cuda import Cuda
+from gds.buffers.device import DeviceBuffer, DeviceBytes
+
+Way = Literal["threads", "streams"]
+
+
+class Streams:
+    """Lends non-blocking streams of one device; there are as many as were lent at once."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        """Make no stream yet."""
+        self._cuda = cuda
+        self._free: SimpleQueue[Any] = SimpleQueue()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[int]:
+        """Lend a stream, by its raw handle, whose queued work has ended at the end of the block."""
+        try:
+            stream = self._free.get_nowait()
+        except Empty:
+            stream = self._cuda.new_stream()
+        try:
+            yield int(stream.ptr)
+        finally:
+            self._free.put(stream)
+
+    def wait(self, stream: int) -> None:
+        """Wait for all work that is queued on a stream by now, without the GIL."""
+        self._cuda.record(stream).synchronize()
+
+
+class _Calls(Protocol):
+    """Transfers of one file."""
+
+    def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
+        """Transfer and return the bytes moved; see `DirectStorage.move`."""
+        ...
+
+    def close(self) -> None:
+        """Release the file."""
+        ...
+
+
+class DirectStorage:
+    """One open file that GPUDirect Storage moves. All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        library: Library,
+        streams: Streams,
+        path: str,
+        fd: int,
+        *,
+        writable: bool,
+        way: Way = "threads",
+    ) -> None:
+        """Open the file of a descriptor once more.
+
+        Call this only if a child process has shown that cuFile does not hang.
+
+        Args:
+            library: KvikIO.
+            streams: Streams of the device.
+            path: Path of the file, for messages.
+            fd: Descriptor of the file.
+            writable: Whether to open the file for writing as well.
+            way: Way of the transfers; see the module.
+
+        Raises:
+            StorageError: cuFile does not take the file, or it cannot be loaded.
+        """
+        with library.cufile():
+            self._calls: _Calls = (
+                _PlainCalls(library, path, fd, writable=writable)
+                if way == "threads"
+                else _StreamCalls(library, streams, path, fd, writable=writable)
+            )
+
+    def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
+        """Transfer memory completely or partly, and return the bytes moved.
+
+        The call returns when the bytes have arrived. It waits for no work on the device.
+
+        Args:
+            direction: Direction of the transfer.
+            memory: Device memory.
+            offset: Position in the file, in bytes.
+
+        Raises:
+            OSError: The file system reported an error.
+            RuntimeError: cuFile or KvikIO reported an error.
+        """
+        return self._calls.move(direction, memory, offset)
+
+    def close(self) -> None:
+        """Release the file; no transfer may be running. Idempotent."""
+        self._calls.close()
+
+
+class _PlainCalls:
+    """cuFile's plain calls, on the calling thread."""
+
+    def __init__(self, library: Library, path: str, fd: int, *, writable: bool) -> None:
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC
+        opened = -1
+        try:
+            self._cufile = library.plain_calls()
+            opened = open_again(path, fd, flags)
+            self._handle = self._cufile.register(opened)
+        except (RuntimeError, OSError) as error:
+            if opened >= 0:
+                os.close(opened)
+            raise storage_error(error, "open with cuFile", path) from error
+        self._release = weakref.finalize(
+            self, _release, self._cufile, self._handle, opened, os.getpid()
+        )
+        self._release.atexit = False
+
+    def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
+        """Transfer on the calling thread."""
+        base = memory.region.base
+        start = memory.address - base
+        return self._cufile.move(direction, self._handle, base, start, memory.nbytes, offset)
+
+    def close(self) -> None:
+        """Release the handle, then the descriptor."""
+        self._release()
+
+
+def _release(cufile: CuFileLibrary, handle: int, fd: int, process: int) -> None:
+    """Release a handle of cuFile, unless this is a forked child, and its descriptor."""
+    if os.getpid() == process:
+        cufile.deregister(handle)
+    os.close(fd)
+
+
+class _StreamCalls:
+    """KvikIO's stream-ordered calls, each on a stream of its own."""
+
+    def __init__(
+        self, library: Library, streams: Streams, path: str, fd: int, *, writable: bool
+    ) -> None:
+        self._streams = streams
+        self._handle = library.open(path, fd, writable=writable, compat=False)
+
+    def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
+        """Transfer on a stream, and wait for that stream."""
+        call = self._handle.raw_read_async if direction == "read" else self._handle.raw_write_async
+        base = memory.region.base
+        start = memory.address - base
+        whole = DeviceBytes(base, start + memory.nbytes)
+        with self._streams.borrowed() as stream:
+            # The future owns the memory into which cuFile writes its result: it must live until
+            # the stream has got there.
+            future = call(whole, stream, memory.nbytes, offset, start)
+            self._streams.wait(stream)
+            return int(future.check_bytes_done())
+
+    def close(self) -> None:
+        """Close the handle of KvikIO."""
+        self._handle.close()
