@@ -26,8 +26,13 @@ NUM_RANKS = 2
 STEPS = 3
 
 
-def construct(directory: Path, model: torch.nn.Module | None, **changes: Any) -> AdamW:
-    settings = Options(allow_volatile=True, chunk_bytes=4096, drives=DriveTuning(calibrate=False))
+def construct(directory: Any, model: torch.nn.Module | None, **changes: Any) -> AdamW:
+    settings = Options(
+        allow_volatile=True,
+        chunk_bytes=4096,
+        drives=DriveTuning(calibrate=False),
+        overlap=changes.pop("overlap", None),
+    )
     params = changes.pop("params", None) or model.parameters()
     return AdamW(params, directory=directory, model=model, options=settings, **changes)
 
@@ -53,8 +58,12 @@ def main(root: Path, rank: int) -> dict[str, Any]:
         "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
     refused = root / "refused"
-    found["one directory each"] = said(lambda: construct(refused / str(rank), linear()))
-    found["one directory for all"] = said(lambda: construct(refused, linear()))
+    found["one directory for all"] = said(lambda: construct(root / "common", linear()))
+    found["one directory each"] = said(lambda: construct(root / f"each-{rank}", linear()))
+    found["overlap"] = said(lambda: construct(refused, linear(), overlap="forward"))
+    found["several directories"] = said(
+        lambda: construct([refused / "a", refused / "b"], linear())
+    )
 
     wrapped = DistributedDataParallel(linear())
     found["ddp"] = said(lambda: construct(refused / str(rank), wrapped, **separate))
@@ -63,6 +72,8 @@ def main(root: Path, rank: int) -> dict[str, Any]:
     found["ddp inside"] = said(lambda: construct(refused / str(rank), holder, **separate))
     sharded = FullyShardedDataParallel(linear(), device_id=torch.device("cpu"))
     found["fsdp"] = said(lambda: construct(refused / str(rank), sharded, **separate))
+    found["fsdp of several ranks"] = said(lambda: construct(refused, sharded))
+    found["ddp of several ranks"] = said(lambda: construct(root / "ddp", wrapped))
 
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     model = linear()
@@ -92,6 +103,7 @@ def main(root: Path, rank: int) -> dict[str, Any]:
             optimizer.checkpoint({"step": step}).result()
     dist.destroy_process_group()
     found["environment"] = said(lambda: construct(refused / str(rank), linear()))
+    found["made"] += sorted(str(p.relative_to(root)) for p in root.rglob("refused*"))
     return found
 
 

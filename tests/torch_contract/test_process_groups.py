@@ -56,29 +56,48 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return root, found
 
 
-def test_a_group_of_several_ranks_is_refused_before_anything_is_touched(ranks: Any) -> None:
+def test_several_ranks_train_into_one_directory(ranks: Any) -> None:
+    root, found = ranks
+    for one in found:
+        assert one["one directory for all"] == "constructed"
+        assert one["ddp of several ranks"] == "constructed"
+    for name in ("common", "ddp"):
+        assert (root / name / "owner-1").is_dir()
+
+
+def test_ranks_that_name_different_directories_are_refused(ranks: Any) -> None:
     for found in ranks[1]:
-        for case in ("one directory each", "one directory for all"):
-            assert found[case].startswith(
-                "ProcessGroupError: torch.distributed has a process group of 2 ranks"
-            )
-            assert "pass process_group=offload.SEPARATE and a directory of its own" in found[case]
+        assert found["one directory each"] == "?"
+
+
+def test_ranks_without_a_process_group_are_refused_with_the_remedy(ranks: Any) -> None:
+    for found in ranks[1]:
         assert found["environment"].startswith("ProcessGroupError: the environment has WORLD_SIZE=")
+        assert "call torch.distributed.init_process_group() before" in found["environment"]
+
+
+def test_what_several_ranks_cannot_do_yet_is_refused_before_anything_is_touched(ranks: Any) -> None:
+    for found in ranks[1]:
+        assert found["overlap"].startswith("ValueError: overlap='forward' is not supported with")
+        assert found["several directories"].startswith("ValueError: directory= names 2 directories")
         assert found["made"] == []
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "words", "remedy"),
     [
-        ("ddp", "model= is a DistributedDataParallel"),
-        ("ddp inside", "model= has a DistributedDataParallel in it ('net')"),
-        ("fsdp", "model= is a FullyShardedDataParallel"),
+        ("ddp", "model= is a DistributedDataParallel", "pass that module (`ddp.module`)"),
+        ("ddp inside", "model= has a DistributedDataParallel in it ('net')", "pass that module"),
+        ("fsdp", "model= is a FullyShardedDataParallel", "use torch.distributed.fsdp.fully_shard"),
+        ("fsdp of several ranks", "model= is a FullyShardedDataParallel", "fully_shard instead"),
     ],
 )
-def test_a_wrapped_model_is_refused_by_name(ranks: Any, case: str, words: str) -> None:
+def test_a_wrapped_model_is_refused_by_name(
+    ranks: Any, case: str, words: str, remedy: str
+) -> None:
     for found in ranks[1]:
         assert found[case].startswith(f"ProcessGroupError: {words}")
-        assert "pass that module" in found[case]
+        assert remedy in found[case]
         assert found["ddp.module"] == "constructed"
 
 
@@ -119,9 +138,9 @@ def test_data_parallel_is_refused() -> None:
         AdamW(model.parameters(), directory="/run", model=model)
 
 
-def test_process_groups_are_not_accepted_yet(tmp_path: Path) -> None:
+def test_what_is_no_process_group_is_refused(tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(TypeError, match=r"takes None, or offload\.SEPARATE"):
+    with pytest.raises(TypeError, match=r"takes None for the default group.*got object"):
         AdamW([weight], directory=tmp_path / "run", process_group=object())
     assert repr(offload.SEPARATE) == "offload.SEPARATE"
     assert list(tmp_path.iterdir()) == []
