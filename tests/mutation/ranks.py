@@ -15,9 +15,7 @@ _ROWS = "tests/ranks/test_rows.py"
 _ONE = "tests/ranks/test_one_rank.py"
 _DEALT = "tests/ranks/test_dealing.py"
 _SHARDED = "tests/ranks/test_sharded.py"
-_LOCAL = f"{_SHARDED}::test_local_shards_are_stepped_sealed_and_restored"
 _REFUSED = f"{_SHARDED}::test_what_has_no_single_box_is_refused_by_name"
-_EMPTY = f"{_SHARDED}::test_uneven_and_empty_shards_are_stored_by_their_boxes"
 _STATE = f"{_ROWS}::test_the_state_is_that_of_one_process"
 
 RANKS = (
@@ -128,7 +126,7 @@ RANKS = (
                 "        part = first if tensor is owner else tensor.to_local()",
             ),
         ),
-        (_LOCAL,),
+        (f"{_SHARDED}::test_the_local_part_is_taken_anew_at_every_use",),
     ),
     Mutation(
         "other-gradients-taken",
@@ -158,6 +156,6 @@ RANKS = (
                 "return cut is not None and cut.box.num_elements < 0",
             ),
         ),
-        (_EMPTY,),
+        (f"{_ONE}::test_a_parameter_without_elements_here_is_not_stored",),
     ),
 )

@@ -222,6 +222,8 @@ def refused(_: Path) -> dict[str, str]:
     parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
     parameter.grad = distribute_tensor(torch.ones(4, 2), mesh, [Replicate()])
     shard = local(parameter, "gradient")
+    parameter._local_tensor = torch.full((2, 2), 5.0)  # as FSDP2 may do at the first forward
+    found["anew"] = shard.tensor().tolist()
     try:
         shard.gradient()
     except UnsupportedParameterError as error:

@@ -107,6 +107,24 @@ def test_whole_state_is_refused_where_parameters_are_cut(tmp_path: Path) -> None
     replicas.close()
 
 
+def test_a_parameter_without_elements_here_is_not_stored(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    shards = {"weight": lambda p: rows(p, 2, 2), "bias": lambda p: rows(p, 0, 2)}
+    with Rank(
+        torch.optim.AdamW,
+        model.named_parameters(),
+        tmp_path,
+        lambda name, parameter: shards[name](parameter),
+        model=model,
+    ) as rank:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        rank.step()
+        layout = rank.training.layout
+        assert [spec.stored_name for spec in layout.parameters] == ["bias[0:2,]"]
+        assert [(tensor.name, tensor.shape) for tensor in layout.model] == [("bias", (2,))]
+
+
 def test_rows_are_views_of_a_parameter_and_of_its_gradient() -> None:
     parameter = torch.nn.Parameter(torch.arange(12.0).reshape(4, 3))
     shard = rows(parameter, 1, 3)
