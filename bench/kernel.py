@@ -14,16 +14,20 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from bench._device import describe_device, require_device
 from bench._harness import Parser, Result, count, mebi, run, say
 from bench._statistics import alternate, ratios
 from offload.device.kernels import digest
-from offload.device.kernels.forms import DeviceBlock, form_of_block
-from offload.device.kernels.update import update_block
+from offload.device.kernels.forms import DeviceRun, form_of_run
+from offload.device.kernels.update import update_run
 from offload.format.arrays import BLOCK_ELEMENTS
+
+Numbers = np.ndarray[Any, Any]
 
 _LIMIT = 1 / 0.9
 """Largest ratio to the time of a copy: nine tenths of a copy's bandwidth."""
@@ -50,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result,
             Bench(
                 device=torch.device("cuda"),
-                update=partial(update_block, stream=stream.cuda_stream),
+                update=partial(update_run, stream=stream.cuda_stream),
                 digests=partial(digest.leaf_digests, stream=stream.cuda_stream),
                 seconds=_seconds,
             ),
@@ -65,7 +69,7 @@ class Bench:
     device: torch.device
 
     update: Callable[..., None]
-    """The function `update_block` on the stream that is measured."""
+    """The function `update_run` on the stream that is measured."""
 
     digests: Callable[..., None]
     """The function `digest.leaf_digests` on the stream that is measured."""
@@ -95,7 +99,7 @@ def _measure_update(
         bench.update(torch.optim.AdamW, group, block, step=10)
 
     label = f"{name}{' fused' if fused else ''}"
-    nbytes = form_of_block(torch.optim.AdamW, group, block).traffic_bytes * args.parameters
+    nbytes = form_of_run(torch.optim.AdamW, group, block).traffic_bytes * args.parameters
     result.fact(f"{label}_bytes_per_parameter", nbytes / args.parameters)
     _compare(args, result, bench, label, update, nbytes)
 
@@ -161,7 +165,7 @@ def _seconds(work: Callable[[], object], num_launches: int) -> float:
     return float(began.elapsed_time(ended)) / 1e3 / num_launches
 
 
-def _block(num: int, master: str, state: torch.dtype, device: torch.device) -> DeviceBlock:
+def _block(num: int, master: str, state: torch.dtype, device: torch.device) -> DeviceRun:
     live = torch.randn(num, device=device).bfloat16()
     arrays: dict[str, torch.Tensor] = {}
     if master == "split":
@@ -175,7 +179,12 @@ def _block(num: int, master: str, state: torch.dtype, device: torch.device) -> D
             num_blocks = -(-num // BLOCK_ELEMENTS)
             arrays[f"{name}_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
     gradient = torch.randn(num, device=device).bfloat16()
-    return DeviceBlock(live=live, gradient=gradient, arrays=arrays)
+    return DeviceRun(live=[live], gradients=[gradient], arrays=arrays, first_elements=[0], keys=_keys)
+
+
+def _keys(pieces: Numbers, firsts: Numbers) -> list[Numbers]:
+    """Return any keys of stochastic rounding: what they are makes no difference to the time."""
+    return [pieces.astype(np.uint64) + firsts.astype(np.uint64) for _ in range(2)]
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

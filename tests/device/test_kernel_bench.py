@@ -11,7 +11,7 @@ import torch
 from bench import kernel
 from bench._harness import Result
 from offload.device.kernels import digest
-from offload.device.kernels.forms import form_of_block, why_no_kernel
+from offload.device.kernels.forms import form_of_run, why_no_kernel
 from tests.device.test_gpu import flags_of
 from tests.device.test_update_arithmetic import ADAM, CLASSES, SGD, group_of
 
@@ -21,7 +21,7 @@ def test_every_kernel_is_compared_with_a_copy_of_as_many_bytes(tmp_path, kernels
 
     def update(*arguments, **options) -> None:
         launched["update"] += 1
-        kernels.update_block(*arguments, **options)
+        kernels.update_run(*arguments, **options)
 
     def leaf_digests(data, workspace, out) -> None:
         launched["digests"] += 1
@@ -35,7 +35,7 @@ def test_every_kernel_is_compared_with_a_copy_of_as_many_bytes(tmp_path, kernels
         return 1e-3
 
     forms = [
-        form_of_block(torch.optim.AdamW, group, kernel._block(32, *form, torch.device("cpu")))
+        form_of_run(torch.optim.AdamW, group, kernel._block(32, *form, torch.device("cpu")))
         for form in kernel._FORMS.values()
         for group in (group_of("AdamW", {}), group_of("AdamW", {}, fused=True))
     ]

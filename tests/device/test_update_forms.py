@@ -17,10 +17,8 @@ import torch
 
 from offload.device.kernels.forms import (
     ARGUMENTS,
-    DeviceBlock,
-    DeviceScalars,
     Form,
-    form_of_block,
+    form_of_run,
     launches,
     why_no_kernel,
 )
@@ -33,6 +31,7 @@ from tests.device.blocks import (
     BLOCK,
     FP16,
     FP32,
+    DeviceBlock,
     State,
     bits,
     contents,
@@ -147,7 +146,7 @@ def encoded(form: Form, plain: DeviceBlock, block: DeviceBlock) -> dict[str, tor
 def step_both(kernels, form: Form, block: DeviceBlock) -> dict[str, int]:
     """Step a block, and decode, step and encode it; return how many values differ in a bit."""
     optimizer_class, group = optimizer(form)
-    assert form_of_block(optimizer_class, group, block) == form
+    assert form_of_run(optimizer_class, group, block.run()) == form
     plain = decoded(form, block)
     kernels.update_block(optimizer_class, group, plain, step=STEP)
     expected = encoded(form, plain, block)
@@ -287,50 +286,23 @@ def test_the_gradient_is_unscaled_and_clipped_in_fp32(name, all_kernels):
     optimizer_class, group = optimizer(form)
     state = State("normal", 500, form.num_moments)
     block = state.stored(form)
-    scale, clip = torch.tensor([1 / 1024]), torch.tensor([0.37])
-    state.gradient = (block.gradient.float() * scale) * clip
+    factors = (1 / 1024, 0.37)
+    state.gradient = (block.gradient.float() * factors[0]) * factors[1]
     expected = state.stored(form)
     expected = DeviceBlock(live=expected.live, gradient=state.gradient, arrays=expected.arrays)
     all_kernels.update_block(optimizer_class, group, expected, step=STEP)
 
-    scalars = DeviceScalars(inverse_scale=scale, clip=clip, found_inf=torch.zeros(1))
-    all_kernels.update_block(optimizer_class, group, block, step=STEP, scalars=scalars)
+    all_kernels.update_block(optimizer_class, group, block, step=STEP, factors=factors)
     assert different(contents(block), contents(expected)) == {}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_found_inf_leaves_everything_as_it_is(name, all_kernels):
-    form = FORMS[name]
-    optimizer_class, group = optimizer(form)
-    state = State("odd", 333, form.num_moments)
-    block, before = state.stored(form), state.stored(form)
-    scalars = DeviceScalars(found_inf=torch.ones(1))
-    all_kernels.update_block(optimizer_class, group, block, step=STEP, scalars=scalars)
-    assert different(contents(block), contents(before)) == {}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_found_inf_in_the_first_step_leaves_masters_and_zeros(name, all_kernels):
-    form = FORMS[name]
-    optimizer_class, group = optimizer(form)
-    block = State("wide", 333, form.num_moments).stored(form, is_new=True)
-    live = block.live.clone()
-    for array in block.arrays.values():
-        bits(array).fill_(-1)
-    scalars = DeviceScalars(found_inf=torch.tensor([2.0]))
-    all_kernels.update_block(optimizer_class, group, block, step=STEP, scalars=scalars)
-    assert torch.equal(bits(block.live), bits(live))
-    expected = {"live": live, **{n: torch.zeros_like(a) for n, a in block.arrays.items()}}
-    if form.master == "float32":
-        expected["master"] = live.float()
-    assert different(contents(block), expected) == {}
+    with pytest.raises(ValueError, match="2 factors, not by 3"):
+        all_kernels.update_block(optimizer_class, group, block, step=STEP, factors=[1.0] * 3)
 
 
 def test_an_empty_block_launches_nothing():
     form = FORMS["split-int8"]
     optimizer_class, group = optimizer(form)
     block = State("normal", 0, form.num_moments).stored(form)
-    assert list(launches(optimizer_class, group, block, step=1)) == []
+    assert list(launches(optimizer_class, group, block.run(), step=1)) == []
 
 
 def test_the_arguments_are_passed_by_value_within_what_every_device_takes():
@@ -389,7 +361,8 @@ def test_what_there_is_no_kernel_for_is_refused(change):
     block = State("normal", 10, form.num_moments).stored(form)
     arguments, message = REFUSED[change]
     with pytest.raises(ValueError, match=message):
-        form_of_block(*arguments(*optimizer(form), block))
+        found, group, changed = arguments(*optimizer(form), block)
+        form_of_run(found, group, changed.run())
 
 
 TRAFFIC = {

@@ -189,6 +189,11 @@ class Launch:
     """Number of blocks of threads."""
 
 
+def moment_names(optimizer_class: type[torch.optim.Optimizer]) -> tuple[str, ...]:
+    """Return the names of the state arrays of a class that has kernels, in the kernels' order."""
+    return _MOMENTS.get(optimizer_class.__name__.lower(), ())
+
+
 def why_no_kernel(optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str:
     """Return why the kernel cannot step a parameter group as torch would; empty if it can."""
     name = optimizer_class.__name__
