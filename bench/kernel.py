@@ -32,6 +32,8 @@ Numbers = np.ndarray[Any, Any]
 _LIMIT = 1 / 0.9
 """Largest ratio to the time of a copy: nine tenths of a copy's bandwidth."""
 
+INSTRUCTIONS = {name: 1.0 for name in ("exact", "exact fused", "split", "split fused", "bf16-state", "bf16-state fused", "split-int8", "split-int8 fused")}
+
 _FORMS = {
     "exact": ("float32", torch.float32),
     "split": ("split", torch.float32),
