@@ -2,8 +2,8 @@
 
 The main loop is the one that loads and stores whole quads. A path through it is found in the graph
 of its jumps: the shortest one from wide load to wide load, and from wide store to wide store, back
-to the start. What a path leaves out is what the loop can leave out: values that are not whole,
-slow paths of divisions and roots, parameters that were edited, and hyper-parameters that are off.
+to the start. What a path leaves out is what the loop can leave out: values that are not whole, slow
+paths of divisions and roots, codes that must be divided exactly, and parameters that were edited.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class Code:
             assert found, instruction.text
             jump = self._labels[found[1]]
             return [at + 1, jump] if instruction.is_conditional else [jump]
+        if operation == "CALL":
+            return []  # the slow path of a division or a root
         if operation in ("EXIT", "RET", "BRX") and not instruction.is_conditional:
             return []
         return [at + 1] if at + 1 < len(self.instructions) else []

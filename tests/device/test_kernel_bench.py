@@ -44,11 +44,25 @@ def test_every_kernel_is_compared_with_a_copy_of_as_many_bytes(tmp_path, kernels
     args = kernel._arguments(["--directory", str(tmp_path), *arguments])
     result = Result("kernel", args, args.directory)
     device = torch.device("cpu")
-    bench = kernel.Bench(device=device, update=update, digests=leaf_digests, seconds=seconds)
+    # 4096 elements of the form with the most instructions take 1.3 times as long as the copy
+    slowest = max(kernel.INSTRUCTIONS.values())
+    bench = kernel.Bench(
+        device=device,
+        update=update,
+        digests=leaf_digests,
+        instructions_per_s=4096 * slowest / 1.3e-3,
+        seconds=seconds,
+    )
     kernel.measure(args, result, bench)
     assert launched == {"update": 8 * args.rounds, "digests": args.rounds}
     assert len(result.claims) == 9
     assert {tuple(claim["ratios"]) for claim in result.claims} == {(1.0,) * args.rounds}
+    limits = {claim["numerator"].removesuffix("_s"): claim["limit"] for claim in result.claims}
+    assert limits.keys() == {*kernel.INSTRUCTIONS, "digests"}
+    assert limits.pop("digests") is None
+    expected = {n: max(1 / 0.9, 1.3 * i / slowest) for n, i in kernel.INSTRUCTIONS.items()}
+    assert limits == pytest.approx(expected)
+    assert min(limits.values()) < max(limits.values())
     assert result.facts["exact_bytes_per_parameter"] == 30
     assert result.facts["split-int8 fused_bytes_per_parameter"] == 14.25
 

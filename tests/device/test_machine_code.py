@@ -113,7 +113,15 @@ def test_loads_without_a_quad_in_between_are_noticed(tmp_path):
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_benchmarks_limits_are_those_of_the_instructions(name, code):
-    counts = [len(code(MEASURED[name], a)[1].loop(LOADS, STORES)) / 4 for a in ARCHITECTURES]
+    form = MEASURED[name]
+    loops = [code(form, architecture)[1].loop(LOADS, STORES) for architecture in ARCHITECTURES]
+    for loop in loops:  # the path goes through the arithmetic of four elements, and through the codecs
+        operations = [i.operation.split(".")[0] for i in loop]
+        is_int8 = form.state == "int8"
+        # two divisions and a root; an inverse root and two reciprocals, for a code and for its block
+        assert operations.count("MUFU") == 12 + 10 * is_int8
+        assert operations.count("LDS") == 4 * is_int8
+    counts = [len(loop) / 4 for loop in loops]
     assert max(counts) <= bench.INSTRUCTIONS[name]
     # a limit that is too generous hides a kernel that has become slower
     assert max(counts) > 0.97 * bench.INSTRUCTIONS[name] - 0.5

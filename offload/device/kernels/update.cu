@@ -74,16 +74,16 @@ struct Arguments {
 };
 
 #ifdef __CUDACC__
-// A thread is one lane. 8 neighbours of a warp are a group and run in step with one another.
+// A thread is one lane. 8 neighbours of a warp are a group. All threads of a block take the same
+// number of turns, so that a warp is whole wherever its lanes exchange values.
 #define LANES 1
 #define FOR_LANES(l) for (int l = 0; l < LANES; l++)
 #define LANE_INDEX(l) (threadIdx.x % GROUP)
 
 HIDDEN u32 group_max(const u32 *values) {
-  const u32 group = 0xFFu << (threadIdx.x & 24);
   u32 largest = values[0];
   for (int distance = 1; distance < GROUP; distance *= 2) {
-    const u32 other = __shfl_xor_sync(group, largest, distance);
+    const u32 other = __shfl_xor_sync(0xFFFFFFFF, largest, distance);
     if (other > largest) largest = other;
   }
   return largest;
@@ -178,7 +178,7 @@ HIDDEN void load(const Arguments &a, const Piece &piece, u64 group, int lane, Ra
   else
     load_quads<false>(a, piece, raw);
 #if STATE == INT8
-  EACH_MOMENT(k) raw.scales[k] = a.scales[k][piece.scale_at + group];
+  EACH_MOMENT(k) raw.scales[k] = raw.num ? a.scales[k][piece.scale_at + group] : 0;
 #endif
 }
 
@@ -289,7 +289,7 @@ HIDDEN void pack_blocks(const Arguments &a, const Piece &piece, u64 group, const
     FOR_LANES(l) {
       raws[l].moments[k][0] = k == 0 ? encode_signed(lanes[l].moments[k], largest, scale)
                                      : encode_unsigned(lanes[l].moments[k], largest, scale);
-      if (LANE_INDEX(l) == 0) a.scales[k][piece.scale_at + group] = scale;
+      if (LANE_INDEX(l) == 0 && raws[l].num) a.scales[k][piece.scale_at + group] = scale;
     }
   }
 }
@@ -455,19 +455,19 @@ HIDDEN u32 piece_of(const Arguments &a, u32 tile) {
   return first;
 }
 
-// Steps every `stride`-th group of a tile, from the one numbered `offset` on.
+// Steps every `stride`-th group of a tile, from the one numbered `offset` on. The number of groups of
+// a tile is a multiple of the stride; those after the end of the piece have no elements.
 HIDDEN void update_tile(const Arguments &a, const Constants &c, u32 tile, u32 offset, u32 stride) {
   const Piece &piece = a.pieces[piece_of(a, tile)];
   const u64 num_groups = (piece.num_elements + QUAD * GROUP - 1) / (QUAD * GROUP);
   const u64 begin = (u64)(tile - piece.first_tile) * a.groups_per_tile;
   const u64 left = num_groups - begin;
-  const u64 end = begin + (left < a.groups_per_tile ? left : a.groups_per_tile);
+  const u32 num = left < a.groups_per_tile ? (u32)left : a.groups_per_tile;
   u64 group = begin + offset;
-  if (group >= end) return;
   Raw now[LANES], next[LANES];
   load_group(a, piece, group, now);
-  for (;;) {
-    const bool is_last = group + stride >= end;
+  for (u32 done = stride;; done += stride) {
+    const bool is_last = done >= num;
     if (!is_last) load_group(a, piece, group + stride, next);
     step_group(a, c, piece, group, now);
     if (is_last) return;

@@ -156,10 +156,9 @@ HIDDEN void round_stochastic(const float *values, u64 element, u32 before, u32 i
 // Sizes whose largest one sets a block's scale. Positive floats have the order of their bits.
 HIDDEN u32 size_signed(float value) { return __float_as_uint(value) & MAGNITUDE; }
 
-HIDDEN u32 size_unsigned(float value) {
-  const u32 bits = __float_as_uint(value);
-  return bits > INFINITE ? (bits == SIGN ? 0 : NOT_A_NUMBER) : bits;
-}
+// Those of second moments are their bits. Zero is added, so that -0 is 0; negative numbers and NaN
+// are larger than infinity.
+HIDDEN u32 size_unsigned(float value) { return __float_as_uint(__fadd_rn(value, 0.0f)); }
 
 HIDDEN float inverse_root(float value) { return __fdiv_rn(1.0f, __fsqrt_rn(value)); }
 
@@ -177,12 +176,11 @@ HIDDEN u16 scale_signed(u32 largest) { return largest >= TOO_LARGE ? NAN_SCALE :
 // Its square root, which two reciprocals round. The approximation is at most 7 units off them, and
 // decides nothing within 8 units of the place where the scale changes.
 HIDDEN u16 scale_unsigned(u32 largest) {
-  if (largest >= INFINITE) return NAN_SCALE;
   const float size = __uint_as_float(largest);
   u32 root = __float_as_uint(__fmul_rn(size, about_inverse_root(at_least(size, SMALLEST_NORMAL))));
   if ((root + 5 & 0xFFFF) < 18 | size < SMALLEST_NORMAL)
     root = __float_as_uint(__fdiv_rn(1.0f, inverse_root(size)));
-  return round_up(root);
+  return largest >= INFINITE ? NAN_SCALE : round_up(root);
 }
 
 // Codes. A quotient's approximation is rounded to an integer, which is that of the quotient unless
@@ -202,7 +200,6 @@ HIDDEN u32 low_bytes(const u32 *words) {
 }
 
 HIDDEN u32 encode_signed(const float *values, u32 largest, u16 scale_bits) {
-  if (scale_bits == NAN_SCALE) return 0;
   const float scale = from_bfloat16(scale_bits), divisor = at_least(scale, SIGNED_SMALLEST);
   bool in_doubt = largest != 0 & scale < SIGNED_SMALLEST;
   u32 sums[4];
@@ -219,11 +216,10 @@ HIDDEN u32 encode_signed(const float *values, u32 largest, u16 scale_bits) {
       const float quotient = __fdiv_rn(__fmul_rn(254.0f, values[i]), sum);
       sums[i] = __float_as_uint(__fadd_rn(ROUNDER, quotient));
     }
-  return low_bytes(sums);
+  return scale_bits == NAN_SCALE ? 0 : low_bytes(sums);
 }
 
 HIDDEN u32 encode_unsigned(const float *values, u32 largest, u16 scale_bits) {
-  if (scale_bits == NAN_SCALE) return 0;
   const float scale = from_bfloat16(scale_bits);
   const float factor = __fmul_rn(255.0f, about_reciprocal(at_least(scale, UNSIGNED_SMALLEST)));
   bool in_doubt = largest != 0 & scale < UNSIGNED_SMALLEST;
@@ -244,7 +240,7 @@ HIDDEN u32 encode_unsigned(const float *values, u32 largest, u16 scale_bits) {
   }
   for (int i = 0; i < 4; i++)
     if (values[i] > 0.0f && sums[i] == ROUNDER_BITS) sums[i]++;
-  return low_bytes(sums);
+  return scale_bits == NAN_SCALE ? 0 : low_bytes(sums);
 }
 
 // Quotients of all codes c: c / (254 - |c|). Each block of threads makes a table of them.
