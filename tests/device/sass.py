@@ -25,9 +25,14 @@ class Instruction:
     text: str
 
     @property
+    def unconditional(self) -> str:
+        """The text without a predicate."""
+        return re.sub(r"^@!?U?P\w+\s+", "", self.text)
+
+    @property
     def operation(self) -> str:
-        """The name, with its modifiers and without a predicate, such as `LDG.E.128`."""
-        return re.sub(r"^@!?U?P\w+\s+", "", self.text).split()[0]
+        """The name with its modifiers, such as `LDG.E.128`."""
+        return self.unconditional.split()[0]
 
     @property
     def is_conditional(self) -> bool:
@@ -37,7 +42,7 @@ class Instruction:
     @property
     def written(self) -> set[int]:
         """Registers that a load writes."""
-        found = re.match(r"LDG\.E\.?(\w*)\S* R(\d+),", self.text.split("@")[-1])
+        found = re.match(r"LDG\.E\.?(\w*)\S* R(\d+),", self.unconditional)
         if found is None:
             return set()
         width = {"64": 2, "128": 4}.get(found[1], 1)
@@ -141,6 +146,7 @@ def distances(loop: list[Instruction]) -> list[int]:
         if not re.match(r"LDG\.E\.(64|128)", instruction.operation):
             continue
         written = instruction.written
+        assert written, instruction.text
         later = twice[at + 1 : at + len(loop) + 1]
         found.append(next((n for n, i in enumerate(later, 1) if i.uses(written)), len(loop)))
     return found
