@@ -19,17 +19,19 @@ from torch.autograd.graph import increment_version
 
 from offload.device.compute import Compute
 from offload.device.flat_tensors import FlatTensors
-from offload.device.kernels.forms import KERNEL_DTYPES, DeviceRun, form_for, moment_names
+from offload.device.kernels.forms import KERNEL_DTYPES, DeviceRun, Form, form_for, moment_names
 from offload.format import rounding_keys
+from offload.format.arrays import MASTER_LOW
 from offload.format.chunk_plan import Piece
 from offload.update.blocks import Block, blocks, runs
+from offload.update.device_check import why_not_trusted
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockContext
 from offload.update.rules import UpdateRule
 from offload.update.step_code import Call, LoadedChunk, PieceNumbers
 from offload.update.step_inputs import StepInputs
 from offload.update.step_keys import StepKeys
-from offload.update.steppable import why_not_by_kernel
+from offload.update.steppable import why_not_by_kernel, why_not_by_torch
 
 _Numbers = np.ndarray[Any, Any]
 
@@ -51,7 +53,8 @@ class DeviceStep:
 
     Args:
         compute: Compute of the device that holds parameters, gradients and frames. The kernels that
-            the step needs are compiled now.
+            the step needs are compiled now, and compared with torch's own step when they are first
+            used in a process.
         rule: Update rule of the optimizer.
         keys: Keys of the parameters.
         inputs: Everything that the step computes with.
@@ -72,27 +75,48 @@ class DeviceStep:
         self._class = rule.optimizer_class
         self._keys = keys
         self._layout = layout = inputs.layout
-        self._parameters = inputs.parameters
+        self._parameters, self._given = inputs.parameters, inputs.gradients
         self._live = live
         self._gradients = gradients
         self._reasons = [why_not_by_kernel(rule, group, inputs.factors) for group in keys.groups]
-        for spec, parameter, gradient in zip(
-            layout.parameters, inputs.parameters, inputs.gradients, strict=True
-        ):
-            if not self._reasons[spec.group]:
-                # Compiled now, so that a compiler error cannot occur in the middle of a step.
-                compute.prepare(
-                    form_for(
-                        self._class,
-                        keys.groups[spec.group],
-                        live=parameter.dtype,
-                        gradient=_kernel_dtype(parameter if gradient is None else gradient),
-                        arrays={n: DTYPES[layout.formats[n].dtype] for n in spec.arrays},
-                    )
-                )
+        self.doubts: list[str] = []
+        """How kernels differ from torch's own step that are used nevertheless, because torch's
+        step cannot take their place."""
+        self._prepare(rule)
         self._seed, self._rounding_step = inputs.seed, inputs.step
         self._factors = inputs.factors
         self._moments = [n for n in moment_names(self._class) if n in layout.array_names]
+
+    def _prepare(self, rule: UpdateRule) -> None:
+        """Compile all forms that the step needs, and compare them with torch's own step.
+
+        So neither a compiler error nor a difference is found in the middle of a step.
+        """
+        layout, groups = self._layout, self._keys.groups
+        split = MASTER_LOW in layout.array_names
+        seen: set[tuple[int, Form]] = set()
+        parameters = zip(layout.parameters, self._parameters, self._given, strict=True)
+        for spec, parameter, gradient in parameters:
+            if self._reasons[spec.group]:
+                continue
+            form = form_for(
+                self._class,
+                groups[spec.group],
+                live=parameter.dtype,
+                gradient=_kernel_dtype(parameter if gradient is None else gradient),
+                arrays={n: DTYPES[layout.formats[n].dtype] for n in spec.arrays},
+            )
+            if (spec.group, form) in seen:
+                continue
+            seen.add((spec.group, form))
+            self._compute.prepare(form)
+            doubt = why_not_trusted(self._compute, rule, form)
+            if doubt and not why_not_by_torch(
+                rule, groups[spec.group], layout.state_dtype, split=split
+            ):
+                self._reasons[spec.group] = doubt
+            elif doubt and doubt not in self.doubts:
+                self.doubts.append(doubt)
 
     def why_not(self, group: int) -> str:
         """Return why no kernel can step a group; empty if one can."""

@@ -91,6 +91,23 @@ class FakeCompute:
         )
         self.num_updates += 1
 
+    def step_by_torch(self, context, parameter, gradient, state, group) -> None:
+        """Step as torch does on a device, where `device_check` asks for it.
+
+        Torch's own step would be that of a CPU here. tests/device/test_update_arithmetic.py shows
+        that the kernels' arithmetic is the one that torch has on CUDA.
+        """
+        tensors = [parameter, gradient, *state.values()]
+        self._fake.compute(_tensors(tensors), _tensors([parameter, *state.values()]))
+        run = DeviceRun(
+            live=[_held(parameter)],
+            gradients=[_held(gradient)],
+            arrays={name: _held(values) for name, values in state.items()},
+            first_elements=[0],
+        )
+        optimizer_class = type(context.stepper._instance)
+        self._launch(lambda: self._kernels.update_run(optimizer_class, group, run, step=8))
+
     def leaf_digests(self, data: torch.Tensor) -> torch.Tensor:
         assert isinstance(data, OnDevice)
         self._fake.compute([data], [])
