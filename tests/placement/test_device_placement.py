@@ -442,7 +442,6 @@ def test_a_kernel_that_is_wrong_in_a_bit_is_not_used(device, compute, monkeypatc
     pair.assert_same_state()
     reason = "the kernel of SGD does not give the bits of torch"
     assert f"torch ({reason}" in pair.optimizer.stats().update_code
-    assert reason in str(pair.optimizer.stats())
     assert reason in caplog.text
     checks = compute.num_updates
     train(pair, [len(STEPS)])
