@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from offload.device.compute import Compute
 from offload.device.flat_tensors import FlatTensors
-from offload.device.kernels.forms import KERNEL_DTYPES, DeviceRun, Form, form_for, moment_names
+from offload.device.kernels.forms import KERNEL_DTYPES, DeviceRun, form_for, moment_names
 from offload.format import rounding_keys
 from offload.format.arrays import MASTER_LOW
 from offload.format.chunk_plan import Piece
@@ -75,48 +75,51 @@ class DeviceStep:
         self._class = rule.optimizer_class
         self._keys = keys
         self._layout = layout = inputs.layout
-        self._parameters, self._given = inputs.parameters, inputs.gradients
+        self._parameters = inputs.parameters
         self._live = live
         self._gradients = gradients
         self._reasons = [why_not_by_kernel(rule, group, inputs.factors) for group in keys.groups]
         self.doubts: list[str] = []
         """How kernels differ from torch's own step that are used nevertheless, because torch's
         step cannot take their place."""
-        self._prepare(rule)
+        self._prepare(rule, inputs)
         self._seed, self._rounding_step = inputs.seed, inputs.step
         self._factors = inputs.factors
         self._moments = [n for n in moment_names(self._class) if n in layout.array_names]
 
-    def _prepare(self, rule: UpdateRule) -> None:
+    def _prepare(self, rule: UpdateRule, inputs: StepInputs) -> None:
         """Compile all forms that the step needs, and compare them with torch's own step.
 
         So neither a compiler error nor a difference is found in the middle of a step.
         """
-        layout, groups = self._layout, self._keys.groups
-        split = MASTER_LOW in layout.array_names
-        seen: set[tuple[int, Form]] = set()
-        parameters = zip(layout.parameters, self._parameters, self._given, strict=True)
-        for spec, parameter, gradient in parameters:
-            if self._reasons[spec.group]:
+        needed = {
+            (spec.group, parameter.dtype, (parameter if gradient is None else gradient).dtype)
+            + (tuple(spec.arrays),)
+            for spec, parameter, gradient in zip(
+                self._layout.parameters, inputs.parameters, inputs.gradients, strict=True
+            )
+        }
+        for group, live, gradient, names in sorted(needed, key=str):
+            if self._reasons[group]:
                 continue
             form = form_for(
                 self._class,
-                groups[spec.group],
-                live=parameter.dtype,
-                gradient=_kernel_dtype(parameter if gradient is None else gradient),
-                arrays={n: DTYPES[layout.formats[n].dtype] for n in spec.arrays},
+                self._keys.groups[group],
+                live=live,
+                gradient=gradient if gradient in KERNEL_DTYPES else torch.float32,
+                arrays={name: DTYPES[self._layout.formats[name].dtype] for name in names},
             )
-            if (spec.group, form) in seen:
-                continue
-            seen.add((spec.group, form))
             self._compute.prepare(form)
             doubt = why_not_trusted(self._compute, rule, form)
-            if doubt and not why_not_by_torch(
-                rule, groups[spec.group], layout.state_dtype, split=split
-            ):
-                self._reasons[spec.group] = doubt
+            if doubt and not self._why_not_torch(rule, group):
+                self._reasons[group] = doubt
             elif doubt and doubt not in self.doubts:
                 self.doubts.append(doubt)
+
+    def _why_not_torch(self, rule: UpdateRule, group: int) -> str:
+        split = MASTER_LOW in self._layout.array_names
+        options = self._keys.groups[group]
+        return why_not_by_torch(rule, options, self._layout.state_dtype, split=split)
 
     def why_not(self, group: int) -> str:
         """Return why no kernel can step a group; empty if one can."""
@@ -230,8 +233,3 @@ def _for_kernel(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.dtype not in KERNEL_DTYPES:
         gradient = gradient.to(torch.float32)
     return gradient.contiguous()
-
-
-def _kernel_dtype(gradient: torch.Tensor) -> torch.dtype:
-    """Return the dtype to which a gradient is converted for the kernels."""
-    return gradient.dtype if gradient.dtype in KERNEL_DTYPES else torch.float32
