@@ -50,7 +50,7 @@ test: lint
 # The long campaigns as well, of which `make test` runs a sample: tests/campaigns.py has the list.
 test-full: export OMP_WAIT_POLICY ?= PASSIVE
 test-full: export FULL_TESTS := 1
-test-full: lint
+test-full: lint $(VENV)/.machine-code
 	$(PYTEST)
 	$(MAKE) mutants
 
@@ -141,6 +141,11 @@ $(VENV)/.bench: $(VENV)/.base $(KERNEL_SOURCES)
 $(VENV)/.gpu: $(VENV)/.base $(KERNEL_SOURCES) constraints-gpu.txt
 	$(PIP) install --quiet --constraint constraints-gpu.txt --no-build-isolation --editable '.[gpu,test]'
 	$(say_if_slow)
+	@touch $@
+
+# The compiler of the CUDA kernels and a disassembler: neither needs a GPU or a driver.
+$(VENV)/.machine-code: $(VENV)/.dev constraints.txt
+	$(INSTALL) --no-deps nvidia-cuda-nvrtc nvidia-cuda-nvdisasm
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base $(KERNEL_SOURCES)

@@ -223,7 +223,9 @@ def _block(num: int, master: str, state: torch.dtype, device: torch.device) -> D
             num_blocks = -(-num // BLOCK_ELEMENTS)
             arrays[f"{name}_scale"] = torch.zeros(num_blocks, dtype=torch.bfloat16, device=device)
     gradient = torch.randn(num, device=device).bfloat16()
-    return DeviceRun(live=[live], gradients=[gradient], arrays=arrays, first_elements=[0], keys=_keys)
+    return DeviceRun(
+        live=[live], gradients=[gradient], arrays=arrays, first_elements=[0], keys=_keys
+    )
 
 
 def _keys(pieces: Numbers, firsts: Numbers) -> list[Numbers]:

@@ -106,9 +106,7 @@ def _groups(rule: UpdateRule, form: Form) -> list[dict[str, Any]]:
     return [{**rule.defaults, **group, **flags} for group in given]
 
 
-def _num_different(
-    compute: Compute, rule: UpdateRule, form: Form, group: Mapping[str, Any]
-) -> int:
+def _num_different(compute: Compute, rule: UpdateRule, form: Form, group: Mapping[str, Any]) -> int:
     """Step the same values by the kernel and by torch, and return how many results differ."""
     generator = torch.Generator("cpu").manual_seed(20260101)
 

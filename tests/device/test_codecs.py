@@ -141,7 +141,7 @@ def test_values_between_two_codes_are_rounded_to_the_same_one(kind, errors, libr
         ratios = (halves / 255) ** 2
         with np.errstate(under="ignore"):
             largest = scales * scales
-    for some in np.array_split(np.arange(len(scales))[:: ONE_IN], 24 if FULL else 1):
+    for some in np.array_split(np.arange(len(scales))[::ONE_IN], 24 if FULL else 1):
         factor = scales[some].astype(np.float64)
         at = np.outer(factor if kind == "signed" else factor**2, ratios).astype(np.float32)
         steps = np.arange(-6, 7, dtype=np.int32)

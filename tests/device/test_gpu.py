@@ -6,17 +6,22 @@ import json
 
 import pytest
 import torch
+from packaging.version import Version
 
 from bench import kernel
+from offload.device.compute import compute_on
 from offload.device.kernels import digest
 from offload.device.kernels.update import update_run
 from offload.format.digests import LEAF_BYTES, leaf_digests
+from offload.update.device_check import why_not_trusted
+from offload.update.rules import UpdateRule
 from tests.device.blocks import DeviceBlock, State, bits, contents, different, ulps
 from tests.device.test_digest import LEAVES, LONG, SHORT, content
 from tests.device.test_update_arithmetic import ADAM, ADAM_CASES, CLASSES, SGD, group_of
 from tests.device.test_update_forms import FORMS, SEED, STEP, STORE_STEP, optimizer
 
 pytestmark = pytest.mark.gpu
+IS_NEW = Version(torch.__version__).release >= (2, 13)
 OPTIONS = {"step": STEP, "seed": SEED, "rounding_step": STORE_STEP}
 
 
@@ -110,7 +115,7 @@ def test_it_is_torchs_step_of_the_same_flags(name, case, fused):
         block = DeviceBlock(live=block.live, gradient=block.gradient, arrays=block.arrays)
     state = {n: instance.state[parameter][n] for n in names}
     pairs = [(block.live, parameter), *((block.arrays[n], state[n]) for n in names)]
-    exact = torch.__version__ >= "2.13" and (name, fused) != ("SGD", True)
+    exact = IS_NEW and (name, fused) != ("SGD", True)
     for found, expected in pairs:
         if exact:
             assert torch.equal(bits(found), bits(expected))
@@ -118,6 +123,13 @@ def test_it_is_torchs_step_of_the_same_flags(name, case, fused):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     if name == "SGD":
         assert all(ulps(f.cpu(), e.cpu()) <= 8 for f, e in pairs)
+
+
+@pytest.mark.parametrize("name", [n for n in FORMS if FORMS[n].arithmetic == "foreach"])
+def test_a_form_is_compared_with_torch_when_it_is_first_used(name):
+    rule = UpdateRule(optimizer(FORMS[name])[0], {})
+    found = why_not_trusted(compute_on(torch.device("cuda", 0)), rule, FORMS[name])
+    assert found == "" or not IS_NEW
 
 
 def test_factors_are_multiplied_there(kernels):

@@ -115,7 +115,9 @@ def test_loads_without_a_quad_in_between_are_noticed(tmp_path):
 def test_the_benchmarks_limits_are_those_of_the_instructions(name, code):
     form = MEASURED[name]
     loops = [code(form, architecture)[1].loop(LOADS, STORES) for architecture in ARCHITECTURES]
-    for loop in loops:  # the path goes through the arithmetic of four elements, and through the codecs
+    for (
+        loop
+    ) in loops:  # the path goes through the arithmetic of four elements, and through the codecs
         operations = [i.operation.split(".")[0] for i in loop]
         is_int8 = form.state == "int8"
         # two divisions and a root; an inverse root and two reciprocals, for a code and for its block
