@@ -72,7 +72,7 @@ lint: $(VENV)/.dev
 # Small sizes. Every script has --help. Run by hand: the larger sizes and the variants; `peers`,
 # which needs DeepSpeed; `finetune`, which needs the demo's packages; what needs a GPU; `fio_axes`,
 # which needs fio; `update_cpu`, which needs a C++ compiler; `crossings`, `revisions` and
-# `same_bits`, which measure the code and not the drive.
+# `same_bits`, which measure the code and not the drive, as does `device_calls`.
 #
 # `make bench QUICK=1` runs all of it at tiny sizes, which shows that it runs and measures nothing;
 # results and page then go to a folder that git does not see.

@@ -1,9 +1,9 @@
 """Python's time for each piece of a parameter that a device steps, beside a plain call of torch.
 
-A chunk of many small tensors (LoRA adapters, norms, biases) is stepped by the code that prepares the
-launches of the update kernel, all but the launches themselves: so it needs no device, and says
-nothing of one. What a chunk of one tensor of the same size takes is subtracted, the rest is divided
-by the number of tensors, and a plain call is an addition in place of tensors of one element.
+A chunk of many small tensors (LoRA adapters, norms, biases) is stepped by the code that prepares
+launches of the update kernel. Nothing is launched, so no device is needed, and nothing is said of
+one. The time of a chunk of one tensor of the same size is subtracted, and the rest is divided by
+the number of tensors. A plain call is an addition in place of tensors of one element.
 
     python -m bench.device_calls                     # microseconds and plain calls for each piece
 """
@@ -14,6 +14,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -45,9 +46,6 @@ class NoLaunches:
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_elements, dtype=dtype)
-
-    def number(self, value: float) -> torch.Tensor:
-        return torch.full((1,), value)
 
     def prepare(self, form: object) -> None:
         pass
@@ -113,15 +111,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = Result("device_calls", args, args.directory)
     one, other = torch.zeros(1), torch.zeros(1)
     # There is no kernel to compare with torch's step.
-    with mock.patch.object(device_step, "why_not_trusted", lambda *_: ""):
+    with mock.patch.object(device_step, "why_not_trusted", return_value=""):
         for state in ("float32", "bfloat16", "int8"):
             many = Chunk(args.tensors, args.elements, state)
             single = Chunk(1, args.tensors * args.elements, state)
             samples = alternate(
                 {
-                    "many_s": lambda many=many: _seconds(many.step, args.steps),
-                    "single_s": lambda single=single: _seconds(single.step, args.steps),
-                    "plain_s": lambda: _seconds(lambda: one.add_(other), 1000 * args.steps),
+                    "many_s": partial(_seconds, many.step, args.steps),
+                    "single_s": partial(_seconds, single.step, args.steps),
+                    "plain_s": partial(_seconds, partial(one.add_, other), 1000 * args.steps),
                 },
                 args.rounds,
                 report=say,

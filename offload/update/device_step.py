@@ -93,8 +93,12 @@ class DeviceStep:
         So neither a compiler error nor a difference is found in the middle of a step.
         """
         needed = {
-            (spec.group, parameter.dtype, (parameter if gradient is None else gradient).dtype)
-            + (tuple(spec.arrays),)
+            (
+                spec.group,
+                parameter.dtype,
+                (parameter if gradient is None else gradient).dtype,
+                tuple(spec.arrays),
+            )
             for spec, parameter, gradient in zip(
                 self._layout.parameters, inputs.parameters, inputs.gradients, strict=True
             )

@@ -44,7 +44,7 @@ class DeviceBlock:
 
 
 def keys_of(parameters, arrays, seed: int, step: int):
-    """Return the keys of pieces, of each parameter by its name, or of element space if it is None."""
+    """Return the keys of pieces: of parameters by name, or of element space for None."""
 
     def key(array: str, piece: int, first: int) -> int:
         stream, window = rounding_keys.stream_of(array), int(first) >> rounding_keys.WINDOW_BITS

@@ -108,7 +108,7 @@ def find() -> Nvrtc:
             return Nvrtc(candidate)
         except OSError as error:
             tried.append(str(error))
-    _missing(
+    return _missing(
         "no NVRTC to compile the kernels for a device with: it comes with CUDA, or in the package "
         f"nvidia-cuda-nvrtc; NVRTC_LIBRARY names it elsewhere ({'; '.join(tried) or 'none found'})"
     )
@@ -122,7 +122,7 @@ def find_disassembler() -> str:
             return str(path)
     if found := os.environ.get("NVDISASM") or shutil.which("nvdisasm"):
         return found
-    _missing(
+    return _missing(
         "no nvdisasm to look into the kernels with: it comes with CUDA, or in the package "
         "nvidia-cuda-nvdisasm; NVDISASM names it elsewhere"
     )

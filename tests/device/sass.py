@@ -1,4 +1,4 @@
-"""Machine code of a kernel, as the disassembler prints it: its main loop, instruction by instruction.
+"""Machine code of a kernel, as the disassembler prints it, and its main loop.
 
 The main loop is the one that loads and stores whole quads. A path through it is found in the graph
 of its jumps: the shortest one from wide load to wide load, and from wide store to wide store, back

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from bench import kernel
+from bench import device_calls, kernel
 from bench._harness import Result
 from offload.device.kernels import digest
 from offload.device.kernels.forms import form_of_run, why_no_kernel
@@ -65,6 +66,16 @@ def test_every_kernel_is_compared_with_a_copy_of_as_many_bytes(tmp_path, kernels
     assert min(limits.values()) < max(limits.values())
     assert result.facts["exact_bytes_per_parameter"] == 30
     assert result.facts["split-int8 fused_bytes_per_parameter"] == 14.25
+
+
+def test_pythons_time_is_measured_without_a_device(tmp_path):
+    output = tmp_path / "results"
+    device_calls.main(["--quick", "--directory", str(tmp_path), "--output", str(output)])
+    (path,) = output.iterdir()
+    claims = json.loads(path.read_text())["claims"]
+    assert [claim["numerator"] for claim in claims] == [
+        f"{state}_piece_s" for state in ("float32", "bfloat16", "int8")
+    ]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])

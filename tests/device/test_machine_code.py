@@ -120,7 +120,7 @@ def test_the_benchmarks_limits_are_those_of_the_instructions(name, code):
     ) in loops:  # the path goes through the arithmetic of four elements, and through the codecs
         operations = [i.operation.split(".")[0] for i in loop]
         is_int8 = form.state == "int8"
-        # two divisions and a root; an inverse root and two reciprocals, for a code and for its block
+        # two divisions and a root; for codes and blocks, an inverse root and a reciprocal
         assert operations.count("MUFU") == 12 + 10 * is_int8
         assert operations.count("LDS") == 4 * is_int8
     counts = [len(loop) / 4 for loop in loops]

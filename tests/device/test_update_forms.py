@@ -360,8 +360,8 @@ def test_what_there_is_no_kernel_for_is_refused(change):
     form = FORMS["bf16-float32"]
     block = State("normal", 10, form.num_moments).stored(form)
     arguments, message = REFUSED[change]
+    found, group, changed = arguments(*optimizer(form), block)
     with pytest.raises(ValueError, match=message):
-        found, group, changed = arguments(*optimizer(form), block)
         form_of_run(found, group, changed.run())
 
 

@@ -429,7 +429,7 @@ def wrong_in_a_bit(compute, monkeypatch) -> None:
 
     def wrong(optimizer_class, group, run, **options) -> None:
         update(optimizer_class, group, run, **options)
-        found = [*run.arrays.values()][0].held.view(torch.uint8)
+        found = next(iter(run.arrays.values())).held.view(torch.uint8)
         compute._launch(lambda: found[0].bitwise_xor_(1))
 
     monkeypatch.setattr(compute, "update", wrong)

@@ -1,9 +1,9 @@
 """Compiled kernels that are kept between processes, in the user's cache directory.
 
-An entry is named after the digest of everything that its content depends on. It is written whole to
+An entry is named after the digest of everything that its content depends on. It is written to
 another name and then renamed, so that processes may use the directory at the same time. It begins
-with the digest of its content, so that a damaged entry is not used. The directory is not used at all
-if another user could write to it: a kernel runs with this user's rights.
+with the digest of its content, so that a damaged entry is not used. The directory is not used at
+all if another user could write to it: a kernel runs with this user's rights.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _name(parts: Sequence[str]) -> str:
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether only this user, or root, can change a directory or put another in its place."""
+    """Return whether only this user or root can change a directory, or put another in its place."""
     path = path.resolve(strict=True)
     if not _is_only_ours(path.stat()):
         return False
