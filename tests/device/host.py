@@ -40,7 +40,8 @@ extern "C" void update_{index}(const Arguments *a, u32 num_tiles) {{
   Constants c;
   c.quotients = quotients;
   prepare(*a, c.hyper);
-  for (u32 tile = 0; tile < num_tiles; tile++) update_tile(*a, c, tile, 0, 1);
+  for (u32 tile = 0; tile < num_tiles; tile++)  // as 256 threads do, 8 at a time
+    for (u32 offset = 0; offset < 32; offset++) update_tile(*a, c, tile, offset, 32);
 }}
 extern "C" unsigned long long arguments_bytes_{index}() {{ return sizeof(Arguments); }}
 """

@@ -17,6 +17,9 @@ import torch
 
 from offload.device.kernels.forms import (
     ARGUMENTS,
+    GROUPS_PER_TURN,
+    MAX_PIECES,
+    DeviceRun,
     Form,
     form_of_run,
     launches,
@@ -36,6 +39,7 @@ from tests.device.blocks import (
     bits,
     contents,
     different,
+    keys_of,
     odd,
 )
 from tests.device.test_update_arithmetic import CLASSES, group_of
@@ -257,6 +261,73 @@ def test_where_a_block_is_cut_makes_no_difference(all_kernels):
             )
             all_kernels.update_block(optimizer_class, group, part, step=STEP, seed=SEED)
         assert different(contents(parts), contents(whole)) == {}
+
+
+MANY = {
+    "short": [1 + 7 * n % 97 for n in range(130)],  # three launches, few of them aligned
+    "aligned": [64 * (1 + n % 5) for n in range(50)],
+    "one long": [32, 40_000, 5, 2048],
+    "empty ones": [0, 33, 0, 0, 64, 0],
+}
+
+
+@pytest.mark.parametrize("max_tiles", [1, 7, 1 << 16])
+@pytest.mark.parametrize("lengths", MANY.values(), ids=MANY)
+@pytest.mark.parametrize("name", ["bf16-bf16-state", "split-int8", "sgd-fp16-no-state"])
+def test_many_pieces_in_one_call_are_stepped_as_one_by_one(name, lengths, max_tiles, all_kernels):
+    form = FORMS[name]
+    optimizer_class, group = optimizer(form)
+    singles = []
+    for number, length in enumerate(lengths):
+        state = State("normal", length + 1, form.num_moments)
+        for values in (state.master, state.gradient, *state.moments):
+            values += values[0].item()  # other values in each piece
+        state.master, state.gradient = state.master[1:], state.gradient[1:]
+        state.moments = [m[1:] for m in state.moments]
+        block = state.stored(form, parameter=f"layers.{number}", first=32 * number)
+        singles.append(block)
+    arrays = {n: torch.cat([b.arrays[n] for b in singles]) for n in singles[0].arrays}
+    names = [block.parameter for block in singles]
+    run = DeviceRun(
+        live=[block.live.clone() for block in singles],
+        gradients=[block.gradient for block in singles],
+        arrays=arrays,
+        first_elements=[block.first_element for block in singles],
+        keys=keys_of(names, [*arrays], SEED, STORE_STEP),
+    )
+    found = list(
+        launches(optimizer_class, group, run, step=STEP, factors=[0.5], max_tiles=max_tiles)
+    )
+    assert len(found) == -(-sum(length > 0 for length in lengths) // MAX_PIECES)
+    for launch in found:
+        all_kernels.launch(launch)
+    for block in singles:
+        all_kernels.update_block(
+            optimizer_class,
+            group,
+            block,
+            step=STEP,
+            seed=SEED,
+            rounding_step=STORE_STEP,
+            factors=[0.5],
+        )
+    together = {"live": torch.cat([*run.live]), **arrays}
+    one_by_one = {
+        "live": torch.cat([b.live for b in singles]),
+        **{n: torch.cat([b.arrays[n] for b in singles]) for n in arrays},
+    }
+    assert different(together, one_by_one) == {}
+
+
+def test_tiles_cover_a_run_and_are_few(all_kernels):
+    form = FORMS["split-int8"]
+    block = State("normal", 100_000, form.num_moments).stored(form)
+    for max_tiles in (1, 10, 1000):
+        (launch,) = launches(*optimizer(form), block.run(), step=1, max_tiles=max_tiles)
+        assert launch.num_tiles <= max_tiles
+        groups = launch.num_tiles * int(launch.arguments[0]["groups_per_tile"])
+        assert groups >= 100_000 / 32 > groups - 32 * launch.num_tiles
+        assert int(launch.arguments[0]["groups_per_tile"]) % GROUPS_PER_TURN == 0
 
 
 def test_nothing_beyond_the_block_is_touched(all_kernels):

@@ -73,9 +73,10 @@ class FakeCompute:
         step: int,
         factors: Sequence[float],
     ) -> None:
-        assert all(tensor.device.type == "meta" for tensor in run.tensors)
-        written = _tensors([*run.live, *run.arrays.values()])
-        self._fake.compute(_tensors(run.tensors), written)
+        changed = [*run.live, *run.arrays.values()]
+        used = [*changed, *run.gradients]
+        assert all(tensor.device.type == "meta" for tensor in used)
+        self._fake.compute(_tensors(used), _tensors(changed))
         held = replace(
             run,
             live=[_held(live) for live in run.live],

@@ -171,11 +171,6 @@ class DeviceRun:
     """Whether there is no state yet. The step then begins with arrays of zeros, whatever they
     hold."""
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors."""
-        return [*self.live, *self.gradients, *self.arrays.values()]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
