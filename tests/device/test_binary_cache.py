@@ -108,6 +108,15 @@ def test_a_directory_that_cannot_be_made_is_done_without(tmp_path):
     assert cache.find(PARTS) is None
 
 
+def test_a_user_without_a_home_keeps_nothing(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it is without one
+    BinaryCache(directory()).keep(PARTS, b"new")
+    assert BinaryCache(directory()).find(PARTS) is None
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_leaves_nothing_behind(path, entry, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

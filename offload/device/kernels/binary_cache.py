@@ -20,9 +20,12 @@ _MAX_BYTES = 64 << 20
 
 
 def directory() -> Path:
-    """Return where compiled kernels are kept; it need not exist."""
+    """Return where compiled kernels are kept; it need not exist.
+
+    The path is not absolute if this user has no home directory, and nothing is kept then.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()
+    root = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~/.cache"))
     return root / "ssd-offload" / "kernels"
 
 
@@ -51,7 +54,7 @@ class BinaryCache:
                 if not (stat.S_ISREG(found.st_mode) and _is_only_ours(found)):
                     return None
                 content = file.read(_MAX_BYTES)
-        except (OSError, RuntimeError):  # RuntimeError: there is no home directory
+        except OSError:
             return None
         start = len(_MAGIC) + hashlib.sha256().digest_size
         digest, binary = content[len(_MAGIC) : start], content[start:]
@@ -66,6 +69,8 @@ class BinaryCache:
             parts: As for `find`.
             binary: The compiled kernel.
         """
+        if not self._path.is_absolute():
+            return
         try:
             missing = [p for p in (self._path, *self._path.parents) if not p.exists()]
             for path in reversed(missing):  # whatever the umask lets others do
@@ -80,7 +85,7 @@ class BinaryCache:
             except BaseException:
                 os.unlink(unfinished)
                 raise
-        except (OSError, RuntimeError):
+        except OSError:
             return
 
 
