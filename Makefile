@@ -50,7 +50,8 @@ test: lint
 # The long campaigns as well, of which `make test` runs a sample: tests/campaigns.py has the list.
 test-full: export OMP_WAIT_POLICY ?= PASSIVE
 test-full: export FULL_TESTS := 1
-test-full: lint $(VENV)/.machine-code
+test-full: $(VENV)/.machine-code
+test-full: lint
 	$(PYTEST)
 	$(MAKE) mutants
 
