@@ -247,6 +247,7 @@ class RankGroup:
             slot.context,
             marks,
             self._traffic,
+            self._agreement.progress,
         )
         store.sealing.copy = copy
         return copy

@@ -238,7 +238,8 @@ class RankStore:
                 self._opened.store.refresh(warn_of_refused=warn_of_refused)
             return self._offer()
 
-        self.agreement.agree("restore()", make, self._learn)
+        # A rank that announced an error before goes on with this call.
+        self.agreement.agree("restore()", make, self._learn, heeds_errors=False)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
         """Return whether a checkpoint with open files is unchanged and not quarantined."""

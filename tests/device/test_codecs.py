@@ -1,4 +1,4 @@
-"""8-bit codecs of the kernels: the bytes of `offload.update.coding.blocks8`, for all codes and scales.
+"""8-bit codecs of the kernels: the bytes of `coding.blocks8`, for all codes and all scales.
 
 The device source is compiled for the CPU. Instructions that a device has approximations for are
 wrong there by as much as CUDA's documentation allows: upwards, downwards, and now this, now that.
