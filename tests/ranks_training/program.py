@@ -36,12 +36,20 @@ class Case:
     optimizer: str = "AdamW"
     hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
     first: int = 1
-    """First step of this run; if it is not 1, the run continues from the checkpoint before it."""
+    """First step of this run; if it is not 1, the run continues from the checkpoint before it. With
+    0 it continues from the newest checkpoint, if there is one."""
 
     last: int = 6
     seals: list[int] = field(default_factory=lambda: [3, 6])
     options: dict[str, Any] = field(default_factory=dict)
     clip: float | None = None
+    acknowledge: str = ""
+    """Path of a file to which each step is written when its checkpoint is durable."""
+
+    timeout_s: float = 20.0
+    values: bool = False
+    """Whether the rank says the values of its memory at the end."""
+
     accumulate: int = 1
     """Backwards for one step; all but the last without reduction."""
 
@@ -150,7 +158,7 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
         model=model,
         options=Options(
             allow_volatile=True,
-            agreement_timeout_s=20.0,
+            agreement_timeout_s=case.timeout_s,
             chunk_bytes=4096,
             drives=DriveTuning(calibrate=False),
             **case.options,
@@ -158,10 +166,13 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
         **case.hyper,
     )
     found: dict[str, Any] = {"different": []}
-    if case.first > 1:
+    if case.first != 1:
         checkpoint = optimizer.restore()
-        found["resumed"] = [checkpoint.step, checkpoint.train_state]
-        if any(not torch.equal(v, expected[case.first - 1][n]) for n, v in values(model).items()):
+        found["resumed"] = [checkpoint.step, checkpoint.train_state] if checkpoint else None
+        if case.first == 0:
+            case.first = checkpoint.step + 1 if checkpoint else 1
+        restored = expected.get(case.first - 1, values(model))
+        if any(not torch.equal(v, restored[n]) for n, v in values(model).items()):
             found["different"].append("restored")
     for step in range(case.first, case.last + 1):
         optimizer.zero_grad()
@@ -172,7 +183,17 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
                 found["different"].append([step, name])
         if step in case.seals:
             handle = optimizer.checkpoint(train_state={"step": step, "rank": rank})
-    found["sealed"] = handle.result().step if case.seals else None
+            if case.acknowledge:
+                handle.result()
+                with Path(case.acknowledge).open("a") as file:
+                    file.write(f"{step}\n")
+    if case.seals and case.first <= case.last:
+        found["sealed"] = handle.result().step
+    if case.values:
+        found["values"] = {
+            name: value.view(torch.uint8).numpy().tobytes().hex()
+            for name, value in values(model).items()
+        }
     optimizer.close()
     return found
 

@@ -6,8 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import offload
 from tests.ranks_training.launch import run
 
 PROGRAM = "tests.ranks_training.program"
@@ -30,3 +34,34 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_in_memory(
     assert [rank["resumed"] for rank in said] == [
         [4, {"step": 4, "rank": rank}] for rank in range(num_ranks)
     ]
+
+
+def test_the_checkpoint_opens_as_it_lies(tmp_path: Path) -> None:
+    """The model file is one safetensors file with the whole model; all bytes verify."""
+    said = train(tmp_path / "run", 3, kind="fsdp2", last=3, seals=[3], values=True)
+    (path,) = (tmp_path / "run").glob("step-*")
+    found = load_file(path / "model.safetensors")
+    whole = {
+        name: [np.frombuffer(bytes.fromhex(rank["values"][name]), np.uint8) for rank in said]
+        for name in said[0]["values"]
+    }
+    for name, parts in whole.items():
+        data = found[name].contiguous().view(torch.uint8).numpy().reshape(-1)
+        assert np.array_equal(data, np.concatenate(parts)), name
+    assert set(found) == {*whole, "seen"}
+    assert found["seen"] == 3
+    with offload.open_checkpoint(tmp_path / "run") as checkpoint:
+        assert checkpoint.train_states == [{"step": 3, "rank": rank} for rank in range(3)]
+        assert checkpoint.train_state == {"step": 3, "rank": 0}
+        assert checkpoint.verify().ok
+
+
+def test_clipping_accumulation_and_other_optimizers(tmp_path: Path) -> None:
+    for number, case in enumerate(
+        [
+            {"kind": "ddp", "clip": 0.1, "accumulate": 2},
+            {"kind": "fsdp2-mixed", "clip": 0.1, "accumulate": 2},
+            {"kind": "ddp", "optimizer": "SGD", "hyper": {"lr": 0.1, "momentum": 0.9}},
+        ]
+    ):
+        train(tmp_path / str(number), 2, last=3, seals=[2], **case)
