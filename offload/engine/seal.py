@@ -225,7 +225,7 @@ class Seal:
             # Freed now, because the thread that waits for the result may allocate as much memory
             # before this thread has ended.
             self._model = None
-            del self._flush
+            del model, self._flush
             self.handle._future.set_result(checkpoint)
             log_event(
                 f"{checkpoint.path}: sealed step {checkpoint.step} in {duration(seconds)}, "

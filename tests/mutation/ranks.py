@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.mutation.mutation import Edit, Mutation
 
 _LAYOUT = "offload/format/layout.py"
-_MANIFEST = "offload/format/manifest.py"
 _DEALING = "offload/format/dealing.py"
 _MATCHING = "offload/engine/matching.py"
 _SHARDS = "offload/model/shards.py"
@@ -36,25 +35,13 @@ RANKS = (
         "random numbers of a piece are counted from the first element of the whole parameter",
         (
             Edit(
-                "offload/update/coder.py",
+                "offload/update/coding/coder.py",
                 "        if self._has_cuts:\n"
                 "            pieces = [self._in_parameter(piece) for piece in pieces]\n",
                 "",
             ),
         ),
         (_STATE,),
-    ),
-    Mutation(
-        "boxes-not-in-the-manifest",
-        "a manifest says which boxes of parameters it has the state of",
-        (
-            Edit(
-                _MANIFEST,
-                "        if any(p.cut for p in layout.parameters):\n",
-                "        if not layout.parameters:\n",
-            ),
-        ),
-        (_ONE, _ROWS),
     ),
     Mutation(
         "boxes-not-compared",
