@@ -253,15 +253,17 @@ class RankGroup:
     ) -> ModelCopy | None:
         """Return the copy of this rank's share of the model into a slot."""
         store = self._opened()
+        file, close = store.working_model(slot)
         copy = ShareCopy(
             self.share_of(slot.layout),
             stored,
-            store.working_model(slot),
+            file,
             store.backend,
             slot.context,
             marks,
             self._traffic,
             self._agreement.progress,
+            close,
         )
         store.sealing.copy = copy
         return copy

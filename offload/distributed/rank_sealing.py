@@ -100,7 +100,9 @@ class RankSealing:
 
     def end(self) -> None:
         """Announce that the seal has ended on this rank."""
-        self.copy = None
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.close()
         if self._store is not None:
             self._store.sealing.end()
 

@@ -42,6 +42,7 @@ class ShareCopy:
         marks: Positions in the streams of devices.
         traffic: Counter of the bytes that cross to the host.
         progress: Function that tells the other ranks that this one makes progress.
+        close: Function that closes the file.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ShareCopy:
         marks: Marks,
         traffic: Traffic,
         progress: Callable[[], None],
+        close: Callable[[], None],
     ) -> None:
         plan = SharePlan(share)
         self.share = share
@@ -63,6 +65,8 @@ class ShareCopy:
         self._image = ShareImage(plan, _tensors_of(share, stored), marks, traffic)
         self._written: WrittenShare | None = None
         self._progress = progress
+        self.close = close
+        """Function that closes the file, when the seal has ended."""
 
     @property
     def data_bytes(self) -> int:

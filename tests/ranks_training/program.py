@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
+from gds import File, PosixBackend, WrapperBackend
+from gds.backends.wrapper import WrapperFile
 from offload import DriveTuning, Options
 from tests.numerics.reference import bits
 
@@ -45,6 +48,9 @@ class Case:
     clip: float | None = None
     acknowledge: str = ""
     """Path of a file to which each step is written when its checkpoint is durable."""
+
+    slow_seals: bool = False
+    """Whether seals take longer than steps, as they do with larger models."""
 
     timeout_s: float = 20.0
     values: bool = False
@@ -70,6 +76,19 @@ class Model(torch.nn.Module):
         """Return the output, and count the calls."""
         self.seen += 1
         return self.second(torch.nn.functional.gelu(self.norm(self.first(x)))) * self.scale
+
+
+class SlowModelFiles(WrapperBackend):
+    """Writes to model files take a while."""
+
+    def wrap_file(self, file: File) -> File:
+        return SlowFile(file) if file.path.endswith("model.safetensors") else file
+
+
+class SlowFile(WrapperFile):
+    def write_bytes(self, data: bytes, offset: int) -> None:
+        time.sleep(0.3)
+        super().write_bytes(data, offset)
 
 
 class Masters:
@@ -161,11 +180,12 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
             agreement_timeout_s=case.timeout_s,
             chunk_bytes=4096,
             drives=DriveTuning(calibrate=False),
+            backend=SlowModelFiles(PosixBackend()) if case.slow_seals else None,
             **case.options,
         ),
         **case.hyper,
     )
-    found: dict[str, Any] = {"different": []}
+    found: dict[str, Any] = {"different": [], "parts": 0}
     if case.first != 1:
         checkpoint = optimizer.restore()
         found["resumed"] = [checkpoint.step, checkpoint.train_state] if checkpoint else None

@@ -65,3 +65,14 @@ def test_clipping_accumulation_and_other_optimizers(tmp_path: Path) -> None:
         ]
     ):
         train(tmp_path / str(number), 2, last=3, seals=[2], **case)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_steps_go_on_while_a_seal_writes(tmp_path: Path, kind: str) -> None:
+    """The ranks write the next slots while the model file of an earlier one is written."""
+    train(tmp_path / "run", 2, kind=kind, last=6, seals=[1, 2, 3, 4], slow_seals=True)
+    with offload.open_checkpoint(tmp_path / "run") as checkpoint:
+        assert checkpoint.step == 4
+        assert checkpoint.verify().ok
+    parts = [*(tmp_path / "run/owner-1").glob("part-*")]
+    assert len(parts) <= 4, "two checkpoints, one that is written, and one that is sealed"
