@@ -9,9 +9,11 @@ stopped and resumed.
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from gds import File, PosixBackend, WrapperBackend
+from gds import File, PosixBackend, StorageError, WrapperBackend
 from gds.backends.wrapper import WrapperFile
-from offload import DriveTuning, Options
+from offload import DriveTuning, Options, SealError, SealHandle
 from tests.numerics.reference import bits
 
 
@@ -48,6 +50,9 @@ class Case:
     clip: float | None = None
     acknowledge: str = ""
     """Path of a file to which each step is written when its checkpoint is durable."""
+
+    fails: list[int] = field(default_factory=list)
+    """Rank, and step of a seal that cannot write the rank's share of the model."""
 
     slow_seals: bool = False
     """Whether seals take longer than steps, as they do with larger models."""
@@ -86,8 +91,12 @@ class SlowModelFiles(WrapperBackend):
 
 
 class SlowFile(WrapperFile):
+    fails = False
+
     def write_bytes(self, data: bytes, offset: int) -> None:
         time.sleep(0.3)
+        if SlowFile.fails:
+            raise StorageError(errno.EIO, "injected", self.path)
         super().write_bytes(data, offset)
 
 
@@ -155,6 +164,15 @@ def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: bits(local(p)).clone() for name, p in model.named_parameters()}
 
 
+def outcome(handle: SealHandle) -> str:
+    """Return the error of a seal; empty if it succeeded."""
+    try:
+        handle.result()
+    except SealError as error:
+        return str(error)
+    return ""
+
+
 def main(directory: Path, case: Case) -> dict[str, Any]:
     """Train; return what the test looks at."""
     rank = dist.get_rank()
@@ -170,6 +188,7 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
         masters.step()
         expected[step] = values(plain)
 
+    backend = SlowModelFiles(PosixBackend()) if case.slow_seals or case.fails else None
     model = prepare(case)
     optimizer = getattr(offload, case.optimizer)(
         model.parameters(),
@@ -180,7 +199,7 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
             agreement_timeout_s=case.timeout_s,
             chunk_bytes=4096,
             drives=DriveTuning(calibrate=False),
-            backend=SlowModelFiles(PosixBackend()) if case.slow_seals else None,
+            backend=backend,
             **case.options,
         ),
         **case.hyper,
@@ -201,8 +220,14 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
         for name, value in values(model).items():
             if not torch.equal(value, expected[step][name]):
                 found["different"].append([step, name])
+        if backend is not None:
+            SlowFile.fails = case.fails == [rank, step]
         if step in case.seals:
+            with suppress(SealError if case.fails else ()):  # of the seal before
+                optimizer.synchronize()
             handle = optimizer.checkpoint(train_state={"step": step, "rank": rank})
+            if case.fails:
+                found.setdefault("errors", []).append(outcome(handle))
             if case.acknowledge:
                 handle.result()
                 with Path(case.acknowledge).open("a") as file:

@@ -76,3 +76,20 @@ def test_steps_go_on_while_a_seal_writes(tmp_path: Path, kind: str) -> None:
         assert checkpoint.verify().ok
     parts = [*(tmp_path / "run/owner-1").glob("part-*")]
     assert len(parts) <= 4, "two checkpoints, one that is written, and one that is sealed"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_seal_that_fails_on_one_rank_fails_on_all_and_training_goes_on(
+    tmp_path: Path, rank: int
+) -> None:
+    said = train(
+        tmp_path / "run", 2, kind="fsdp2", last=5, seals=[1, 3, 5], fails=[rank, 3], timeout_s=60.0
+    )
+    for found in said:
+        first, second, third = found["errors"]
+        assert (first, third) == ("", "")
+        assert second.startswith("sealing step 3 failed")
+        assert "injected" in second
+    with offload.open_checkpoint(tmp_path / "run") as checkpoint:
+        assert checkpoint.step == 5
+        assert checkpoint.verify().ok
