@@ -51,6 +51,10 @@ class Case:
     acknowledge: str = ""
     """Path of a file to which each step is written when its checkpoint is durable."""
 
+    infinite: int = 0
+    """Step in which a gradient of rank 1 is infinite, so that a scaler skips it on all ranks; 0 for
+    training without a scaler."""
+
     fails: list[int] = field(default_factory=list)
     """Rank, and step of a seal that cannot write the rank's share of the model."""
 
@@ -143,7 +147,13 @@ def prepare(case: Case) -> torch.nn.Module:
     return fully_shard(model, mp_policy=policy)
 
 
-def backward(model: torch.nn.Module, case: Case, step: int, rank: int) -> None:
+def backward(
+    model: torch.nn.Module,
+    case: Case,
+    step: int,
+    rank: int,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
     """Compute the gradients of a step from data that differ between the ranks."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     dtype = torch.bfloat16 if case.kind != "fsdp2-mixed" else torch.float32
@@ -154,7 +164,8 @@ def backward(model: torch.nn.Module, case: Case, step: int, rank: int) -> None:
             model.require_backward_grad_sync = is_last
         else:
             model.set_requires_gradient_sync(is_last)
-        model(x).float().square().mean().backward()
+        loss = model(x).float().square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
     if case.clip is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
 
@@ -185,7 +196,8 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
             plain = DistributedDataParallel(plain.module)
         plain.zero_grad()
         backward(plain, case, step, rank)
-        masters.step()
+        if step != case.infinite:
+            masters.step()
         expected[step] = values(plain)
 
     backend = SlowModelFiles(PosixBackend()) if case.slow_seals or case.fails else None
@@ -213,10 +225,14 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
         restored = expected.get(case.first - 1, values(model))
         if any(not torch.equal(v, restored[n]) for n, v in values(model).items()):
             found["different"].append("restored")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=case.infinite > 0)
     for step in range(case.first, case.last + 1):
         optimizer.zero_grad()
-        backward(model, case, step, rank)
-        optimizer.step()
+        backward(model, case, step, rank, scaler)
+        if step == case.infinite and rank == 1:
+            local(model.first.weight.grad).fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
         for name, value in values(model).items():
             if not torch.equal(value, expected[step][name]):
                 found["different"].append([step, name])

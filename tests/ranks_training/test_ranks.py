@@ -56,11 +56,12 @@ def test_the_checkpoint_opens_as_it_lies(tmp_path: Path) -> None:
         assert checkpoint.verify().ok
 
 
-def test_clipping_accumulation_and_other_optimizers(tmp_path: Path) -> None:
+def test_clipping_accumulation_scaling_and_other_optimizers(tmp_path: Path) -> None:
     for number, case in enumerate(
         [
             {"kind": "ddp", "clip": 0.1, "accumulate": 2},
             {"kind": "fsdp2-mixed", "clip": 0.1, "accumulate": 2},
+            {"kind": "fsdp2", "infinite": 2},
             {"kind": "ddp", "optimizer": "SGD", "hyper": {"lr": 0.1, "momentum": 0.9}},
         ]
     ):
