@@ -98,6 +98,7 @@ class RankSealing:
         """Announce a seal. Collective; never waits."""
         self._number = self._agreement.begin_seal(self._name)
         self._has_met = False
+        self.last_aborted = None  # its slot belongs to this seal now, and may become a checkpoint
         self._manifest = manifest
         if self._store is not None:
             self._store.sealing.begin(manifest)

@@ -36,10 +36,10 @@ from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint, find_stored
 from offload.store.owner_claims import NamedParts
-from offload.store.owner_slot import OwnerSlot
+from offload.store.owner_slot import OwnerSlot, OwnerSlotState
 from offload.store.owner_store import OwnerStore
 from offload.store.shared import SharedStore
-from offload.store.slot import Slot
+from offload.store.slot import Slot, SlotState
 from offload.store.state_store import StateSlot
 from offload.store.store import Store
 
@@ -238,6 +238,7 @@ class RankStore:
                 self._opened.store.refresh(warn_of_refused=warn_of_refused)
             return self._offer()
 
+        self.sealing.last_aborted = None  # a restore gives its slot up
         # A rank that announced an error before goes on with this call.
         self.agreement.agree("restore()", make, self._learn, heeds_errors=False)
 
@@ -275,7 +276,11 @@ class RankStore:
             if store is None:
                 raise RuntimeError("only the writer makes offers")
             last = self.sealing.last_aborted
-            if last is not None and self.is_in_place(last.slot):
+            if (
+                last is not None
+                and last.slot.state is SlotState.WORKING
+                and self.is_in_place(last.slot)
+            ):
                 slot = os.path.basename(last.slot.path)
                 self._granted = last.slot
                 return Offer(
@@ -301,8 +306,11 @@ class RankStore:
                 return None
             if found.in_place_of != NO_SEAL:
                 last = self.sealing.last_aborted
-                if last is None:
-                    raise RanksError("the last seal of this rank was not aborted: restart the job")
+                if last is None or last.slot.state is not OwnerSlotState.WORKING:
+                    raise RanksError(
+                        "this rank's part of the last seal could not be made durable, so that it "
+                        "cannot be written again: restart the job"
+                    )
                 self._granted = last.slot
                 return None
             self._release_older(part)
@@ -335,6 +343,9 @@ class RankStore:
 
     def release(self, slot: Any) -> None:
         """Take back a slot that was acquired and will not be sealed."""
+        last = self.sealing.last_aborted
+        if last is not None and last.slot is slot:
+            self.sealing.last_aborted = None
         if self._opened.store is not None:
             self._opened.store.release(slot)
         elif self._opened.part is not None and self.checkpoint_of(slot) is None:

@@ -58,6 +58,9 @@ class Case:
     fails: list[int] = field(default_factory=list)
     """Rank, and step of a seal that cannot write the rank's share of the model."""
 
+    collects: bool = False
+    """Whether the error of a seal is raised before the next step."""
+
     slow_seals: bool = False
     """Whether seals take longer than steps, as they do with larger models."""
 
@@ -244,6 +247,9 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
             handle = optimizer.checkpoint(train_state={"step": step, "rank": rank})
             if case.fails:
                 found.setdefault("errors", []).append(outcome(handle))
+                with suppress(SealError if case.collects else ()):
+                    if case.collects:
+                        optimizer.synchronize()  # so that the state is in its slot again at once
             if case.acknowledge:
                 handle.result()
                 with Path(case.acknowledge).open("a") as file:

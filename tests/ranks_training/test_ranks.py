@@ -79,12 +79,20 @@ def test_steps_go_on_while_a_seal_writes(tmp_path: Path, kind: str) -> None:
     assert len(parts) <= 4, "two checkpoints, one that is written, and one that is sealed"
 
 
+@pytest.mark.parametrize("collects", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_seal_that_fails_on_one_rank_fails_on_all_and_training_goes_on(
-    tmp_path: Path, rank: int
+    tmp_path: Path, rank: int, *, collects: bool
 ) -> None:
     said = train(
-        tmp_path / "run", 2, kind="fsdp2", last=5, seals=[1, 3, 5], fails=[rank, 3], timeout_s=60.0
+        tmp_path / "run",
+        2,
+        kind="fsdp2",
+        last=8,
+        seals=[1, 3, 5],
+        fails=[rank, 3],
+        timeout_s=60.0,
+        collects=collects,
     )
     for found in said:
         first, second, third = found["errors"]
