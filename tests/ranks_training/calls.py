@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
-        pairs = zip(widths, widths[1:], strict=False)
+        pairs = pairwise(widths)
         self.layers = torch.nn.ModuleList([torch.nn.Linear(a, b) for a, b in pairs])
         self.maybe = torch.nn.Linear(widths[-1], widths[-1], bias=False)
         self.frozen = torch.nn.Parameter(torch.randn(5), requires_grad=False)
@@ -292,7 +293,7 @@ def run_calls(
     folder: Path, rank: int, size: int, calls: Sequence[Sequence[Any]], setting: dict[str, Any]
 ) -> None:
     """Make the calls of a rank, and record what came of each."""
-    global _record  # noqa: PLW0603  (a process has one rank)
+    global _record
     file = os.open(f"{folder}/outcomes-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
     _record = lambda outcome: os.write(file, (json.dumps(outcome) + "\n").encode())  # noqa: E731
     torch.use_deterministic_algorithms(mode=True)
@@ -318,8 +319,8 @@ def run_calls(
 def warm_up() -> None:
     """Import what ranks need, before they are forked."""
     import torch.distributed.tensor  # noqa: F401
-    from offload.distributed import launch, torch_channel  # noqa: F401
 
+    from offload.distributed import launch, torch_channel  # noqa: F401
     from tests.stores.training import Reference
 
     Reference().after(1)
