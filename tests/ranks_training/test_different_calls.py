@@ -47,7 +47,7 @@ def test_hyper_parameters_that_differ_fail_the_seal(jobs: Jobs, tmp_path: Path, 
     seal: list[list[Any]] = [["step"], ["checkpoint"], ["result"]]
     for rank in differ(jobs, tmp_path, kind, seal, [["set", {"lr": 1e-3}], *seal]):
         assert rank.failed() == ["SealError"]
-        assert "the hyper-parameters of rank 1 differ" in rank.of("result")["message"]
+        assert "rank 1 differs from rank 0 in the hyper-parameters" in rank.of("result")["message"]
     require_goes_on(jobs, tmp_path, kind, 1)
 
 
