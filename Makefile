@@ -50,6 +50,7 @@ test: lint
 # The long campaigns as well, of which `make test` runs a sample: tests/campaigns.py has the list.
 test-full: export OMP_WAIT_POLICY ?= PASSIVE
 test-full: export FULL_TESTS := 1
+test-full: $(VENV)/.machine-code
 test-full: lint
 	$(PYTEST)
 	$(MAKE) mutants
@@ -72,7 +73,7 @@ lint: $(VENV)/.dev
 # Small sizes. Every script has --help. Run by hand: the larger sizes and the variants; `peers`,
 # which needs DeepSpeed; `finetune`, which needs the demo's packages; what needs a GPU; `fio_axes`,
 # which needs fio; `update_cpu`, which needs a C++ compiler; `crossings`, `revisions` and
-# `same_bits`, which measure the code and not the drive.
+# `same_bits`, which measure the code and not the drive, as does `device_calls`.
 #
 # `make bench QUICK=1` runs all of it at tiny sizes, which shows that it runs and measures nothing;
 # results and page then go to a folder that git does not see.
@@ -142,6 +143,11 @@ $(VENV)/.bench: $(VENV)/.base $(KERNEL_SOURCES)
 $(VENV)/.gpu: $(VENV)/.base $(KERNEL_SOURCES) constraints-gpu.txt
 	$(PIP) install --quiet --constraint constraints-gpu.txt --no-build-isolation --editable '.[gpu,test]'
 	$(say_if_slow)
+	@touch $@
+
+# The compiler of the CUDA kernels and a disassembler: neither needs a GPU or a driver.
+$(VENV)/.machine-code: $(VENV)/.dev constraints.txt
+	$(INSTALL) --no-deps nvidia-cuda-nvrtc nvidia-cuda-nvdisasm
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base $(KERNEL_SOURCES)

@@ -10,7 +10,7 @@ wait for nothing: training work that is launched after `wait` has returned comes
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import torch
 from gds import Buffer
 from offload.device.boundary import PRIORITY, Event, named_errors, pinned
 from offload.device.kernels import digest, update
-from offload.device.kernels.forms import DeviceBlock, DeviceScalars, Form
+from offload.device.kernels.forms import DeviceRun, Form
 
 _cuda: Any = torch.cuda  # torch.cuda has only partial types
 
@@ -52,10 +52,6 @@ class Compute(Protocol):
         """Return uninitialised memory of the device, shape (num_elements,)."""
         ...
 
-    def number(self, value: float) -> torch.Tensor:
-        """Return a number as FP32, shape (1,), without a copy from the host."""
-        ...
-
     def prepare(self, form: Form) -> None:
         """Compile a variant of the update kernel, unless it has been compiled already."""
         ...
@@ -64,14 +60,12 @@ class Compute(Protocol):
         self,
         optimizer_class: type[torch.optim.Optimizer],
         group: Mapping[str, Any],
-        block: DeviceBlock,
+        run: DeviceRun,
         *,
         step: int,
-        seed: int,
-        rounding_step: int,
-        scalars: DeviceScalars,
+        factors: Sequence[float],
     ) -> None:
-        """Queue `kernels.update.update_block`; the arguments are the same."""
+        """Queue `kernels.update.update_run`; the arguments are the same."""
         ...
 
     def leaf_digests(self, data: torch.Tensor) -> torch.Tensor:
@@ -160,10 +154,6 @@ class CudaCompute:
         """Return memory from torch's pool for the stream."""
         return torch.empty(num_elements, dtype=dtype, device=self.device)
 
-    def number(self, value: float) -> torch.Tensor:
-        """Fill a tensor on the device."""
-        return torch.full((1,), value, dtype=torch.float32, device=self.device)
-
     def prepare(self, form: Form) -> None:
         """Compile the variant for this device."""
         update.compile_form(form, self.device.index or 0)
@@ -172,23 +162,19 @@ class CudaCompute:
         self,
         optimizer_class: type[torch.optim.Optimizer],
         group: Mapping[str, Any],
-        block: DeviceBlock,
+        run: DeviceRun,
         *,
         step: int,
-        seed: int,
-        rounding_step: int,
-        scalars: DeviceScalars,
+        factors: Sequence[float],
     ) -> None:
         """Launch the update kernel."""
-        update.update_block(
+        update.update_run(
             optimizer_class,
             group,
-            block,
+            run,
             stream=self._stream.cuda_stream,
             step=step,
-            seed=seed,
-            rounding_step=rounding_step,
-            scalars=scalars,
+            factors=factors,
         )
 
     def leaf_digests(self, data: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from offload.distributed.sharing import share_bytes
 from offload.distributed.step_agreement import StepAgreement, StepTerms
 from offload.distributed.together import together
 from offload.distributed.torch_channel import TorchChannel
-from offload.errors import UnsupportedParameterError
+from offload.errors import RanksError, UnsupportedParameterError
 from offload.format.boxes import Box, Cut
 from offload.format.dealing import OwnedBox, deal_rows, own_boxes
 from offload.format.digests import DigestContext
@@ -212,6 +212,20 @@ class RankGroup:
 
         return bool(self._agreement.agree(what, make, lambda _: None, ask=value, asks=True).offer)
 
+    def require_same(self, what: str, value: str) -> None:
+        """Check that a value is the same on all ranks."""
+
+        def make(asked: Mapping[int, Json]) -> Json:
+            for rank, theirs in sorted(asked.items()):
+                if theirs != asked[0]:
+                    raise RanksError(
+                        f"rank 0 asks for {asked[0]} and rank {rank} for {theirs}: make the same "
+                        "call on every rank. Nothing was changed"
+                    )
+            return None
+
+        self._agreement.agree(what, make, lambda _: None, ask=value, asks=True)
+
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that a step has failed here."""
         self._agreement.broadcast_error(error)
@@ -239,14 +253,17 @@ class RankGroup:
     ) -> ModelCopy | None:
         """Return the copy of this rank's share of the model into a slot."""
         store = self._opened()
+        file, close = store.working_model(slot)
         copy = ShareCopy(
             self.share_of(slot.layout),
             stored,
-            store.working_model(slot),
+            file,
             store.backend,
             slot.context,
             marks,
             self._traffic,
+            self._agreement.progress,
+            close,
         )
         store.sealing.copy = copy
         return copy

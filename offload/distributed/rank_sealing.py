@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -75,9 +74,13 @@ class RankSealing:
         self._part = part
         self._number: int | None = None
         """Number of the seal in flight that this rank has not reported yet."""
+        self._has_met = False
+        """Whether this rank has said in the seal in flight that it has written its blocks."""
         self._manifest: Manifest | None = None
         """Manifest of the seal in flight, with the layout of this rank."""
         self._train_state = EncodedState("null")
+        self._slot: StateSlot | None = None
+        """Slot of this rank in the seal in flight."""
         self._name = ""
         """Name of the part that is sealed; empty on the writer."""
         self.copy: ShareCopy | None = None
@@ -94,19 +97,24 @@ class RankSealing:
     def begin(self, manifest: Manifest) -> None:
         """Announce a seal. Collective; never waits."""
         self._number = self._agreement.begin_seal(self._name)
+        self._has_met = False
+        self.last_aborted = None  # its slot belongs to this seal now, and may become a checkpoint
         self._manifest = manifest
         if self._store is not None:
             self._store.sealing.begin(manifest)
 
     def end(self) -> None:
         """Announce that the seal has ended on this rank."""
-        self.copy = None
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.close()
         if self._store is not None:
             self._store.sealing.end()
 
     def compose(self, slot: Any, train_state: EncodedState, **content: Any) -> Composition:
         """Describe this rank's part of a checkpoint; see `offload.store.sealing.compose`."""
         self._train_state = train_state
+        self._slot = slot
         self._name = "" if self._part is None else slot.name
         if self._store is not None:
             share = self._share_of(slot.layout)
@@ -150,6 +158,7 @@ class RankSealing:
         number, copy, manifest = self._number, self.copy, composition.manifest
         if number is None or copy is None:
             raise RuntimeError("no seal has begun")
+        self._has_met = True
         self._agreement.meet(number)
         boxes = copy.finish()
         report = Report(
@@ -239,12 +248,21 @@ class RankSealing:
             return  # the outcome is known already, or no seal has begun
         text = reason_of(error)
         report = Report(step=manifest.step, generation=manifest.generation, error=text)
-        with suppress(OffloadError):
+        try:
+            if not self._has_met:
+                self._agreement.meet(number)  # the other ranks wait for this one
             self._agreement.report(number, report)
             if self._store is None:
                 self._agreement.decision(number)
             else:
                 self._agreement.decide(number, _refuse, _refuse_rename)
+        except InDoubtError:
+            return
+        except SealError as aborted:
+            if self._slot is not None:
+                self.last_aborted = Aborted(number, self._slot, str(aborted))
+        except OffloadError:
+            return
 
     def warn_of_aborted(self, reason: str) -> None:
         """Warn that the last seal failed, and that training goes on in its slot."""

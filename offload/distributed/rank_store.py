@@ -36,10 +36,10 @@ from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint, find_stored
 from offload.store.owner_claims import NamedParts
-from offload.store.owner_slot import OwnerSlot
+from offload.store.owner_slot import OwnerSlot, OwnerSlotState
 from offload.store.owner_store import OwnerStore
 from offload.store.shared import SharedStore
-from offload.store.slot import Slot
+from offload.store.slot import Slot, SlotState
 from offload.store.state_store import StateSlot
 from offload.store.store import Store
 
@@ -103,8 +103,8 @@ class RankStore:
         self._share_of = share_of
         self._opened = _Opened()
         self._granted: StateSlot | None = None
-        self._model: File | None = None
-        """Model file of the working slot, on a rank that is not the writer."""
+        self._working = ""
+        """Name of the working slot in the first directory."""
         self._slots: dict[int, OwnerSlot] = {}
         """Open parts of checkpoints, by generation."""
         self._manifests: dict[str, Manifest] = {}
@@ -238,7 +238,9 @@ class RankStore:
                 self._opened.store.refresh(warn_of_refused=warn_of_refused)
             return self._offer()
 
-        self.agreement.agree("restore()", make, self._learn)
+        self.sealing.last_aborted = None  # a restore gives its slot up
+        # A rank that announced an error before goes on with this call.
+        self.agreement.agree("restore()", make, self._learn, heeds_errors=False)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
         """Return whether a checkpoint with open files is unchanged and not quarantined."""
@@ -274,7 +276,11 @@ class RankStore:
             if store is None:
                 raise RuntimeError("only the writer makes offers")
             last = self.sealing.last_aborted
-            if last is not None and self.is_in_place(last.slot):
+            if (
+                last is not None
+                and last.slot.state is SlotState.WORKING
+                and self.is_in_place(last.slot)
+            ):
                 slot = os.path.basename(last.slot.path)
                 self._granted = last.slot
                 return Offer(
@@ -300,10 +306,14 @@ class RankStore:
                 return None
             if found.in_place_of != NO_SEAL:
                 last = self.sealing.last_aborted
-                if last is None:
-                    raise RanksError("the last seal of this rank was not aborted: restart the job")
+                if last is None or last.slot.state is not OwnerSlotState.WORKING:
+                    raise RanksError(
+                        "this rank's part of the last seal could not be made durable, so that it "
+                        "cannot be written again: restart the job"
+                    )
                 self._granted = last.slot
                 return None
+            self._release_older(part)
             names = {name for owner, name in found.named if owner == part.owner} | held
             unknown = tuple(path for owner, path in found.named if owner == _UNKNOWN)
             self._granted = part.ready(
@@ -312,9 +322,7 @@ class RankStore:
                 NamedParts({part.owner: frozenset(names)}, unknown),
                 written=[(entry.name, entry.box) for entry in self._share_of(layout).entries],
             )
-            path = f"{self.directory}/{found.slot}/{MODEL_NAME}"
-            self._close_model()
-            self._model = self.backend.open(path, writable=True)
+            self._working = found.slot
             return None
 
         self._granted = None
@@ -335,6 +343,9 @@ class RankStore:
 
     def release(self, slot: Any) -> None:
         """Take back a slot that was acquired and will not be sealed."""
+        last = self.sealing.last_aborted
+        if last is not None and last.slot is slot:
+            self.sealing.last_aborted = None
         if self._opened.store is not None:
             self._opened.store.release(slot)
         elif self._opened.part is not None and self.checkpoint_of(slot) is None:
@@ -405,13 +416,18 @@ class RankStore:
         """Return the model file of a checkpoint, open for this rank alone; the caller closes it."""
         return self.backend.open(f"{checkpoint.path}/{MODEL_NAME}")
 
-    def working_model(self, slot: StateSlot) -> File:
-        """Return the model file of the working slot, open for writing."""
+    def working_model(self, slot: StateSlot) -> tuple[File, Callable[[], None]]:
+        """Return the model file of the working slot, open for writing, and what closes it.
+
+        A seal writes it while later steps write other slots, so each seal has a file of its own.
+
+        Raises:
+            gds.StorageError: The file cannot be opened.
+        """
         if isinstance(slot, Slot):
-            return slot.model
-        if self._model is None:
-            raise RuntimeError("no slot has been granted")
-        return self._model
+            return slot.model, lambda: None  # closed with its slot
+        file = self.backend.open(f"{self.directory}/{self._working}/{MODEL_NAME}", writable=True)
+        return file, file.close
 
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
         """Exclude a damaged checkpoint from use.
@@ -447,10 +463,6 @@ class RankStore:
         """
         manifest = decode_manifest(self.backend, path)
         self._slots[manifest.generation] = slot
-        for generation in [g for g in self._slots if g < manifest.generation - 1]:
-            old = self._slots.pop(generation)
-            if self._opened.part is not None:
-                self._opened.part.release(old)
         self._own = [c for c in self._own if c.path != path and self.backend.stat(c.path)]
         checkpoint = self._adopt(path, manifest)
         self._own.append(checkpoint)
@@ -458,13 +470,17 @@ class RankStore:
 
     def close(self) -> None:
         """Close all files and release the locks. Idempotent."""
-        self._close_model()
         self._opened.close()
 
-    def _close_model(self) -> None:
-        model, self._model = self._model, None
-        if model is not None:
-            model.close()
+    def _release_older(self, part: OwnerStore) -> None:
+        """Close the parts of checkpoints before the newest, so that they can be written again.
+
+        The next step reads the part of the newest checkpoint, or one that is being sealed.
+        """
+        newest = self.newest
+        for generation in [*self._slots]:
+            if newest is None or generation < newest.manifest.generation:
+                part.release(self._slots.pop(generation))
 
     def _offer(self) -> Json:
         """Return what the writer tells all ranks of the checkpoints."""

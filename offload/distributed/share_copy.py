@@ -41,6 +41,8 @@ class ShareCopy:
         context: Store and generation of the digests.
         marks: Positions in the streams of devices.
         traffic: Counter of the bytes that cross to the host.
+        progress: Function that tells the other ranks that this one makes progress.
+        close: Function that closes the file.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class ShareCopy:
         context: DigestContext,
         marks: Marks,
         traffic: Traffic,
+        progress: Callable[[], None],
+        close: Callable[[], None],
     ) -> None:
         plan = SharePlan(share)
         self.share = share
@@ -60,6 +64,9 @@ class ShareCopy:
         self._buffers = buffers_of(backend, plan.buffer_bytes, traffic)
         self._image = ShareImage(plan, _tensors_of(share, stored), marks, traffic)
         self._written: WrittenShare | None = None
+        self._progress = progress
+        self.close = close
+        """Function that closes the file, when the seal has ended."""
 
     @property
     def data_bytes(self) -> int:
@@ -76,13 +83,14 @@ class ShareCopy:
 
     def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
         """Write the blocks that belong to this rank alone; `finish` writes the rest."""
+
+        def moved(nbytes: int) -> None:
+            self._progress()
+            copied(nbytes)
+
+        known = KnownLeaves(readable=False)
         written = self._written = write_share(
-            self._image,
-            self._file,
-            self._buffers,
-            self._context,
-            KnownLeaves(readable=False),
-            copied,
+            self._image, self._file, self._buffers, self._context, known, moved
         )
         return written.digests, written.written_bytes
 

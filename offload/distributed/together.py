@@ -40,7 +40,8 @@ def together(agreement: Agreement, what: str, action: Callable[[], T]) -> T:
             return [type(error).__name__, reason_of(error)]
         return None
 
-    notes = agreement.agree(what, lambda _: None, ready).notes
+    # A rank that announced an error before goes on with this call.
+    notes = agreement.agree(what, lambda _: None, ready, heeds_errors=False).notes
     if failures:
         raise failures[0]
     for rank, note in sorted(notes.items()):

@@ -78,6 +78,18 @@ class Ranks(Protocol):
         """
         ...
 
+    def require_same(self, what: str, value: str) -> None:
+        """Check that a value is the same on all ranks. Collective.
+
+        Args:
+            what: Call of the user, for messages.
+            value: Value of this rank, in words.
+
+        Raises:
+            RanksError: It differs. Every rank raises the same error, which names both values.
+        """
+        ...
+
     @property
     def shards(self) -> Shards | None:
         """Function that returns this rank's part of a tensor; None if there is one rank."""
@@ -180,6 +192,10 @@ class Alone:
         """Return the value."""
         del what
         return value
+
+    def require_same(self, what: str, value: str) -> None:
+        """Do nothing: there is one value."""
+        del what, value
 
     shards = None
 

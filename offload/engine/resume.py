@@ -56,6 +56,7 @@ def restore(
         CheckpointError: There are checkpoints, but none can be used.
         MismatchError: The checkpoint does not fit the optimizer and the model, or there are newer
             checkpoints and `discard_newer` is not set.
+        RanksError: The ranks chose different checkpoints. Nothing has changed.
         DamagedError: The content is not what was written, and no older checkpoint may take its
             place. The model may hold parts of it.
     """
@@ -63,6 +64,7 @@ def restore(
     state.collect_seal(wait=True, errors=False)
     store.refresh(warn_of_refused=False)
     found = _choose(store, which, discard_newer=discard_newer)
+    state.ranks.require_same("restore()", "no checkpoint" if found is None else found.path)
     if found is None:
         if lifecycle.broken:
             lifecycle.require_usable()

@@ -203,11 +203,16 @@ class Seal:
             with torch._C.DisableTorchFunctionSubclass():
                 checkpoint = self._seal(model)
         except BaseException as error:  # noqa: BLE001  (the handle carries it to the caller)
-            failure = SealError(
-                f"sealing step {self.handle.step} failed, so it is not a checkpoint; earlier "
-                f"checkpoints are untouched: {reason_of(error)}"
+            failure = (
+                error
+                if isinstance(error, SealError)
+                else SealError(
+                    f"sealing step {self.handle.step} failed, so it is not a checkpoint; earlier "
+                    f"checkpoints are untouched: {reason_of(error)}"
+                )
             )
-            failure.__cause__ = error
+            if failure is not error:
+                failure.__cause__ = error
             model.forget()
             self._flush.abandon()
             self._store.sealing.abandon(error)
@@ -220,7 +225,7 @@ class Seal:
             # Freed now, because the thread that waits for the result may allocate as much memory
             # before this thread has ended.
             self._model = None
-            del self._flush
+            del model, self._flush
             self.handle._future.set_result(checkpoint)
             log_event(
                 f"{checkpoint.path}: sealed step {checkpoint.step} in {duration(seconds)}, "

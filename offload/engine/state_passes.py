@@ -120,7 +120,7 @@ def begin_pass(
         state.update_code = updater.code(state.kernel.code)
     else:
         updater = device_updater(state.rule, state.pool, inputs, compute=state.compute)
-        state.update_code = f"kernels ({state.compute.device})"
+        state.update_code = updater.code(f"kernels ({state.compute.device})")
     chunks = state.chunks()
     if state.slots.is_working:
         chunks = [c for c in chunks if updater.touched(c)]

@@ -251,7 +251,7 @@ def _is_range(tensor: DTensor, dim: int, box: Box) -> bool:
     """Return whether this rank's indices in a dimension are neighbours, those of the box."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate() or ()
-    indices = torch.arange(tensor.shape[dim], device="cpu")
+    indices = torch.arange(tensor.shape[dim], dtype=torch.int64, device="cpu")
     for number, placement in enumerate(tensor.placements):
         if getattr(placement, "dim", None) == dim:
             split: Any = placement
@@ -259,5 +259,6 @@ def _is_range(tensor: DTensor, dim: int, box: Box) -> bool:
                 indices, mesh.size(number), with_padding=False, contiguous=True
             )
             indices = parts[coordinate[number]]
-    expected = torch.arange(box.offsets[dim], box.stops[dim], device="cpu")
+    start, stop = box.offsets[dim], box.stops[dim]
+    expected = torch.arange(start, stop, dtype=torch.int64, device="cpu")
     return bool(torch.equal(indices, expected)) or not (len(indices) or len(expected))

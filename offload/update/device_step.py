@@ -1,13 +1,17 @@
-"""One step of an optimizer by the kernels of a device: one launch for each piece of a parameter.
+"""One step of an optimizer by the kernels of a device: one launch for many pieces of parameters.
 
 AdamW, Adam and SGD have kernels that step a parameter in one pass over its state, whatever the
-state is encoded as (`offload.device.kernels`).
+state is encoded as (`offload.device.kernels`). All pieces of a chunk that share hyper-parameters
+and dtypes are one run, and what their launches have in common is computed once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,15 +19,21 @@ from torch.autograd.graph import increment_version
 
 from offload.device.compute import Compute
 from offload.device.flat_tensors import FlatTensors
-from offload.device.kernels.forms import KERNEL_DTYPES, DeviceBlock, DeviceScalars, form_for
+from offload.device.kernels.forms import KERNEL_DTYPES, DeviceRun, form_for, moment_names
+from offload.format import rounding_keys
+from offload.format.arrays import MASTER_LOW
+from offload.format.chunk_plan import Piece
 from offload.update.blocks import Block, blocks, runs
+from offload.update.device_check import why_not_trusted
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockContext
 from offload.update.rules import UpdateRule
 from offload.update.step_code import Call, LoadedChunk, PieceNumbers
 from offload.update.step_inputs import StepInputs
 from offload.update.step_keys import StepKeys
-from offload.update.steppable import MAX_FACTORS, why_not_by_kernel
+from offload.update.steppable import why_not_by_kernel, why_not_by_torch
+
+_Numbers = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +53,8 @@ class DeviceStep:
 
     Args:
         compute: Compute of the device that holds parameters, gradients and frames. The kernels that
-            the step needs are compiled now.
+            the step needs are compiled now, and compared with torch's own step when they are first
+            used in a process.
         rule: Update rule of the optimizer.
         keys: Keys of the parameters.
         inputs: Everything that the step computes with.
@@ -68,23 +79,51 @@ class DeviceStep:
         self._live = live
         self._gradients = gradients
         self._reasons = [why_not_by_kernel(rule, group, inputs.factors) for group in keys.groups]
-        for spec, parameter, gradient in zip(
-            layout.parameters, inputs.parameters, inputs.gradients, strict=True
-        ):
-            if not self._reasons[spec.group]:
-                # Compiled now, so that a compiler error cannot occur in the middle of a step.
-                compute.prepare(
-                    form_for(
-                        self._class,
-                        keys.groups[spec.group],
-                        live=parameter.dtype,
-                        gradient=_kernel_dtype(parameter if gradient is None else gradient),
-                        arrays={n: DTYPES[layout.formats[n].dtype] for n in spec.arrays},
-                    )
-                )
+        self.doubts: list[str] = []
+        """How kernels differ from torch's own step that are used nevertheless, because torch's
+        step cannot take their place."""
+        self._prepare(rule, inputs)
         self._seed, self._rounding_step = inputs.seed, inputs.step
         self._factors = inputs.factors
-        self._scalars: DeviceScalars | None = None
+        self._moments = [n for n in moment_names(self._class) if n in layout.array_names]
+
+    def _prepare(self, rule: UpdateRule, inputs: StepInputs) -> None:
+        """Compile all forms that the step needs, and compare them with torch's own step.
+
+        So neither a compiler error nor a difference is found in the middle of a step.
+        """
+        needed = {
+            (
+                spec.group,
+                parameter.dtype,
+                (parameter if gradient is None else gradient).dtype,
+                tuple(spec.arrays),
+            )
+            for spec, parameter, gradient in zip(
+                self._layout.parameters, inputs.parameters, inputs.gradients, strict=True
+            )
+        }
+        for group, live, gradient, names in sorted(needed, key=str):
+            if self._reasons[group]:
+                continue
+            form = form_for(
+                self._class,
+                self._keys.groups[group],
+                live=live,
+                gradient=gradient if gradient in KERNEL_DTYPES else torch.float32,
+                arrays={name: DTYPES[self._layout.formats[name].dtype] for name in names},
+            )
+            self._compute.prepare(form)
+            doubt = why_not_trusted(self._compute, rule, form)
+            if doubt and not self._why_not_torch(rule, group):
+                self._reasons[group] = doubt
+            elif doubt and doubt not in self.doubts:
+                self.doubts.append(doubt)
+
+    def _why_not_torch(self, rule: UpdateRule, group: int) -> str:
+        split = MASTER_LOW in self._layout.array_names
+        options = self._keys.groups[group]
+        return why_not_by_torch(rule, options, self._layout.state_dtype, split=split)
 
     def why_not(self, group: int) -> str:
         """Return why no kernel can step a group; empty if one can."""
@@ -111,60 +150,91 @@ class DeviceStep:
 
     def launch(self, block: Block) -> None:
         """Queue the step of one block."""
-        key = block.key
+        key, pieces = block.key, block.pieces
         after = self._keys.scalars_after(key)
         count = next((int(value) for name, _, value in after if name == "step"), 1)
-        for piece, device_block in zip(block.pieces, self._device_blocks(block), strict=True):
+        for run in self._runs(block):
             self._compute.update(
                 self._class,
                 self._keys.groups[key.group],
-                device_block,
+                run,
                 step=count,
-                seed=self._seed,
-                rounding_step=self._rounding_step,
-                scalars=self._device_scalars(),
+                factors=self._factors,
             )
-            increment_version(self._parameters[piece.parameter])
-        self._live.finish(block.pieces)
-        self._gradients.finish(block.pieces)
+        increment_version([self._parameters[piece.parameter] for piece in pieces])
+        self._live.finish(pieces)
+        self._gradients.finish(pieces)
 
-    def _device_blocks(self, block: Block) -> Iterator[DeviceBlock]:
-        """Yield the pieces of a block, one for each launch of a kernel."""
-        layout, pieces = self._layout, block.pieces
-        in_element_space = layout.counts_from == "chunk"
+    def _runs(self, block: Block) -> Iterator[DeviceRun]:
+        """Yield the pieces of a block, cut where the dtype of the gradients changes."""
+        pieces, is_new = block.pieces, block.key.is_new
+        live = self._live.views(pieces)
+        gradients = [_for_kernel(gradient) for gradient in self._gradients.views(pieces)]
+        if self._layout.counts_from == "chunk":
+            offset = block.first - pieces[0].at
+            firsts = [offset + piece.at for piece in pieces]
+        else:
+            origins = self._layout.rounding_starts
+            firsts = [origins[piece.parameter] + piece.start for piece in pieces]
         ends = dict.fromkeys(block.stored, 0)
-        views = zip(pieces, self._live.views(pieces), self._gradients.views(pieces), strict=True)
-        for piece, live, gradient in views:
-            arrays = {}
-            for name, stored in block.stored.items():
-                start = ends[name]
-                # If a value stands for several elements, they are counted anew in each piece.
-                ends[name] += -(-(piece.stop - piece.start) // layout.formats[name].block)
-                arrays[name] = stored[start : ends[name]]
-            first = block.first + piece.at - pieces[0].at
-            yield DeviceBlock(
-                live=live,
-                gradient=gradient.to(_kernel_dtype(gradient)).contiguous(),
-                arrays=arrays,
-                first_element=(
-                    first
-                    if in_element_space
-                    else layout.rounding_starts[piece.parameter] + piece.start
-                ),
-                parameter=None if in_element_space else layout.rounding_names[piece.parameter],
-                is_new=block.key.is_new,
+        for _, numbers in groupby(range(len(pieces)), lambda number: gradients[number].dtype):
+            some = list(numbers)
+            first, last = some[0], some[-1] + 1
+            yield DeviceRun(
+                live=live[first:last],
+                gradients=gradients[first:last],
+                arrays=self._cut(block, pieces[first:last], ends),
+                first_elements=firsts[first:last],
+                keys=partial(self._rounding_keys, pieces[first:last]) if self._rounded else None,
+                is_new=is_new,
             )
 
-    def _device_scalars(self) -> DeviceScalars:
-        if self._scalars is None:
-            factors = [self._compute.number(factor) for factor in self._factors]
-            self._scalars = DeviceScalars(
-                inverse_scale=factors[0] if factors else None,
-                clip=factors[1] if len(factors) == MAX_FACTORS else None,
-            )
-        return self._scalars
+    def _cut(
+        self, block: Block, pieces: Sequence[Piece], ends: dict[str, int]
+    ) -> dict[str, torch.Tensor]:
+        """Return the stored values of some pieces, which come after the `ends` of those before."""
+        if len(pieces) == len(block.pieces):
+            return block.stored
+        arrays = {}
+        for name, stored in block.stored.items():
+            # If a value stands for several elements, they are counted anew in each piece.
+            of = self._layout.formats[name].block
+            start = ends[name]
+            ends[name] += sum(-(-(piece.stop - piece.start) // of) for piece in pieces)
+            arrays[name] = stored[start : ends[name]]
+        return arrays
+
+    @property
+    def _rounded(self) -> bool:
+        return self._layout.state_dtype == "bfloat16"
+
+    @cached_property
+    def _parameter_keys(self) -> list[rounding_keys.ParameterKeys]:
+        names = rounding_keys.name_numbers(list(self._layout.rounding_names))
+        return [
+            rounding_keys.ParameterKeys(names, self._seed, array, self._rounding_step)
+            for array in self._moments
+        ]
+
+    def _rounding_keys(
+        self, pieces: Sequence[Piece], numbers: _Numbers, firsts: _Numbers
+    ) -> list[_Numbers]:
+        """Return the keys that the CPU would use for each moment; see `DeviceRun.keys`."""
+        if self._layout.counts_from == "chunk":
+            windows, where = np.unique(firsts >> rounding_keys.WINDOW_BITS, return_inverse=True)
+            return [self._space_keys(array, windows.tolist())[where] for array in self._moments]
+        parameters = np.array([piece.parameter for piece in pieces], np.int64)[numbers]
+        runs = np.stack([parameters, firsts, firsts + 1], axis=1)
+        return [keys.of_runs(runs) for keys in self._parameter_keys]
+
+    def _space_keys(self, array: str, windows: Sequence[int]) -> _Numbers:
+        stream, seed, step = rounding_keys.stream_of(array), self._seed, self._rounding_step
+        found = [rounding_keys.element_space_key(seed, stream, step, w) for w in windows]
+        return np.array([low | high << 32 for low, high in found], np.uint64)
 
 
-def _kernel_dtype(gradient: torch.Tensor) -> torch.dtype:
-    """Return the dtype to which a gradient is converted for the kernels."""
-    return gradient.dtype if gradient.dtype in KERNEL_DTYPES else torch.float32
+def _for_kernel(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient in a form that the kernels read; the same one if it has such a form."""
+    if gradient.dtype not in KERNEL_DTYPES:
+        gradient = gradient.to(torch.float32)
+    return gradient.contiguous()

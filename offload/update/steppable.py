@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 
-from offload.device.kernels.forms import why_no_kernel
+from offload.device.kernels.forms import MAX_FACTORS, why_no_kernel
 from offload.errors import UnsupportedOptimizerError
 from offload.update.rules import UpdateRule
-
-MAX_FACTORS = 2
-"""Number of factors by which the kernels can multiply a gradient."""
 
 
 def require_steppable(

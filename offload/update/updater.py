@@ -91,11 +91,19 @@ class ChunkUpdater:
         place: Where the chunks are updated.
         codes: Implementations that step them. Each is offered the pieces that those before it have
             left. The last one must take all.
+        doubts: How the results of `codes` differ from torch's own step, in words.
     """
 
     def __init__(
-        self, layout: Layout, keys: StepKeys, place: Place, codes: Sequence[StepCode]
+        self,
+        layout: Layout,
+        keys: StepKeys,
+        place: Place,
+        codes: Sequence[StepCode],
+        *,
+        doubts: Sequence[str] = (),
     ) -> None:
+        self._doubts = doubts
         self._layout = layout
         self._keys = keys
         self._place = place
@@ -169,6 +177,8 @@ class ChunkUpdater:
         Args:
             chosen: Code that was chosen for the class, as `ChosenCode.code`.
         """
+        if self._doubts:
+            chosen = f"{chosen}, although {'; '.join(self._doubts)}"
         found = [self._codes[0].why_not(group) for group in range(len(self._keys.groups))]
         reasons = [reason for reason in found if reason]
         if not reasons:

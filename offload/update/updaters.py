@@ -70,6 +70,5 @@ def device_updater(
     split = MASTER_LOW in layout.array_names
     require_steppable(rule, keys.groups, layout.state_dtype, split=split)
     kernels = DeviceStep(compute, rule, keys, inputs, place.live, place.gradients)
-    return ChunkUpdater(
-        layout, keys, place, [kernels, TorchStep(keys, inputs, place.live, place.gradients)]
-    )
+    torchs = TorchStep(keys, inputs, place.live, place.gradients)
+    return ChunkUpdater(layout, keys, place, [kernels, torchs], doubts=kernels.doubts)

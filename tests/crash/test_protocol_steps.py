@@ -316,14 +316,13 @@ def test_a_step_returns_when_frozen_parameters_have_been_copied_as_well(
     model.trained.grad = torch.ones_like(model.trained)
     optimizer.step()
     waits = threading.Event()
-    original = Seal.wait_copied
+    original = Seal.wait_all_copied
 
-    def watched(seal: Seal, nbytes: int) -> None:
-        if nbytes == seal.data_bytes:
-            waits.set()
-        original(seal, nbytes)
+    def watched(seal: Seal) -> None:
+        waits.set()
+        original(seal)
 
-    monkeypatch.setattr(Seal, "wait_copied", watched)
+    monkeypatch.setattr(Seal, "wait_all_copied", watched)
     backend.num_before = 2  # the trained parameter's block, and the first of the frozen one
     handle = optimizer.checkpoint()
     frozen = model.frozen.clone()

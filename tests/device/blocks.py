@@ -3,15 +3,66 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from offload.device.kernels.forms import DeviceBlock, Form
+from offload.device.kernels.forms import DeviceRun, Form
+from offload.format import rounding_keys
 from offload.update.coding import codecs
 from offload.update.coding.codecs import Scratch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK = 32
+
+
+MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBlock:
+    """Elements of one parameter: a run of one piece."""
+
+    live: torch.Tensor
+    gradient: torch.Tensor
+    arrays: Mapping[str, torch.Tensor]
+    first_element: int = 0
+    parameter: str | None = None
+    is_new: bool = False
+
+    def run(self, seed: int = 0, rounding_step: int = 0) -> DeviceRun:
+        return DeviceRun(
+            live=[self.live],
+            gradients=[self.gradient],
+            arrays=self.arrays,
+            first_elements=[self.first_element],
+            keys=keys_of([self.parameter], [*self.arrays], seed, rounding_step),
+            is_new=self.is_new,
+        )
+
+
+def keys_of(parameters, arrays, seed: int, step: int):
+    """Return the keys of pieces: of parameters by name, or of element space for None."""
+
+    def key(array: str, piece: int, first: int) -> int:
+        stream, window = rounding_keys.stream_of(array), int(first) >> rounding_keys.WINDOW_BITS
+        name = parameters[piece]
+        if name is None:
+            low, high = rounding_keys.element_space_key(seed, stream, step, window)
+        else:
+            low, high = rounding_keys.parameter_key(seed, stream, step, name, window)
+        return low | high << 32
+
+    def keys(pieces, firsts):
+        moments = [name for name in MOMENTS if name in arrays]
+        return [
+            np.array([key(m, p, f) for p, f in zip(pieces, firsts, strict=True)], np.uint64)
+            for m in moments
+        ]
+
+    return keys
 
 
 def normal(num: int, seed: int) -> torch.Tensor:

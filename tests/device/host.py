@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.device.kernels.forms import ARGUMENTS, DeviceBlock, Form, Launch, launches
+from offload.device.kernels.forms import ARGUMENTS, DeviceRun, Form, Launch, launches
 from offload.device.kernels.sources import digest_source, update_source
 from offload.format.digests import LEAF_BYTES
+from tests.device.blocks import DeviceBlock
 
 SHIM = Path(__file__).with_name("shim.h")
 
@@ -33,10 +34,14 @@ static inline unsigned int group_max(const unsigned int *values) {
 """
 
 _ENTRY = """
-extern "C" void update_{index}(const Arguments *a, unsigned long long num_groups) {{
-  float h[7];
-  prepare(*a, h);
-  for (u64 g = 0; g < num_groups; g++) update_group(*a, h, g);
+extern "C" void update_{index}(const Arguments *a, u32 num_tiles) {{
+  float quotients[256];
+  for (u32 code = 0; code < 256; code++) quotients[code] = signed_quotient(code);
+  Constants c;
+  c.quotients = quotients;
+  prepare(*a, c.hyper);
+  for (u32 tile = 0; tile < num_tiles; tile++)  // as 256 threads do, 8 at a time
+    for (u32 offset = 0; offset < 32; offset++) update_tile(*a, c, tile, offset, 32);
 }}
 extern "C" unsigned long long arguments_bytes_{index}() {{ return sizeof(Arguments); }}
 """
@@ -114,19 +119,37 @@ class HostKernels:
             size.restype = ctypes.c_ulonglong
             assert size() == ARGUMENTS.itemsize
             entry = getattr(library, f"update_{index}")
-            entry.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong]
+            entry.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
             entry.restype = None
             self._entries[form] = entry
 
     def launch(self, launch: Launch) -> None:
         """Run a launch, on CPU tensors."""
         self.prepare([launch.form])
-        self._entries[launch.form](launch.arguments.ctypes.data, launch.num_groups)
+        self._entries[launch.form](launch.arguments.ctypes.data, launch.num_tiles)
 
-    def update_block(self, optimizer_class, group, block: DeviceBlock, **options) -> None:
-        """Like `update.update_block`, now and here."""
-        for launch in launches(optimizer_class, group, block, **options):
+    def update_run(self, optimizer_class, group, run: DeviceRun, **options) -> None:
+        """Like `update.update_run`, now and here."""
+        if run.is_new:
+            for array in run.arrays.values():
+                array.zero_()
+        for launch in launches(optimizer_class, group, run, **options):
             self.launch(launch)
+
+    def update_block(
+        self,
+        optimizer_class,
+        group,
+        block: DeviceBlock,
+        *,
+        step: int,
+        seed: int = 0,
+        rounding_step: int | None = None,
+        **options,
+    ) -> None:
+        """Step a block of one parameter."""
+        run = block.run(seed, step if rounding_step is None else rounding_step)
+        self.update_run(optimizer_class, group, run, step=step, **options)
 
 
 class HostDigests:

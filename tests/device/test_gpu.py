@@ -6,19 +6,28 @@ import json
 
 import pytest
 import torch
+from packaging.version import Version
 
 from bench import kernel
+from offload.device.compute import compute_on
 from offload.device.kernels import digest
-from offload.device.kernels.forms import DeviceBlock, DeviceScalars
-from offload.device.kernels.update import update_block
+from offload.device.kernels.update import update_run
 from offload.format.digests import LEAF_BYTES, leaf_digests
-from tests.device.blocks import State, bits, contents, different, ulps
+from offload.update.device_check import why_not_trusted
+from offload.update.rules import UpdateRule
+from tests.device.blocks import DeviceBlock, State, bits, contents, different, ulps
 from tests.device.test_digest import LEAVES, LONG, SHORT, content
 from tests.device.test_update_arithmetic import ADAM, ADAM_CASES, CLASSES, SGD, group_of
 from tests.device.test_update_forms import FORMS, SEED, STEP, STORE_STEP, optimizer
 
 pytestmark = pytest.mark.gpu
+IS_NEW = Version(torch.__version__).release >= (2, 13)
 OPTIONS = {"step": STEP, "seed": SEED, "rounding_step": STORE_STEP}
+
+
+def update_block(optimizer_class, group, block, *, seed=0, rounding_step=0, **options) -> None:
+    """Step a block of one parameter on the device."""
+    update_run(optimizer_class, group, block.run(seed, rounding_step), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +53,8 @@ def on_device(optimizer_class, group, block: DeviceBlock, **options) -> DeviceBl
     there = moved(block, "cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    update_block(optimizer_class, group, there, stream=stream.cuda_stream, **options)
+    with torch.cuda.stream(stream):
+        update_block(optimizer_class, group, there, stream=stream.cuda_stream, **options)
     stream.synchronize()
     return moved(there, "cpu")
 
@@ -105,7 +115,7 @@ def test_it_is_torchs_step_of_the_same_flags(name, case, fused):
         block = DeviceBlock(live=block.live, gradient=block.gradient, arrays=block.arrays)
     state = {n: instance.state[parameter][n] for n in names}
     pairs = [(block.live, parameter), *((block.arrays[n], state[n]) for n in names)]
-    exact = torch.__version__ >= "2.13" and (name, fused) != ("SGD", True)
+    exact = IS_NEW and (name, fused) != ("SGD", True)
     for found, expected in pairs:
         if exact:
             assert torch.equal(bits(found), bits(expected))
@@ -115,26 +125,21 @@ def test_it_is_torchs_step_of_the_same_flags(name, case, fused):
         assert all(ulps(f.cpu(), e.cpu()) <= 8 for f, e in pairs)
 
 
-def test_scalars_of_the_device_are_read_there(kernels):
+@pytest.mark.parametrize("name", [n for n in FORMS if FORMS[n].arithmetic == "foreach"])
+def test_a_form_is_compared_with_torch_when_it_is_first_used(name):
+    rule = UpdateRule(optimizer(FORMS[name])[0], {})
+    found = why_not_trusted(compute_on(torch.device("cuda", 0)), rule, FORMS[name])
+    assert found == "" or not IS_NEW
+
+
+def test_factors_are_multiplied_there(kernels):
     form = FORMS["bf16-float32"]
     optimizer_class, group = optimizer(form)
     block = State("normal", 5000, form.num_moments).stored(form)
-    values = {"inverse_scale": 1 / 512, "clip": 0.7}
-    for found_inf in (0.0, 1.0):
-        values["found_inf"] = found_inf
-        there = {n: torch.tensor([v], device="cuda") for n, v in values.items()}
-        here = {n: torch.tensor([v]) for n, v in values.items()}
-        found = on_device(optimizer_class, group, block, scalars=DeviceScalars(**there), **OPTIONS)
-        expected = moved(block, "cpu")
-        expected = DeviceBlock(
-            live=block.live.clone(),
-            gradient=block.gradient,
-            arrays={n: a.clone() for n, a in block.arrays.items()},
-        )
-        kernels.update_block(
-            optimizer_class, group, expected, scalars=DeviceScalars(**here), **OPTIONS
-        )
-        assert different(contents(found), contents(expected)) == {}
+    factors = (1 / 512, 0.7)
+    found = on_device(optimizer_class, group, block, factors=factors, **OPTIONS)
+    kernels.update_block(optimizer_class, group, block, factors=factors, **OPTIONS)
+    assert different(contents(found), contents(block)) == {}
 
 
 @pytest.mark.parametrize("num_bytes", [*SHORT[::7], *LONG, *LEAVES, 64 * LEAF_BYTES + 12_345])

@@ -235,6 +235,10 @@ def test_a_driver_without_a_device_is_refused_by_name(cuda, monkeypatch):
 def test_cupy_compiles_loads_and_launches_as_here(cuda):
     compiler = importlib.import_module("cupy.cuda.compiler")
     inspect.signature(compiler.compile_using_nvrtc).bind("source", options=("-std=c++17",))
+    assert compiler.nvrtc.getVersion is cuda.nvrtc.getVersion
+    assert isinstance(importlib.import_module("cupy").__version__, str)
+    assert isinstance(inspect.getattr_static(cuda.Device, "compute_capability"), object)
+    assert issubclass(cuda.driver.CUDADriverError, RuntimeError)
     module = cuda.Module()
     assert parameters(module.load)[-1] == "cubin"
     assert parameters(module.get_function)[-1] == "name"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from offload.device.kernels.binary_cache import directory
 from offload.device.kernels.loading import load
 from offload.device.kernels.sources import OPTIONS
 from tests.fake_gpu.machine import FakeGpu
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
     fake = FakeGpu(number=3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name, module in fake.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     return fake
@@ -36,3 +39,47 @@ def test_kernels_are_compiled_with_our_options_alone_and_launched_on_the_stream(
         ("first", (1,), (32,), arguments, 0, 3),
     ]
     assert gpu.current.number == 0
+
+
+def operations(gpu: FakeGpu) -> list[str]:
+    return [kernel[0] for kernel in gpu.kernels]
+
+
+def test_what_was_compiled_is_loaded_by_the_next_process(gpu):
+    load("source", ["first"], 3)
+    gpu.kernels.clear()
+    (kernel,) = load("source", ["first"], 3)
+    assert gpu.kernels == [("load", b"binary", 3)]
+    kernel.launch(1, 32, (), stream=0)
+    assert operations(gpu) == ["load", "first"]
+
+
+def test_it_is_compiled_anew_for_everything_that_it_depends_on(gpu, monkeypatch):
+    load("source", ["first"], 3)
+    changes = [
+        lambda: load("source ", ["first"], 3),
+        lambda: load("source", ["first"], 3, ["-DX"]),
+        lambda: monkeypatch.setattr(sys.modules["cupy.cuda.nvrtc"], "getVersion", lambda: (13, 1)),
+        lambda: monkeypatch.setattr(sys.modules["cupy"], "__version__", "15.0.0"),
+        lambda: monkeypatch.setattr(sys.modules["cupy.cuda"].Device, "compute_capability", "100"),
+    ]
+    for change in changes:
+        gpu.kernels.clear()
+        change()
+        load("source", ["first"], 3)
+        assert operations(gpu).count("compile") == 1
+        gpu.kernels.clear()
+        load("source", ["first"], 3)
+        assert operations(gpu) == ["load"]
+
+
+def test_what_the_driver_does_not_load_is_compiled_anew(gpu):
+    load("source", ["first"], 3)
+    (path,) = directory().iterdir()
+    before = path.stat().st_ino
+    gpu.refused_binary = b"binary"
+    gpu.kernels.clear()
+    with pytest.raises(RuntimeError, match="NO_BINARY"):
+        load("source", ["first"], 3)  # this driver takes none that is compiled here
+    assert operations(gpu) == ["compile"]
+    assert path.stat().st_ino == before

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload.device.kernels.forms import DeviceBlock, form_of_block
-from tests.device.blocks import State, bits, same_numbers, ulps
+from offload.device.kernels.forms import form_of_run
+from tests.device.blocks import DeviceBlock, State, bits, same_numbers, ulps
 
 NUM = 3001
 STEPS = (1, 2, 1000)
@@ -82,7 +82,7 @@ def all_kernels(kernels):
         names = ("momentum_buffer",) if "momentum" in SGD[case] else ()
         block = plain_block(State("normal", NUM, len(names)), names)
         blocks.append((CLASSES["SGD"], group_of("SGD", SGD[case], fused=fused), block))
-    kernels.prepare([form_of_block(*block) for block in blocks])
+    kernels.prepare([form_of_run(c, g, block.run()) for c, g, block in blocks])
     return kernels
 
 

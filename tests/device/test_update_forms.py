@@ -17,10 +17,11 @@ import torch
 
 from offload.device.kernels.forms import (
     ARGUMENTS,
-    DeviceBlock,
-    DeviceScalars,
+    GROUPS_PER_TURN,
+    MAX_PIECES,
+    DeviceRun,
     Form,
-    form_of_block,
+    form_of_run,
     launches,
     why_no_kernel,
 )
@@ -33,10 +34,12 @@ from tests.device.blocks import (
     BLOCK,
     FP16,
     FP32,
+    DeviceBlock,
     State,
     bits,
     contents,
     different,
+    keys_of,
     odd,
 )
 from tests.device.test_update_arithmetic import CLASSES, group_of
@@ -147,7 +150,7 @@ def encoded(form: Form, plain: DeviceBlock, block: DeviceBlock) -> dict[str, tor
 def step_both(kernels, form: Form, block: DeviceBlock) -> dict[str, int]:
     """Step a block, and decode, step and encode it; return how many values differ in a bit."""
     optimizer_class, group = optimizer(form)
-    assert form_of_block(optimizer_class, group, block) == form
+    assert form_of_run(optimizer_class, group, block.run()) == form
     plain = decoded(form, block)
     kernels.update_block(optimizer_class, group, plain, step=STEP)
     expected = encoded(form, plain, block)
@@ -260,6 +263,73 @@ def test_where_a_block_is_cut_makes_no_difference(all_kernels):
         assert different(contents(parts), contents(whole)) == {}
 
 
+MANY = {
+    "short": [1 + 7 * n % 97 for n in range(130)],  # three launches, few of them aligned
+    "aligned": [64 * (1 + n % 5) for n in range(50)],
+    "one long": [32, 40_000, 5, 2048],
+    "empty ones": [0, 33, 0, 0, 64, 0],
+}
+
+
+@pytest.mark.parametrize("max_tiles", [1, 7, 1 << 16])
+@pytest.mark.parametrize("lengths", MANY.values(), ids=MANY)
+@pytest.mark.parametrize("name", ["bf16-bf16-state", "split-int8", "sgd-fp16-no-state"])
+def test_many_pieces_in_one_call_are_stepped_as_one_by_one(name, lengths, max_tiles, all_kernels):
+    form = FORMS[name]
+    optimizer_class, group = optimizer(form)
+    singles = []
+    for number, length in enumerate(lengths):
+        state = State("normal", length + 1, form.num_moments)
+        for values in (state.master, state.gradient, *state.moments):
+            values += values[0].item()  # other values in each piece
+        state.master, state.gradient = state.master[1:], state.gradient[1:]
+        state.moments = [m[1:] for m in state.moments]
+        block = state.stored(form, parameter=f"layers.{number}", first=32 * number)
+        singles.append(block)
+    arrays = {n: torch.cat([b.arrays[n] for b in singles]) for n in singles[0].arrays}
+    names = [block.parameter for block in singles]
+    run = DeviceRun(
+        live=[block.live.clone() for block in singles],
+        gradients=[block.gradient for block in singles],
+        arrays=arrays,
+        first_elements=[block.first_element for block in singles],
+        keys=keys_of(names, [*arrays], SEED, STORE_STEP),
+    )
+    found = list(
+        launches(optimizer_class, group, run, step=STEP, factors=[0.5], max_tiles=max_tiles)
+    )
+    assert len(found) == -(-sum(length > 0 for length in lengths) // MAX_PIECES)
+    for launch in found:
+        all_kernels.launch(launch)
+    for block in singles:
+        all_kernels.update_block(
+            optimizer_class,
+            group,
+            block,
+            step=STEP,
+            seed=SEED,
+            rounding_step=STORE_STEP,
+            factors=[0.5],
+        )
+    together = {"live": torch.cat([*run.live]), **arrays}
+    one_by_one = {
+        "live": torch.cat([b.live for b in singles]),
+        **{n: torch.cat([b.arrays[n] for b in singles]) for n in arrays},
+    }
+    assert different(together, one_by_one) == {}
+
+
+def test_tiles_cover_a_run_and_are_few(all_kernels):
+    form = FORMS["split-int8"]
+    block = State("normal", 100_000, form.num_moments).stored(form)
+    for max_tiles in (1, 10, 1000):
+        (launch,) = launches(*optimizer(form), block.run(), step=1, max_tiles=max_tiles)
+        assert launch.num_tiles <= max_tiles
+        groups = launch.num_tiles * int(launch.arguments[0]["groups_per_tile"])
+        assert groups >= 100_000 / 32 > groups - 32 * launch.num_tiles
+        assert int(launch.arguments[0]["groups_per_tile"]) % GROUPS_PER_TURN == 0
+
+
 def test_nothing_beyond_the_block_is_touched(all_kernels):
     for form in FORMS.values():
         optimizer_class, group = optimizer(form)
@@ -287,50 +357,23 @@ def test_the_gradient_is_unscaled_and_clipped_in_fp32(name, all_kernels):
     optimizer_class, group = optimizer(form)
     state = State("normal", 500, form.num_moments)
     block = state.stored(form)
-    scale, clip = torch.tensor([1 / 1024]), torch.tensor([0.37])
-    state.gradient = (block.gradient.float() * scale) * clip
+    factors = (1 / 1024, 0.37)
+    state.gradient = (block.gradient.float() * factors[0]) * factors[1]
     expected = state.stored(form)
     expected = DeviceBlock(live=expected.live, gradient=state.gradient, arrays=expected.arrays)
     all_kernels.update_block(optimizer_class, group, expected, step=STEP)
 
-    scalars = DeviceScalars(inverse_scale=scale, clip=clip, found_inf=torch.zeros(1))
-    all_kernels.update_block(optimizer_class, group, block, step=STEP, scalars=scalars)
+    all_kernels.update_block(optimizer_class, group, block, step=STEP, factors=factors)
     assert different(contents(block), contents(expected)) == {}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_found_inf_leaves_everything_as_it_is(name, all_kernels):
-    form = FORMS[name]
-    optimizer_class, group = optimizer(form)
-    state = State("odd", 333, form.num_moments)
-    block, before = state.stored(form), state.stored(form)
-    scalars = DeviceScalars(found_inf=torch.ones(1))
-    all_kernels.update_block(optimizer_class, group, block, step=STEP, scalars=scalars)
-    assert different(contents(block), contents(before)) == {}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_found_inf_in_the_first_step_leaves_masters_and_zeros(name, all_kernels):
-    form = FORMS[name]
-    optimizer_class, group = optimizer(form)
-    block = State("wide", 333, form.num_moments).stored(form, is_new=True)
-    live = block.live.clone()
-    for array in block.arrays.values():
-        bits(array).fill_(-1)
-    scalars = DeviceScalars(found_inf=torch.tensor([2.0]))
-    all_kernels.update_block(optimizer_class, group, block, step=STEP, scalars=scalars)
-    assert torch.equal(bits(block.live), bits(live))
-    expected = {"live": live, **{n: torch.zeros_like(a) for n, a in block.arrays.items()}}
-    if form.master == "float32":
-        expected["master"] = live.float()
-    assert different(contents(block), expected) == {}
+    with pytest.raises(ValueError, match="2 factors, not by 3"):
+        all_kernels.update_block(optimizer_class, group, block, step=STEP, factors=[1.0] * 3)
 
 
 def test_an_empty_block_launches_nothing():
     form = FORMS["split-int8"]
     optimizer_class, group = optimizer(form)
     block = State("normal", 0, form.num_moments).stored(form)
-    assert list(launches(optimizer_class, group, block, step=1)) == []
+    assert list(launches(optimizer_class, group, block.run(), step=1)) == []
 
 
 def test_the_arguments_are_passed_by_value_within_what_every_device_takes():
@@ -388,8 +431,9 @@ def test_what_there_is_no_kernel_for_is_refused(change):
     form = FORMS["bf16-float32"]
     block = State("normal", 10, form.num_moments).stored(form)
     arguments, message = REFUSED[change]
+    found, group, changed = arguments(*optimizer(form), block)
     with pytest.raises(ValueError, match=message):
-        form_of_block(*arguments(*optimizer(form), block))
+        form_of_run(found, group, changed.run())
 
 
 TRAFFIC = {

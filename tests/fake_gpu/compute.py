@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from gds import Buffer
-from offload.device.kernels.forms import DeviceBlock, DeviceScalars, Form, form_of_block
+from offload.device.kernels.forms import DeviceRun, Form, form_of_run
 from tests.device.host import HostDigests, HostKernels
 from tests.fake_gpu.device import Event, FakeDevice, OnDevice, _held, _tensors
 from tests.fake_gpu.streams import GARBAGE
@@ -56,9 +56,6 @@ class FakeCompute:
         held.view(torch.uint8).fill_(GARBAGE)
         return OnDevice(held)
 
-    def number(self, value: float) -> torch.Tensor:
-        return OnDevice(torch.full((1,), value))
-
     def trim(self) -> None:
         self.num_trimmed += 1
 
@@ -71,33 +68,46 @@ class FakeCompute:
         self,
         optimizer_class: type[torch.optim.Optimizer],
         group: Mapping[str, Any],
-        block: DeviceBlock,
+        run: DeviceRun,
         *,
-        scalars: DeviceScalars,
-        **options: int,
+        step: int,
+        factors: Sequence[float],
     ) -> None:
-        assert all(v.device.type == "meta" for v in [block.live, *block.arrays.values()])
-        self._fake.compute(
-            _tensors([block.live, block.gradient, *block.arrays.values()]),
-            _tensors([block.live, *block.arrays.values()]),
-        )
+        changed = [*run.live, *run.arrays.values()]
+        used = [*changed, *run.gradients]
+        assert all(tensor.device.type == "meta" for tensor in used)
+        self._fake.compute(_tensors(used), _tensors(changed))
         held = replace(
-            block,
-            live=_held(block.live),
-            gradient=_held(block.gradient),
-            arrays={name: _held(array) for name, array in block.arrays.items()},
+            run,
+            live=[_held(live) for live in run.live],
+            gradients=[_held(gradient) for gradient in run.gradients],
+            arrays={name: _held(array) for name, array in run.arrays.items()},
         )
-        numbers = DeviceScalars(
-            **{f.name: _held(getattr(scalars, f.name)) for f in fields(scalars)}
-        )
-        assert form_of_block(optimizer_class, group, held) in self.prepared
+        assert form_of_run(optimizer_class, group, held) in self.prepared
         group = dict(group)  # a scheduler may change it before the kernel runs
         self._launch(
-            lambda: self._kernels.update_block(
-                optimizer_class, group, held, scalars=numbers, **options
+            lambda: self._kernels.update_run(
+                optimizer_class, group, held, step=step, factors=factors
             )
         )
         self.num_updates += 1
+
+    def step_by_torch(self, context, parameter, gradient, state, group) -> None:
+        """Step as torch does on a device, where `device_check` asks for it.
+
+        Torch's own step would be that of a CPU here. tests/device/test_update_arithmetic.py shows
+        that the kernels' arithmetic is the one that torch has on CUDA.
+        """
+        tensors = [parameter, gradient, *state.values()]
+        self._fake.compute(_tensors(tensors), _tensors([parameter, *state.values()]))
+        run = DeviceRun(
+            live=[_held(parameter)],
+            gradients=[_held(gradient)],
+            arrays={name: _held(values) for name, values in state.items()},
+            first_elements=[0],
+        )
+        optimizer_class = type(context.stepper._instance)
+        self._launch(lambda: self._kernels.update_run(optimizer_class, group, run, step=8))
 
     def leaf_digests(self, data: torch.Tensor) -> torch.Tensor:
         assert isinstance(data, OnDevice)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tests.fake_gpu.streams import GARBAGE
@@ -17,7 +15,7 @@ ALIGNMENT = 4096
 
 
 def cupy_modules(gpu: FakeGpu) -> tuple[types.ModuleType, ...]:
-    """Return `cupy`, `cupy.cuda` and `cupy.cuda.compiler`."""
+    """Return `cupy`, `cupy.cuda`, and what it has of `cupy.cuda.*`."""
 
     class Stream:
         def __init__(self, *, non_blocking: bool = False) -> None:
@@ -45,17 +43,27 @@ def cupy_modules(gpu: FakeGpu) -> tuple[types.ModuleType, ...]:
                 raise RuntimeError(error)
             gpu.streams.run(*self._at)
 
-    @contextmanager
-    def device(number: int) -> Iterator[None]:
-        assert number == gpu.number
-        before, gpu.current.number = gpu.current.number, number
-        try:
-            yield
-        finally:
-            gpu.current.number = before
+    class Device:
+        compute_capability = "90"
+
+        def __init__(self, number: int) -> None:
+            assert number == gpu.number
+            self._before = 0
+
+        def __enter__(self) -> Device:
+            self._before, gpu.current.number = gpu.current.number, gpu.number
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            gpu.current.number = self._before
+
+    class CUDADriverError(RuntimeError):
+        """What the driver refuses."""
 
     class Module:
         def load(self, binary: bytes) -> None:
+            if binary == gpu.refused_binary:
+                raise CUDADriverError("CUDA_ERROR_NO_BINARY_FOR_GPU")
             gpu.kernels.append(("load", binary, gpu.current.number))
 
         def get_function(self, name: str) -> Any:
@@ -71,17 +79,20 @@ def cupy_modules(gpu: FakeGpu) -> tuple[types.ModuleType, ...]:
 
     contents = {
         "cupy.cuda.compiler": {"compile_using_nvrtc": compile_using_nvrtc},
+        "cupy.cuda.driver": {"CUDADriverError": CUDADriverError},
+        "cupy.cuda.nvrtc": {"getVersion": lambda: (13, 0)},
         "cupy.cuda": {
             "Module": Module,
             "Stream": Stream,
             "Event": Event,
-            "Device": device,
+            "Device": Device,
             "runtime": Runtime(gpu),
         },
-        "cupy": {},
+        "cupy": {"__version__": "14.2.0"},
     }
     modules = {name: types.ModuleType(name) for name in contents}
-    contents["cupy.cuda"]["compiler"] = modules["cupy.cuda.compiler"]
+    for name in ("compiler", "driver", "nvrtc"):
+        contents["cupy.cuda"][name] = modules[f"cupy.cuda.{name}"]
     contents["cupy"]["cuda"] = modules["cupy.cuda"]
     for name, values in contents.items():
         vars(modules[name]).update(values)

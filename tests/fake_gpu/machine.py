@@ -78,6 +78,8 @@ class FakeGpu:
         """Direction, mode of the handle, offset and size of every transfer."""
         self.kernels: list[tuple[Any, ...]] = []
         """Compilations, loads and launches of kernels, each with the device that was current."""
+        self.refused_binary: bytes | None = None
+        """Compiled kernels that the driver does not load."""
         self.live: dict[int, int] = {}
         """Device memory: address and length."""
         self.adopted: dict[int, int] = {}

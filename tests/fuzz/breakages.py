@@ -50,7 +50,8 @@ def a_step_is_counted_twice() -> None:
 
 def buffers_are_not_looked_at() -> None:
     """A second checkpoint of a step is taken for the first, whatever has changed."""
-    engine.is_unchanged = lambda *_: True  # type: ignore[attr-defined]
+    engine.has_same_model = lambda *_: True  # type: ignore[attr-defined]
+    engine.have_same_groups = lambda *_: True  # type: ignore[attr-defined]
 
 
 def other_groups_keep_their_settings() -> None:

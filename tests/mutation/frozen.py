@@ -7,7 +7,8 @@ from tests.mutation.mutation import Edit, Mutation
 _WRITING = "offload/model/model_writing.py"
 _MODEL = "offload/model/model_file.py"
 _SLOT = "offload/store/slot.py"
-_SEAL = "offload/engine/seal.py"
+_WHOLE = "offload/engine/whole_model.py"
+_COPY = "offload/model/model_copy.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
 _POSIX = "gds/backends/posix_file.py"
 _FROZEN = "tests/numerics/test_frozen.py"
@@ -21,9 +22,9 @@ FROZEN = (
         "after a failed seal the slot is not asked what it holds: a cache may answer",
         (
             Edit(
-                _SEAL,
-                "self.slot.model_leaves.forget(readable=False)",
-                "self.slot.model_leaves.forget(readable=True)",
+                _COPY,
+                "self._known.forget(readable=False)",
+                "self._known.forget(readable=True)",
             ),
         ),
         (f"{_IN_ONE}::test_after_a_write_that_failed_everything_is_written_and_nothing_is_asked",),
@@ -131,9 +132,9 @@ FROZEN = (
         "nothing is cloned from a checkpoint that was found damaged",
         (
             Edit(
-                _SEAL,
-                "            if not self._store.is_usable(newest):\n",
-                "            if False:\n",
+                _WHOLE,
+                "        if not store.is_usable(newest):\n",
+                "        if False:\n",
             ),
         ),
         (f"{_RESUMED}::test_nothing_is_cloned_from_a_checkpoint_that_a_reader_has_found_damaged",),
@@ -143,9 +144,9 @@ FROZEN = (
         "nothing is cloned from a model file of another layout",
         (
             Edit(
-                _SEAL,
-                "        if source.layout.model_header.encoded != header.encoded:\n",
-                "        if False:\n",
+                _WHOLE,
+                "    if source.layout.model_header.encoded != slot.layout.model_header.encoded:\n",
+                "    if False:\n",
             ),
         ),
         (

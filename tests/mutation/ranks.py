@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.mutation.mutation import Edit, Mutation
 
 _LAYOUT = "offload/format/layout.py"
-_MANIFEST = "offload/format/manifest.py"
 _DEALING = "offload/format/dealing.py"
 _MATCHING = "offload/engine/matching.py"
 _SHARDS = "offload/model/shards.py"
@@ -15,9 +14,7 @@ _ROWS = "tests/ranks/test_rows.py"
 _ONE = "tests/ranks/test_one_rank.py"
 _DEALT = "tests/ranks/test_dealing.py"
 _SHARDED = "tests/ranks/test_sharded.py"
-_LOCAL = f"{_SHARDED}::test_local_shards_are_stepped_sealed_and_restored"
 _REFUSED = f"{_SHARDED}::test_what_has_no_single_box_is_refused_by_name"
-_EMPTY = f"{_SHARDED}::test_uneven_and_empty_shards_are_stored_by_their_boxes"
 _STATE = f"{_ROWS}::test_the_state_is_that_of_one_process"
 
 RANKS = (
@@ -38,25 +35,13 @@ RANKS = (
         "random numbers of a piece are counted from the first element of the whole parameter",
         (
             Edit(
-                "offload/update/coder.py",
+                "offload/update/coding/coder.py",
                 "        if self._has_cuts:\n"
                 "            pieces = [self._in_parameter(piece) for piece in pieces]\n",
                 "",
             ),
         ),
         (_STATE,),
-    ),
-    Mutation(
-        "boxes-not-in-the-manifest",
-        "a manifest says which boxes of parameters it has the state of",
-        (
-            Edit(
-                _MANIFEST,
-                "        if any(p.cut for p in layout.parameters):\n",
-                "        if not layout.parameters:\n",
-            ),
-        ),
-        (_ONE, _ROWS),
     ),
     Mutation(
         "boxes-not-compared",
@@ -128,7 +113,7 @@ RANKS = (
                 "        part = first if tensor is owner else tensor.to_local()",
             ),
         ),
-        (_LOCAL,),
+        (f"{_SHARDED}::test_the_local_part_is_taken_anew_at_every_use",),
     ),
     Mutation(
         "other-gradients-taken",
@@ -158,6 +143,6 @@ RANKS = (
                 "return cut is not None and cut.box.num_elements < 0",
             ),
         ),
-        (_EMPTY,),
+        (f"{_ONE}::test_a_parameter_without_elements_here_is_not_stored",),
     ),
 )

@@ -201,7 +201,7 @@ RECYCLING = (
             gone(
                 _STORE,
                 """\
-            if any(checkpoint.slot is slot for checkpoint in self.checkpoints):
+            if self.checkpoint_of(slot) is not None:
                 return  # the slot has been sealed meanwhile
 """,
             ),

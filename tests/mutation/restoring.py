@@ -74,7 +74,7 @@ RESTORING = (
         (
             gone(
                 _RESUME,
-                "    _ = checkpoint.train_state  # read and checked before anything is changed\n",
+                '    ranks.together("restore()", lambda: checkpoint.train_state)\n',
             ),
         ),
         (_LOST, _DAMAGE),

@@ -9,6 +9,7 @@ import torch
 
 import offload.device.boundary
 import offload.device.compute
+import offload.update.device_check
 import offload.update.pool
 from tests.device.fixtures import *  # noqa: F403
 from tests.device.host import HostDigests, HostKernels
@@ -43,4 +44,5 @@ def compute(
     made = FakeCompute(device, kernels, digests)
     monkeypatch.setitem(offload.device.compute.COMPUTES, "meta", lambda _: made)
     monkeypatch.setattr(offload.device.compute, "_made", {})
+    monkeypatch.setattr(offload.update.device_check, "step_by_torch", made.step_by_torch)
     return made

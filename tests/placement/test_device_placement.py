@@ -224,14 +224,16 @@ def test_a_flipped_bit_is_found_by_the_device(device, compute):
 
 def test_only_parameters_cross_and_only_when_sealed_or_restored(device, compute):
     pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
-    train(pair, (0, 1, 2))
+    train(pair, (0,))  # before which the kernels are compared with torch's step
+    sent, fetched = compute.num_sent, compute.num_fetched
+    train(pair, (1, 2))
     stats = pair.optimizer.stats()
     assert (stats.to_host_bytes, stats.to_device_bytes, stats.crossing_bytes) == (0, 0, 0)
     assert (device.num_fetched, device.num_sent) == (0, 0)
     # Digests do: 8 bytes for each MiB that is written.
-    assert compute.num_sent == 0
+    assert compute.num_sent == sent
     chunks = pair.optimizer.stats().state_bytes // (3 * 4096) + 2
-    assert compute.num_fetched <= 3 * 8 * chunks
+    assert compute.num_fetched - fetched <= 3 * 8 * chunks
     pair.optimizer.checkpoint().result()
     after = pair.optimizer.stats()
     model_bytes = sum(p.nbytes for p in pair.live.parameters())
@@ -419,6 +421,53 @@ def test_kernels_that_do_not_compile_are_found_out_before_the_step(device, compu
     monkeypatch.setattr(compute, "prepare", prepare)
     train(pair)
     pair.assert_same_state()
+
+
+def wrong_in_a_bit(compute, monkeypatch) -> None:
+    """Make every launch of a kernel give a wrong bit, in one element of one array."""
+    update = compute.update
+
+    def wrong(optimizer_class, group, run, **options) -> None:
+        update(optimizer_class, group, run, **options)
+        found = next(iter(run.arrays.values())).held.view(torch.uint8)
+        compute._launch(lambda: found[0].bitwise_xor_(1))
+
+    monkeypatch.setattr(compute, "update", wrong)
+
+
+def test_a_kernel_that_is_wrong_in_a_bit_is_not_used(device, compute, monkeypatch, caplog):
+    wrong_in_a_bit(compute, monkeypatch)
+    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
+    train(pair)
+    pair.assert_same_state()
+    reason = "the kernel of SGD does not give the bits of torch"
+    assert f"torch ({reason}" in pair.optimizer.stats().update_code
+    assert reason in caplog.text
+    checks = compute.num_updates
+    train(pair, [len(STEPS)])
+    assert compute.num_updates == checks  # it is not tried again
+
+
+def test_a_kernel_that_nothing_can_replace_is_used_and_the_difference_is_said(
+    device, compute, monkeypatch, caplog
+):
+    wrong_in_a_bit(compute, monkeypatch)
+    model = on_device(torch.nn.ParameterList([torch.ones(3000)]))
+    backend = DeviceBackend(MemoryBackend(), device)
+    options = Cut(4096, 2, settings={**ON_DEVICE, "state_dtype": "int8"}).options(backend)
+    with offload.AdamW(model.parameters(), directory="/s", options=options) as optimizer:
+        model[0].grad = upload(torch.ones(3000))
+        optimizer.step()
+        code = optimizer.stats().update_code
+    assert code.startswith("kernels (meta), although the kernel of AdamW does not give the bits")
+    assert compute.num_updates > 2
+    assert caplog.text.count("does not give the bits") == 1
+
+
+def test_a_kernel_that_is_right_is_said_to_be_used(device, compute):
+    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
+    train(pair, (0,))
+    assert pair.optimizer.stats().update_code == "kernels (meta)"
 
 
 def test_memory_that_torch_keeps_is_asked_for_before_giving_up(device, compute, monkeypatch):

@@ -1,7 +1,7 @@
 """One rank of a training: an engine that is told which part of each tensor it steps.
 
-The public optimizer does not accept ranks yet, so tests drive the engine itself. A rank has a
-directory of its own here.
+These tests are of the engine and its table alone, without other ranks: a rank has a directory of
+its own here. `tests/ranks_training` has ranks that train together.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 import torch
 
 from offload import DriveTuning, Options
@@ -21,10 +22,22 @@ from offload.engine.engine import Engine
 from offload.engine.seal import SealHandle
 from offload.engine.strategy import InsideStep
 from offload.engine.training_state import TrainingState
+from offload.format._layout_fields import decode_layout
+from offload.format.layout import Layout
 from offload.model.shards import Shards
 from offload.overlap.forward import BesideForward
 from offload.retention.policy import as_retention
 from offload.update.rules import UpdateRule
+
+
+def manifests_may_have_boxes(patch: pytest.MonkeyPatch) -> None:
+    """Let a manifest of one owner describe boxes of parameters."""
+
+    def with_boxes(*arguments: Any, has_boxes: bool) -> Layout:
+        del has_boxes
+        return decode_layout(*arguments, has_boxes=True)
+
+    patch.setattr("offload.format.manifest.decode_layout", with_boxes)
 
 
 def settings(**changes: Any) -> Options:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from offload.engine.state_dict import load_tensors, materialize
-from offload.errors import ManifestError, MismatchError, OverlapError, UnsupportedParameterError
-from offload.format import manifest as manifests
+from offload.errors import MismatchError, OverlapError, UnsupportedParameterError
 from offload.format.boxes import Box, Cut
 from offload.format.dealing import deal_rows
 from offload.model.names import unwrapped_names
@@ -25,7 +23,7 @@ from offload.model.shards import own_shards, rows, uncounted, whole
 from offload.overlap.backward import DuringBackward
 from tests.numerics.reference import Reference, assert_same_parameters
 from tests.ranks.rank import Rank
-from tests.ranks.replicas import SHAPES, Replicas
+from tests.ranks.replicas import Replicas
 
 
 def network() -> torch.nn.Sequential:
@@ -98,13 +96,32 @@ def test_whole_state_is_refused_where_parameters_are_cut(tmp_path: Path) -> None
     replicas = Replicas(2, torch.bfloat16, tmp_path, torch.optim.AdamW)
     replicas.step(1)
     rank = replicas.ranks[0]
-    with pytest.raises(MismatchError, match=r"full_state_dict\(\).*this rank steps '\w+\["):
+    with pytest.raises(MismatchError, match=r"full_state_dict\(\).*this rank has a part only"):
         materialize(rank.engine, rank.param_groups)
     torch_dict = {"state": {}, "param_groups": rank.state_dict()["param_groups"]}
-    with pytest.raises(MismatchError, match=r"load_state_dict\(\).*this rank steps '\w+\["):
+    with pytest.raises(MismatchError, match=r"load_state_dict\(\).*this rank has a part only"):
         load_tensors(rank.engine, rank.param_groups, torch_dict)
     replicas.step(2)  # nothing has changed
     replicas.close()
+
+
+def test_a_parameter_without_elements_here_is_not_stored(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    shards = {"weight": lambda p: rows(p, 2, 2), "bias": lambda p: rows(p, 0, 2)}
+    with Rank(
+        torch.optim.AdamW,
+        model.named_parameters(),
+        tmp_path,
+        lambda name, parameter: shards[name](parameter),
+        model=model,
+    ) as rank:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        rank.step()
+        layout = rank.training.layout
+        assert [spec.stored_name for spec in layout.parameters] == ["bias[0:2,]"]
+        whole = [(tensor.name, tensor.shape) for tensor in layout.model]
+        assert whole == [("weight", (3, 2)), ("bias", (3,))]
 
 
 def test_rows_are_views_of_a_parameter_and_of_its_gradient() -> None:
@@ -165,51 +182,3 @@ def test_names_are_those_of_torchs_distributed_checkpoints(
             assert {item.spec.name for item in stored} == found
     finally:
         torch.distributed.destroy_process_group()
-
-
-def sealed(tmp_path: Path) -> tuple[manifests.Manifest, bytes]:
-    replicas = Replicas(2, torch.bfloat16, tmp_path, torch.optim.AdamW)
-    replicas.step(1)
-    path = replicas.ranks[1].checkpoint({}).result().path
-    replicas.close()
-    data = (Path(path) / "manifest.json").read_bytes()
-    return manifests.decode(data, path), data
-
-
-def test_manifests_say_which_boxes_they_have(tmp_path: Path) -> None:
-    manifest, data = sealed(tmp_path)
-    dealt = dict(deal_rows(SHAPES, 2)[1])
-    found = {spec.name: spec.cut for spec in manifest.layout.parameters}
-    assert found == {n: c if c.box.sizes != c.shape else None for n, c in dealt.items()}
-    assert any(found.values())
-    assert manifests.decode(manifest.encode(len(data)), "again") == manifest
-    uncut = tuple(replace(spec, cut=None) for spec in manifest.layout.parameters)
-    layout = replace(manifest.layout, parameters=uncut)
-    assert b'"cuts"' not in replace(manifest, layout=layout).encode(len(data))
-
-
-@pytest.mark.parametrize(
-    "cuts",
-    [
-        None,
-        [],
-        [None] * 9,
-        [[[4, 4], [0, 0]]],
-        [7],
-        [[[2], [0]]],
-        [[[64, 1 << 62], [60, 0]]],
-        [[["a", 64], [0, 0]]],
-        [[[40, 64]]],
-    ],
-    ids=str,
-)
-def test_cuts_that_no_rank_has_written_are_refused(cuts: Any, tmp_path: Path) -> None:
-    manifest, _ = sealed(tmp_path)
-    body = manifest._body()
-    if isinstance(cuts, list) and len(cuts) == 1:
-        position = next(n for n, cut in enumerate(body["cuts"]) if cut is not None)
-        cuts = [cuts[0] if n == position else cut for n, cut in enumerate(body["cuts"])]
-    body["cuts"] = cuts
-    forged = manifests.document.signed(manifests.FORMAT_VERSION, body, compact=True)
-    with pytest.raises(ManifestError, match="contradictory"):
-        manifests.decode(forged, "forged")

@@ -78,6 +78,10 @@ def test_what_has_no_single_box_is_refused_by_name(two: list[dict[str, Any]]) ->
         assert "p.grad.redistribute" in found["gradient"]
 
 
+def test_the_local_part_is_taken_anew_at_every_use(two: list[dict[str, Any]]) -> None:
+    assert [rank["refused"]["anew"] for rank in two] == [[[5.0, 5.0], [5.0, 5.0]]] * 2
+
+
 def test_boxes_on_meshes_of_two_dimensions_have_the_values_of_the_whole(
     four: list[dict[str, Any]],
 ) -> None:

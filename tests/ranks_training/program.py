@@ -9,8 +9,11 @@ stopped and resumed.
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from offload import DriveTuning, Options
+from gds import File, PosixBackend, StorageError, WrapperBackend
+from gds.backends.wrapper import WrapperFile
+from offload import DriveTuning, Options, SealError, SealHandle
 from tests.numerics.reference import bits
 
 
@@ -36,12 +41,33 @@ class Case:
     optimizer: str = "AdamW"
     hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
     first: int = 1
-    """First step of this run; if it is not 1, the run continues from the checkpoint before it."""
+    """First step of this run; if it is not 1, the run continues from the checkpoint before it. With
+    0 it continues from the newest checkpoint, if there is one."""
 
     last: int = 6
     seals: list[int] = field(default_factory=lambda: [3, 6])
     options: dict[str, Any] = field(default_factory=dict)
     clip: float | None = None
+    acknowledge: str = ""
+    """Path of a file to which each step is written when its checkpoint is durable."""
+
+    infinite: int = 0
+    """Step in which a gradient of rank 1 is infinite, so that a scaler skips it on all ranks; 0 for
+    training without a scaler."""
+
+    fails: list[int] = field(default_factory=list)
+    """Rank, and step of a seal that cannot write the rank's share of the model."""
+
+    collects: bool = False
+    """Whether the error of a seal is raised before the next step."""
+
+    slow_seals: bool = False
+    """Whether seals take longer than steps, as they do with larger models."""
+
+    timeout_s: float = 20.0
+    values: bool = False
+    """Whether the rank says the values of its memory at the end."""
+
     accumulate: int = 1
     """Backwards for one step; all but the last without reduction."""
 
@@ -62,6 +88,23 @@ class Model(torch.nn.Module):
         """Return the output, and count the calls."""
         self.seen += 1
         return self.second(torch.nn.functional.gelu(self.norm(self.first(x)))) * self.scale
+
+
+class SlowModelFiles(WrapperBackend):
+    """Writes to model files take a while."""
+
+    def wrap_file(self, file: File) -> File:
+        return SlowFile(file) if file.path.endswith("model.safetensors") else file
+
+
+class SlowFile(WrapperFile):
+    fails = False
+
+    def write_bytes(self, data: bytes, offset: int) -> None:
+        time.sleep(0.3)
+        if SlowFile.fails:
+            raise StorageError(errno.EIO, "injected", self.path)
+        super().write_bytes(data, offset)
 
 
 class Masters:
@@ -107,7 +150,13 @@ def prepare(case: Case) -> torch.nn.Module:
     return fully_shard(model, mp_policy=policy)
 
 
-def backward(model: torch.nn.Module, case: Case, step: int, rank: int) -> None:
+def backward(
+    model: torch.nn.Module,
+    case: Case,
+    step: int,
+    rank: int,
+    scaler: torch.amp.GradScaler | None = None,
+) -> None:
     """Compute the gradients of a step from data that differ between the ranks."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     dtype = torch.bfloat16 if case.kind != "fsdp2-mixed" else torch.float32
@@ -118,7 +167,8 @@ def backward(model: torch.nn.Module, case: Case, step: int, rank: int) -> None:
             model.require_backward_grad_sync = is_last
         else:
             model.set_requires_gradient_sync(is_last)
-        model(x).float().square().mean().backward()
+        loss = model(x).float().square().mean()
+        (loss if scaler is None else scaler.scale(loss)).backward()
     if case.clip is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
 
@@ -126,6 +176,15 @@ def backward(model: torch.nn.Module, case: Case, step: int, rank: int) -> None:
 def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the bits of this rank's memory, by name."""
     return {name: bits(local(p)).clone() for name, p in model.named_parameters()}
+
+
+def outcome(handle: SealHandle) -> str:
+    """Return the error of a seal; empty if it succeeded."""
+    try:
+        handle.result()
+    except SealError as error:
+        return str(error)
+    return ""
 
 
 def main(directory: Path, case: Case) -> dict[str, Any]:
@@ -140,9 +199,11 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
             plain = DistributedDataParallel(plain.module)
         plain.zero_grad()
         backward(plain, case, step, rank)
-        masters.step()
+        if step != case.infinite:
+            masters.step()
         expected[step] = values(plain)
 
+    backend = SlowModelFiles(PosixBackend()) if case.slow_seals or case.fails else None
     model = prepare(case)
     optimizer = getattr(offload, case.optimizer)(
         model.parameters(),
@@ -150,29 +211,56 @@ def main(directory: Path, case: Case) -> dict[str, Any]:
         model=model,
         options=Options(
             allow_volatile=True,
-            agreement_timeout_s=20.0,
+            agreement_timeout_s=case.timeout_s,
             chunk_bytes=4096,
             drives=DriveTuning(calibrate=False),
+            backend=backend,
             **case.options,
         ),
         **case.hyper,
     )
-    found: dict[str, Any] = {"different": []}
-    if case.first > 1:
+    found: dict[str, Any] = {"different": [], "parts": 0}
+    if case.first != 1:
         checkpoint = optimizer.restore()
-        found["resumed"] = [checkpoint.step, checkpoint.train_state]
-        if any(not torch.equal(v, expected[case.first - 1][n]) for n, v in values(model).items()):
+        found["resumed"] = [checkpoint.step, checkpoint.train_state] if checkpoint else None
+        if case.first == 0:
+            case.first = checkpoint.step + 1 if checkpoint else 1
+        restored = expected.get(case.first - 1, values(model))
+        if any(not torch.equal(v, restored[n]) for n, v in values(model).items()):
             found["different"].append("restored")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=case.infinite > 0)
     for step in range(case.first, case.last + 1):
         optimizer.zero_grad()
-        backward(model, case, step, rank)
-        optimizer.step()
+        backward(model, case, step, rank, scaler)
+        if step == case.infinite and rank == 1:
+            local(model.first.weight.grad).fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
         for name, value in values(model).items():
             if not torch.equal(value, expected[step][name]):
                 found["different"].append([step, name])
+        if backend is not None:
+            SlowFile.fails = case.fails == [rank, step]
         if step in case.seals:
+            with suppress(SealError if case.fails else ()):  # of the seal before
+                optimizer.synchronize()
             handle = optimizer.checkpoint(train_state={"step": step, "rank": rank})
-    found["sealed"] = handle.result().step if case.seals else None
+            if case.fails:
+                found.setdefault("errors", []).append(outcome(handle))
+                with suppress(SealError if case.collects else ()):
+                    if case.collects:
+                        optimizer.synchronize()  # so that the state is in its slot again at once
+            if case.acknowledge:
+                handle.result()
+                with Path(case.acknowledge).open("a") as file:
+                    file.write(f"{step}\n")
+    if case.seals and case.first <= case.last:
+        found["sealed"] = handle.result().step
+    if case.values:
+        found["values"] = {
+            name: value.view(torch.uint8).numpy().tobytes().hex()
+            for name, value in values(model).items()
+        }
     optimizer.close()
     return found
 

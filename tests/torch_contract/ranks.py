@@ -32,6 +32,7 @@ def construct(directory: Any, model: torch.nn.Module | None, **changes: Any) -> 
         chunk_bytes=4096,
         drives=DriveTuning(calibrate=False),
         overlap=changes.pop("overlap", None),
+        agreement_timeout_s=60.0,
     )
     params = changes.pop("params", None) or model.parameters()
     return AdamW(params, directory=directory, model=model, options=settings, **changes)
@@ -58,12 +59,8 @@ def main(root: Path, rank: int) -> dict[str, Any]:
         "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
     refused = root / "refused"
-    found["one directory for all"] = said(lambda: construct(root / "common", linear()))
-    found["one directory each"] = said(lambda: construct(root / f"each-{rank}", linear()))
     found["overlap"] = said(lambda: construct(refused, linear(), overlap="forward"))
-    found["several directories"] = said(
-        lambda: construct([refused / "a", refused / "b"], linear())
-    )
+    found["several directories"] = said(lambda: construct([refused / "a", refused / "b"], linear()))
 
     wrapped = DistributedDataParallel(linear())
     found["ddp"] = said(lambda: construct(refused / str(rank), wrapped, **separate))

@@ -6,9 +6,9 @@ change from step to step go into one structure, which is passed by value.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,10 @@ Arithmetic = Literal["foreach", "fused"]
 
 BLOCK_ELEMENTS = 32
 """Number of elements of a block of 8-bit state. A group of lanes steps this many elements."""
+
+THREADS = 256
+GROUPS_PER_TURN = THREADS // 8
+"""Number of groups that a block of threads steps at once, on 8 lanes each."""
 
 _RULES = {"sgd": 0, "adam": 1, "adamw": 2}
 _ARITHMETICS = {"foreach": 0, "fused": 1}
@@ -41,28 +45,49 @@ _MOMENTS = {
     "adamw": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
 }
 
-_IS_NEW, _MAXIMIZE, _NESTEROV, _DECAY, _ALIGNED = (1 << bit for bit in range(5))
+_IS_NEW, _MAXIMIZE, _NESTEROV, _DECAY, _SCALED, _CLIPPED = (1 << bit for bit in range(6))
 _QUAD = 4
 
-ARGUMENTS = np.dtype(
+MAX_PIECES = 48
+"""Number of pieces that one launch can step: their table is passed by value."""
+
+MAX_FACTORS = 2
+"""Number of factors by which the kernel can multiply a gradient."""
+
+PIECE = np.dtype(
     [
+        ("live", np.uint64),
+        ("gradient", np.uint64),
         ("num_elements", np.uint64),
         ("first_element", np.uint64),
-        ("gradient", np.uint64),
-        ("live", np.uint64),
-        ("master", np.uint64),
-        ("moments", np.uint64, 3),
-        ("scales", np.uint64, 3),
-        ("inverse_scale", np.uint64),
-        ("clip", np.uint64),
-        ("found_inf", np.uint64),
-        ("hyper", np.float64, 8),
+        ("at", np.uint64),
+        ("scale_at", np.uint32),
+        ("first_tile", np.uint32),
         ("keys", np.uint32, 6),
-        ("flags", np.uint32),
+        ("aligned", np.uint32),
         ("unused", np.uint32),
     ]
 )
+"""Layout of `struct Piece` in `update.cu`."""
+
+ARGUMENTS = np.dtype(
+    [
+        ("master", np.uint64),
+        ("moments", np.uint64, 3),
+        ("scales", np.uint64, 3),
+        ("hyper", np.float32, 8),
+        ("wide_hyper", np.float64, 4),
+        ("factors", np.float32, MAX_FACTORS),
+        ("flags", np.uint32),
+        ("num_pieces", np.uint32),
+        ("groups_per_tile", np.uint32),
+        ("unused", np.uint32),
+        ("pieces", PIECE, MAX_PIECES),
+    ]
+)
 """Layout of `struct Arguments` in `update.cu`."""
+
+_Numbers: TypeAlias = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +127,11 @@ class Form:
         return _MOMENTS[self.rule][: self.num_moments]
 
     @property
+    def computes_in_fp64(self) -> bool:
+        """Whether the rule computes with hyper-parameters in FP64, as torch's fused SGD does."""
+        return self.rule == "sgd" and self.arithmetic == "fused"
+
+    @property
     def traffic_bytes(self) -> float:
         """Bytes of device memory read and written per element, in steps after the first."""
         master = {"own": 0, "float32": 4, "split": 2}[self.master]
@@ -111,50 +141,35 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceBlock:
-    """Elements that are stepped in one call: flat, contiguous tensors on one device.
+class DeviceRun:
+    """Pieces of parameters that are stepped in one call: flat, contiguous tensors on one device.
 
-    They share hyper-parameters and scalar state, like a block of `offload.update.blocks`.
+    They share hyper-parameters, scalar state and dtypes. Their state lies end to end.
     """
 
-    live: torch.Tensor
-    """Parameter, shape (n,); updated in place."""
+    live: Sequence[torch.Tensor]
+    """Each piece's elements of its parameter, shape (n,); updated in place."""
 
-    gradient: torch.Tensor
-    """FP32, bf16 or fp16, shape (n,); unchanged."""
+    gradients: Sequence[torch.Tensor]
+    """FP32, bf16 or fp16, of the same shapes; unchanged."""
 
     arrays: Mapping[str, torch.Tensor]
-    """Stored values by the array's name in the layout (``master``, ``exp_avg``, ``exp_avg_scale``,
-    ...); updated in place. Blocks of 32 elements of 8-bit state are counted from the first element
-    of the call. If a parameter ends inside a block, the next parameter begins a new block, and
-    therefore needs another call."""
+    """Stored values of all pieces by the array's name in the layout (``master``, ``exp_avg``,
+    ``exp_avg_scale``, ...); updated in place. Blocks of 32 elements of 8-bit state are counted from
+    each piece's first element, which must be the start of a block in the format."""
 
-    first_element: int = 0
-    """Index of the first element, within `parameter` or in element space. Stochastic rounding
-    depends on it."""
+    first_elements: Sequence[int]
+    """Index of each piece's first element, as the keys count it. Stochastic rounding depends on
+    it."""
 
-    parameter: str | None = None
-    """Name of the parameter that `first_element` is counted in. None if it is counted in element
-    space, as in stores of version 2 of the format. Stochastic rounding depends on it."""
+    keys: Callable[[_Numbers, _Numbers], Sequence[_Numbers]] | None = None
+    """Function that returns the keys of stochastic rounding: for each moment, uint64 of shape (n,).
+    Its arguments are indices of pieces and the first elements that are rounded, both of shape (n,).
+    Only needed for bf16 state."""
 
     is_new: bool = False
-    """Whether there is no state yet. The step then initialises the arrays, whatever they hold."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceScalars:
-    """Numbers in device memory, so that the host need not wait for them: FP32, one element each."""
-
-    inverse_scale: torch.Tensor | None = None
-    """First factor of the gradient, applied in FP32."""
-
-    clip: torch.Tensor | None = None
-    """Second factor of the gradient: the coefficient of `torch.nn.utils.clip_grad_norm_`, at most
-    1."""
-
-    found_inf: torch.Tensor | None = None
-    """Flag that skips the step unless it is 0. Then nothing changes, except that the state of a new
-    block is initialised, to masters and zeros."""
+    """Whether there is no state yet. The step then begins with arrays of zeros, whatever they
+    hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +177,16 @@ class Launch:
     """One launch of the update kernel."""
 
     form: Form
-    arguments: np.ndarray[Any, Any] = field(repr=False)
+    arguments: _Numbers = field(repr=False)
     """Structure of arguments, of dtype `ARGUMENTS` and shape (1,)."""
 
-    num_groups: int
-    """Number of groups of 32 elements."""
+    num_tiles: int
+    """Number of blocks of threads."""
+
+
+def moment_names(optimizer_class: type[torch.optim.Optimizer]) -> tuple[str, ...]:
+    """Return the names of the state arrays of a class that has kernels, in the kernels' order."""
+    return _MOMENTS.get(optimizer_class.__name__.lower(), ())
 
 
 def why_no_kernel(optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str:
@@ -254,92 +274,98 @@ def form_for(
     )
 
 
-def form_of_block(
-    optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any], block: DeviceBlock
+def form_of_run(
+    optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any], run: DeviceRun
 ) -> Form:
-    """Return the variant of the kernel for a block.
+    """Return the variant of the kernel for a run, which must not be empty.
 
     Raises:
-        ValueError: See `form_for`; or an array is missing, or the tensors differ in length or
-            device.
+        ValueError: See `form_for`; or an array is missing, or the tensors differ in length, dtype
+            or device.
     """
     form = form_for(
         optimizer_class,
         group,
-        live=block.live.dtype,
-        gradient=block.gradient.dtype,
-        arrays={name: array.dtype for name, array in block.arrays.items()},
+        live=run.live[0].dtype,
+        gradient=run.gradients[0].dtype,
+        arrays={name: array.dtype for name, array in run.arrays.items()},
     )
-    _check(form, block)
+    _check(form, run)
     return form
 
 
 def launches(
     optimizer_class: type[torch.optim.Optimizer],
     group: Mapping[str, Any],
-    block: DeviceBlock,
+    run: DeviceRun,
     *,
     step: int,
-    seed: int = 0,
-    rounding_step: int | None = None,
-    scalars: DeviceScalars | None = None,
+    factors: Sequence[float] = (),
+    max_tiles: int = 1 << 16,
 ) -> Iterator[Launch]:
-    """Yield the launches for a block: one, or two if the rounding key changes inside the block.
+    """Yield the launches for a run: one for every `MAX_PIECES` pieces.
 
     Args:
         optimizer_class: `torch.optim.Adam`, `AdamW` or `SGD`.
         group: Hyper-parameters, as in ``param_groups``; ``fused`` selects the arithmetic.
-        block: Block to step.
+        run: Pieces to step. Arrays of new state must be zeros already.
         step: Value of torch's ``step`` after this step: from 1.
-        seed: Seed of stochastic rounding.
-        rounding_step: Step number of the store, for stochastic rounding; `step` if None.
-        scalars: Factors of the gradient, and whether to skip the step.
+        factors: Numbers that gradients are multiplied by in FP32, one after the other.
+        max_tiles: Number of blocks of threads that is enough for the device.
 
     Raises:
-        ValueError: See `form_of_block`.
+        ValueError: See `form_of_run`; or there are more factors than `MAX_FACTORS`.
     """
-    form = form_of_block(optimizer_class, group, block)
-    scalars = scalars or DeviceScalars()
-    rounding_step = step if rounding_step is None else rounding_step
-    start, num_elements = 0, block.live.numel()
-    while start < num_elements:
-        first = block.first_element + start
-        num = num_elements - start
-        if form.state == "bfloat16":
-            num = min(
-                num, ((first >> rounding_keys.WINDOW_BITS) + 1 << rounding_keys.WINDOW_BITS) - first
-            )
-        arguments = np.zeros(1, ARGUMENTS)
-        record = arguments[0]
-        record["num_elements"], record["first_element"] = num, first
-        aligned = _set_pointers(record, form, block, start)
-        for name in ("inverse_scale", "clip", "found_inf"):
-            scalar = getattr(scalars, name)
-            if scalar is not None:
-                record[name] = scalar.data_ptr()
-        hyper = _hyper(form, group, step)
+    if len(factors) > MAX_FACTORS:
+        raise ValueError(f"the kernel multiplies by {MAX_FACTORS} factors, not by {len(factors)}")
+    if not sum(map(torch.Tensor.numel, run.live)):
+        return
+    form = form_of_run(optimizer_class, group, run)
+    common = np.zeros(1, ARGUMENTS)
+    record = common[0]
+    _set_arrays(record, form, run)
+    hyper = _hyper(form, group, step)
+    if form.computes_in_fp64:
+        record["wide_hyper"][: len(hyper)] = hyper
+    with np.errstate(over="ignore"):  # FP32 has infinity for such a number, as in torch
         record["hyper"][: len(hyper)] = hyper
-        if form.state == "bfloat16":
-            for k, name in enumerate(form.moments):
-                record["keys"][2 * k : 2 * k + 2] = _rounding_key(
-                    name, seed, rounding_step, block.parameter, first
-                )
-        decay = group["weight_decay"]
-        if form.arithmetic == "fused" and form.rule != "sgd":
-            decay = np.float32(decay)
-        record["flags"] = (
-            _IS_NEW * block.is_new
-            + _MAXIMIZE * bool(group["maximize"])
-            + _NESTEROV * bool(group.get("nesterov"))
-            + _DECAY * bool(decay != 0)
-            + _ALIGNED * aligned
-        )
-        yield Launch(form=form, arguments=arguments, num_groups=-(-num // BLOCK_ELEMENTS))
-        start += num
+        record["factors"][: len(factors)] = factors
+    decay = group["weight_decay"]
+    if form.arithmetic == "fused" and form.rule != "sgd":
+        decay = np.float32(decay)
+    record["flags"] = (
+        _IS_NEW * run.is_new
+        + _MAXIMIZE * bool(group["maximize"])
+        + _NESTEROV * bool(group.get("nesterov"))
+        + _DECAY * bool(decay != 0)
+        + _SCALED * (len(factors) > 0)
+        + _CLIPPED * (len(factors) > 1)
+    )
+    pieces = _pieces(form, run)
+    for first in range(0, len(pieces), MAX_PIECES):
+        table = pieces[first : first + MAX_PIECES]
+        arguments = common.copy()
+        num_tiles = _set_pieces(arguments[0], table, max_tiles)
+        yield Launch(form=form, arguments=arguments, num_tiles=num_tiles)
 
 
-def _check(form: Form, block: DeviceBlock) -> None:
-    num = block.live.numel()
+def _check(form: Form, run: DeviceRun) -> None:
+    """Check that a run's tensors are those of a form, and fit together."""
+    lengths = [live.numel() for live in run.live]
+    num, device = sum(lengths), run.live[0].device
+    for what, tensors, dtype in (
+        ("live parameter", run.live, form.live),
+        ("gradient", run.gradients, form.gradient),
+    ):
+        for tensor, length in zip(tensors, lengths, strict=True):
+            if not (
+                tensor.dtype is dtype
+                and tensor.dim() == 1
+                and tensor.numel() == length
+                and tensor.is_contiguous()
+                and tensor.device == device
+            ):
+                _refuse(what, tensor, dtype, length, device)
     expected: dict[str, tuple[torch.dtype, int]] = {}
     if form.master != "own":
         split = form.master == "split"
@@ -347,43 +373,125 @@ def _check(form: Form, block: DeviceBlock) -> None:
     for k, name in enumerate(form.moments):
         expected[name] = (_STATE_DTYPES[form.state][k > 0], num)
         if form.state == "int8":
-            expected[scale_name(name)] = (torch.bfloat16, -(-num // BLOCK_ELEMENTS))
-    tensors = {"live parameter": block.live, "gradient": block.gradient, **block.arrays}
-    expected |= {"live parameter": (form.live, num), "gradient": (form.gradient, num)}
-    if missing := expected.keys() - tensors.keys():
+            num_scales = sum(-(-length // BLOCK_ELEMENTS) for length in lengths)
+            expected[scale_name(name)] = (torch.bfloat16, num_scales)
+    if missing := expected.keys() - run.arrays.keys():
         raise ValueError(f"the block lacks {', '.join(sorted(missing))}")
     for name, (dtype, length) in expected.items():
-        tensor = tensors[name]
-        if tensor.dtype != dtype or tensor.shape != (length,) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: expected {length} contiguous values of {dtype}, got {tensor.dtype} of "
-                f"shape {tuple(tensor.shape)}"
-            )
-        if tensor.device != block.live.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}, and the live parameter on {block.live.device}"
-            )
+        array = run.arrays[name]
+        fits = array.dtype == dtype and array.shape == (length,) and array.is_contiguous()
+        if not fits or array.device != device:
+            _refuse(name, array, dtype, length, device)
 
 
-def _set_pointers(record: Any, form: Form, block: DeviceBlock, start: int) -> bool:
-    """Set the pointers for the elements from `start` on; return whether all quads are aligned."""
-    aligned = True
+def _refuse(
+    what: str, tensor: torch.Tensor, dtype: torch.dtype, length: int, device: torch.device
+) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{what} is on {tensor.device}, and the live parameter on {device}")
+    raise ValueError(
+        f"{what}: expected {length} contiguous values of {dtype}, got {tensor.dtype} of shape "
+        f"{tuple(tensor.shape)}"
+    )
 
-    def pointer(tensor: torch.Tensor) -> int:
-        """Return the address of element `start`, and note whether the quads are aligned."""
-        nonlocal aligned
-        at = tensor.data_ptr() + start * tensor.itemsize
-        aligned &= at % (_QUAD * tensor.itemsize) == 0
-        return at
 
-    record["live"], record["gradient"] = pointer(block.live), pointer(block.gradient)
+def _set_arrays(record: Any, form: Form, run: DeviceRun) -> None:
+    """Set the addresses of the arrays."""
     if form.master != "own":
-        record["master"] = pointer(block.arrays[MASTER_LOW if form.master == "split" else MASTER])
+        record["master"] = run.arrays[_master_name(form)].data_ptr()
     for k, name in enumerate(form.moments):
-        record["moments"][k] = pointer(block.arrays[name])
+        record["moments"][k] = run.arrays[name].data_ptr()
         if form.state == "int8":
-            record["scales"][k] = block.arrays[scale_name(name)].data_ptr()
-    return aligned
+            record["scales"][k] = run.arrays[scale_name(name)].data_ptr()
+
+
+def _master_name(form: Form) -> str:
+    return MASTER_LOW if form.master == "split" else MASTER
+
+
+def _pieces(form: Form, run: DeviceRun) -> _Numbers:
+    """Return the table of the pieces that have elements, without their tiles."""
+    num = np.array([live.numel() for live in run.live], np.int64)
+    table = np.zeros(len(num), PIECE)
+    table["live"] = [live.data_ptr() for live in run.live]
+    table["gradient"] = [gradient.data_ptr() for gradient in run.gradients]
+    table["num_elements"] = num
+    table["first_element"] = run.first_elements
+    ends = np.cumsum(num)
+    table["at"] = ends - num
+    num_blocks = -(-num // BLOCK_ELEMENTS)
+    table["scale_at"] = np.cumsum(num_blocks) - num_blocks
+    numbers = np.arange(len(num))
+    if form.state == "bfloat16":
+        table, numbers = _within_windows(form, table)
+    is_some = table["num_elements"] > 0
+    table, numbers = table[is_some], numbers[is_some]
+    if form.state == "bfloat16" and form.moments:
+        if run.keys is None:
+            raise ValueError("bf16 state is rounded stochastically, and the run has no keys")
+        for k, keys in enumerate(run.keys(numbers, table["first_element"].astype(np.int64))):
+            table["keys"][:, 2 * k] = keys & np.uint64(0xFFFFFFFF)
+            table["keys"][:, 2 * k + 1] = keys >> np.uint64(32)
+    _set_aligned(form, run, table)
+    return table
+
+
+def _within_windows(form: Form, table: _Numbers) -> tuple[_Numbers, _Numbers]:
+    """Return the table with pieces cut where the key of stochastic rounding changes.
+
+    The second result has the index of the piece that each row is a part of.
+    """
+    first, num = table["first_element"], table["num_elements"]
+    bits = np.uint64(rounding_keys.WINDOW_BITS)
+    last = first + np.maximum(num, np.uint64(1)) - np.uint64(1)
+    if (first >> bits == last >> bits).all():
+        return table, np.arange(len(table))
+    rows, numbers = [], []
+    for number, row in enumerate(table):
+        done, total = 0, int(row["num_elements"])
+        while done < total:
+            begin = int(row["first_element"]) + done
+            window_end = (begin >> rounding_keys.WINDOW_BITS) + 1 << rounding_keys.WINDOW_BITS
+            part = row.copy()
+            part["num_elements"] = min(total - done, window_end - begin)
+            part["first_element"] = begin
+            part["live"] += np.uint64(done * form.live.itemsize)
+            part["gradient"] += np.uint64(done * form.gradient.itemsize)
+            part["at"] += np.uint64(done)
+            rows.append(part)
+            numbers.append(number)
+            done += int(part["num_elements"])
+    return np.array(rows, PIECE), np.array(numbers)
+
+
+def _set_aligned(form: Form, run: DeviceRun, table: _Numbers) -> None:
+    """Note for each piece whether every array is aligned to its quads."""
+    at = table["at"]
+    starts = [(table["live"], form.live.itemsize), (table["gradient"], form.gradient.itemsize)]
+    names = [*form.moments] if form.master == "own" else [_master_name(form), *form.moments]
+    for array in (run.arrays[name] for name in names):
+        size = array.itemsize
+        starts.append((at * np.uint64(size) + np.uint64(array.data_ptr()), size))
+    aligned = np.ones(len(table), bool)
+    for start, size in starts:
+        aligned &= start % np.uint64(_QUAD * size) == 0
+    table["aligned"] = aligned
+
+
+def _set_pieces(record: Any, table: _Numbers, max_tiles: int) -> int:
+    """Set the pieces of a launch, cut into tiles, and return the number of tiles.
+
+    Tiles are of equal length, so that all multiprocessors have work; and long, so that a thread
+    steps many quads and requests the next one while it computes.
+    """
+    groups = -(-table["num_elements"].astype(np.int64) // BLOCK_ELEMENTS)
+    turns = max(1, -(-int(groups.sum()) // (max_tiles * GROUPS_PER_TURN)))
+    groups_per_tile = turns * GROUPS_PER_TURN
+    tiles = -(-groups // groups_per_tile)
+    record["pieces"][: len(table)] = table
+    record["pieces"]["first_tile"][: len(table)] = np.cumsum(tiles) - tiles
+    record["num_pieces"], record["groups_per_tile"] = len(table), groups_per_tile
+    return int(tiles.sum())
 
 
 def _hyper(form: Form, group: Mapping[str, Any], step: int) -> tuple[float, ...]:
@@ -406,13 +514,3 @@ def _hyper(form: Form, group: Mapping[str, Any], step: int) -> tuple[float, ...]
         eps,
         (lr / (1 - beta1**step)) * -1,
     )
-
-
-def _rounding_key(
-    array: str, seed: int, step: int, parameter: str | None, first_element: int
-) -> rounding_keys.Key:
-    """Return the key that the CPU would use for an array from `first_element` on."""
-    stream, window = rounding_keys.stream_of(array), first_element >> rounding_keys.WINDOW_BITS
-    if parameter is None:
-        return rounding_keys.element_space_key(seed, stream, step, window)
-    return rounding_keys.parameter_key(seed, stream, step, parameter, window)

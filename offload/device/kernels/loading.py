@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from offload.device.kernels.binary_cache import BinaryCache, directory
 from offload.device.kernels.sources import OPTIONS
 
 
@@ -48,7 +49,7 @@ class Kernel:
 def load(
     source: str, names: Sequence[str], device: int, options: Sequence[str] = ()
 ) -> list[Kernel]:
-    """Compile a source for a device, and return functions of it by name.
+    """Compile a source for a device, or find it compiled; return functions of it by name.
 
     This does not use CuPy's ``RawModule``, which adds ``-ftz=true`` after all other options and so
     makes denormal numbers zero (cupy issue 9576).
@@ -60,10 +61,33 @@ def load(
         options: Compiler options in addition to `OPTIONS`.
     """
     import cupy
+    from cupy.cuda import nvrtc
     from cupy.cuda.compiler import compile_using_nvrtc
 
-    with cupy.cuda.Device(device):
-        binary, _ = compile_using_nvrtc(source, options=(*OPTIONS, *options))
-        module = cupy.cuda.Module()
-        module.load(binary)
+    options = (*OPTIONS, *options)
+    with cupy.cuda.Device(device) as current:
+        # CuPy and its NVRTC decide on what is compiled for an architecture.
+        versions = (cupy.__version__, str(nvrtc.getVersion()))
+        parts = (source, *options, str(current.compute_capability), *versions)
+        cache = BinaryCache(directory())
+        module = None
+        if (binary := cache.find(parts)) is not None:
+            module = _loaded(binary)
+        if module is None:
+            binary, _ = compile_using_nvrtc(source, options=options)
+            module = cupy.cuda.Module()
+            module.load(binary)
+            cache.keep(parts, binary)
         return [Kernel(module.get_function(name), device) for name in names]
+
+
+def _loaded(binary: bytes) -> Any:
+    """Return a module; None if the driver does not take what was kept."""
+    import cupy
+
+    module = cupy.cuda.Module()
+    try:
+        module.load(binary)
+    except cupy.cuda.driver.CUDADriverError:
+        return None
+    return module

@@ -14,13 +14,13 @@ The other options keep `powf` exact."""
 @cache
 def update_source() -> str:
     """Return the source of the kernel ``update``; `Form.macros` select the variant."""
-    return _text("values.cuh") + _text("update.cu")
+    return text("values.cuh") + text("update.cu")
 
 
 @cache
 def digest_source() -> str:
     """Return the source of ``digest_blocks``, ``digest_scan`` and ``digest_merge``."""
-    return _text("digest.cu")
+    return text("digest.cu")
 
 
 def defines(macros: Mapping[str, int]) -> tuple[str, ...]:
@@ -28,5 +28,6 @@ def defines(macros: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(f"-D{name}={value}" for name, value in macros.items())
 
 
-def _text(name: str) -> str:
+def text(name: str) -> str:
+    """Return a source file of this package."""
     return files(__package__).joinpath(name).read_text("ascii")

@@ -1,4 +1,9 @@
-// One optimizer step over a flat block, in a single pass: every value is read and written once.
+// One optimizer step over pieces of parameters, in a single pass: every value is read and written
+// once. A piece is cut into tiles, one for each block of threads. A tile is cut into groups of 32
+// elements, and these into quads: a thread, which is a lane of its group, steps one quad at a time.
+// All values of the next quad are requested before any value of this one is used, so that memory
+// answers while the thread computes.
+//
 // Compiled after values.cuh. These macros select a variant (forms.py sets them):
 //
 //   RULE        SGD, ADAM or ADAMW
@@ -26,151 +31,293 @@
 #define QUAD 4
 #define GROUP 8  /* lanes that share a scale: 8 quads are a block of 32 */
 
-#define IS_NEW 1u      /* there is no state yet */
+#define IS_NEW 1u      /* there was no state yet: the arrays have been set to zeros */
 #define MAXIMIZE 2u
 #define NESTEROV 4u
 #define DECAY 8u       /* weight_decay is not zero */
-#define ALIGNED 16u    /* every array is aligned to its quads */
+#define SCALED 16u     /* gradients are multiplied by the first factor */
+#define CLIPPED 32u    /* and then by the second */
 
-struct Arguments {
+#define MAX_PIECES 48
+
+#define LIVE_BYTES (LIVE == FLOAT32 ? 4 : 2)
+#define GRADIENT_BYTES (GRADIENT == FLOAT32 ? 4 : 2)
+#define MASTER_BYTES (MASTER == FULL ? 4 : 2)
+#define MOMENT_BYTES (STATE == FLOAT32 ? 4 : STATE == BFLOAT16 ? 2 : 1)
+
+// Neighbouring elements of one parameter.
+struct Piece {
+  void *live;
+  const void *gradient;
   u64 num_elements;
   u64 first_element;  // index that stochastic rounding depends on, counted as its keys are
-  const void *gradient;
-  void *live;
-  void *master;  // FULL: FP32; SPLIT: the lower halves
-  void *moments[3];
-  u16 *scales[3];
-  const float *inverse_scale;  // each of these three may be null
-  const float *clip;
-  const float *found_inf;
-  double hyper[8];
-  u32 keys[6];  // keys of stochastic rounding: two words for each array
-  u32 flags;
+  u64 at;             // index of its first element in the arrays of the state
+  u32 scale_at;       // index of its first block in the scales
+  u32 first_tile;     // number of tiles before it
+  u32 keys[6];        // keys of stochastic rounding: two words for each array
+  u32 aligned;        // whether every array is aligned to its quads
   u32 unused;
 };
 
+struct Arguments {
+  void *master;  // FULL: FP32; SPLIT: the lower halves
+  void *moments[3];
+  u16 *scales[3];
+  float hyper[8];
+  double wide_hyper[4];  // fused SGD only
+  float factors[2];
+  u32 flags;
+  u32 num_pieces;
+  u32 groups_per_tile;
+  u32 unused;
+  Piece pieces[MAX_PIECES];
+};
+
 #ifdef __CUDACC__
-// A thread is one lane. 8 neighbours of a warp are a group and run in step with one another.
+// A thread is one lane. 8 neighbours of a warp are a group. All threads of a block take the same
+// number of turns, so that a warp is whole wherever its lanes exchange values.
 #define LANES 1
 #define FOR_LANES(l) for (int l = 0; l < LANES; l++)
 #define LANE_INDEX(l) (threadIdx.x % GROUP)
 
 HIDDEN u32 group_max(const u32 *values) {
-  const u32 group = 0xFFu << (threadIdx.x & 24);
   u32 largest = values[0];
   for (int distance = 1; distance < GROUP; distance *= 2) {
-    const u32 other = __shfl_xor_sync(group, largest, distance);
+    const u32 other = __shfl_xor_sync(0xFFFFFFFF, largest, distance);
     if (other > largest) largest = other;
   }
   return largest;
 }
 #endif
 
-// Elements of one lane.
-struct Lane {
-  u64 first;
-  int num;     // elements of its quad that exist, 0 to 4
-  bool whole;  // whether all exist and every array is aligned
-  float master[QUAD];
-  float gradient[QUAD];
-  float moments[3][QUAD];
-  u16 live[QUAD];
+// Values that a thread computes once.
+struct Constants {
+  float hyper[7];
+  const float *quotients;  // `signed_quotient` of all codes; INT8 only
 };
 
-// Loads and stores of a quad: in one access if it is whole and aligned, else element by element.
-// Loops run over all four elements, so that arrays stay in registers.
+// The stored values of one quad, as they are in memory.
+struct Raw {
+  u64 first;  // element of the piece
+  int num;    // elements of the quad that exist, 0 to 4
+  bool whole; // whether all exist and every array is aligned
+  u32 live[LIVE_BYTES], gradient[GRADIENT_BYTES], master[MASTER_BYTES];
+  u32 moments[3][MOMENT_BYTES];
+  u16 scales[3];
+};
+
+// The same in FP32.
+struct Lane {
+  float master[QUAD], gradient[QUAD], moments[3][QUAD];
+};
 
 #define EACH(i) _Pragma("unroll") for (int i = 0; i < QUAD; i++)
+#define EACH_MOMENT(k) _Pragma("unroll") for (int k = 0; k < NUM_MOMENTS; k++)
 
-HIDDEN void load_words(const void *from, const Lane &lane, u32 *out) {
-  const u32 *words = (const u32 *)from + lane.first;
-  if (lane.whole) {
-    const uint4 quad = *(const uint4 *)words;
-    out[0] = quad.x, out[1] = quad.y, out[2] = quad.z, out[3] = quad.w;
+// Loads and stores of a quad: in one access if it is whole, else element by element. A quad of
+// values of BYTES bytes is BYTES words. Loops run over all elements, so that words stay in registers.
+
+template <int BYTES, bool WHOLE>
+HIDDEN void load_quad(const void *from, u64 first, int num, u32 *words) {
+  const u8 *start = (const u8 *)from + first * BYTES;
+  if (WHOLE && BYTES == 4) {
+    const uint4 quad = *(const uint4 *)start;
+    words[0] = quad.x, words[1] = quad.y, words[BYTES - 2] = quad.z, words[BYTES - 1] = quad.w;
+  } else if (WHOLE && BYTES == 2) {
+    const uint2 quad = *(const uint2 *)start;
+    words[0] = quad.x, words[BYTES - 1] = quad.y;
+  } else if (WHOLE) {
+    words[0] = *(const u32 *)start;
   } else {
-    EACH(i) out[i] = i < lane.num ? words[i] : 0;
+    EACH(i) if (i < BYTES) words[i] = 0;
+    EACH(i) if (i < num) {
+      if (BYTES == 4) words[i % BYTES] = ((const u32 *)start)[i];
+      if (BYTES == 2) words[i / 2 % BYTES] |= (u32)((const u16 *)start)[i] << 16 * (i % 2);
+      if (BYTES == 1) words[0] |= (u32)start[i] << 8 * i;
+    }
   }
 }
 
-HIDDEN void store_words(void *to, const Lane &lane, const u32 *in) {
-  u32 *words = (u32 *)to + lane.first;
-  if (lane.whole) {
-    *(uint4 *)words = make_uint4(in[0], in[1], in[2], in[3]);
+template <int BYTES, bool WHOLE>
+HIDDEN void store_quad(void *to, u64 first, int num, const u32 *words) {
+  u8 *start = (u8 *)to + first * BYTES;
+  if (WHOLE && BYTES == 4) {
+    *(uint4 *)start = make_uint4(words[0], words[1], words[BYTES - 2], words[BYTES - 1]);
+  } else if (WHOLE && BYTES == 2) {
+    *(uint2 *)start = make_uint2(words[0], words[BYTES - 1]);
+  } else if (WHOLE) {
+    *(u32 *)start = words[0];
   } else {
-    EACH(i) if (i < lane.num) words[i] = in[i];
+    EACH(i) if (i < num) {
+      if (BYTES == 4) ((u32 *)start)[i] = words[i % BYTES];
+      if (BYTES == 2) ((u16 *)start)[i] = (u16)(words[i / 2 % BYTES] >> 16 * (i % 2));
+      if (BYTES == 1) start[i] = (u8)(words[0] >> 8 * i);
+    }
   }
 }
 
-HIDDEN void load_halves(const void *from, const Lane &lane, u16 *out) {
-  const u16 *halves = (const u16 *)from + lane.first;
-  if (lane.whole) {
-    const uint2 quad = *(const uint2 *)halves;
-    out[0] = (u16)quad.x, out[1] = (u16)(quad.x >> 16);
-    out[2] = (u16)quad.y, out[3] = (u16)(quad.y >> 16);
-  } else {
-    EACH(i) out[i] = i < lane.num ? halves[i] : 0;
+template <bool WHOLE>
+HIDDEN void load_quads(const Arguments &a, const Piece &piece, Raw &raw) {
+  const u64 first = raw.first, at = piece.at + first;
+  load_quad<GRADIENT_BYTES, WHOLE>(piece.gradient, first, raw.num, raw.gradient);
+  load_quad<LIVE_BYTES, WHOLE>(piece.live, first, raw.num, raw.live);
+#if MASTER != OWN
+  load_quad<MASTER_BYTES, WHOLE>(a.master, at, raw.num, raw.master);
+#endif
+  EACH_MOMENT(k) load_quad<MOMENT_BYTES, WHOLE>(a.moments[k], at, raw.num, raw.moments[k]);
+}
+
+// Requests all values of a quad, and uses none.
+HIDDEN void load(const Arguments &a, const Piece &piece, u64 group, int lane, Raw &raw) {
+  raw.first = group * (QUAD * GROUP) + QUAD * lane;
+  const u64 left = raw.first < piece.num_elements ? piece.num_elements - raw.first : 0;
+  raw.num = left < QUAD ? (int)left : QUAD;
+  raw.whole = raw.num == QUAD && piece.aligned;
+  if (raw.whole)
+    load_quads<true>(a, piece, raw);
+  else
+    load_quads<false>(a, piece, raw);
+#if STATE == INT8
+  EACH_MOMENT(k) raw.scales[k] = raw.num ? a.scales[k][piece.scale_at + group] : 0;
+#endif
+}
+
+// Stored forms to FP32 and back.
+
+HIDDEN void from_halves(const u32 *words, int dtype, float *values) {
+  for (int i = 0; i < 2; i++) {
+    if (dtype == BFLOAT16) {
+      values[2 * i] = __uint_as_float(words[i] << 16);
+      values[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000);
+    } else {
+      values[2 * i] = from_float16((u16)words[i]);
+      values[2 * i + 1] = from_float16((u16)(words[i] >> 16));
+    }
   }
 }
 
-HIDDEN void store_halves(void *to, const Lane &lane, const u16 *in) {
-  u16 *halves = (u16 *)to + lane.first;
-  if (lane.whole) {
-    *(uint2 *)halves = make_uint2(in[0] | (u32)in[1] << 16, in[2] | (u32)in[3] << 16);
-  } else {
-    EACH(i) if (i < lane.num) halves[i] = in[i];
-  }
+HIDDEN void to_halves(const float *values, int dtype, u32 *words) {
+  for (int i = 0; i < 2; i++)
+    words[i] = dtype == BFLOAT16 ? to_bfloat16s(values[2 * i], values[2 * i + 1])
+                                 : to_float16s(values[2 * i], values[2 * i + 1]);
 }
 
-HIDDEN void load_bytes(const void *from, const Lane &lane, u8 *out) {
-  const u8 *bytes = (const u8 *)from + lane.first;
-  if (lane.whole) {
-    const u32 quad = *(const u32 *)bytes;
-    EACH(i) out[i] = (u8)(quad >> 8 * i);
-  } else {
-    EACH(i) out[i] = i < lane.num ? bytes[i] : 0;
-  }
-}
-
-HIDDEN void store_bytes(void *to, const Lane &lane, const u8 *in) {
-  u8 *bytes = (u8 *)to + lane.first;
-  if (lane.whole) {
-    *(u32 *)bytes = in[0] | (u32)in[1] << 8 | (u32)in[2] << 16 | (u32)in[3] << 24;
-  } else {
-    EACH(i) if (i < lane.num) bytes[i] = in[i];
-  }
-}
-
-HIDDEN void load_floats(const void *from, const Lane &lane, int dtype, float *out) {
+HIDDEN void from_words(const u32 *words, int dtype, float *values) {
   if (dtype == FLOAT32) {
-    u32 words[QUAD];
-    load_words(from, lane, words);
-    EACH(i) out[i] = __uint_as_float(words[i]);
+    EACH(i) values[i] = __uint_as_float(words[i]);
   } else {
-    u16 halves[QUAD];
-    load_halves(from, lane, halves);
-    EACH(i) out[i] = dtype == BFLOAT16 ? from_bfloat16(halves[i]) : from_float16(halves[i]);
+    from_halves(words, dtype, values);
   }
 }
 
-HIDDEN void store_floats(void *to, const Lane &lane, const float *in) {
-  u32 words[QUAD];
-  EACH(i) words[i] = __float_as_uint(in[i]);
-  store_words(to, lane, words);
+HIDDEN void unpack(const Arguments &a, const Constants &c, const Raw &raw, Lane &lane) {
+  from_words(raw.gradient, GRADIENT, lane.gradient);
+  if (a.flags & SCALED) {
+    EACH(i) lane.gradient[i] = __fmul_rn(lane.gradient[i], a.factors[0]);
+  }
+  if (a.flags & CLIPPED) {
+    EACH(i) lane.gradient[i] = __fmul_rn(lane.gradient[i], a.factors[1]);
+  }
+#if MASTER == OWN
+  from_words(raw.live, FLOAT32, lane.master);
+#elif MASTER == SPLIT
+  for (int i = 0; i < 2; i++) join_masters(raw.live[i], raw.master[i], lane.master + 2 * i);
+#else
+  u32 rounded[2];
+  from_words(raw.master, FLOAT32, lane.master);
+  to_halves(lane.master, LIVE, rounded);
+  if (rounded[0] != raw.live[0] || rounded[1] != raw.live[1]) {
+    // Parameters that have been edited since the last step, or that have no state yet: their live
+    // values win.
+    float live[QUAD];
+    from_words(raw.live, LIVE, live);
+    EACH(i) {
+      const u32 changed = rounded[i / 2] ^ raw.live[i / 2];
+      if (i % 2 ? changed >> 16 : changed & 0xFFFF) lane.master[i] = live[i];
+    }
+  }
+#endif
+  EACH_MOMENT(k) {
+    float *moment = lane.moments[k];
+#if STATE == INT8
+    if (k == 0)
+      decode_signed(raw.moments[k][0], raw.scales[k], c.quotients, moment);
+    else
+      decode_unsigned(raw.moments[k][0], raw.scales[k], moment);
+#else
+    from_words(raw.moments[k], STATE, moment);
+#endif
+  }
+}
+
+// The new values of a quad, in place of the old ones.
+HIDDEN void pack(const Piece &piece, const Lane &lane, Raw &raw) {
+#if MASTER == OWN
+  EACH(i) raw.live[i] = __float_as_uint(lane.master[i]);
+#elif MASTER == SPLIT
+  split_masters(lane.master, raw.live, raw.master);
+#else
+  to_halves(lane.master, LIVE, raw.live);
+  EACH(i) raw.master[i] = __float_as_uint(lane.master[i]);
+#endif
+  EACH_MOMENT(k) {
+#if STATE == FLOAT32
+    EACH(i) raw.moments[k][i] = __float_as_uint(lane.moments[k][i]);
+#elif STATE == BFLOAT16
+    round_stochastic(lane.moments[k], piece.first_element + raw.first, piece.keys[2 * k],
+                     piece.keys[2 * k + 1], raw.moments[k]);
+#endif
+  }
+}
+
+#if STATE == INT8
+// Encodes the block of 32 of a group, which has one scale for each array.
+HIDDEN void pack_blocks(const Arguments &a, const Piece &piece, u64 group, const Lane *lanes,
+                        Raw *raws) {
+  EACH_MOMENT(k) {
+    u32 sizes[LANES];
+    FOR_LANES(l) {
+      sizes[l] = 0;
+      EACH(i) {
+        const float value = lanes[l].moments[k][i];
+        const u32 size = k == 0 ? size_signed(value) : size_unsigned(value);
+        if (size > sizes[l]) sizes[l] = size;
+      }
+    }
+    const u32 largest = group_max(sizes);
+    const u16 scale = k == 0 ? scale_signed(largest) : scale_unsigned(largest);
+    FOR_LANES(l) {
+      raws[l].moments[k][0] = k == 0 ? encode_signed(lanes[l].moments[k], largest, scale)
+                                     : encode_unsigned(lanes[l].moments[k], largest, scale);
+      if (LANE_INDEX(l) == 0 && raws[l].num) a.scales[k][piece.scale_at + group] = scale;
+    }
+  }
+}
+#endif
+
+template <bool WHOLE>
+HIDDEN void store_quads(const Arguments &a, const Piece &piece, const Raw &raw) {
+  const u64 first = raw.first, at = piece.at + first;
+  store_quad<LIVE_BYTES, WHOLE>(piece.live, first, raw.num, raw.live);
+#if MASTER != OWN
+  store_quad<MASTER_BYTES, WHOLE>(a.master, at, raw.num, raw.master);
+#endif
+  EACH_MOMENT(k) store_quad<MOMENT_BYTES, WHOLE>(a.moments[k], at, raw.num, raw.moments[k]);
 }
 
 // The rules: `prepare` computes values once per thread, `step` updates one element.
 
 #if RULE != SGD && ARITHMETIC == FUSED
 HIDDEN void prepare(const Arguments &a, float *h) {
-  for (int i = 0; i < 5; i++) h[i] = (float)a.hyper[i];
-  const float step = (float)a.hyper[5];
+  for (int i = 0; i < 5; i++) h[i] = a.hyper[i];
+  const float step = a.hyper[5];
   const float correction1 = __fadd_rn(1.0f, -powf(h[1], step));
   h[5] = __fsqrt_rn(__fadd_rn(1.0f, -powf(h[2], step)));
   h[6] = __fdiv_rn(h[0], correction1);
 }
 #else
 HIDDEN void prepare(const Arguments &a, float *h) {
-  for (int i = 0; i < 7; i++) h[i] = (float)a.hyper[i];
+  for (int i = 0; i < 7; i++) h[i] = a.hyper[i];
 }
 #endif
 
@@ -198,16 +345,16 @@ HIDDEN void step(const Arguments &a, const float *h, Lane &lane, int i) {
   const u32 flags = a.flags;
   const double p = (double)lane.master[i];
   float g = lane.gradient[i];
-  if (flags & DECAY) g = __double2float_rn(__fma_rn(a.hyper[0], p, (double)g));
+  if (flags & DECAY) g = __double2float_rn(__fma_rn(a.wide_hyper[0], p, (double)g));
 #if NUM_MOMENTS
   double buffer = (double)g;
   if (!(flags & IS_NEW))
-    buffer = __fma_rn(__dadd_rn(1.0, -a.hyper[2]), (double)g,
-                      __dmul_rn(a.hyper[1], (double)lane.moments[0][i]));
+    buffer = __fma_rn(__dadd_rn(1.0, -a.wide_hyper[2]), (double)g,
+                      __dmul_rn(a.wide_hyper[1], (double)lane.moments[0][i]));
   lane.moments[0][i] = __double2float_rn(buffer);
-  g = __double2float_rn(flags & NESTEROV ? __fma_rn(a.hyper[1], buffer, (double)g) : buffer);
+  g = __double2float_rn(flags & NESTEROV ? __fma_rn(a.wide_hyper[1], buffer, (double)g) : buffer);
 #endif
-  const double change = __dmul_rn(a.hyper[3], (double)g);
+  const double change = __dmul_rn(a.wide_hyper[3], (double)g);
   lane.master[i] = __double2float_rn(__dadd_rn(p, flags & MAXIMIZE ? change : -change));
 }
 #elif ARITHMETIC == FOREACH
@@ -267,146 +414,78 @@ HIDDEN void step(const Arguments &a, const float *h, Lane &lane, int i) {
 }
 #endif
 
-HIDDEN void load(const Arguments &a, u64 group, Lane &lane) {
-  const bool is_new = a.flags & IS_NEW;
-  load_floats(a.gradient, lane, GRADIENT, lane.gradient);
-  if (a.inverse_scale) {
-    const float factor = *a.inverse_scale;
-    EACH(i) lane.gradient[i] = __fmul_rn(lane.gradient[i], factor);
-  }
-  if (a.clip) {
-    const float factor = *a.clip;
-    EACH(i) lane.gradient[i] = __fmul_rn(lane.gradient[i], factor);
-  }
-#if MASTER == OWN
-  load_floats(a.live, lane, FLOAT32, lane.master);
-#else
-  load_halves(a.live, lane, lane.live);
-  float live[QUAD];
-  EACH(i) live[i] = LIVE == BFLOAT16 ? from_bfloat16(lane.live[i]) : from_float16(lane.live[i]);
-  if (is_new) {
-    EACH(i) lane.master[i] = live[i];
-  } else {
-#if MASTER == SPLIT
-    u16 low[QUAD];
-    load_halves(a.master, lane, low);
-    EACH(i) lane.master[i] = join_master(lane.live[i], (short)low[i]);
-#else
-    load_floats(a.master, lane, FLOAT32, lane.master);
-    EACH(i) {
-      const float m = lane.master[i];
-      const u16 rounded = LIVE == BFLOAT16 ? to_bfloat16(m) : to_float16(m);
-      // The parameter has been edited since the last step: the live value wins.
-      if (rounded != lane.live[i]) lane.master[i] = live[i];
-    }
-#endif
-  }
-#endif
-#pragma unroll
-  for (int k = 0; k < NUM_MOMENTS; k++) {
-    float *moment = lane.moments[k];
-    if (is_new) {
-      EACH(i) moment[i] = 0.0f;
-      continue;
-    }
-#if STATE == INT8
-    u8 codes[QUAD];
-    load_bytes(a.moments[k], lane, codes);
-    const u16 scale = a.scales[k][group];
-    EACH(i) moment[i] = k == 0 ? decode_signed(codes[i], scale) : decode_unsigned(codes[i], scale);
-#else
-    load_floats(a.moments[k], lane, STATE, moment);
-#endif
-  }
-}
-
-HIDDEN void store(const Arguments &a, Lane &lane) {
-#if MASTER == OWN
-  store_floats(a.live, lane, lane.master);
-#elif MASTER == SPLIT
-  u16 low[QUAD];
-  EACH(i) split_master(lane.master[i], &lane.live[i], &low[i]);
-  store_halves(a.master, lane, low);
-  store_halves(a.live, lane, lane.live);
-#else
-  EACH(i) {
-    const float m = lane.master[i];
-    lane.live[i] = LIVE == BFLOAT16 ? to_bfloat16(m) : to_float16(m);
-  }
-  store_floats(a.master, lane, lane.master);
-  store_halves(a.live, lane, lane.live);
-#endif
-#pragma unroll
-  for (int k = 0; k < NUM_MOMENTS; k++) {
-#if STATE == FLOAT32
-    store_floats(a.moments[k], lane, lane.moments[k]);
-#elif STATE == BFLOAT16
-    u16 halves[QUAD];
-    EACH(i) halves[i] = round_stochastic(
-        lane.moments[k][i], a.first_element + lane.first + i, a.keys[2 * k], a.keys[2 * k + 1]);
-    store_halves(a.moments[k], lane, halves);
-#endif
-  }
-}
-
-#if STATE == INT8
-HIDDEN void store_blocks(const Arguments &a, u64 group, const Lane *lanes) {
-#pragma unroll
-  for (int k = 0; k < NUM_MOMENTS; k++) {
-    u32 largest[LANES];
-    FOR_LANES(l) {
-      largest[l] = 0;
-      EACH(i) {
-        const float value = lanes[l].moments[k][i];
-        const u32 size = k == 0 ? size_signed(value) : size_unsigned(value);
-        if (i < lanes[l].num && size > largest[l]) largest[l] = size;
-      }
-    }
-    const u16 scale = round_scale(group_max(largest), k == 0);
-    FOR_LANES(l) {
-      u8 codes[QUAD];
-      EACH(i) {
-        const float value = lanes[l].moments[k][i];
-        codes[i] = k == 0 ? encode_signed(value, scale) : encode_unsigned(value, scale);
-      }
-      store_bytes(a.moments[k], lanes[l], codes);
-      if (LANE_INDEX(l) == 0) a.scales[k][group] = scale;
-    }
-  }
-}
-#endif
-
-// Updates the quads of 8 lanes: a block of 32 elements, or the rest of one. Lanes without elements
+// Steps the quads of 8 lanes: a block of 32 elements, or the rest of one. Lanes without elements
 // take part with zeros.
-HIDDEN void update_group(const Arguments &a, const float *h, u64 group) {
-  const bool skip = a.found_inf && *a.found_inf != 0.0f;
-  if (skip && !(a.flags & IS_NEW)) return;
-  const u64 first = group * (QUAD * GROUP);
+HIDDEN void step_group(const Arguments &a, const Constants &c, const Piece &piece, u64 group,
+                       Raw *raws) {
   Lane lanes[LANES];
   FOR_LANES(l) {
-    Lane &lane = lanes[l];
-    lane.first = first + QUAD * LANE_INDEX(l);
-    const u64 left = lane.first < a.num_elements ? a.num_elements - lane.first : 0;
-    lane.num = left < QUAD ? (int)left : QUAD;
-    lane.whole = lane.num == QUAD && a.flags & ALIGNED;
-    load(a, group, lane);
-    if (!skip) {
-      EACH(i) step(a, h, lane, i);
+    unpack(a, c, raws[l], lanes[l]);
+    EACH(i) step(a, c.hyper, lanes[l], i);
+    if (raws[l].num < QUAD) {
+      EACH_MOMENT(k) EACH(i) if (i >= raws[l].num) lanes[l].moments[k][i] = 0.0f;
     }
-    store(a, lane);
+    pack(piece, lanes[l], raws[l]);
   }
 #if STATE == INT8
-  store_blocks(a, group, lanes);
+  pack_blocks(a, piece, group, lanes, raws);
 #endif
+  FOR_LANES(l) {
+    if (raws[l].whole)
+      store_quads<true>(a, piece, raws[l]);
+    else
+      store_quads<false>(a, piece, raws[l]);
+  }
+}
+
+HIDDEN void load_group(const Arguments &a, const Piece &piece, u64 group, Raw *raws) {
+  FOR_LANES(l) load(a, piece, group, LANE_INDEX(l), raws[l]);
+}
+
+// Returns the piece that a tile is of.
+HIDDEN u32 piece_of(const Arguments &a, u32 tile) {
+  u32 first = 0, last = a.num_pieces - 1;
+  while (first < last) {
+    const u32 middle = (first + last + 1) / 2;
+    if (a.pieces[middle].first_tile <= tile)
+      first = middle;
+    else
+      last = middle - 1;
+  }
+  return first;
+}
+
+// Steps every `stride`-th group of a tile, from the one numbered `offset` on. The number of groups of
+// a tile is a multiple of the stride; those after the end of the piece have no elements.
+HIDDEN void update_tile(const Arguments &a, const Constants &c, u32 tile, u32 offset, u32 stride) {
+  const Piece &piece = a.pieces[piece_of(a, tile)];
+  const u64 num_groups = (piece.num_elements + QUAD * GROUP - 1) / (QUAD * GROUP);
+  const u64 begin = (u64)(tile - piece.first_tile) * a.groups_per_tile;
+  const u64 left = num_groups - begin;
+  const u32 num = left < a.groups_per_tile ? (u32)left : a.groups_per_tile;
+  u64 group = begin + offset;
+  Raw now[LANES], next[LANES];
+  load_group(a, piece, group, now);
+  for (u32 done = stride;; done += stride) {
+    const bool is_last = done >= num;
+    if (!is_last) load_group(a, piece, group + stride, next);
+    step_group(a, c, piece, group, now);
+    if (is_last) return;
+    group += stride;
+    FOR_LANES(l) now[l] = next[l];
+  }
 }
 
 #ifdef __CUDACC__
-extern "C" __global__ void __launch_bounds__(256) update(const Arguments a) {
-  const u64 num_groups = (a.num_elements + QUAD * GROUP - 1) / (QUAD * GROUP);
-  const u64 stride = (u64)gridDim.x * blockDim.x / GROUP;
-  float h[7];
-  prepare(a, h);
-  for (u64 g = ((u64)blockIdx.x * blockDim.x + threadIdx.x) / GROUP; g < num_groups; g += stride)
-    update_group(a, h, g);
+extern "C" __global__ void __launch_bounds__(256, 3) update(const __grid_constant__ Arguments a) {
+  Constants c;
+#if STATE == INT8
+  __shared__ float quotients[256];
+  if (threadIdx.x < 256) quotients[threadIdx.x] = signed_quotient(threadIdx.x);
+  __syncthreads();
+  c.quotients = quotients;
+#endif
+  prepare(a, c.hyper);
+  update_tile(a, c, blockIdx.x, threadIdx.x / GROUP, blockDim.x / GROUP);
 }
 #endif

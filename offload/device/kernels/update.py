@@ -1,4 +1,4 @@
-"""One optimizer step of a block in device memory, in a single pass.
+"""One optimizer step of pieces of parameters in device memory, in a single pass.
 
 The arithmetic is torch's on CUDA: that of its foreach step or, with ``fused=True`` in the group,
 that of its fused kernel. `docs/device.md` specifies the results to the bit.
@@ -6,77 +6,64 @@ that of its fused kernel. `docs/device.md` specifies the results to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from offload.device.kernels.forms import DeviceBlock, DeviceScalars, Form, Launch, launches
+from offload.device.kernels.forms import THREADS, DeviceRun, Form, launches
 from offload.device.kernels.loading import Kernel, load
 from offload.device.kernels.sources import defines, update_source
 
-_THREADS = 256
-_LANES = 8
-_BLOCKS_PER_PROCESSOR = 32
-"""Maximal number of thread blocks to launch per multiprocessor, which runs 5 or 6 at a time. With
+_TILES_PER_PROCESSOR = 32
+"""Maximal number of thread blocks to launch per multiprocessor, which runs 3 or 4 at a time. With
 fewer blocks, a thread steps more elements with values that it computes once, such as the bias
-corrections of `fused`."""
+corrections of `fused`, and requests more of them while it computes."""
 
 
-def update_block(
+def update_run(
     optimizer_class: type[torch.optim.Optimizer],
     group: Mapping[str, Any],
-    block: DeviceBlock,
+    run: DeviceRun,
     *,
     stream: int,
     step: int,
-    seed: int = 0,
-    rounding_step: int | None = None,
-    scalars: DeviceScalars | None = None,
+    factors: Sequence[float] = (),
 ) -> None:
-    """Enqueue one step of a block on a stream; returns before it has run.
+    """Enqueue one step of a run on a stream; returns before it has run.
 
     The caller keeps the tensors alive until the step has run, and orders the stream after all work
-    that writes them.
+    that writes them. If there is no state yet, the stream must be torch's current one.
 
     Args:
         optimizer_class: `torch.optim.Adam`, `AdamW` or `SGD`.
         group: Hyper-parameters, as in ``param_groups``, as numbers in host memory. ``fused``
             selects the arithmetic.
-        block: Block to step. All its tensors are on the current device.
+        run: Pieces to step. All its tensors are on the current device.
         stream: Raw handle of a stream, as in torch's ``Stream.cuda_stream``.
         step: Value of torch's ``step`` after this step: from 1.
-        seed: Seed of stochastic rounding.
-        rounding_step: Step number of the store, for stochastic rounding; `step` if None.
-        scalars: Factors of the gradient, and whether to skip the step.
+        factors: Numbers that gradients are multiplied by, at most `forms.MAX_FACTORS`.
 
     Raises:
         ValueError: There is no kernel for the group, or the tensors do not fit together. The
             message says why.
     """
+    if run.is_new:
+        for array in run.arrays.values():
+            array.zero_()
+    device = run.live[0].device.index or 0
+    max_tiles = _num_processors(device) * _TILES_PER_PROCESSOR
     for launch in launches(
-        optimizer_class,
-        group,
-        block,
-        step=step,
-        seed=seed,
-        rounding_step=rounding_step,
-        scalars=scalars,
+        optimizer_class, group, run, step=step, factors=factors, max_tiles=max_tiles
     ):
-        _enqueue(launch, block.live.device.index or 0, stream)
+        kernel = _kernel(launch.form, device)
+        kernel.launch(launch.num_tiles, THREADS, (launch.arguments,), stream=stream)
 
 
 def compile_form(form: Form, device: int = 0) -> None:
     """Compile a variant now rather than in the first step that needs it."""
     _kernel(form, device)
-
-
-def _enqueue(launch: Launch, device: int, stream: int) -> None:
-    num_processors = _num_processors(device)
-    needed = -(-launch.num_groups * _LANES // _THREADS)
-    grid = max(1, min(needed, num_processors * _BLOCKS_PER_PROCESSOR))
-    _kernel(launch.form, device).launch(grid, _THREADS, (launch.arguments,), stream=stream)
 
 
 @cache

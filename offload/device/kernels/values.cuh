@@ -18,43 +18,85 @@ typedef unsigned long long u64;
 #define INFINITE 0x7F800000u
 #define MAGNITUDE 0x7FFFFFFFu
 #define SIGN 0x80000000u
+#define WEYL 0x9E3779B9u  /* 2**32 divided by the golden ratio */
 
 HIDDEN bool nan_bits(u32 bits) { return (bits & MAGNITUDE) > INFINITE; }
 
 HIDDEN bool is_nan(float value) { return nan_bits(__float_as_uint(value)); }
 
-// Rounds to nearest, ties to even. A NaN becomes the one that torch's vector code makes on a CPU.
-HIDDEN u16 to_bfloat16(float value) {
-  const u32 bits = __float_as_uint(value);
-  if (nan_bits(bits)) return 0xFFFF;
-  return (u16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+// What a device has instructions for. tests/device/shim.h has the same for a CPU.
+
+#ifdef __CUDACC__
+// Approximations, with the errors that CUDA's documentation of PTX promises: 1 unit in the last
+// place, and 2**-22.9 of the value. Arguments must be normal numbers. No result may depend on more
+// than the promised bits: every use asks whether it could, and then computes exactly.
+HIDDEN float about_reciprocal(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
 }
 
-HIDDEN float from_bfloat16(u16 value) { return __uint_as_float((u32)value << 16); }
+HIDDEN float about_inverse_root(float value) {
+  float result;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
 
-HIDDEN u16 to_float16(float value) {
-  const u32 bits = __float_as_uint(value), size = bits & MAGNITUDE, sign = bits >> 16 & 0x8000;
-  if (size > INFINITE) return (u16)(sign | 0x7E00 | (size >> 13 & 0x1FF));
-  if (size >= 0x47800000) return (u16)(sign | 0x7C00);  // 65536 and more
-  if (size < 0x38800000) {                              // below 2**-14: a multiple of 2**-24
-    const float sum = __fadd_rn(__uint_as_float(size), 0.5f);
-    return (u16)(sign | (__float_as_uint(sum) - 0x3F000000));
-  }
-  return (u16)(sign | (size - 0x38000000 + 0xFFF + (size >> 13 & 1)) >> 13);
+// Returns whether a value or the other is NaN.
+HIDDEN bool either_nan(float one, float other) {
+  u32 result;
+  asm("{.reg .pred p; setp.nan.f32 p, %1, %2; selp.u32 %0, 1, 0, p;}"
+      : "=r"(result)
+      : "f"(one), "f"(other));
+  return result;
+}
+
+// Returns two values rounded to bfloat16, to nearest, ties to even; the first one in the low half.
+HIDDEN u32 to_bfloat16s(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  u32 result;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  return result;
+#else
+  u32 halves[2] = {__float_as_uint(low), __float_as_uint(high)};
+  for (int i = 0; i < 2; i++)
+    halves[i] = nan_bits(halves[i]) ? 0x7FFF : (halves[i] + 0x7FFF + (halves[i] >> 16 & 1)) >> 16;
+  return halves[0] | halves[1] << 16;
+#endif
+}
+
+HIDDEN u32 to_float16s(float low, float high) {
+  u16 halves[2];
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(halves[0]) : "f"(low));
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(halves[1]) : "f"(high));
+  return halves[0] | (u32)halves[1] << 16;
 }
 
 HIDDEN float from_float16(u16 value) {
-  const u32 sign = (u32)(value & 0x8000) << 16, exponent = value >> 10 & 31, rest = value & 0x3FF;
-  if (exponent == 31) return __uint_as_float(sign | INFINITE | rest << 13);
-  if (exponent) return __uint_as_float(sign | ((exponent + 112) << 23) | rest << 13);
-  return __uint_as_float(sign | __float_as_uint(__fmul_rn((float)rest, 5.9604644775390625e-8f)));
+  float result;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(value));
+  return result;
 }
+
+// Returns four bytes of two words; each digit of the selector is a byte's number in `high:low`.
+HIDDEN u32 bytes_of(u32 low, u32 high, u32 selector) { return __byte_perm(low, high, selector); }
+
+// Returns the low word of `high:low` after a shift to the right by 0 to 31 bits.
+HIDDEN u32 shifted(u32 low, u32 high, u32 bits) { return __funnelshift_r(low, high, bits); }
+#endif
+
+HIDDEN float from_bfloat16(u16 value) { return __uint_as_float((u32)value << 16); }
 
 // Split masters: `codecs.join_master` and `codecs.split_master`.
 
-HIDDEN float join_master(u16 live, short low) {
-  const u32 bits = ((u32)live << 16) + (u32)(int)low;
-  return __uint_as_float(nan_bits(bits) ? (u32)live << 16 : bits);
+// Joins two masters. A word has two halves, the first one in its low half.
+HIDDEN void join_masters(u32 live, u32 low, float *masters) {
+  const u32 uppers[2] = {live << 16, live & 0xFFFF0000};
+  const int lowers[2] = {(int)(low << 16) >> 16, (int)low >> 16};
+  for (int i = 0; i < 2; i++) {
+    const u32 bits = uppers[i] + (u32)lowers[i];
+    masters[i] = __uint_as_float(nan_bits(bits) ? uppers[i] : bits);
+  }
 }
 
 HIDDEN u32 with_quiet_nan(float value) {
@@ -62,16 +104,25 @@ HIDDEN u32 with_quiet_nan(float value) {
   return nan_bits(bits) ? (bits & SIGN) | NOT_A_NUMBER : bits;
 }
 
-HIDDEN void split_master(float master, u16 *live, u16 *low) {
-  const u32 bits = with_quiet_nan(master);
-  *live = (u16)((bits + 0x8000) >> 16);
-  *low = (u16)bits;
+// Bits of four values, each NaN replaced by the quiet one of its sign.
+HIDDEN void with_quiet_nans(const float *values, u32 *bits) {
+  for (int i = 0; i < 4; i++) bits[i] = __float_as_uint(values[i]);
+  if (either_nan(values[0], values[1]) | either_nan(values[2], values[3]))
+    for (int i = 0; i < 4; i++) bits[i] = with_quiet_nan(values[i]);
+}
+
+HIDDEN void split_masters(const float *masters, u32 *live, u32 *low) {
+  u32 bits[4];
+  with_quiet_nans(masters, bits);
+  for (int i = 0; i < 2; i++) {
+    live[i] = bytes_of(bits[2 * i] + 0x8000, bits[2 * i + 1] + 0x8000, 0x7632);
+    low[i] = bytes_of(bits[2 * i], bits[2 * i + 1], 0x5410);
+  }
 }
 
 // Stochastic rounding: `rounding.round_stochastic`. One hash serves two elements.
 
-HIDDEN u32 hash(u32 pair, u32 before, u32 inside) {
-  u32 x = pair * 0x9E3779B9u + before;
+HIDDEN u32 hash(u32 x, u32 inside) {
   x ^= x >> 16;
   x = x * 0x7FEB352Du + inside;
   x ^= x >> 15;
@@ -79,68 +130,135 @@ HIDDEN u32 hash(u32 pair, u32 before, u32 inside) {
   return x ^ x >> 16;
 }
 
-HIDDEN u16 round_stochastic(float value, u64 element, u32 before, u32 inside) {
-  const u32 random = hash((u32)(element >> 1), before, inside);
-  return (u16)((with_quiet_nan(value) + (element & 1 ? random >> 16 : random & 0xFFFF)) >> 16);
+// Rounds four neighbours, of which the first has the given index.
+HIDDEN void round_stochastic(const float *values, u64 element, u32 before, u32 inside, u32 *halves) {
+  const u32 first = (u32)(element >> 1) * WEYL + before, is_odd = (u32)element & 1;
+  u32 bits[4], random[3] = {hash(first, inside), hash(first + WEYL, inside), 0};
+  if (is_odd) random[2] = hash(first + 2 * WEYL, inside);
+  with_quiet_nans(values, bits);
+  for (int i = 0; i < 2; i++) {
+    const u32 both = shifted(random[i], random[i + 1], 16 * is_odd);
+    halves[i] = bytes_of(bits[2 * i] + (both & 0xFFFF), bits[2 * i + 1] + (both >> 16), 0x7632);
+  }
 }
 
 // Blocks of 32 values in 8 bits: `blocks8.encode_blocks` and `blocks8.decode_blocks`.
 
-#define ROUNDER 12582912.0f       /* 1.5 * 2**23 */
+#define ROUNDER 12582912.0f       /* 1.5 * 2**23: added to a number, leaves its integer as low bits */
+#define ROUNDER_BITS 0x4B400000u
 #define TOO_LARGE 0x7B800000u     /* 2**120 */
 #define TINY 1.401298464324817e-45f
 #define TINY_ROOT 7.888609052210118e-31f
 #define ONE_255TH 0.003921568859368563f
 #define NAN_SCALE 0x7FC0          /* all codes of its block are 0 */
+#define SMALLEST_NORMAL 1.1754943508222875e-38f
 
 // Sizes whose largest one sets a block's scale. Positive floats have the order of their bits.
 HIDDEN u32 size_signed(float value) { return __float_as_uint(value) & MAGNITUDE; }
 
-HIDDEN u32 size_unsigned(float value) {
-  const u32 bits = __float_as_uint(value);
-  if (bits == SIGN) return 0;
-  return bits & SIGN || nan_bits(bits) ? NOT_A_NUMBER : bits;
-}
+// Those of second moments are their bits. Zero is added, so that -0 is 0; negative numbers and NaN
+// are larger than infinity.
+HIDDEN u32 size_unsigned(float value) { return __float_as_uint(__fadd_rn(value, 0.0f)); }
 
 HIDDEN float inverse_root(float value) { return __fdiv_rn(1.0f, __fsqrt_rn(value)); }
 
-// Returns a block's scale, rounded up to bfloat16: its largest size, or the square root of that.
-HIDDEN u16 round_scale(u32 largest, bool is_signed) {
-  if (!is_signed) {
-    const float root = __fdiv_rn(1.0f, inverse_root(__uint_as_float(largest)));
-    largest = __float_as_uint(root);
-  }
-  if ((largest & MAGNITUDE) >= TOO_LARGE) return NAN_SCALE;
-  return to_bfloat16(__uint_as_float(largest + 0x7FFD));
-}
-
 HIDDEN float at_least(float value, float smallest) { return value < smallest ? smallest : value; }
 
-HIDDEN u8 low_byte(float rounded) { return is_nan(rounded) ? 0 : (u8)__float_as_uint(rounded); }
-
-HIDDEN u8 encode_signed(float value, u16 scale) {
-  if (scale == NAN_SCALE) return 0;
-  const float size = __uint_as_float(size_signed(value));
-  const float sum = __fadd_rn(size, at_least(from_bfloat16(scale), TINY));
-  return low_byte(__fadd_rn(ROUNDER, __fdiv_rn(__fmul_rn(254.0f, value), sum)));
+// Rounds a block's largest size up to bfloat16, but down if it is at most 3 units above one.
+HIDDEN u16 round_up(u32 largest) {
+  const u32 bits = largest + 0x7FFD;
+  return (u16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-HIDDEN u8 encode_unsigned(float value, u16 scale) {
-  if (scale == NAN_SCALE) return 0;
-  const u32 size = size_unsigned(value);
-  const float factor = __fdiv_rn(1.0f, at_least(from_bfloat16(scale), TINY_ROOT));
-  const float root = inverse_root(__uint_as_float(size));
-  const u8 code = low_byte(__fadd_rn(ROUNDER, __fdiv_rn(__fmul_rn(255.0f, factor), root)));
-  return code == 0 && size ? 1 : code;
+// Returns a block's scale from its largest size.
+HIDDEN u16 scale_signed(u32 largest) { return largest >= TOO_LARGE ? NAN_SCALE : round_up(largest); }
+
+// Its square root, which two reciprocals round. The approximation is at most 7 units off them, and
+// decides nothing within 8 units of the place where the scale changes.
+HIDDEN u16 scale_unsigned(u32 largest) {
+  const float size = __uint_as_float(largest);
+  u32 root = __float_as_uint(__fmul_rn(size, about_inverse_root(at_least(size, SMALLEST_NORMAL))));
+  if ((root + 5 & 0xFFFF) < 18 | size < SMALLEST_NORMAL)
+    root = __float_as_uint(__fdiv_rn(1.0f, inverse_root(size)));
+  return largest >= INFINITE ? NAN_SCALE : round_up(root);
 }
 
-HIDDEN float decode_signed(u8 code, u16 scale) {
+// Codes. A quotient's approximation is rounded to an integer, which is that of the quotient unless
+// a half is nearer than the error. If that is possible for one of four values, all are divided.
+
+#define SIGNED_DOUBT 6.103515625e-5f      /* 2**-14: the error is at most 127 * 2**-22 */
+#define UNSIGNED_DOUBT 2.44140625e-4f     /* 2**-12: the error is at most 255 * 2**-20 */
+#define SIGNED_SMALLEST 7.888609052210118e-31f   /* 2**-100 */
+#define UNSIGNED_SMALLEST 8.881784197001252e-16f /* 2**-50 */
+
+HIDDEN bool doubtful(float quotient, float sum, float doubt) {
+  return !(fabsf(__fadd_rn(quotient, -__fadd_rn(sum, -ROUNDER))) < 0.5f - doubt);
+}
+
+HIDDEN u32 low_bytes(const u32 *words) {
+  return bytes_of(bytes_of(words[0], words[1], 0x0040), bytes_of(words[2], words[3], 0x0040), 0x5410);
+}
+
+HIDDEN u32 encode_signed(const float *values, u32 largest, u16 scale_bits) {
+  const float scale = from_bfloat16(scale_bits), divisor = at_least(scale, SIGNED_SMALLEST);
+  bool in_doubt = largest != 0 & scale < SIGNED_SMALLEST;
+  u32 sums[4];
+  for (int i = 0; i < 4; i++) {
+    const float inverse = about_reciprocal(__fadd_rn(fabsf(values[i]), divisor));
+    const float quotient = __fmul_rn(__fmul_rn(254.0f, values[i]), inverse);
+    const float sum = __fadd_rn(ROUNDER, quotient);
+    in_doubt |= doubtful(quotient, sum, SIGNED_DOUBT);
+    sums[i] = __float_as_uint(sum);
+  }
+  if (in_doubt)
+    for (int i = 0; i < 4; i++) {
+      const float sum = __fadd_rn(fabsf(values[i]), at_least(scale, TINY));
+      const float quotient = __fdiv_rn(__fmul_rn(254.0f, values[i]), sum);
+      sums[i] = __float_as_uint(__fadd_rn(ROUNDER, quotient));
+    }
+  return scale_bits == NAN_SCALE ? 0 : low_bytes(sums);
+}
+
+HIDDEN u32 encode_unsigned(const float *values, u32 largest, u16 scale_bits) {
+  const float scale = from_bfloat16(scale_bits);
+  const float factor = __fmul_rn(255.0f, about_reciprocal(at_least(scale, UNSIGNED_SMALLEST)));
+  bool in_doubt = largest != 0 & scale < UNSIGNED_SMALLEST;
+  u32 sums[4];
+  for (int i = 0; i < 4; i++) {
+    const float inverse = about_inverse_root(at_least(values[i], SMALLEST_NORMAL));
+    const float quotient = __fmul_rn(__fmul_rn(values[i], inverse), factor);
+    const float sum = __fadd_rn(ROUNDER, quotient);
+    in_doubt |= doubtful(quotient, sum, UNSIGNED_DOUBT);
+    sums[i] = __float_as_uint(sum);
+  }
+  if (in_doubt) {
+    const float exact = __fmul_rn(255.0f, __fdiv_rn(1.0f, at_least(scale, TINY_ROOT)));
+    for (int i = 0; i < 4; i++) {
+      const float quotient = __fdiv_rn(exact, inverse_root(__uint_as_float(size_signed(values[i]))));
+      sums[i] = __float_as_uint(__fadd_rn(ROUNDER, quotient));
+    }
+  }
+  for (int i = 0; i < 4; i++)
+    if (values[i] > 0.0f && sums[i] == ROUNDER_BITS) sums[i]++;
+  return scale_bits == NAN_SCALE ? 0 : low_bytes(sums);
+}
+
+// Quotients of all codes c: c / (254 - |c|). Each block of threads makes a table of them.
+HIDDEN float signed_quotient(u32 code) {
   const int c = (signed char)code;
-  const float quotient = __fdiv_rn((float)c, (float)(254 - (c < 0 ? -c : c)));
-  return __fmul_rn(quotient, from_bfloat16(scale));
+  return __fdiv_rn((float)c, (float)(254 - (c < 0 ? -c : c)));
 }
 
-HIDDEN float decode_unsigned(u8 code, u16 scale) {
-  const float root = __fmul_rn(__fmul_rn((float)code, ONE_255TH), from_bfloat16(scale));
-  return __fmul_rn(root, root);
+HIDDEN void decode_signed(u32 codes, u16 scale, const float *quotients, float *values) {
+  for (int i = 0; i < 4; i++)
+    values[i] = __fmul_rn(quotients[codes >> 8 * i & 0xFF], from_bfloat16(scale));
+}
+
+HIDDEN void decode_unsigned(u32 codes, u16 scale, float *values) {
+  for (int i = 0; i < 4; i++) {
+    // Below 2**23, an integer is the low bits of its sum with 2**23.
+    const float code = __fadd_rn(__uint_as_float(bytes_of(codes, 0x4B000000, 0x7540 | i)), -8388608.0f);
+    const float root = __fmul_rn(__fmul_rn(code, ONE_255TH), from_bfloat16(scale));
+    values[i] = __fmul_rn(root, root);
+  }
 }

@@ -1,0 +1,326 @@
+"""Calls of the public interface that a rank of a job makes, one after the other.
+
+A call that fails is recorded with its error, and the rank goes on with the next one. So a test can
+say what each rank does, and look at what each call did there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import offload
+from gds import PosixBackend
+from offload import DriveTuning, Options
+from tests.crash.fault_backend import FaultBackend
+from tests.numerics.reference import bits
+from tests.ranks_training.program import Case, Masters, local
+
+
+@dataclass
+class Setting:
+    """What all calls of a rank have in common."""
+
+    kind: str = "ddp"
+    """``ddp``, ``fsdp2``, ``mixed`` for FP32 shards with a mixed-precision policy, or ``one`` for a
+    model that is not wrapped."""
+
+    dtype: str = "bfloat16"
+    widths: Sequence[int] = (5, 7, 3)
+    find_unused: bool = False
+    hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
+    options: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 20.0
+    is_plain: bool = False
+    """Whether steps are taken in memory; nothing is stored."""
+
+
+class Model(torch.nn.Module):
+    """Layers of a few odd sizes, a frozen parameter, and a buffer that counts forwards."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        pairs = pairwise(widths)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(a, b) for a, b in pairs])
+        self.maybe = torch.nn.Linear(widths[-1], widths[-1], bias=False)
+        self.frozen = torch.nn.Parameter(torch.randn(5), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor, *, uses_all: bool = True) -> torch.Tensor:
+        """Return the output."""
+        self.seen += 1
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return self.maybe(x) if uses_all else x
+
+
+class Calls:
+    """The calls, with what they work on."""
+
+    def __init__(self, folder: Path, rank: int, size: int, setting: Setting) -> None:
+        self.directory = folder / "run"
+        self.rank, self.size, self.setting = rank, size, setting
+        self.num_steps = 0
+        self.backend = FaultBackend(PosixBackend())
+        self.model = self._wrapped()
+        self.optimizer: Any = None
+        self.masters: Masters | None = None
+        self.handle: Any = None
+        self.scaler: Any = None
+
+    def _wrapped(self) -> Any:
+        torch.manual_seed(7)
+        setting = self.setting
+        model = Model(setting.widths).to(getattr(torch, setting.dtype))
+        if setting.kind == "one":
+            return model
+        if setting.kind == "ddp":
+            return DistributedDataParallel(model, find_unused_parameters=setting.find_unused)
+        policy = MixedPrecisionPolicy()
+        if setting.kind == "mixed":
+            model.float()
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+            )
+        for layer in model.layers:
+            fully_shard(layer, mp_policy=policy)
+        return fully_shard(model, mp_policy=policy)
+
+    def open(self, **changes: Any) -> None:
+        """Make the optimizer."""
+        setting = self.setting
+        if setting.is_plain:
+            self.masters = Masters(self.model, Case(hyper=setting.hyper))
+            return
+        options = {
+            "allow_volatile": True,
+            "agreement_timeout_s": setting.timeout_s,
+            "chunk_bytes": 4096,
+            "drives": DriveTuning(calibrate=False),
+            "backend": self.backend,
+            **setting.options,
+        }
+        arguments = {**setting.hyper, **changes}
+        directory = arguments.pop("directory", self.directory)
+        self.optimizer = offload.AdamW(
+            self.model.parameters(),
+            directory=directory,
+            model=self.model,
+            options=Options(**options),
+            **arguments,
+        )
+
+    def restore(self, *which: int, **how: Any) -> Any:
+        """Restore; the value is the step and this rank's train state."""
+        found = self.optimizer.restore(*which, **how)
+        self.num_steps = found.step if found else 0
+        return found and [found.step, found.train_state]
+
+    def backward(self, uses_all: bool = True, synced: bool = True) -> None:
+        """Compute gradients from data that differ between the ranks."""
+        generator = torch.Generator().manual_seed(1000 * (self.num_steps + 1) + self.rank)
+        dtype = next(self.model.parameters()).dtype
+        x = torch.randn(4, self.setting.widths[0], generator=generator).to(dtype)
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_backward_grad_sync = synced
+        elif self.setting.kind != "one":
+            self.model.set_requires_gradient_sync(synced)
+        loss = self.model(x, uses_all=uses_all).float().square().mean()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def update(self) -> None:
+        """Call `step` with the gradients that there are."""
+        optimizer = self.optimizer or self.masters
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        self.num_steps += 1
+        self.model.zero_grad()
+
+    def step(self, times: int = 1, **how: Any) -> str:
+        """Take steps; the value is the bits afterwards."""
+        for _ in range(times):
+            self.backward(**how)
+            self.update()
+        return self.bits()
+
+    def bits(self) -> str:
+        """Return a digest of this rank's memory of all parameters."""
+        digest = hashlib.sha256()
+        for name, parameter in self.model.named_parameters():
+            digest.update(name.encode())
+            digest.update(bits(local(parameter)).contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def checkpoint(self, **how: Any) -> None:
+        """Begin a checkpoint, which has the step and the rank as its train state."""
+        self.handle = self.optimizer.checkpoint(
+            **{"train_state": {"step": self.num_steps, "rank": self.rank}, **how}
+        )
+
+    def bad_checkpoint(self) -> None:
+        """Ask for a checkpoint whose train state cannot be stored."""
+        self.optimizer.checkpoint(train_state={"what": object()})
+
+    def result(self) -> int:
+        """Wait for the checkpoint; the value is its step."""
+        return int(self.handle.result().step)
+
+    def train(self, last: int, every: int) -> None:
+        """Train to a step, with checkpoints behind training, and note each that is durable."""
+        while self.num_steps < last:
+            self.step()
+            self._note_sealed()
+            if self.num_steps % every == 0:
+                if self.handle is not None:
+                    self.handle.wait()
+                    self._note_sealed()
+                self.checkpoint()
+
+    def _note_sealed(self) -> None:
+        if self.handle is not None and self.handle.done():
+            record("sealed", value=self.handle.result().step)
+            self.handle = None
+
+    def fail(self, kind: str, text: str, number: int | None = None) -> None:
+        """Let the next operation of a kind fail whose path contains a text."""
+        self.backend.fail_if(lambda one, path: one == kind and text in path, number)
+
+    def num_failed(self) -> int:
+        """Return how many operations have failed."""
+        return self.backend.num_failed
+
+    def kill_at(self, kind: str, text: str, nth: int = 1) -> None:
+        """Kill this rank before the n-th operation of a kind whose path contains a text."""
+        seen = 0
+
+        def chosen(one: str, path: str) -> bool:
+            nonlocal seen
+            seen += one == kind and text in path
+            if seen == nth:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return False
+
+        self.backend.fail_if(chosen)
+
+    def pin(self, *arguments: Any) -> None:
+        """Pin a checkpoint."""
+        self.optimizer.pin(*arguments)
+
+    def unpin(self, name: str) -> None:
+        """Remove a pin."""
+        self.optimizer.unpin(name)
+
+    def set(self, **hyper: Any) -> None:
+        """Change hyper-parameters."""
+        for group in self.optimizer.param_groups:
+            group.update(hyper)
+
+    def scale(self, ours: bool) -> None:
+        """Use a gradient scaler from now on: torch's, or offload's own."""
+        made = offload.GradScaler if ours else torch.amp.GradScaler
+        self.scaler = made("cpu", init_scale=2.0**8, growth_interval=100)
+
+    def infinite(self) -> None:
+        """Make one gradient of this rank's memory infinite."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        next(local(g) for g in gradients if local(g).numel()).view(-1)[0] = float("inf")
+
+    def freeze(self) -> None:
+        """Train the first layer no more."""
+        for parameter in self.model.module.layers[0].parameters():
+            parameter.requires_grad_(False)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        time.sleep(seconds)
+
+    def await_file(self, name: str) -> None:
+        """Wait until a file is beside the store."""
+        while not (self.directory.parent / name).exists():
+            time.sleep(0.01)
+
+    def touch(self, name: str) -> None:
+        """Make a file beside the store."""
+        (self.directory.parent / name).touch()
+
+    def synchronize(self) -> None:
+        """Wait for everything in flight."""
+        self.optimizer.synchronize()
+
+    def close(self) -> None:
+        """Close the optimizer."""
+        self.optimizer.close()
+
+    def destroy(self) -> None:
+        """Leave the ranks of torch."""
+        dist.destroy_process_group()
+
+    def kill(self) -> None:
+        """End by SIGKILL."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave(self) -> None:
+        """End with an exception."""
+        raise SystemExit("this rank was told to fail")
+
+
+_record: Callable[[dict[str, Any]], None]
+
+
+def record(call: str, *, value: Any = None, **more: Any) -> None:
+    """Append an outcome to this rank's file."""
+    _record({"call": call, "value": value, "error": "", "message": "", **more})
+
+
+def run_calls(
+    folder: Path, rank: int, size: int, calls: Sequence[Sequence[Any]], setting: dict[str, Any]
+) -> None:
+    """Make the calls of a rank, and record what came of each."""
+    global _record
+    file = os.open(f"{folder}/outcomes-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
+    _record = lambda outcome: os.write(file, (json.dumps(outcome) + "\n").encode())  # noqa: E731
+    torch.use_deterministic_algorithms(mode=True)
+    if size > 1:
+        dist.init_process_group("gloo")
+    made = Calls(folder, rank, size, Setting(**setting))
+    for name, *arguments in calls:
+        keywords = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
+        started = time.monotonic()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = getattr(made, name)(*arguments, **keywords)
+            except Exception as error:  # noqa: BLE001  (the test looks at it)
+                outcome = {"error": type(error).__name__, "message": str(error)}
+            else:
+                outcome = {"value": found}
+        said = [str(one.message) for one in caught]
+        seconds = time.monotonic() - started
+        record(name, **outcome, warnings=said, seconds=seconds)
+
+
+def warm_up() -> None:
+    """Import what ranks need, before they are forked."""
+    import torch.distributed.tensor  # noqa: F401
+
+    from offload.distributed import launch, torch_channel  # noqa: F401
+    from tests.stores.training import Reference
+
+    Reference().after(1)
