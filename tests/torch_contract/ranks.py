@@ -59,6 +59,12 @@ def main(root: Path, rank: int) -> dict[str, Any]:
         "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
     refused = root / "refused"
+    found["one directory for all"] = said(lambda: construct(root / "common", linear()))
+    found["one directory each"] = said(lambda: construct(root / f"each-{rank}", linear()))
+    alone = [dist.new_group([number]) for number in range(NUM_RANKS)][rank]
+    found["a group of one"] = said(
+        lambda: construct(root / f"alone-{rank}", linear(), process_group=alone)
+    )
     found["overlap"] = said(lambda: construct(refused, linear(), overlap="forward"))
     found["several directories"] = said(lambda: construct([refused / "a", refused / "b"], linear()))
 
