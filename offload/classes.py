@@ -39,7 +39,8 @@ class AdamW(OffloadedOptimizer):
         keep: Number of checkpoints to keep, or a retention policy.
         fresh: Start over in a store that has checkpoints.
         options: Settings for streaming and storing.
-        process_group: `offload.SEPARATE` if each of several processes trains a model of its own.
+        process_group: Ranks that train the model together; None for the default group, if there
+            is one. `offload.SEPARATE` if each of several processes trains a model of its own.
 
     Raises:
         OffloadError: The optimizer cannot be made; see `OffloadedOptimizer`.
@@ -111,7 +112,8 @@ class Adam(OffloadedOptimizer):
         keep: Number of checkpoints to keep, or a retention policy.
         fresh: Start over in a store that has checkpoints.
         options: Settings for streaming and storing.
-        process_group: `offload.SEPARATE` if each of several processes trains a model of its own.
+        process_group: Ranks that train the model together; None for the default group, if there
+            is one. `offload.SEPARATE` if each of several processes trains a model of its own.
 
     Raises:
         OffloadError: The optimizer cannot be made; see `OffloadedOptimizer`.
@@ -183,7 +185,8 @@ class SGD(OffloadedOptimizer):
         keep: Number of checkpoints to keep, or a retention policy.
         fresh: Start over in a store that has checkpoints.
         options: Settings for streaming and storing.
-        process_group: `offload.SEPARATE` if each of several processes trains a model of its own.
+        process_group: Ranks that train the model together; None for the default group, if there
+            is one. `offload.SEPARATE` if each of several processes trains a model of its own.
 
     Raises:
         OffloadError: The optimizer cannot be made; see `OffloadedOptimizer`.

@@ -23,7 +23,7 @@ class UnsupportedParameterError(OffloadError, TypeError):
 
 
 class ProcessGroupError(OffloadError, RuntimeError):
-    """Several processes train one model, or `model=` is wrapped for several processes."""
+    """There is no process group, or not this process in it, or `model=` is wrapped unsuitably."""
 
 
 class _SaysAllError(OSError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -50,8 +52,9 @@ from offload.store.state_store import StateSlot, StateStore
 
 T = TypeVar("T")
 
-_numbers = itertools.count()
-"""Numbers of the optimizers of this process; the n-th optimizer of each rank is the same one."""
+_numbers = Counter[str]()
+"""Number of optimizers that this process has made, by group of ranks. The n-th optimizer of a group
+is the same one on each of its ranks."""
 
 
 class RankGroup:
@@ -81,7 +84,7 @@ class RankGroup:
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        prefix = f"offload/{next(_numbers)}/"
+        prefix = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
         channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
         self._agreement = Agreement(channel, self.rank, self.size, timeout_s=timeout_s)
         self._traffic = Traffic()
@@ -364,6 +367,17 @@ class RankGroup:
         if self._store is None:
             raise RuntimeError("the store has not been opened")
         return self._store
+
+
+def _prefix(ranks: Sequence[int]) -> str:
+    """Return a prefix for the keys of a new optimizer, which no other one of any group has.
+
+    All groups use the same key-value store, so the prefix names the group by its ranks.
+    """
+    group = hashlib.sha256(json.dumps([*ranks]).encode()).hexdigest()[:16]
+    number = _numbers[group]
+    _numbers[group] += 1
+    return f"offload/{group}/{number}/"
 
 
 def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -22,7 +22,7 @@ from offload.distributed.opening import Plan
 from offload.distributed.rank_keeping import RankKeeping
 from offload.distributed.rank_sealing import RankSealing, from_message, to_message
 from offload.distributed.sights import Sight
-from offload.distributed.survey import survey
+from offload.distributed.survey import place_of, survey
 from offload.distributed.together import together
 from offload.errors import CheckpointError, RanksError
 from offload.format.layout import Layout
@@ -166,7 +166,17 @@ class RankStore:
     def _open_part(self, options: Options) -> None:
         """Open this rank's parts, and learn which checkpoints there are. Collective."""
 
+        def make(_: object) -> Json:
+            return self._offer() | {"place": self._place()}
+
         def ready(offer: Json) -> None:
+            if self._place() != offer["place"]:
+                raise RanksError(
+                    f"directory={self.directory!r} is not the directory of "
+                    f"{self.agreement.peers.name(0)}, which is {offer['directory']!r}: give the "
+                    "same directory on every rank; all ranks are on one host in this version. If "
+                    "each rank trains a separate model, pass process_group=offload.SEPARATE"
+                )
             if not self.is_writer and self._opened.part is None:
                 self._opened.part = OwnerStore(
                     self.backend,
@@ -178,9 +188,16 @@ class RankStore:
                 )
             self._learn(offer)
 
-        agreed = self.agreement.agree("the constructor", lambda _: self._offer(), ready)
+        agreed = self.agreement.agree("the constructor", make, ready)
         self.store_id = str(agreed.offer["store_id"])
         """Identity of the store."""
+
+    def _place(self) -> str:
+        """Return a text that is the same for all ranks that see the same directory."""
+        try:
+            return place_of(self.directory)
+        except OSError:  # it is missing, or the backend has directories of its own
+            return ""
 
     @property
     def is_writer(self) -> bool:
@@ -489,6 +506,7 @@ class RankStore:
             raise RuntimeError("only the writer makes offers")
         return {
             "store_id": store.store_id,
+            "directory": self.directory,
             "checkpoints": [
                 [c.path, c.manifest.generation, c.superseded] for c in store.checkpoints
             ],

@@ -69,7 +69,9 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         hyper: Keyword arguments of `optimizer_class`.
 
     Raises:
-        ProcessGroupError: There are several ranks, or `model` is wrapped for several ranks.
+        ProcessGroupError: There is no process group although there are several ranks, this process
+            is not in the group, or `model` is wrapped in a way that is not supported.
+        RanksError: The ranks differ, in their directory for example, or one of them was lost.
         UnsupportedOptimizerError: The class or a flag needs more than one element at a time.
         UnsupportedParameterError: A parameter is complex, sparse, FP64, a DTensor, or on a device
             that is neither the CPU nor a CUDA device; or it shares memory with another trained

@@ -59,6 +59,12 @@ def main(root: Path, rank: int) -> dict[str, Any]:
         "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
     refused = root / "refused"
+    found["one directory for all"] = said(lambda: construct(root / "common", linear()))
+    found["one directory each"] = said(lambda: construct(root / f"each-{rank}", linear()))
+    alone = [dist.new_group([number]) for number in range(NUM_RANKS)][rank]
+    found["a group of one"] = said(
+        lambda: construct(root / f"alone-{rank}", linear(), process_group=alone)
+    )
     found["overlap"] = said(lambda: construct(refused, linear(), overlap="forward"))
     found["several directories"] = said(lambda: construct([refused / "a", refused / "b"], linear()))
 
@@ -69,6 +75,8 @@ def main(root: Path, rank: int) -> dict[str, Any]:
     found["ddp inside"] = said(lambda: construct(refused / str(rank), holder, **separate))
     sharded = FullyShardedDataParallel(linear(), device_id=torch.device("cpu"))
     found["fsdp"] = said(lambda: construct(refused / str(rank), sharded, **separate))
+    found["fsdp of several ranks"] = said(lambda: construct(refused, sharded))
+    found["ddp of several ranks"] = said(lambda: construct(root / "ddp", wrapped))
 
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     model = linear()
@@ -98,6 +106,7 @@ def main(root: Path, rank: int) -> dict[str, Any]:
             optimizer.checkpoint({"step": step}).result()
     dist.destroy_process_group()
     found["environment"] = said(lambda: construct(refused / str(rank), linear()))
+    found["made"] += sorted(str(p.relative_to(root)) for p in root.rglob("refused*"))
     return found
 
 

@@ -56,28 +56,49 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return root, found
 
 
+def test_several_ranks_train_into_one_directory(ranks: Any) -> None:
+    root, found = ranks
+    for one in found:
+        assert one["one directory for all"] == "constructed"
+        assert one["ddp of several ranks"] == "constructed"
+        assert one["a group of one"] == "constructed"
+    assert (root / "common").is_dir()
+
+
+def test_ranks_that_name_different_directories_are_refused_by_name(ranks: Any) -> None:
+    root, found = ranks
+    for one in found:
+        assert one["one directory each"].startswith("RanksError: the constructor: rank 1")
+        assert "each-1' is not the directory of rank 0" in one["one directory each"]
+    assert not (root / "each-1").exists()
+
+
+def test_ranks_without_a_process_group_are_refused_with_the_remedy(ranks: Any) -> None:
+    for found in ranks[1]:
+        assert found["environment"].startswith("ProcessGroupError: the environment has WORLD_SIZE=")
+        assert "call torch.distributed.init_process_group() before" in found["environment"]
+
+
 def test_what_ranks_cannot_do_yet_is_refused_before_anything_is_touched(ranks: Any) -> None:
     for found in ranks[1]:
         assert found["overlap"].startswith("ValueError: overlap='forward' is not supported with")
-        assert "one directory in this version" in found["several directories"]
         assert found["several directories"].startswith("ValueError: directory= names 2 directories")
-        assert "call torch.distributed.init_process_group() before" in found["environment"]
-        assert found["environment"].startswith("ProcessGroupError: the environment has WORLD_SIZE=")
+        assert "one directory in this version" in found["several directories"]
         assert found["made"] == []
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "words", "remedy"),
     [
-        ("ddp", "model= is a DistributedDataParallel"),
-        ("ddp inside", "model= has a DistributedDataParallel in it ('net')"),
-        ("fsdp", "model= is a FullyShardedDataParallel"),
+        ("ddp", "model= is a DistributedDataParallel", "pass that module (`ddp.module`)"),
+        ("ddp inside", "model= has a DistributedDataParallel in it ('net')", "pass that module"),
+        ("fsdp", "model= is a FullyShardedDataParallel", "use torch.distributed.fsdp.fully_shard"),
+        ("fsdp of several ranks", "model= is a FullyShardedDataParallel", "fully_shard instead"),
     ],
 )
-def test_a_wrapped_model_is_refused_by_name(ranks: Any, case: str, words: str) -> None:
+def test_a_wrapped_model_is_refused_by_name(ranks: Any, case: str, words: str, remedy: str) -> None:
     for found in ranks[1]:
         assert found[case].startswith(f"ProcessGroupError: {words}")
-        remedy = "fully_shard" if case == "fsdp" else "pass that module"
         assert remedy in found[case]
         assert found["ddp.module"] == "constructed"
 
