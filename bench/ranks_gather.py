@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from bench._harness import BenchError, Parser, Result, count, mebi, run, say, scratch, size
 from bench._statistics import alternate, ratios
-from offload.distributed.gather import BounceBuffer, Gathering
-from offload.distributed.gather_plan import BoxPiece, GatherPlan, RankChunk
-from offload.distributed.holder_groups import HolderGroups
+from offload.distributed.gathering.gather import BounceBuffer, Gathering
+from offload.distributed.gathering.gather_plan import BoxPiece, GatherPlan, RankChunk
+from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.format.boxes import Box
 
 _LIMIT = 1.0

@@ -38,8 +38,8 @@ from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TABLE_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import part_sizes
-from offload.format.part_table import OwnerTable
-from offload.format.rank_states import split_ranks
+from offload.format.shares.part_table import OwnerTable
+from offload.format.shares.rank_states import split_ranks
 from offload.format.train_state import (
     EncodedState,
     TrainStateFormatError,

@@ -26,8 +26,8 @@ from offload.format.names import (
     owner_number,
     part_number,
 )
-from offload.format.owners import OwnerReference
-from offload.format.part_table import (
+from offload.format.shares.owners import OwnerReference
+from offload.format.shares.part_table import (
     MAX_TABLE_BYTES,
     OwnerTable,
     TableHeader,

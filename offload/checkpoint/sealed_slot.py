@@ -15,8 +15,8 @@ from offload.format.digests import MODEL_ARRAY, DigestContext
 from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
 from offload.format.names import MODEL_NAME
-from offload.format.owners import MODEL_PIECE_BYTES, ModelBox
-from offload.format.part_table import OwnerTable
+from offload.format.shares.owners import MODEL_PIECE_BYTES, ModelBox
+from offload.format.shares.part_table import OwnerTable
 
 
 class SlotFiles:

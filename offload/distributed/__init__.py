@@ -5,13 +5,13 @@ wing may know ``torch.distributed`` and the wings below `engine`. It never impor
 nor a wing above it.
 """
 
-from offload.distributed.agreement import Agreement, Granted
-from offload.distributed.channel import Channel, ChannelLostError
-from offload.distributed.grant import Offer
-from offload.distributed.opening import Plan
-from offload.distributed.reports import Report
-from offload.distributed.sights import Sight
-from offload.distributed.torch_channel import TorchChannel
+from offload.distributed.agreement.agreement import Agreement, Granted
+from offload.distributed.agreement.channel import Channel, ChannelLostError
+from offload.distributed.agreement.grant import Offer
+from offload.distributed.agreement.opening import Plan
+from offload.distributed.agreement.reports import Report
+from offload.distributed.agreement.sights import Sight
+from offload.distributed.agreement.torch_channel import TorchChannel
 
 __all__ = [
     "Agreement",

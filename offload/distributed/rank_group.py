@@ -17,9 +17,11 @@ from gds import Backend
 from offload.ambient import in_neutral
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
-from offload.distributed.agreement import Agreement
-from offload.distributed.gather import BounceBuffer, Gathering
-from offload.distributed.gather_plan import (
+from offload.distributed.agreement.agreement import Agreement
+from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.torch_channel import TorchChannel
+from offload.distributed.gathering.gather import BounceBuffer, Gathering
+from offload.distributed.gathering.gather_plan import (
     SLICE_BYTES,
     BoxKey,
     BoxPiece,
@@ -27,20 +29,18 @@ from offload.distributed.gather_plan import (
     RankChunk,
     layout_chunks,
 )
-from offload.distributed.holder_groups import HolderGroups
-from offload.distributed.messages import Json
+from offload.distributed.gathering.holder_groups import HolderGroups
+from offload.distributed.gathering.sharing import share_bytes
+from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms
 from offload.distributed.rank_store import RankStore, require_ranks
 from offload.distributed.share_copy import ShareCopy, is_same_share, load_share
-from offload.distributed.sharing import share_bytes
-from offload.distributed.step_agreement import StepAgreement, StepTerms
 from offload.distributed.together import together
-from offload.distributed.torch_channel import TorchChannel
 from offload.errors import RanksError, UnsupportedParameterError
 from offload.format.boxes import Box, Cut
-from offload.format.dealing import OwnedBox, deal_rows, own_boxes
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
-from offload.format.model_shares import ModelShare, ModelShares, TensorBox, divide
+from offload.format.shares.dealing import OwnedBox, deal_rows, own_boxes
+from offload.format.shares.model_shares import ModelShare, ModelShares, TensorBox, divide
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from gds import Backend
-from offload.distributed.agreement import Agreement
+from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.together import together
 from offload.retention.pins import FoundPins, read_pins
 from offload.store.opening import StoredCheckpoint

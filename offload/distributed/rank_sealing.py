@@ -9,22 +9,22 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from offload.distributed.agreement import Agreement
-from offload.distributed.messages import Json, MessageError
-from offload.distributed.reports import Report
+from offload.distributed.agreement.agreement import Agreement
+from offload.distributed.agreement.messages import Json, MessageError
+from offload.distributed.agreement.reports import Report
 from offload.distributed.share_copy import ShareCopy
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest, encode_group
-from offload.format.model_shares import ModelShare
 from offload.format.names import checkpoint_name
-from offload.format.owners import OwnerReference
-from offload.format.rank_states import join_ranks
+from offload.format.shares.model_shares import ModelShare
+from offload.format.shares.owners import OwnerReference
+from offload.format.shares.rank_states import join_ranks
 from offload.format.train_state import EncodedState, pack_encoded, packed_bytes, unpack_encoded
 from offload.store.opening import StoredCheckpoint
-from offload.store.owner_slot import OwnerSlot
-from offload.store.owner_store import OwnerStore
+from offload.store.owners.slot import OwnerSlot
+from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition, Prepared, pack_train_state
 from offload.store.state_store import StateSlot
 from offload.store.store import Store

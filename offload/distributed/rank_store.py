@@ -15,29 +15,29 @@ from gds import Backend, File, StorageError
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.owner_parts import check_owner_part
 from offload.checkpoint.reading import decode_manifest
-from offload.distributed.agreement import Agreement
-from offload.distributed.grant import NO_SEAL, Offer
-from offload.distributed.messages import Json
-from offload.distributed.opening import Plan
+from offload.distributed.agreement.agreement import Agreement
+from offload.distributed.agreement.grant import NO_SEAL, Offer
+from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.opening import Plan
+from offload.distributed.agreement.sights import Sight
 from offload.distributed.rank_keeping import RankKeeping
 from offload.distributed.rank_sealing import RankSealing, from_message, to_message
-from offload.distributed.sights import Sight
 from offload.distributed.survey import place_of, survey
 from offload.distributed.together import together
 from offload.errors import CheckpointError, RanksError
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
-from offload.format.model_shares import ModelShare
 from offload.format.names import MODEL_NAME
-from offload.format.rank_states import join_ranks
+from offload.format.shares.model_shares import ModelShare
+from offload.format.shares.rank_states import join_ranks
 from offload.format.train_state import EncodedState
 from offload.journal import Journal
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint, find_stored
-from offload.store.owner_claims import NamedParts
-from offload.store.owner_slot import OwnerSlot, OwnerSlotState
-from offload.store.owner_store import OwnerStore
+from offload.store.owners.claims import NamedParts
+from offload.store.owners.slot import OwnerSlot, OwnerSlotState
+from offload.store.owners.store import OwnerStore
 from offload.store.shared import SharedStore
 from offload.store.slot import Slot, SlotState
 from offload.store.state_store import StateSlot

@@ -14,9 +14,9 @@ from offload.errors import MismatchError
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
-from offload.format.model_blocks import SharePlan
-from offload.format.model_shares import ModelShare
-from offload.format.owners import ModelBox
+from offload.format.shares.model_blocks import SharePlan
+from offload.format.shares.model_shares import ModelShare
+from offload.format.shares.owners import ModelBox
 from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
 from offload.model.model_sharing import (

@@ -10,7 +10,13 @@ from pathlib import Path
 from gds import Backend
 from offload.checkpoint.owner_parts import owner_directories, parts_of_owner
 from offload.checkpoint.reading import check_name, checkpoint_paths, decode_manifest
-from offload.distributed.sights import CheckpointSight, OwnerSight, PartSight, Sight, StoreSight
+from offload.distributed.agreement.sights import (
+    CheckpointSight,
+    OwnerSight,
+    PartSight,
+    Sight,
+    StoreSight,
+)
 from offload.errors import CheckpointError, OffloadError, reason_of
 from offload.format.names import step_of
 from offload.store.store_id import read_store_id

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import offload.errors
-from offload.distributed.agreement import Agreement
-from offload.distributed.messages import Json
+from offload.distributed.agreement.agreement import Agreement
+from offload.distributed.agreement.messages import Json
 from offload.errors import OffloadError, RanksError, reason_of
 
 T = TypeVar("T")

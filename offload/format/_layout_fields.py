@@ -115,7 +115,7 @@ def _require_apart(parameters: Iterable[ParameterSpec]) -> None:
     """Refuse boxes that occur twice, or that have more elements than their parameter.
 
     Time and memory are proportional to the number of boxes. So boxes that overlap in another way
-    are not found here; `offload.format.owners.require_exact_cover` finds them.
+    are not found here; `offload.format.shares.owners.require_exact_cover` finds them.
     """
     names = [p.stored_name for p in parameters]
     if len(set(names)) < len(names):

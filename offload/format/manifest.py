@@ -32,7 +32,8 @@ from offload.format.boxes import Box
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor
 from offload.format.metrics import check_metrics
-from offload.format.owners import (
+from offload.format.part_file import PartReference, SealedPart, content_digest
+from offload.format.shares.owners import (
     ModelBox,
     OwnerReference,
     decode_model_boxes,
@@ -43,7 +44,6 @@ from offload.format.owners import (
     parameter_boxes,
     reference_bytes,
 )
-from offload.format.part_file import PartReference, SealedPart, content_digest
 from offload.format.strict_json import MAX_VALUES, num_marks, short
 
 FORMAT_VERSION = 2

@@ -14,7 +14,7 @@ import torch
 
 from offload.errors import MismatchError
 from offload.format.boxes import Box
-from offload.format.model_shares import ModelShare
+from offload.format.shares.model_shares import ModelShare
 
 
 @dataclass(frozen=True, slots=True, eq=False)

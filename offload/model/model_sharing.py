@@ -27,8 +27,8 @@ from offload.errors import MismatchError
 from offload.format.digests import LEAF_BYTES, DigestContext, leaf_digests
 from offload.format.header import Header
 from offload.format.known_leaves import KnownLeaves
-from offload.format.model_blocks import Batch, Range, Segment, SharePlan, writes_of
-from offload.format.model_shares import ModelShare, SharePiece
+from offload.format.shares.model_blocks import Batch, Range, Segment, SharePlan, writes_of
+from offload.format.shares.model_shares import ModelShare, SharePiece
 from offload.model.model_file import BlockBuffers
 from offload.model.tensor_image import TensorImage
 from offload.update.dtypes import DTYPE_CODES

@@ -163,7 +163,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 def own_shards(
     own: Mapping[str, Cut], has_owner: Container[str] = (), *, keeps_others: bool = True
 ) -> Shards:
-    """Return the function that gives a rank the boxes that it owns; see `offload.format.dealing`.
+    """Return the function that gives a rank the boxes that it owns; see `format.shares.dealing`.
 
     Args:
         own: Box of each tensor that this rank owns, by name.

@@ -36,7 +36,7 @@ from offload.store.directories import (
     require_number_of_directories,
 )
 from offload.store.file_identity import FileIds, ids_in
-from offload.store.owner_claims import OwnerClaims
+from offload.store.owners.claims import OwnerClaims
 from offload.store.part_pool import PartPool, part_numbers
 from offload.store.poison import Poison
 from offload.store.shared import SharedStore

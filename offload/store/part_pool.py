@@ -28,7 +28,7 @@ from offload.format.names import PART_FILE_NAME, part_name, part_number
 from offload.format.part_file import SealedPart, part_sizes
 from offload.store.file_identity import FileIds, ids_in
 from offload.store.full_disk import naming_free_space
-from offload.store.owner_claims import OwnerClaims
+from offload.store.owners.claims import OwnerClaims
 from offload.store.part import Part, adopt_part, create_part, open_part, remove_part
 from offload.store.poison import Poison
 from offload.store.slot import directories_in

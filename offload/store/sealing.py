@@ -31,13 +31,13 @@ from offload.format.boxes import Box
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest, num_model_blocks
 from offload.format.names import checkpoint_name, part_name
-from offload.format.owners import ModelBox, OwnerReference, num_pieces
+from offload.format.shares.owners import ModelBox, OwnerReference, num_pieces
 from offload.format.train_state import EncodedState, pack_encoded
 from offload.retention.policy import Record
 from offload.store.expiry import Keeping, record_of
 from offload.store.free_slots import FreeSlots, lock_existing
 from offload.store.opening import StoreContent, StoredCheckpoint
-from offload.store.owner_claims import require_agreement
+from offload.store.owners.claims import require_agreement
 from offload.store.poison import Poison
 from offload.store.slot import Slot
 from offload.store.withdrawal import Withdrawal

@@ -17,7 +17,7 @@ from offload.format.train_state import EncodedState
 from offload.journal import Journal
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
-from offload.store.owner_slot import OwnerSlot
+from offload.store.owners.slot import OwnerSlot
 from offload.store.sealing import Composition
 from offload.store.slot import Slot
 

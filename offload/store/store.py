@@ -41,7 +41,7 @@ from offload.store.census import Census
 from offload.store.expiry import Keeping
 from offload.store.free_slots import FreeSlots
 from offload.store.opening import StoredCheckpoint, find_stored, open_directories, open_stored
-from offload.store.owner_claims import NamedParts
+from offload.store.owners.claims import NamedParts
 from offload.store.part_pool import PartLeftovers
 from offload.store.poison import Poison
 from offload.store.quarantine import Quarantine

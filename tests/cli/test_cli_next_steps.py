@@ -15,7 +15,7 @@ import pytest
 import offload
 from gds import StorageError
 from offload.errors import StoreError, UnwritableError
-from offload.store.pinning import pin
+from offload.store.maintenance.pinning import pin
 from tests.command_line import Run
 from tests.kernel import loop_devices
 from tests.kernel.loop_devices import mounted

@@ -17,7 +17,7 @@ from gds import PosixBackend
 from offload.checkpoint.reading import decode_manifest
 from offload.errors import CheckpointError, DamagedError, StoreError
 from offload.retention.policy import LastK
-from offload.store.pruning import prune
+from offload.store.maintenance.pruning import prune
 from tests.command_line import Run
 from tests.stores.files import flip_on_disk, steps, tree
 from tests.stores.small import make_model, make_optimizer, train

@@ -24,7 +24,7 @@ from gds import MemoryBackend, StorageError, WrapperBackend
 from gds.contract import Stat
 from offload import AdamW, OffloadError, list_checkpoints, load_parameters, open_checkpoint
 from offload.errors import CheckpointError, SealError, StoreError, UnreadableError
-from offload.store.pruning import prune
+from offload.store.maintenance.pruning import prune
 from tests.campaigns import FULL
 from tests.crash.fault_backend import FaultBackend, Kind
 from tests.stores.files import everything, write

@@ -25,7 +25,7 @@ from offload.format.header import build_header
 from offload.format.known_leaves import KnownLeaves
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.model_writing import write_model
-from offload.store.pruning import prune
+from offload.store.maintenance.pruning import prune
 from offload.stream.passes import RingPass, ring_for_one_pass
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend, Kind

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from offload.format.rank_states import MAX_RANKS, join_ranks, split_ranks
+from offload.format.shares.rank_states import MAX_RANKS, join_ranks, split_ranks
 from offload.format.train_state import (
     EncodedState,
     StoredTensor,

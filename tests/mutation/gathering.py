@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_PLAN = "offload/distributed/gather_plan.py"
-_GATHER = "offload/distributed/gather.py"
-_AGREEMENT = "offload/distributed/step_agreement.py"
-_GROUPS = "offload/distributed/holder_groups.py"
+_PLAN = "offload/distributed/gathering/gather_plan.py"
+_GATHER = "offload/distributed/gathering/gather.py"
+_AGREEMENT = "offload/distributed/gathering/step_agreement.py"
+_GROUPS = "offload/distributed/gathering/holder_groups.py"
 _ARITHMETIC = "tests/ranks_gather/test_plan.py"
 _PROCESSES = "tests/ranks_gather/test_gathering.py"
 _AGREED = "tests/ranks_gather/test_step_agreement.py"

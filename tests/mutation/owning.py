@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_SLOT = "offload/store/owner_slot.py"
-_OWNER = "offload/store/owner_store.py"
-_CLAIMS = "offload/store/owner_claims.py"
+_SLOT = "offload/store/owners/slot.py"
+_OWNER = "offload/store/owners/store.py"
+_CLAIMS = "offload/store/owners/claims.py"
 _OPENING = "offload/store/opening.py"
 _SEALING = "offload/store/sealing.py"
 _SUPPLY = "offload/store/slot_supply.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutation import Edit, Mutation
 
 _LAYOUT = "offload/format/layout.py"
-_DEALING = "offload/format/dealing.py"
+_DEALING = "offload/format/shares/dealing.py"
 _MATCHING = "offload/engine/matching.py"
 _SHARDS = "offload/model/shards.py"
 _TABLE = "offload/model/table.py"

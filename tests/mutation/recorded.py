@@ -5,11 +5,11 @@ from __future__ import annotations
 from tests.mutation.mutation import Edit, Mutation, gone
 
 _READER_OPENING = "offload/checkpoint/opening.py"
-_PRUNING = "offload/store/pruning.py"
+_PRUNING = "offload/store/maintenance/pruning.py"
 _STORE = "offload/store/store.py"
 _FREE = "offload/store/free_slots.py"
 _POOL = "offload/store/part_pool.py"
-_UNNAMED = "offload/store/unnamed_parts.py"
+_UNNAMED = "offload/store/maintenance/unnamed_parts.py"
 _QUARANTINE = "offload/store/quarantine.py"
 _CHECKPOINT = "offload/checkpoint/checkpoint.py"
 _VERIFY = "offload/checkpoint/verify.py"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_SHARES = "offload/format/model_shares.py"
-_RANGES = "offload/format/box_ranges.py"
-_BLOCKS = "offload/format/model_blocks.py"
-_SHARDS = "offload/format/shard_files.py"
+_SHARES = "offload/format/shares/model_shares.py"
+_RANGES = "offload/format/shares/box_ranges.py"
+_BLOCKS = "offload/format/shares/model_blocks.py"
+_SHARDS = "offload/format/shares/shard_files.py"
 _WRITER = "offload/model/model_sharing.py"
 _IMAGE = "offload/model/tensor_image.py"
 _LIVE = "offload/model/live_boxes.py"

@@ -11,7 +11,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from offload.format.dealing import deal_rows
+from offload.format.shares.dealing import deal_rows
 from offload.model.shards import Shards, own_shards, uncounted
 from tests.ranks.rank import Rank
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from offload import SEPARATE, AdamW
 from offload.errors import UnsupportedParameterError
-from offload.format.dealing import OwnedBox, own_boxes
+from offload.format.shares.dealing import OwnedBox, own_boxes
 from offload.model.shards import Shards, cut_of, local, own_shards
 from tests.numerics.reference import Reference, bits
 from tests.ranks.rank import Rank, manifests_may_have_boxes, settings

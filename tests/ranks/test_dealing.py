@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload.format.boxes import Box, Cut
-from offload.format.dealing import BoxesError, deal_rows, own_boxes
+from offload.format.shares.dealing import BoxesError, deal_rows, own_boxes
 
 SHAPES = [
     {"w": (7, 3), "b": (5,), "s": ()},

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offload.engine.state_dict import load_tensors, materialize
 from offload.errors import MismatchError, OverlapError, UnsupportedParameterError
 from offload.format.boxes import Box, Cut
-from offload.format.dealing import deal_rows
+from offload.format.shares.dealing import deal_rows
 from offload.model.names import unwrapped_names
 from offload.model.parameters import describe_model
 from offload.model.shards import own_shards, rows, uncounted, whole

@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from offload.distributed import Agreement, Offer, Plan, Report, Sight, TorchChannel
-from offload.distributed.sights import CheckpointSight, OwnerSight, PartSight, StoreSight
+from offload.distributed.agreement.sights import CheckpointSight, OwnerSight, PartSight, StoreSight
 from offload.errors import InDoubtError, RanksError, SealError
 
 

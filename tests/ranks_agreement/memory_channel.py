@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from offload.distributed.channel import ChannelLostError
+from offload.distributed.agreement.channel import ChannelLostError
 
 
 class Memory:

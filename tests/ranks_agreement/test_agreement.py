@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from offload.distributed import Agreement, Offer, Report, Sight, TorchChannel
-from offload.distributed.messages import MessageError, decode, encode
+from offload.distributed.agreement.messages import MessageError, decode, encode
 from offload.errors import InDoubtError, RanksError, SealError
 from tests.eventually import eventually
 from tests.ranks_agreement.memory_channel import Memory, MemoryChannel

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.distributed.opening import Plan, decide
-from offload.distributed.sights import (
+from offload.distributed.agreement.opening import Plan, decide
+from offload.distributed.agreement.sights import (
     CheckpointSight,
     OwnerSight,
     PartSight,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from offload.distributed.driver import Driver, announcement
-from offload.distributed.effects import Arrived, Await, Program
-from offload.distributed.peers import error_key, names, sign_key
-from offload.distributed.signs import SIGNS_PER_LIMIT, Signs
+from offload.distributed.agreement.driver import Driver, announcement
+from offload.distributed.agreement.effects import Arrived, Await, Program
+from offload.distributed.agreement.peers import error_key, names, sign_key
+from offload.distributed.agreement.signs import SIGNS_PER_LIMIT, Signs
 from tests.ranks_agreement.memory_channel import Memory, TimedChannel
 
 LIMIT_S = 60.0

@@ -12,9 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload.distributed.gather import BounceBuffer, Gathering
-from offload.distributed.gather_plan import BoxKey, BoxPiece, GatherPlan, RankChunk, Transfer
-from offload.distributed.holder_groups import HolderGroups
+from offload.distributed.gathering.gather import BounceBuffer, Gathering
+from offload.distributed.gathering.gather_plan import (
+    BoxKey,
+    BoxPiece,
+    GatherPlan,
+    RankChunk,
+    Transfer,
+)
+from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.errors import RanksError
 from offload.format.boxes import Box
 from tests.ranks_gather.worlds import (
@@ -343,7 +349,7 @@ def read_a_file(rank: int, path: str, lengths: dict[str, tuple[str, int, int]]) 
     Returns:
         The values, and the bytes that this rank has read.
     """
-    from offload.distributed.gather_plan import deal_reading
+    from offload.distributed.gathering.gather_plan import deal_reading
     from offload.update.dtypes import DTYPES as ALL
 
     num_ranks = dist.get_world_size()

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from offload.distributed.gather import BounceBuffer, Gathering
-from offload.distributed.gather_plan import GatherPlan, layout_chunks
-from offload.distributed.holder_groups import HolderGroups
-from offload.distributed.step_agreement import StepAgreement, StepTerms
+from offload.distributed.gathering.gather import BounceBuffer, Gathering
+from offload.distributed.gathering.gather_plan import GatherPlan, layout_chunks
+from offload.distributed.gathering.holder_groups import HolderGroups
+from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ParameterSpec
 from tests.ranks_gather import ranks

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.distributed.gather import BounceBuffer, Gathering
-from offload.distributed.gather_plan import GatherPlan
-from offload.distributed.live_ranges import range_views
+from offload.distributed.gathering.gather import BounceBuffer, Gathering
+from offload.distributed.gathering.gather_plan import GatherPlan
+from offload.distributed.gathering.live_ranges import range_views
 from offload.update.dtypes import DTYPES
 from tests.ranks_gather import ranks, scenes
 from tests.ranks_gather.worlds import World, memory, new_values, random_world

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.distributed.gather_plan import (
+from offload.distributed.gathering.gather_plan import (
     BoxPiece,
     GatherPlan,
     RankChunk,

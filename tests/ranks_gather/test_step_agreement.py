@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from offload.distributed import step_agreement
-from offload.distributed.holder_groups import HolderGroups
-from offload.distributed.sharing import share_bytes, share_numbers
-from offload.distributed.step_agreement import StepAgreement, StepTerms, agree_found_inf
+from offload.distributed.gathering import step_agreement
+from offload.distributed.gathering.holder_groups import HolderGroups
+from offload.distributed.gathering.sharing import share_bytes, share_numbers
+from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, agree_found_inf
 from offload.errors import RanksError
 from tests.ranks_gather import ranks
 

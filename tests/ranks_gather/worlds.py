@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.distributed.gather_plan import BoxKey, BoxPiece, GatherPlan, RankChunk
+from offload.distributed.gathering.gather_plan import BoxKey, BoxPiece, GatherPlan, RankChunk
 from offload.format.boxes import Box
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -9,7 +9,7 @@ import torch
 
 from offload.format.boxes import Box
 from offload.format.header import DTYPE_BYTES, Header
-from offload.format.model_shares import TensorBox
+from offload.format.shares.model_shares import TensorBox
 
 
 def rows(shape: tuple[int, ...], num_ranks: int, dim: int = 0) -> list[Box]:

@@ -6,7 +6,7 @@ import torch
 
 from offload.format.digests import DigestContext
 from offload.format.header import Header
-from offload.format.model_shares import ModelShares, divide
+from offload.format.shares.model_shares import ModelShares, divide
 from tests.ranks_model.cuts import divided, random_values
 
 CONTEXT = DigestContext("0" * 32, 7)

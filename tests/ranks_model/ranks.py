@@ -15,8 +15,8 @@ from gds import Backend, File, MemoryBackend, PosixBackend
 from offload.format.digests import DigestContext
 from offload.format.header import Header, build_header
 from offload.format.known_leaves import KnownLeaves
-from offload.format.model_blocks import SharePlan
-from offload.format.model_shares import ModelShare, ModelShares, TensorBox
+from offload.format.shares.model_blocks import SharePlan
+from offload.format.shares.model_shares import ModelShare, ModelShares, TensorBox
 from offload.model.live_boxes import LiveBox, views_of
 from offload.model.model_file import BlockBuffers
 from offload.model.model_sharing import (

@@ -9,8 +9,8 @@ import pytest
 
 from gds import ALIGNMENT
 from offload.format.header import DTYPE_BYTES, build_header
-from offload.format.model_blocks import SharePlan, capacity_for, cut_batches, writes_of
-from offload.format.model_shares import ModelShares, divide
+from offload.format.shares.model_blocks import SharePlan, capacity_for, cut_batches, writes_of
+from offload.format.shares.model_shares import ModelShares, divide
 from tests.ranks_model.cuts import divided, owner_of_bytes
 
 DTYPES = ["F32", "BF16", "U8"]

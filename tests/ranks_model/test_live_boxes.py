@@ -8,7 +8,7 @@ import torch
 from offload.errors import MismatchError
 from offload.format.boxes import Box
 from offload.format.header import build_header
-from offload.format.model_shares import TensorBox, divide
+from offload.format.shares.model_shares import TensorBox, divide
 from offload.model.live_boxes import EditCheck, LiveBox, views_of
 from tests.ranks_model.cuts import divided
 

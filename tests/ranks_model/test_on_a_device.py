@@ -10,7 +10,7 @@ import torch
 
 import offload.device.boundary
 from offload.format.boxes import Box
-from offload.format.model_shares import TensorBox, divide
+from offload.format.shares.model_shares import TensorBox, divide
 from offload.model.tensor_image import TensorImage
 from tests.fake_gpu import device as fake_device
 from tests.fake_gpu.device import upload

@@ -17,7 +17,7 @@ from offload.format.boxes import Box
 from offload.format.digests import DigestContext
 from offload.format.header import DTYPE_BYTES
 from offload.format.known_leaves import KnownLeaves
-from offload.format.model_shares import ModelShares, TensorBox, divide
+from offload.format.shares.model_shares import ModelShares, TensorBox, divide
 from offload.model.live_boxes import LiveBox
 from offload.model.share_reading import ShareReading, StoredShare
 from tests.ranks_model.cuts import divided, random_tiling, random_values, rows

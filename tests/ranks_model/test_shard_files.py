@@ -14,9 +14,9 @@ from gds import PosixBackend
 from offload.format.boxes import Box
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
-from offload.format.model_blocks import SharePlan
-from offload.format.model_shares import ModelShares, TensorBox, divide
-from offload.format.shard_files import SHARD_FOLDER, ShardFile, shard_files
+from offload.format.shares.model_blocks import SharePlan
+from offload.format.shares.model_shares import ModelShares, TensorBox, divide
+from offload.format.shares.shard_files import SHARD_FOLDER, ShardFile, shard_files
 from offload.model.live_boxes import LiveBox, views_of
 from offload.model.model_file import BlockBuffers
 from offload.model.model_sharing import (

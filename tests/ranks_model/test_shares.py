@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from offload.errors import MismatchError
-from offload.format.box_ranges import flat_boxes, hull, uncovered
 from offload.format.boxes import Box, Cut
 from offload.format.header import DTYPE_BYTES, build_header
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.format.model_shares import TensorBox, divide
+from offload.format.shares.box_ranges import flat_boxes, hull, uncovered
+from offload.format.shares.model_shares import TensorBox, divide
 from tests.ranks_model.cuts import divided, owner_of_bytes, random_tiling, rows
 
 SHAPES = [(7,), (1,), (5, 3), (4, 1, 6), (1, 9), (3, 4, 5), (2, 3, 2, 3), ()]

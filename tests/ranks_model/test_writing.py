@@ -15,8 +15,8 @@ from gds import ALIGNMENT, Buffer, File, IOFuture, MemoryBackend, StorageError
 from gds.backends.wrapper import WrapperFile
 from offload.errors import MismatchError
 from offload.format.digests import LEAF_BYTES
-from offload.format.model_blocks import SharePlan
-from offload.format.model_shares import ModelShares, divide
+from offload.format.shares.model_blocks import SharePlan
+from offload.format.shares.model_shares import ModelShares, divide
 from offload.model.live_boxes import views_of
 from offload.model.model_sharing import ShareImage, digest_share, write_share
 from tests.ranks_model.cuts import divided, owner_of_bytes, random_values

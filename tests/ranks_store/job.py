@@ -16,12 +16,12 @@ from gds import Backend, File
 from offload.checkpoint.owner_parts import usable_parts
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.format.owners import ModelBox
+from offload.format.shares.owners import ModelBox
 from offload.format.train_state import encode
 from offload.retention.policy import LastK
 from offload.store.opening import StoredCheckpoint
-from offload.store.owner_slot import OwnerSlot
-from offload.store.owner_store import OwnerStore
+from offload.store.owners.slot import OwnerSlot
+from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition, Prepared, compose
 from offload.store.shared import SharedStore
 from offload.store.slot import Slot

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.manifest import Manifest
-from offload.format.owners import ModelBox, OwnerReference, num_pieces, parameter_boxes
-from offload.format.part_table import OwnerTable
+from offload.format.shares.owners import ModelBox, OwnerReference, num_pieces, parameter_boxes
+from offload.format.shares.part_table import OwnerTable
 
 STORE_ID = "0123456789abcdef" * 2
 GENERATION = 5

@@ -18,7 +18,7 @@ from offload.format import document
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.manifest import MAX_MANIFEST_BYTES, decode, reserved_bytes
-from offload.format.owners import (
+from offload.format.shares.owners import (
     MAX_OWNERS,
     MODEL_PIECE_BYTES,
     ModelBox,
@@ -27,7 +27,7 @@ from offload.format.owners import (
     parameter_boxes,
     require_exact_cover,
 )
-from offload.format.part_table import (
+from offload.format.shares.part_table import (
     decode_table,
     decode_table_header,
     invalid_table,

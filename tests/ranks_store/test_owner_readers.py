@@ -15,8 +15,8 @@ from offload.checkpoint.opening import open_for_parameters
 from offload.errors import CheckpointError, CheckpointNotFoundError, DamagedError
 from offload.exchange.read_state import read_state
 from offload.format.document import digest_of
+from offload.store.maintenance.pruning import prune
 from offload.store.poison import Poison
-from offload.store.pruning import prune
 from offload.store.quarantine import verify_and_mark, write_quarantine
 from tests.command_line import Run
 from tests.format.spec_reader import (

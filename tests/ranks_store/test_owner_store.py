@@ -10,12 +10,12 @@ import pytest
 
 from gds import Backend, LockHeldError, MemoryBackend, PosixBackend, StorageError
 from offload.errors import CheckpointError, DamagedError, StoreError, StoreLockedError
-from offload.format.owners import OwnerReference
-from offload.format.part_table import owner_sizes
+from offload.format.shares.owners import OwnerReference
+from offload.format.shares.part_table import owner_sizes
 from offload.retention.policy import LastK
-from offload.store.owner_claims import NamedParts
-from offload.store.owner_slot import OwnerSlot, OwnerSlotState
-from offload.store.owner_store import OwnerStore, remove_unnamed_parts
+from offload.store.owners.claims import NamedParts
+from offload.store.owners.slot import OwnerSlot, OwnerSlotState
+from offload.store.owners.store import OwnerStore, remove_unnamed_parts
 from offload.store.shared import SharedStore
 from offload.store.store import Store
 from tests.crash.fault_backend import FaultBackend

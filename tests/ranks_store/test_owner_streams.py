@@ -9,8 +9,8 @@ from gds import MemoryBackend
 from offload.checkpoint.owner_parts import read_table
 from offload.errors import DamagedError
 from offload.format.layout import array_file_name
-from offload.store.owner_claims import NamedParts
-from offload.store.owner_slot import OwnerSlot
+from offload.store.owners.claims import NamedParts
+from offload.store.owners.slot import OwnerSlot
 from offload.stream.meter import Meter
 from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.stream.state_check import check_state

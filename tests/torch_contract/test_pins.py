@@ -12,7 +12,7 @@ import offload
 from gds import MemoryBackend, StorageError, WrapperBackend
 from offload import LastK, list_checkpoints, open_checkpoint
 from offload.errors import CheckpointNotFoundError, PinError
-from offload.store.pruning import prune
+from offload.store.maintenance.pruning import prune
 from tests.stores.files import read, write
 from tests.stores.small import STORE
 from tests.threads import one_thread

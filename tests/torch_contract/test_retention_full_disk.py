@@ -11,7 +11,7 @@ import torch
 from gds import MemoryBackend, StorageError
 from offload import EverySteps, LastK, Retention
 from offload.errors import StoreFullError
-from offload.store.pruning import prune
+from offload.store.maintenance.pruning import prune
 from tests.stores.files import everything
 from tests.stores.small import STORE
 from tests.threads import one_thread

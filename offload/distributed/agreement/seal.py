@@ -20,13 +20,13 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from offload.distributed.channel import ChannelLostError
-from offload.distributed.effects import Act, Arrived, Await, Delete, Get, Program, Put
-from offload.distributed.ledger import Outcome
-from offload.distributed.messages import MessageError, decode, encode
-from offload.distributed.peers import FIRST_SIGN, Peers, key, seal_scope, sign_key
-from offload.distributed.reports import Report, disagreement
-from offload.distributed.unanimous import INTERRUPTS
+from offload.distributed.agreement.channel import ChannelLostError
+from offload.distributed.agreement.effects import Act, Arrived, Await, Delete, Get, Program, Put
+from offload.distributed.agreement.ledger import Outcome
+from offload.distributed.agreement.messages import MessageError, decode, encode
+from offload.distributed.agreement.peers import FIRST_SIGN, Peers, key, seal_scope, sign_key
+from offload.distributed.agreement.reports import Report, disagreement
+from offload.distributed.agreement.unanimous import INTERRUPTS
 from offload.errors import reason_of
 
 _FIELDS = {"outcome": str, "reason": str, "step": int}

@@ -21,12 +21,12 @@ from functools import cached_property
 from itertools import accumulate
 
 from offload.errors import MismatchError
-from offload.format.box_ranges import hull, uncovered
 from offload.format.boxes import Box, Cut
 from offload.format.digests import MODEL_ARRAY
 from offload.format.header import DTYPE_BYTES, Header, TensorEntry
 from offload.format.layout import Layout
 from offload.format.manifest import MODEL_BLOCK_BYTES
+from offload.format.shares.box_ranges import hull, uncovered
 
 
 @dataclass(frozen=True, slots=True)

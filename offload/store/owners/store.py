@@ -40,15 +40,15 @@ from offload.format.digests import DigestContext
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import owner_name, owner_number, part_name
-from offload.format.owners import MAX_OWNERS, ModelBox, OwnerReference
-from offload.format.part_table import owner_sizes
+from offload.format.shares.owners import MAX_OWNERS, ModelBox, OwnerReference
+from offload.format.shares.part_table import owner_sizes
 from offload.format.unreadable import as_unreadable
 from offload.format.unwritable import writing
 from offload.store.directories import NOTHING_CHANGED, as_store_errors, make_directories
 from offload.store.free_slots import try_lock
 from offload.store.full_disk import naming_free_space
-from offload.store.owner_claims import NamedParts
-from offload.store.owner_slot import (
+from offload.store.owners.claims import NamedParts
+from offload.store.owners.slot import (
     OwnerSlot,
     OwnerSlotState,
     create_owner_slot,

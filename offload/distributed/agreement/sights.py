@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from offload.distributed.messages import Json, MessageError, check_fields
+from offload.distributed.agreement.messages import Json, MessageError, check_fields
 from offload.format.strict_json import short
 
 T = TypeVar("T")

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from offload.distributed.ledger import Outcome
-from offload.distributed.messages import Json, check_fields, pairs_of
-from offload.distributed.peers import Peers
+from offload.distributed.agreement.ledger import Outcome
+from offload.distributed.agreement.messages import Json, check_fields, pairs_of
+from offload.distributed.agreement.peers import Peers
 from offload.errors import RanksError
 
 _FIELDS = {

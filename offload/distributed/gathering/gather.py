@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 import torch
 
 from offload.ambient import in_neutral
-from offload.distributed.gather_plan import BoxKey, BoxPiece, GatherPlan, Transfer
-from offload.distributed.holder_groups import HolderGroups
-from offload.distributed.live_ranges import range_views
-from offload.distributed.sharing import share_bytes
+from offload.distributed.gathering.gather_plan import BoxKey, BoxPiece, GatherPlan, Transfer
+from offload.distributed.gathering.holder_groups import HolderGroups
+from offload.distributed.gathering.live_ranges import range_views
+from offload.distributed.gathering.sharing import share_bytes
 from offload.errors import RanksError, reason_of
 from offload.format.boxes import Box
 

@@ -29,7 +29,7 @@ from offload.format.boxes import Box
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor, array_file_name
 from offload.format.names import TABLE_NAME
-from offload.format.owners import (
+from offload.format.shares.owners import (
     MAX_OWNERS,
     ModelBox,
     decode_model_boxes,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gds import ALIGNMENT
-from offload.format.model_shares import ModelShare, SharePiece
+from offload.format.shares.model_shares import ModelShare, SharePiece
 
 Range = tuple[int, int]
 """First byte of a range, and one past the last, in bytes from the start of a file."""

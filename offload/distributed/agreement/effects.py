@@ -1,10 +1,10 @@
 """Effects: the steps of a protocol as values, so that a protocol is separate from what runs it.
 
 A *program* is a generator. It yields one effect, is sent the effect's result, and returns the
-program's result. `offload.distributed.driver` runs programs over a channel. The tests run the same
-programs in a model checker, which tries every order of the effects of all ranks, and lets ranks
-die, stop and lose power between any two of them. So a program has no other means to act: it reads
-no clock, opens no file and keeps nothing that is not in its own variables.
+program's result. `offload.distributed.agreement.driver` runs programs over a channel. The tests
+run the same programs in a model checker, which tries every order of the effects of all ranks, and
+lets ranks die, stop and lose power between any two of them. So a program has no other means to
+act: it reads no clock, opens no file and keeps nothing that is not in its own variables.
 """
 
 from __future__ import annotations

@@ -7,19 +7,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gds.waiting import Monitor
-from offload.distributed import seal
-from offload.distributed.channel import Channel, ChannelLostError
-from offload.distributed.driver import Driver, announcement
-from offload.distributed.effects import Program
-from offload.distributed.grant import NO_SEAL, Offer, accept
-from offload.distributed.ledger import EMPTY, Outcome
-from offload.distributed.messages import Json
-from offload.distributed.opening import Plan, decide
-from offload.distributed.peers import Peers, error_key, exchange_scope, seal_scope
-from offload.distributed.reports import Report
-from offload.distributed.sights import Sight
-from offload.distributed.signs import Signs
-from offload.distributed.unanimous import (
+from offload.distributed.agreement import seal
+from offload.distributed.agreement.channel import Channel, ChannelLostError
+from offload.distributed.agreement.driver import Driver, announcement
+from offload.distributed.agreement.effects import Program
+from offload.distributed.agreement.grant import NO_SEAL, Offer, accept
+from offload.distributed.agreement.ledger import EMPTY, Outcome
+from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.opening import Plan, decide
+from offload.distributed.agreement.peers import Peers, error_key, exchange_scope, seal_scope
+from offload.distributed.agreement.reports import Report
+from offload.distributed.agreement.sights import Sight
+from offload.distributed.agreement.signs import Signs
+from offload.distributed.agreement.unanimous import (
     INTERRUPTS,
     Agreed,
     Exchange,

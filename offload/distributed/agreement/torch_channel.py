@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, TypeVar
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gds.waiting import Pending, start
-from offload.distributed.channel import ChannelLostError
+from offload.distributed.agreement.channel import ChannelLostError
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ _CONNECT_S = 60.0
 
 
 class TorchChannel:
-    """A channel over a `torch.distributed.Store`; see `offload.distributed.channel.Channel`.
+    """A channel over a `torch.distributed.Store`; see `agreement.channel.Channel`.
 
     Args:
         store: The store. The channel makes a connection of its own to it.

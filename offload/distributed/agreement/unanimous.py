@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from offload.distributed.channel import ChannelLostError
-from offload.distributed.effects import Act, Arrived, Await, Delete, Program, Put
-from offload.distributed.messages import Json, MessageError, decode, encode
-from offload.distributed.peers import Peers, error_key, key, names
+from offload.distributed.agreement.channel import ChannelLostError
+from offload.distributed.agreement.effects import Act, Arrived, Await, Delete, Program, Put
+from offload.distributed.agreement.messages import Json, MessageError, decode, encode
+from offload.distributed.agreement.peers import Peers, error_key, key, names
 from offload.errors import RanksError, reason_of
 
 _ASK = {"what": str, "body": object}

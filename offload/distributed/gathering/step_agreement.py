@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.ambient import in_neutral
-from offload.distributed.sharing import RankGroup, share_bytes, share_numbers
+from offload.distributed.gathering.sharing import RankGroup, share_bytes, share_numbers
 from offload.errors import RanksError, reason_of
 
 _MOST_NAMED = 3

@@ -18,8 +18,8 @@ from offload.format._manifest_fields import ScalarValue
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout, array_file_name
 from offload.format.names import TABLE_NAME
-from offload.format.owners import ModelBox
-from offload.format.part_table import OwnerTable, invalid_table
+from offload.format.shares.owners import ModelBox
+from offload.format.shares.part_table import OwnerTable, invalid_table
 from offload.store.file_identity import has_other_names, ids_in, ids_of
 
 
@@ -238,7 +238,7 @@ def create_owner_slot(
         directory: Directory of the owner.
         name: Name of the new part.
         layout: Layout of the part.
-        sizes: Size in bytes of every file, by name; see `offload.format.part_table.owner_sizes`.
+        sizes: Size in bytes of every file, by name; see `part_table.owner_sizes`.
 
     Raises:
         gds.StorageError: There is no space, or the name is taken. Files made by this call are

@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.errors import StoreError
 from offload.format.manifest import Manifest
-from offload.format.owners import OwnerReference
+from offload.format.shares.owners import OwnerReference
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,10 @@ from offload.format.unreadable import as_unreadable
 from offload.format.unwritable import writing
 from offload.retention.pins import read_pins
 from offload.retention.policy import BestBy, Record, Retention
-from offload.store.owner_store import remove_unnamed_parts, unnamed_parts
+from offload.store.maintenance.unnamed_parts import left_alone
+from offload.store.owners.store import remove_unnamed_parts, unnamed_parts
 from offload.store.shared import SharedStore
 from offload.store.store import Store
-from offload.store.unnamed_parts import left_alone
 from offload.units import part_options, seen_from
 
 

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from offload.distributed.messages import Json, MessageError, check_fields, pairs_of
-from offload.distributed.peers import listed
-from offload.distributed.sights import CheckpointSight, OwnerSight, Sight, StoreSight
+from offload.distributed.agreement.messages import Json, MessageError, check_fields, pairs_of
+from offload.distributed.agreement.peers import listed
+from offload.distributed.agreement.sights import CheckpointSight, OwnerSight, Sight, StoreSight
 from offload.errors import RanksError
 from offload.units import many
 

@@ -2,8 +2,8 @@
 
 Owner 0 is the first directory of the store: its slot has the manifest and the state of its own
 boxes. Each other owner has its state in a part of its own, with a table that describes it (see
-`offload.format.part_table`). The manifest refers to each table by digest, so it does not grow with
-the number of ranks times the number of parameters.
+`part_table`). The manifest refers to each table by digest, so it does not grow with the
+number of ranks times the number of parameters.
 """
 
 from __future__ import annotations

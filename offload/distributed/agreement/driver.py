@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from offload.distributed.channel import Channel
-from offload.distributed.effects import Act, Arrived, Await, Delete, Effect, Get, Program, Put
-from offload.distributed.messages import MessageError, decode, encode
-from offload.distributed.peers import error_key, sign_key
+from offload.distributed.agreement.channel import Channel
+from offload.distributed.agreement.effects import (
+    Act,
+    Arrived,
+    Await,
+    Delete,
+    Effect,
+    Get,
+    Program,
+    Put,
+)
+from offload.distributed.agreement.messages import MessageError, decode, encode
+from offload.distributed.agreement.peers import error_key, sign_key
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 
-from offload.distributed.messages import Json, decode, encode
-from offload.distributed.peers import Peers, names
+from offload.distributed.agreement.messages import Json, decode, encode
+from offload.distributed.agreement.peers import Peers, names
 
 _FIELDS = {
     "step": int,

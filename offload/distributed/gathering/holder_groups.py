@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
-from offload.distributed.sharing import RankGroup
+from offload.distributed.gathering.sharing import RankGroup
 
 MakeGroup: TypeAlias = Callable[[Store, int, int, timedelta], RankGroup]
 """Function that connects a group, given a store of its own, the rank, the number of ranks, and the

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from offload.distributed.channel import Channel, ChannelLostError
-from offload.distributed.peers import FIRST_SIGN, sign_key
+from offload.distributed.agreement.channel import Channel, ChannelLostError
+from offload.distributed.agreement.peers import FIRST_SIGN, sign_key
 
 SIGNS_PER_LIMIT = 10
 """Most signs that a rank gives within the limit; more would only burden the key-value store."""

@@ -16,7 +16,7 @@ from typing import Final
 
 from offload.format.boxes import Box, Cut
 from offload.format.header import Header, build_header
-from offload.format.model_shares import ModelShare, ModelShares, ShareEntry, TensorBox
+from offload.format.shares.model_shares import ModelShare, ModelShares, ShareEntry, TensorBox
 
 SHARD_FOLDER: Final = "model"
 """Name of the folder, in a slot or a part, that holds shard files and nothing else."""

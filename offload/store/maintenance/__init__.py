@@ -1,0 +1,1 @@
+"""Changes to a store that a user asks for beside training: pins, and removals."""
