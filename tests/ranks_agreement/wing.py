@@ -12,7 +12,7 @@ from types import ModuleType
 
 from tests.mutation.mutation import ROOT, Edit
 
-FOLDER = "offload/distributed"
+FOLDER = "offload/distributed/agreement"
 
 _NAMES = (
     "channel",
@@ -51,7 +51,12 @@ class Wing:
 
 def plain() -> Wing:
     """Return the protocol as it is."""
-    return Wing(**{name: importlib.import_module(f"offload.distributed.{name}") for name in _NAMES})
+    return Wing(
+        **{
+            name: importlib.import_module(f"offload.distributed.agreement.{name}")
+            for name in _NAMES
+        }
+    )
 
 
 def mutated(edits: Sequence[Edit]) -> Wing:
@@ -65,7 +70,7 @@ def mutated(edits: Sequence[Edit]) -> Wing:
         for edit in edits:
             if edit.file == file:
                 source = edit.apply(source)
-        source = source.replace("offload.distributed", package)
+        source = source.replace("offload.distributed.agreement", package)
         module = types.ModuleType(f"{package}.{name}")
         sys.modules[module.__name__] = module
         exec(compile(source, f"{package}/{name}.py", "exec"), module.__dict__)
