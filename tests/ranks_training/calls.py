@@ -76,7 +76,7 @@ class Calls:
         self.rank, self.size, self.setting = rank, size, setting
         self.num_steps = 0
         self.backend = FaultBackend(PosixBackend())
-        self.model = self._wrapped()
+        self.model = self._wrapped() if setting.kind else None
         self.optimizer: Any = None
         self.masters: Masters | None = None
         self.handle: Any = None
@@ -268,6 +268,12 @@ class Calls:
         """Close the optimizer."""
         self.optimizer.close()
 
+    def compare(self, training: str) -> list[Any]:
+        """Do a training in memory and with its state on storage; the value is the differences."""
+        from tests.ranks_training.trainings import compare_here
+
+        return compare_here(training, self.directory.parent)
+
     def destroy(self) -> None:
         """Leave the ranks of torch."""
         dist.destroy_process_group()
@@ -320,7 +326,8 @@ def warm_up() -> None:
     """Import what ranks need, before they are forked."""
     import torch.distributed.tensor  # noqa: F401
 
-    from offload.distributed import launch, torch_channel  # noqa: F401
+    from offload.distributed import launch  # noqa: F401
+    from offload.distributed.agreement import torch_channel  # noqa: F401
     from tests.stores.training import Reference
 
     Reference().after(1)
