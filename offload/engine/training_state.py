@@ -187,9 +187,17 @@ class TrainingState:
             SlotFullError: There is no space. Nothing has changed.
             gds.StorageError: Another operation on a file failed.
         """
-        layout, trainables = self.table.describe(groups)
         before, present = self.table.layout, self.slots.present
-        if layout == before:
+        if self.ranks.size > 1 and before is not None and not self.table.is_agreed(groups):
+            # What is new may concern this rank's part of the model, or only that of other ranks.
+            describe = partial(self.table.describe, groups)
+            layout, trainables = self.ranks.together("step()", describe)
+            is_same = self.ranks.all("step()", layout == before)
+        else:
+            layout, trainables = self.table.describe(groups)
+            is_same = layout == before
+        if is_same:
+            self.table.note_agreed(groups)
             return False
         compute = self.choose_device(groups, layout, trainables)
         if before is not None and present is not None:
@@ -202,6 +210,7 @@ class TrainingState:
         self.memory.drop()
         self.compute = compute
         self.table.adopt(layout, trainables)
+        self.table.note_agreed(groups)
         if before is None and self.ranks.size > 1:
             self._calibrate_once(layout)
         return before is not None
