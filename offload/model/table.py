@@ -196,10 +196,7 @@ class ParameterTable:
         """Record that all ranks have laid out the groups as they are."""
         known = self._agreed[0] if self._agreed is not None else {}
         known |= {
-            p: index
-            for index, group in enumerate(groups)
-            for p in group["params"]
-            if is_stepped(p)
+            p: index for index, group in enumerate(groups) for p in group["params"] if is_stepped(p)
         }
         self._agreed = known, self._arrays(groups)
 

@@ -274,6 +274,12 @@ class Calls:
 
         return compare_here(training, self.directory.parent)
 
+    def scene(self, name: str) -> None:
+        """Play a scene."""
+        from tests.ranks_training import scenes
+
+        getattr(scenes, name)(self.directory.parent, name)
+
     def destroy(self) -> None:
         """Leave the ranks of torch."""
         dist.destroy_process_group()

@@ -182,9 +182,11 @@ class Alone(Ddp):
         return Model((12, 70, 33)).to(self.dtype)
 
     def in_memory(self, model: Any, directory: Path) -> Any:
-        return Single(self.offloaded(
-            self.groups(model), directory, model.module, process_group=offload.SEPARATE
-        ))
+        return Single(
+            self.offloaded(
+                self.groups(model), directory, model.module, process_group=offload.SEPARATE
+            )
+        )
 
 
 class Single:
@@ -246,3 +248,21 @@ class Dropout(Ddp):
     def load(self, state: Any) -> None:
         self.position = state["position"]
         torch.set_rng_state(state["random"])
+
+
+class Growing(Ddp):
+    """A layer that the model and the optimizer get in the middle of the training."""
+
+    is_resumed = False  # a new process deals all layers at once, and so in another way
+
+    def before(self, step: int, model: Any, optimizer: Any) -> Any:
+        if step != 2:
+            return model
+        torch.manual_seed(5)
+        inner = model.module
+        inner.layers.append(torch.nn.Linear(3, 3).to(self.dtype))
+        optimizer.add_param_group({"params": [*inner.layers[-1].parameters()], "lr": 3e-2})
+        return self.wrap(inner)
+
+    def offloaded(self, groups: Any, directory: Path, model: Any, **more: Any) -> Any:
+        return super().offloaded(groups, directory, getattr(model, "module", model), **more)

@@ -279,9 +279,7 @@ class Locals:
     def __init__(self, training: Training, model: Any, directory: Path) -> None:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._pairs = [
-            (p, torch.nn.Parameter(p.to_local().detach()))
-            for _, p in named
-            if p.to_local().numel()
+            (p, torch.nn.Parameter(p.to_local().detach())) for _, p in named if p.to_local().numel()
         ]
         self.inner = training.offloaded(
             [own for _, own in self._pairs],
@@ -305,3 +303,59 @@ class Int8State(Alone):
     """Moments in blocks of 8 bits."""
 
     options = {"state_dtype": "int8"}
+
+
+class ShardedLater(Fsdp2):
+    """The model is sharded when the optimizer exists, whose groups then get the new parameters."""
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+    def in_memory(self, model: Any, directory: Path) -> Any:
+        return super().in_memory(self.shard(model), directory)
+
+    def make_optimizer(self, model: Any, directory: Path) -> Any:
+        optimizer = super().make_optimizer(model, directory)
+        names = {p: n for n, p in model.named_parameters()}
+        self.shard(model)
+        sharded = dict(model.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [sharded[names[p]] for p in group["params"]]
+        return optimizer
+
+
+class Growing(Fsdp2):
+    """A layer that the model and the optimizer get in the middle of the training."""
+
+    def before(self, step: int, model: Any, optimizer: Any) -> Any:
+        if step == 2:
+            torch.manual_seed(5)
+            model.layers.append(self._layer())
+            optimizer.add_param_group({"params": [*model.layers[-1].parameters()], "lr": 3e-2})
+        return model
+
+    def make_optimizer(self, model: Any, directory: Path) -> Any:
+        if not (directory / "step-00000002").exists():
+            return super().make_optimizer(model, directory)
+        parameters = [*model.parameters()]  # a run that is resumed begins with all layers
+        model.layers.append(self._layer())
+        groups = [
+            {"params": parameters},
+            {"params": [*model.layers[-1].parameters()], "lr": 3e-2},
+        ]
+        return self.offloaded(groups, directory, model)
+
+    def _layer(self) -> Any:
+        return fully_shard(torch.nn.Linear(3, 3).to(self.dtype))
+
+
+class Ignored(Fsdp2):
+    """A parameter that is not sharded, whose gradients the script adds up."""
+
+    def shard(self, model: Any, **more: Any) -> Any:
+        return super().shard(model, ignored_params={model.scale, model.norm.weight}, **more)
+
+    def backward(self, model: Any, step: int, scale: float) -> None:
+        super().backward(model, step, scale)
+        for parameter in (model.scale, model.norm.weight):
+            torch.distributed.all_reduce(parameter.grad)

@@ -70,7 +70,8 @@ class Training:
     wraps_again = False
     """Whether a new process may divide the gradients into other buckets than the first one."""
 
-    has_whole_file = True
+    is_resumed = True
+    """Whether the run with its state on storage is stopped and resumed."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -269,7 +270,7 @@ def compare(training: Training, folder: Path) -> list[Any]:
     optimizer = training.in_memory(model, folder / f"memory-{training.rank}")
     scaler = _scaler(training)
     for step in range(1, training.last + 1):
-        if step == training.stops_after + 1 and training.wraps_again:
+        if step == training.stops_after + 1 and training.wraps_again and training.is_resumed:
             model = training.wrap(model.module)
         model = training.before(step, model, optimizer)
         take_step(training, model, optimizer, step, scaler)
@@ -278,7 +279,7 @@ def compare(training: Training, folder: Path) -> list[Any]:
 
     state: Any = None
     first = 1
-    for last in (training.stops_after, training.last):
+    for last in (training.stops_after, training.last)[not training.is_resumed :]:
         training.begin()
         model = training.wrap(training.build())
         if first > 1:
@@ -303,9 +304,7 @@ def compare(training: Training, folder: Path) -> list[Any]:
         num_steps = optimizer.num_steps
         optimizer.close()
         first = last + 1
-    if training.has_whole_file:
-        different += _differences_in_file(model, folder / "run", training.rank)
-    return different
+    return different + _differences_in_file(model, folder / "run", training.rank)
 
 
 def _scaler(training: Training) -> Any:
@@ -319,9 +318,7 @@ def _scaler(training: Training) -> Any:
 def _differences(
     found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: Any
 ) -> list[Any]:
-    different = [
-        [where, name] for name in expected if not torch.equal(found[name], expected[name])
-    ]
+    different = [[where, name] for name in expected if not torch.equal(found[name], expected[name])]
     return different if found.keys() == expected.keys() else [*different, [where, "names"]]
 
 
