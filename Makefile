@@ -153,7 +153,7 @@ $(VENV)/.bench: $(VENV)/.base $(KERNEL_SOURCES)
 # With a folder of wheels no index is asked, and torch is the one that the machine has.
 $(VENV)/.gpu: $(if $(WHEELS),,$(VENV)/.base) $(KERNEL_SOURCES) constraints-gpu.txt requirements-gpu.txt
 ifneq ($(WHEELS),)
-	@$(PYTHON) -c 'import numpy, torch' || { echo "error: '$(PYTHON)' has no NumPy or PyTorch, and" \
+	@$(PYTHON) -c 'import numpy, torch' 2>/dev/null || { echo "error: '$(PYTHON)' has no NumPy or PyTorch, and" \
 	  "WHEELS=$(WHEELS) is for a machine that has both" >&2; exit 1; }
 	$(PYTHON) -m venv --system-site-packages $(VENV)
 	$(PIP) install --quiet --no-index --find-links $(WHEELS) --no-deps \
