@@ -38,7 +38,7 @@ class NoSync(Ddp):
 class Unused(Ddp):
     """A layer that some ranks do not use in some steps, and none in others."""
 
-    arguments = {"find_unused_parameters": True}
+    arguments: Mapping[str, Any] = {"find_unused_parameters": True}
     last = 5
     stops_after = 3
 
@@ -50,7 +50,7 @@ class Unused(Ddp):
 class StaticGraph(Ddp):
     """A graph that does not change, with an unused parameter."""
 
-    arguments = {"static_graph": True, "gradient_as_bucket_view": True}
+    arguments: Mapping[str, Any] = {"static_graph": True, "gradient_as_bucket_view": True}
 
     def backward(self, model: Any, step: int, scale: float) -> None:
         self.loss(model(self.data(step).to(self.dtype), uses_all=False), scale).backward()
@@ -59,7 +59,7 @@ class StaticGraph(Ddp):
 class BucketViews(Ddp):
     """Gradients that are views of buckets, clipped and accumulated."""
 
-    arguments = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}
+    arguments: Mapping[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}
     clip = 0.05
 
     def backward(self, model: Any, step: int, scale: float) -> None:
@@ -79,10 +79,9 @@ class Freezing(Ddp):
         return model
 
     def before(self, step: int, model: Any, optimizer: Any) -> Any:
-        if self.stops_after < step <= 4:
-            if step == 3:
-                model.module.layers[0].requires_grad_(requires_grad=False)
-                model.zero_grad()
+        if step == 3:
+            model.module.layers[0].requires_grad_(requires_grad=False)
+            model.zero_grad()
         if step == 4:
             model.module.maybe.requires_grad_(requires_grad=True)
         if step == 5:
@@ -146,7 +145,7 @@ class Sgd(Ddp):
     """SGD with momentum of FP32 parameters."""
 
     optimizer = "SGD"
-    hyper = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+    hyper: Mapping[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
     dtype = torch.float32
 
 
@@ -170,13 +169,13 @@ class OurScaler(Ddp):
 class Split(Ddp):
     """Masters of which only the lower 16 bits are stored."""
 
-    options = {"master": "split"}
+    options: Mapping[str, Any] = {"master": "split"}
 
 
 class Alone(Ddp):
     """State in another form than FP32, as one process stores it that steps the whole model."""
 
-    arguments = {"gradient_as_bucket_view": True}
+    arguments: Mapping[str, Any] = {"gradient_as_bucket_view": True}
 
     def build(self) -> torch.nn.Module:
         return Model((12, 70, 33)).to(self.dtype)
@@ -200,19 +199,19 @@ class Single:
 class Bf16State(Alone):
     """Moments in bf16, with stochastic rounding."""
 
-    options = {"state_dtype": "bfloat16", "rounding_seed": 3}
+    options: Mapping[str, Any] = {"state_dtype": "bfloat16", "rounding_seed": 3}
 
 
 class Int8State(Alone):
     """Moments in blocks of 8 bits."""
 
-    options = {"state_dtype": "int8"}
+    options: Mapping[str, Any] = {"state_dtype": "int8"}
 
 
 class Int8SplitState(Alone):
     """All state as small as it can be."""
 
-    options = {"state_dtype": "int8", "master": "split"}
+    options: Mapping[str, Any] = {"state_dtype": "int8", "master": "split"}
 
 
 class Dropout(Ddp):

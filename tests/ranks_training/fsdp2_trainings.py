@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,7 @@ class Prefetched(Fsdp2):
 
     def wrap(self, model: Any) -> torch.nn.Module:
         model = self.shard(model)
-        layers = [*model.layers]
-        for this, following in zip(layers, layers[1:], strict=False):
+        for this, following in pairwise(model.layers):
             this.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([this])
         return model  # type: ignore[no-any-return]
@@ -261,7 +261,7 @@ class Freezing(Fsdp2):
 class Split(Fsdp2):
     """Masters of which only the lower 16 bits are stored."""
 
-    options = {"master": "split"}
+    options: Mapping[str, Any] = {"master": "split"}
 
 
 class Alone(Fsdp2):
@@ -302,7 +302,7 @@ class Locals:
 class Int8State(Alone):
     """Moments in blocks of 8 bits."""
 
-    options = {"state_dtype": "int8"}
+    options: Mapping[str, Any] = {"state_dtype": "int8"}
 
 
 class ShardedLater(Fsdp2):

@@ -277,8 +277,7 @@ def compare(training: Training, folder: Path) -> list[Any]:
         expected[step] = values(model)
     optimizer.close()
 
-    state: Any = None
-    first = 1
+    first, num_steps = 1, 0
     for last in (training.stops_after, training.last)[not training.is_resumed :]:
         training.begin()
         model = training.wrap(training.build())
@@ -290,7 +289,7 @@ def compare(training: Training, folder: Path) -> list[Any]:
         scaler = _scaler(training)
         if first > 1:
             found = optimizer.restore()
-            assert found.step == num_steps
+            assert found.step == num_steps  # steps that a scaler skips do not count
             training.load(found.train_state["own"])
             if scaler is not None:
                 scaler.load_state_dict(found.train_state["scaler"])
@@ -336,9 +335,11 @@ def _differences_in_file(model: Any, directory: Path, rank: int) -> list[Any]:
     file = load_file(path / "model.safetensors")
     plain = {_plain(name): tensor for name, tensor in live.items()}
     different = [["file", name] for name in sorted(file.keys() ^ plain.keys())]
-    for name in file.keys() & plain.keys():
-        if not torch.equal(bits(file[name]), bits(plain[name])):
-            different.append(["file", name])
+    different += [
+        ["file", name]
+        for name in file.keys() & plain.keys()
+        if not torch.equal(bits(file[name]), bits(plain[name]))
+    ]
     with offload.open_checkpoint(directory) as checkpoint:
         if not checkpoint.verify().ok:
             different.append(["verify"])
