@@ -106,6 +106,11 @@ class Training:
         """Return the scaled loss."""
         return output.float().square().mean() * scale
 
+    def clip_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Clip the norm of all gradients."""
+        assert self.clip is not None
+        torch.nn.utils.clip_grad_norm_(parameters, self.clip)
+
     def state(self) -> Any:
         """Return what this rank puts into the train state."""
         return {"rank": self.rank}
@@ -229,14 +234,14 @@ def take_step(training: Training, model: Any, optimizer: Any, step: int, scaler:
         return
     if scaler is None:
         if training.clip is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, training.clip)
+            training.clip_gradients(parameters)
         optimizer.step()
         return
     if training.clip is not None and isinstance(scaler, offload.GradScaler):
         scaler.clip_grad_norm_(optimizer, training.clip)
     elif training.clip is not None:
         scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(parameters, training.clip)
+        training.clip_gradients(parameters)
     scaler.step(optimizer)
     scaler.update()
 
@@ -251,10 +256,10 @@ def _step_masters(
         for parameter in parameters:
             parameter.grad.mul_(factor)
         if training.clip is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, training.clip)
+            training.clip_gradients(parameters)
     optimizer.take_gradients(factor if is_fp32 else 1.0)
     if is_fp32 and training.clip is not None:
-        torch.nn.utils.clip_grad_norm_(optimizer.gradients(), training.clip)
+        training.clip_gradients(optimizer.gradients())
     if step != training.infinite:
         optimizer.step()
     elif scaler is not None:
