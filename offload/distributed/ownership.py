@@ -108,18 +108,9 @@ class Ownership:
             if shard is not None:
                 view.append((name, cut_of(shard)))
         views = self._exchange([[n, c.shape, c.box.offsets, c.box.sizes] for n, c in view])
-        owned = own_boxes(
+        return own_boxes(
             [[(n, Cut(tuple(s), Box(tuple(o), tuple(z)))) for n, s, o, z in one] for one in views]
         )
-        for one in owned:
-            if one.cut.box.contiguous_range(one.cut.shape) is None:
-                raise UnsupportedParameterError(
-                    f"{one.name!r} of shape {list(one.cut.shape)} is cut in another dimension than "
-                    f"the first ({one.cut.box.notation()} on rank {one.owner}), so that the ranks "
-                    "cannot write one model file together: this is not supported yet. Shard "
-                    "dimension 0"
-                )
-        return owned
 
     def _deal(self, tensors: Mapping[str, torch.Tensor]) -> tuple[OwnedBox, ...]:
         """Deal parameters that every rank has. Trained and frozen ones are balanced apart."""

@@ -33,12 +33,13 @@ from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms
 from offload.distributed.ownership import Ownership
 from offload.distributed.rank_store import RankStore, require_ranks
-from offload.distributed.share_copy import ShareCopy, is_same_share, load_share
+from offload.distributed.share_copy import ShareCopy, is_same_share, load_rows, load_share
 from offload.distributed.together import together
 from offload.errors import RanksError
 from offload.format.boxes import Box, Cut
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
+from offload.format.shares.file_shares import FileShare, file_share
 from offload.format.shares.model_shares import ModelShare, ModelShares, TensorBox, divide
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
@@ -103,6 +104,7 @@ class RankGroup:
         self._plan: tuple[object, GatherPlan] | None = None
         """Plan of the last step, with what it was made of."""
         self._shares: tuple[bytes, ModelShares] | None = None
+        self._file_shares: tuple[ModelShares, FileShare] | None = None
 
     @property
     def shards(self) -> Shards | None:
@@ -187,8 +189,14 @@ class RankGroup:
         self._agreement.close()
 
     def share_of(self, layout: Layout) -> ModelShare:
-        """Return the boxes of the model that this rank writes."""
-        return self._divided(layout).share(self.rank)
+        """Return the boxes of the model whose digests this rank has."""
+        return self._file_share(layout).digested
+
+    def _file_share(self, layout: Layout) -> FileShare:
+        shares = self._divided(layout)
+        if self._file_shares is None or self._file_shares[0] is not shares:
+            self._file_shares = shares, file_share(shares, self.rank)
+        return self._file_shares[1]
 
     def _divided(self, layout: Layout) -> ModelShares:
         header = layout.model_header
@@ -207,7 +215,7 @@ class RankGroup:
         store = self._opened()
         file, close = store.working_model(slot)
         copy = ShareCopy(
-            self.share_of(slot.layout),
+            self._file_share(slot.layout),
             stored,
             file,
             store.backend,
@@ -222,23 +230,37 @@ class RankGroup:
 
     def has_same_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> bool | None:
         """Return whether this rank's share of the model equals a checkpoint's, bit for bit."""
-        manifest = checkpoint.manifest
-        return is_same_share(
-            self.share_of(manifest.layout),
-            manifest.model_boxes,
-            stored,
-            self._opened().backend,
-            DigestContext(manifest.store_id, manifest.generation),
-            self._traffic,
-        )
+        manifest, store = checkpoint.manifest, self._opened()
+        with store.model_of(checkpoint) as file:
+            return is_same_share(
+                self._file_share(manifest.layout),
+                manifest.model_boxes,
+                stored,
+                file,
+                store.backend,
+                DigestContext(manifest.store_id, manifest.generation),
+                self._traffic,
+            )
 
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model."""
         store, manifest = self._opened(), checkpoint.manifest
         require_ranks(manifest, checkpoint.path, self.size)
+        share = self._file_share(manifest.layout)
         with store.model_of(checkpoint) as file:
+            if share.through_cache:
+                return load_rows(
+                    self._divided(manifest.layout),
+                    share,
+                    store.model_boxes_of(checkpoint),
+                    stored,
+                    file,
+                    store.backend,
+                    DigestContext(manifest.store_id, manifest.generation),
+                    self._traffic,
+                )
             return load_share(
-                self.share_of(manifest.layout),
+                share.copied,
                 manifest.model_boxes,
                 stored,
                 file,

@@ -112,16 +112,6 @@ class Tensor(Meshed):
         return parallelize_module(model, mesh, plan)
 
 
-class TensorByRows(Tensor):
-    """Only layers that are cut in the first dimension."""
-
-    def parallel(self, model: Any, mesh: Any) -> Any:
-        for block in model.blocks:
-            plan = {"up": ColwiseParallel(output_layouts=Replicate())}
-            parallelize_module(block, mesh, plan)
-        return model
-
-
 class Both(Tensor):
     """Tensor parallelism, and FSDP2 of what each rank has of it."""
 
@@ -134,5 +124,7 @@ class Both(Tensor):
         return fully_shard(model, mesh=mesh["data"])
 
 
-class BothByRows(Both, TensorByRows):
-    """The same, with layers that are cut in the first dimension by both."""
+class Uneven(Both):
+    """The same, with sizes that neither divides."""
+
+    inner, width = 7, 9

@@ -304,7 +304,9 @@ def compare(training: Training, folder: Path) -> list[Any]:
             take_step(training, model, optimizer, step, scaler)
             different += _differences(values(model), expected[step], step)
         state = {"own": training.state(), "scaler": scaler and scaler.state_dict()}
-        optimizer.checkpoint(state).result()
+        sealed = optimizer.checkpoint(state).result()
+        if optimizer.checkpoint(state).result().generation != sealed.generation:
+            different.append(["a checkpoint of the same state is another one", last])
         num_steps = optimizer.num_steps
         optimizer.close()
         first = last + 1
