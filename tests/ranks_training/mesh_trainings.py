@@ -125,6 +125,6 @@ class Both(Tensor):
 
 
 class Uneven(Both):
-    """The same, with sizes that neither divides."""
+    """The same, with sizes that FSDP2 does not divide."""
 
-    inner, width = 7, 9
+    inner, width = 10, 9
