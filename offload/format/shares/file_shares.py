@@ -21,7 +21,6 @@ from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout
 from offload.format.shares.model_shares import ModelShare, ModelShares, TensorBox
 
-
 _NOTHING: Final = ModelShare(())
 
 
