@@ -69,7 +69,7 @@ class ScatteredImage:
             for first in range(0, one.nbytes, _BATCH_BYTES):
                 nbytes = min(_BATCH_BYTES, one.nbytes - first)
                 self._image.gather(position + first, position + first + nbytes, memory[:nbytes])
-                yield one, first, memoryview(memory[:nbytes].numpy())
+                yield one, first, memory[:nbytes].numpy().data
             position += one.nbytes
 
 
