@@ -21,6 +21,9 @@ _NO_CREDENTIALS: Final = re.compile(
 )
 """Found in errors of clients that have no credentials and look for those of a cloud machine."""
 
+_UNANSWERED: Final = re.compile(r"HTTP error|error sending request|[Tt]imed? ?out|[Cc]onnect|decod")
+"""Found in errors of requests that got no answer, or one that broke off."""
+
 _KIND_OF_CODE: Final = {
     "NoSuchBucket": "bucket",
     "ContainerNotFound": "bucket",
@@ -119,7 +122,7 @@ def _kind(error: Exception, text: str, status: str, code: str) -> str:
     named = _KIND_OF_CLASS.get(type(error).__name__)
     if named is not None:
         return named
-    return "unknown" if number else "unavailable"
+    return "unknown" if number or not _UNANSWERED.search(text) else "unavailable"
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:

@@ -51,7 +51,8 @@ class CloudObjects:
 
         settings: dict[str, Any] = {}
         if address.scheme == "s3":
-            settings = {"unsigned_payload": True}
+            # JuiceFS answers a request to remove many objects in a way that the library refuses.
+            settings = {"unsigned_payload": True, "disable_bulk_delete": True}
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         if address.scheme == "s3" and endpoint:
             settings["endpoint"] = endpoint
@@ -218,6 +219,9 @@ class CloudObjects:
 
     def _remove(self, paths: list[str]) -> None:
         self._obstore.delete(self._store, paths)
+
+    def drop_unfinished(self, folder: str) -> None:
+        """Do nothing: the library cannot list the parts of interrupted uploads."""
 
     def close(self) -> None:
         """Do nothing: the library closes its connections by itself."""

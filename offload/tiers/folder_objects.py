@@ -204,6 +204,20 @@ class FolderObjects:
                 self._backend.sync_dir(os.path.dirname(path))
             folder = os.path.dirname(folder)
 
+    def drop_unfinished(self, folder: str) -> None:
+        """Remove temporary files; see `Objects.drop_unfinished`."""
+        with self._named(folder, "remove temporary files"):
+            self._drop_unfinished(folder)
+
+    def _drop_unfinished(self, folder: str) -> None:
+        for name in self._names(folder):
+            path = f"{folder}/{name}"
+            stat = self._backend.stat(f"{self._folder}/{path}")
+            if stat is not None and stat.kind == "directory":
+                self._drop_unfinished(path)
+            elif stat is not None and name.startswith(TEMPORARY):
+                self._backend.remove(f"{self._folder}/{path}")
+
     def close(self) -> None:
         """Close the backend, unless the caller has given it. Idempotent."""
         if self._owned:
@@ -227,7 +241,7 @@ class FolderObjects:
         try:
             yield
         except StorageError as error:
-            if not str(error.filename).startswith(f"{self._folder}/"):
+            if not f"{error.filename}/".startswith(f"{self._folder}/"):
                 raise  # of an iterator of blocks, which reads elsewhere
             if error.errno == errno.ENOENT:
                 self._require_mounted()

@@ -84,6 +84,10 @@ class Objects(Protocol):
         """Remove objects. Names without an object are skipped."""
         ...
 
+    def drop_unfinished(self, folder: str) -> None:
+        """Remove what a writer of this folder that died has left, and that is no object yet."""
+        ...
+
     def close(self) -> None:
         """Release what the object holds. Idempotent."""
         ...

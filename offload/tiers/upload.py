@@ -296,7 +296,10 @@ class Upload:
         ledger: Ledger | Unrecorded,
     ) -> None:
         folder = marker.identity.folder
-        present = self._objects.sizes_below(folder) if ledger.goes_on else {}
+        present: dict[str, int] = {}
+        if ledger.goes_on:
+            self._objects.drop_unfinished(folder)
+            present = self._objects.sizes_below(folder)
         present = {name.removeprefix(f"{folder}/"): nbytes for name, nbytes in present.items()}
         fetcher = Fetcher(self._objects, folder, self._manifest)
 
