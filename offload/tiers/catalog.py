@@ -144,7 +144,10 @@ def read_manifest(objects: Objects, copy: TierCopy) -> Manifest:
     """
     place = f"{copy.url}/{MANIFEST_NAME}"
     marker = _require_complete(copy)
-    data = objects.get(f"{copy.folder}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
+    try:
+        data = objects.get(f"{copy.folder}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
+    except TierNotFoundError as error:
+        raise DamagedError(f"{place}: the object is missing") from error
     try:
         manifest = decode(data.removesuffix(b"\n").rstrip(b" "), place)
     except CheckpointError as error:

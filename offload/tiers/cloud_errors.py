@@ -17,7 +17,9 @@ _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{3,60})</Code>")
 
 _NO_CREDENTIALS: Final = re.compile(
-    r"169\.254\.169\.254|instance metadata|metadata\.google|InstanceCredential|imds", re.IGNORECASE
+    r"169\.254\.169\.254|latest/api/token|latest/meta-data|instance metadata|metadata\.google|"
+    r"InstanceCredential|imds",
+    re.IGNORECASE,
 )
 """Found in errors of clients that have no credentials and look for those of a cloud machine."""
 

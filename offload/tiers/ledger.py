@@ -60,7 +60,8 @@ class Ledger:
 
     def __init__(self, store: str, key: UploadKey, object_bytes: int, backend: Backend) -> None:
         directory = f"{store}/{TIERS_NAME}"
-        os.makedirs(directory, exist_ok=True)
+        if backend.stat(directory) is None:
+            backend.make_dir(directory)
         self._path = f"{directory}/{key.file_name}"
         self._mutex = threading.Lock()
         self._lock = _lock(backend, self._path, key)

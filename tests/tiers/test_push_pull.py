@@ -37,6 +37,11 @@ def files(checkpoint: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir())}
 
 
+def require_whole(store: Path) -> None:
+    with offload.open_checkpoint(store) as checkpoint:
+        assert checkpoint.verify().ok
+
+
 def test_training_goes_on_from_what_came_back_to_the_same_bits(
     store: Path, tier: str, tmp_path: Path
 ) -> None:
@@ -82,7 +87,9 @@ def test_the_second_push_and_pull_send_nothing(store: Path, tier: str, tmp_path:
     assert not [*(store / "tiers").iterdir()]
 
 
-def test_copies_are_found_by_step_by_url_and_by_store(store: Path, tier: str, tmp_path: Path) -> None:
+def test_copies_are_found_by_step_by_url_and_by_store(
+    store: Path, tier: str, tmp_path: Path
+) -> None:
     urls = [push(store / f"step-0000000{number}", tier).url for number in (1, 2, 3)]
     listed = list_tier(tier)
     assert [copy.url for copy in listed] == urls
@@ -128,9 +135,7 @@ def test_older_checkpoints_stay_and_newer_ones_are_never_overtaken(
         with pytest.raises(StoreLockedError):
             pull(tier, back)
     assert steps(back) == [1, 3]
-    assert {name: data for name, data in tree(back).items() if "step" in name} == {
-        name: data for name, data in before.items() if "step" in name
-    }
+    assert before.items() <= tree(back).items()
 
 
 def test_two_runs_that_went_on_from_the_same_checkpoint_are_told_apart(
@@ -162,8 +167,8 @@ def test_the_state_may_come_back_on_another_number_of_drives(
         train(optimizer, 2)
     push(before[0], s3, object_bytes=SMALL)
     shutil.copytree(before[0], tmp_path / "kept")
-    got = pull(s3, after[0], parts=after[1:])
-    assert offload.open_checkpoint(got.path).verify().ok
+    pull(s3, after[0], parts=after[1:])
+    require_whole(after[0])
     ends = []
     for directories in (before, after):
         model = make_model(64, 40)
@@ -306,7 +311,7 @@ def test_whatever_is_wrong_with_an_object_is_found(
         return  # its last byte is a line feed, which no reader needs
     if name == "model.safetensors" and change == "first":
         pull(tier, tmp_path / "back")  # the header is made anew from the manifest
-        assert offload.open_checkpoint(tmp_path / "back").verify().ok
+        require_whole(tmp_path / "back")
         return
     with pytest.raises(CheckpointError, match=name):
         pull(tier, tmp_path / "back")
@@ -373,7 +378,8 @@ def test_a_store_in_a_given_backend_is_pushed_and_pulled(s3: str) -> None:
     backend, other = MemoryBackend(), MemoryBackend()
     with make_optimizer(make_model(), backend) as optimizer:
         train(optimizer, 2)
-    push("/run", s3, backend=backend.reopened())
+    with pytest.warns(RuntimeWarning, match="no record of the upload can be kept"):
+        push("/run", s3, backend=backend.reopened())
     pull(s3, "/back", backend=other, allow_volatile=True)
     with offload.open_checkpoint("/back", backend=other) as checkpoint:
         assert checkpoint.verify().ok
