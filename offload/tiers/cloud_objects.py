@@ -57,10 +57,11 @@ class CloudObjects:
         if address.scheme == "s3" and endpoint:
             settings["endpoint"] = endpoint
         plain = bool(endpoint) and str(endpoint).startswith("http://")
-        bucket = f"{address.scheme}://{address.bucket}"
+        connect: Any = from_url  # typed for each service by itself
+        failed = ""
         try:
-            self._store = from_url(
-                bucket,
+            self._store = connect(
+                f"{address.scheme}://{address.bucket}",
                 config=settings,
                 client_options={
                     "timeout": timedelta(seconds=timeout_s),
@@ -77,12 +78,14 @@ class CloudObjects:
                 },
             )
         except Exception as error:  # noqa: BLE001  (its text may contain settings)
+            failed = type(error).__name__
+        if failed:
             raise TierError(
                 errno.EINVAL,
-                f"cannot be opened with the settings in the environment ({type(error).__name__}): "
-                "check the variables AWS_*, GOOGLE_* or AZURE_*",
+                f"cannot be opened with the settings in the environment ({failed}): check the "
+                "variables AWS_*, GOOGLE_* or AZURE_*",
                 self._url,
-            ) from None
+            )
 
     @property
     def url(self) -> str:
@@ -101,21 +104,28 @@ class CloudObjects:
 
     def put_new(self, name: str, data: Data) -> bool:
         """Make an object unless one has the name; see `Objects.put_new`."""
-        try:
-            self._obstore.put(
-                self._store,
-                self._prefix + name,
-                memoryview(data),
-                mode="create",
-                use_multipart=False,
-            )
-        except self._obstore.exceptions.AlreadyExistsError:
-            return False
-        except self._obstore.exceptions.NotSupportedError:
+        is_supported = True
+
+        def put() -> bool:
+            nonlocal is_supported
+            try:
+                self._obstore.put(
+                    self._store,
+                    self._prefix + name,
+                    memoryview(data),
+                    mode="create",
+                    use_multipart=False,
+                )
+            except self._obstore.exceptions.AlreadyExistsError:
+                return False
+            except self._obstore.exceptions.NotSupportedError:
+                is_supported = False
+            return True
+
+        made = self._call(name, "write it", put)
+        if not is_supported:
             self.put(name, data)
-        except Exception as error:  # noqa: BLE001  (the library has many; all get a name)
-            raise named_error(error, f"{self._url}/{name}", "write it") from None
-        return True
+        return made
 
     def put_stream(self, name: str, blocks: Iterator[Data], nbytes: int) -> None:
         """Make an object from blocks; see `Objects.put_stream`.
@@ -254,9 +264,11 @@ class CloudObjects:
         except OSError as error:
             if not isinstance(error, FileNotFoundError) or error.filename is not None:
                 raise  # of an iterator of blocks, as well
-            raise self._named(error, name, doing) from None
+            named = self._named(error, name, doing)
         except self._obstore.exceptions.BaseError as error:
-            raise self._named(error, name, doing) from None
+            named = self._named(error, name, doing)
+        # Not within the block above: the library's error may contain secrets, and would go along.
+        raise named
 
     def _named(self, error: Exception, name: str, doing: str) -> TierError:
         return named_error(error, f"{self._url}{'/' if name else ''}{name}", doing)

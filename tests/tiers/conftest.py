@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 def moto() -> Iterator[tuple[str, int]]:
     """A server of S3 in this process."""
     with servers.moto() as place:
+        servers.make_bucket(*place, "bucket")
         yield place
 
 
@@ -61,7 +63,7 @@ def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int
 def s3(moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
     """URL of an empty tier on moto."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{moto[0]}:{moto[1]}")
-    return f"s3://{servers.make_bucket(*moto)}/run"
+    return f"s3://bucket/{uuid.uuid4().hex}/run"
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,8 +74,6 @@ def juicefs(directory: Path) -> Iterator[tuple[str, int]]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def make_bucket(host: str, port: int) -> str:
-    """Make a bucket with moto, which asks nobody who he is; return its name."""
-    name = f"b{uuid.uuid4().hex}"
+def make_bucket(host: str, port: int, name: str) -> None:
+    """Make a bucket with moto, which asks nobody who he is."""
     urllib.request.urlopen(urllib.request.Request(f"http://{host}:{port}/{name}", method="PUT"))
-    return name
