@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from offload.errors import OffloadError, TierError, TierNotFoundError
@@ -274,7 +274,7 @@ class CloudObjects:
         return named_error(error, f"{self._url}{'/' if name else ''}{name}", doing)
 
 
-def _library(url: str) -> ModuleType:
+def _library(url: str) -> Any:  # untyped if the library is not installed
     """Import `obstore`, which not everybody has.
 
     Raises:
@@ -286,8 +286,8 @@ def _library(url: str) -> ModuleType:
     except ImportError:
         raise TierError(
             errno.ENOPKG,
-            "this needs the library obstore: pip install 'ssd-offload[tier]', or pip install "
-            "obstore. Tiers of file:// need nothing",
+            "this needs obstore: pip install --constraint constraints.txt '.[tier]' in a checkout "
+            "of ssd-offload, or pip install obstore. Tiers of file:// need nothing",
             url,
         ) from None
     return obstore

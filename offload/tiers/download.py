@@ -34,7 +34,8 @@ from offload.tiers.catalog import TierCopy, find_copy, read_manifest
 from offload.tiers.checking import Fetcher
 from offload.tiers.contents import Chunk, file_offset, model_chunks, state_objects
 from offload.tiers.marker import Marker
-from offload.tiers.objects import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, Objects, open_objects
+from offload.tiers.objects import Objects
+from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.upload import NUM_TRANSFERS, Progress
 from offload.tiers.workers import Task, run_all
 

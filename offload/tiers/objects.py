@@ -6,9 +6,6 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
-from gds import Backend
-from offload.tiers.address import TierAddress, parse_address
-
 Data: TypeAlias = bytes | bytearray | memoryview
 """Bytes of an object."""
 
@@ -105,40 +102,3 @@ class Objects(Protocol):
     ) -> None:
         """Close this object."""
         ...
-
-
-DEFAULT_TIMEOUT_S = 600.0
-"""Seconds after which one request is given up. An object of 32 MiB arrives in that time over a link
-of 0.5 Mbit/s."""
-
-DEFAULT_RETRY_S = 180.0
-"""Seconds for which a request that failed is tried again."""
-
-
-def open_objects(
-    address: TierAddress | str,
-    *,
-    backend: Backend | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    retry_s: float = DEFAULT_RETRY_S,
-) -> Objects:
-    """Open a tier. Nothing is read or written yet.
-
-    Args:
-        address: Place of the tier, or its URL.
-        backend: Storage backend for ``file://``; the local file system by default.
-        timeout_s: Seconds after which one request is given up.
-        retry_s: Seconds for which a request that failed is tried again.
-
-    Raises:
-        TierError: The URL is none of a tier, or a library or a setting is missing.
-    """
-    if isinstance(address, str):
-        address = parse_address(address)
-    if address.scheme == "file":
-        from offload.tiers.folder_objects import FolderObjects
-
-        return FolderObjects(address.folder, backend)
-    from offload.tiers.cloud_objects import CloudObjects  # imports obstore, which is optional
-
-    return CloudObjects(address, timeout_s=timeout_s, retry_s=retry_s)

@@ -10,7 +10,8 @@ from offload.retention.policy import BestBy, Record, Retention, kept_generations
 from offload.tiers.address import parse_address
 from offload.tiers.catalog import TierCopy, list_copies
 from offload.tiers.contents import MARKER_NAME, is_own_name
-from offload.tiers.objects import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, Objects, open_objects
+from offload.tiers.objects import Objects
+from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 
 
 @dataclass(frozen=True, slots=True)

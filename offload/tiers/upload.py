@@ -32,7 +32,8 @@ from offload.tiers.contents import (
 )
 from offload.tiers.ledger import Ledger, Unrecorded, UploadKey
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, encode_writer
-from offload.tiers.objects import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, Objects, open_objects
+from offload.tiers.objects import Objects
+from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.source import Documents, Source, whole_digest
 from offload.tiers.workers import Task, run_all
 

@@ -14,7 +14,8 @@ from offload.tiers.address import TierAddress, parse_address
 from offload.tiers.catalog import TierCopy, find_copy, list_copies, read_manifest
 from offload.tiers.checking import Advance, Fetcher, check_model, check_state, check_whole
 from offload.tiers.contents import foreign_names, state_objects, wrong_sizes
-from offload.tiers.objects import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, Objects, open_objects
+from offload.tiers.objects import Objects
+from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.upload import NUM_TRANSFERS, Progress
 from offload.tiers.workers import Task, run_all
 

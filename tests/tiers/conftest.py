@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import offload
+from offload.cli import main
+from tests.command_line import Run, runner
 from tests.stores.small import make_model, make_optimizer, train
 from tests.tiers import servers
 from tests.tiers.proxy import Proxy
@@ -93,3 +95,9 @@ def _tier(request: pytest.FixtureRequest, kind: str) -> str:
 def tier(request: pytest.FixtureRequest) -> str:
     """URL of an empty tier of each kind. JuiceFS takes seconds to start: ``-m slow``."""
     return _tier(request, request.param)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process; gives its status, standard output and error."""
+    return runner("offload", main, monkeypatch, capsys)
