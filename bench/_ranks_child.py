@@ -90,7 +90,8 @@ class Rank:
         if setting.kind == "mixed":
             model.float()
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return fully_shard(model, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        return model
 
     def _make_optimizer(self) -> Any:
         import offload
