@@ -70,7 +70,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("ranks_bytes", __doc__ or "")
     add = parser.add_argument
     add("--parameters", type=count, default="64Mi", help="in bytes' counts (default: %(default)s)")
-    add("--small", type=count, default="16Mi", help="the smaller model (default: %(default)s)")
+    add("--small", type=count, default="32Mi", help="the smaller model (default: %(default)s)")
     add("--tensors", type=int, default=8, help="parameter tensors (default: %(default)s)")
     add("--ranks", type=int, default=2, help="processes (default: %(default)s)")
     add("--kinds", default=",".join(KINDS), help="kinds of ranks (default: %(default)s)")
