@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 import offload
 from tests.ranks_training.rank_server import Job, Jobs, Rank
@@ -280,9 +280,16 @@ class KilledJobs:
         case = dict(self._case)
         if outlives:
             # It serves until it is collected, when the next job has one.
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            case["store_port"] = self._store.port
+            self._store, case["store_port"] = _serve_keys()
         return self._jobs.start(folder, calls, **case)
+
+
+def _serve_keys() -> tuple[Store, int]:
+    """Return a key-value store for one job, and its port."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in the stubs
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, store.port
 
 
 def _acknowledged(rank: Rank) -> int:

@@ -18,6 +18,18 @@ _PARTS = {
     "stopped": "rank 0 stopped in a seal until the others gave up, then continued",
 }
 
+_CAMPAIGN = (
+    "fault",
+    "trials",
+    "restarts to the end",
+    "jobs that resumed",
+    "comparisons of bits",
+    "checkpoints verified",
+    "checkpoints lost",
+    "problems",
+    "run",
+)
+
 
 def redraw(page: str, runs: Sequence[dict[str, Any]], folder: Path) -> str:
     """Return the page with the section drawn anew.
@@ -49,7 +61,7 @@ def section(runs: Sequence[dict[str, Any]], folder: Path) -> str:
 def _times(one: dict[str, Any], link: str) -> str:
     """Return the times of one process and of several ranks as a table."""
     medians = one["medians"]
-    rows = []
+    rows: list[Sequence[str]] = []
     for claim in one["claims"]:
         key, _, call = claim["numerator"].removesuffix("_s").rpartition("_")
         if call != "step":
@@ -107,9 +119,7 @@ def campaign(one: dict[str, Any], link: str) -> str:
         row = [f"{counts.get(name, 0):,}" for name in cells]
         rows.append((what, *row, str(number), link))
     if rows:
-        head = ("fault", "trials", "jobs run to an end", "jobs that resumed")
-        head += ("comparisons of bits", "checkpoints verified")
-        text = _table((*head, "checkpoints lost", "other problems", "run"), rows)
+        text = _table(_CAMPAIGN, rows)
     if "files: seals" in facts:
         text += (
             f"\nModel files of {facts['files: seals']:,} seals by three ranks "

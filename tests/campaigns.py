@@ -26,6 +26,7 @@ ONE_IN: Final = {
     "bench/test_bench.py::test_revisions": NEVER,
     "bench/test_ranks.py::test_bytes": NEVER,
     "bench/test_ranks.py::test_campaign": NEVER,
+    "bench/test_ranks.py::test_step": NEVER,
     "cli/test_demo.py::test_losses_that_differ_after_the_resume_fail_the_demo": NEVER,
     "crash/test_beside_training.py::test_training_goes_on_before_any_operation_of_a_reader": 4,
     "crash/test_beside_training.py::test_training_goes_on_before_any_operation_of_verify": 4,

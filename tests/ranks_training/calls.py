@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -253,7 +254,8 @@ class Calls:
         if action == "kill":
             self._steps.before(label, lambda: kill(folder, victims))
         else:
-            self._steps.before(label, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+            # To this thread: a signal for the process may come after the step.
+            self._steps.before(label, lambda: signal.pthread_kill(get_ident(), signal.SIGSTOP))
 
     def steps_seen(self) -> list[str]:
         """Return the labels of the steps of the protocol since `at_step`."""
