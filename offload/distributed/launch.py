@@ -29,7 +29,7 @@ def join_ranks(
         model: Model that is trained; None if it was not given.
         options: Settings of the optimizer.
 
-    Raises the errors of `RankGroup`.
+    Raises the errors of `RankGroup`, and ValueError if the options' `overlap` is not possible.
     """
     group = process_group if isinstance(process_group, dist.ProcessGroup) else None
     named = dict(group_names(param_groups, model, _no_shards))
@@ -38,9 +38,34 @@ def join_ranks(
         named |= dict(group_names(models, model, _no_shards))
     has_fused = any(one.get("fused") for one in param_groups)
     multiple = BLOCK_ELEMENTS if options.state_dtype == "int8" or has_fused else 1
-    return RankGroup(
+    ranks = RankGroup(
         group, list(named.items()), multiple=multiple, timeout_s=options.agreement_timeout_s
     )
+    if options.overlap is not None:
+        _require_beside_forward(ranks, named)
+    return ranks
+
+
+def _require_beside_forward(ranks: RankGroup, named: Mapping[str, torch.Tensor]) -> None:
+    """Refuse steps beside the forward if it was not shown that they have the bits of others.
+
+    Raises:
+        ValueError: They are refused; says why and what to do.
+    """
+    why = ""
+    if ranks.is_replicated:
+        why = (
+            "the model has parameters that several ranks hold as a whole, as with "
+            "DistributedDataParallel, and their new values are sent within step() in this version"
+        )
+    for name, tensor in named.items():
+        if tensor.device.type != "cpu":
+            why = why or f"{name!r} is on {tensor.device}, and this was tried on the CPU only"
+    if why:
+        ranks.close()
+        raise ValueError(
+            f'overlap="forward" is not supported with these ranks yet: {why}. Leave it out'
+        )
 
 
 def _no_shards(name: str, tensor: torch.Tensor) -> None:

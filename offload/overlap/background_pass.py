@@ -96,6 +96,11 @@ class RunningPass:
         """Whether all parameters have their new values, or the pass has failed."""
         return self._has_ended
 
+    @property
+    def has_next(self) -> bool:
+        """Whether an action has been set with `then` that has not begun."""
+        return self._next is not None
+
     def wait_for(self, chunks: Iterable[int]) -> None:
         """Wait until these chunks have been updated. Chunks outside of the pass count as updated.
 

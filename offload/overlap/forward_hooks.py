@@ -33,7 +33,8 @@ from offload.model.watch import Watch
 from offload.overlap import compiling
 from offload.overlap.background_pass import RunningPass
 from offload.overlap.forward_order import ForwardOrder
-from offload.overlap.forward_plan import ForwardPlan, make_plan, own_parameters
+from offload.overlap.forward_plan import ForwardPlan, make_plan
+from offload.overlap.gathered import begins_lazily, needed_by, put_first
 
 _MAX_RECORDS = 3
 """Largest number of recorded steps. A step after the first is recorded if a parameter gets a
@@ -72,6 +73,10 @@ class ForwardHooks:
         self._key = compiling.follow(self)
         self._watch = Watch(self._before_use, f"awaited by optimizer {self._key}")
         self._handles: list[RemovableHandle] = []
+        self._first: list[tuple[torch.nn.Module, int]] = []
+        """Modules, with the ids of the hooks that wait before FSDP2 gathers."""
+        self._is_in_order = False
+        """Whether the place of these hooks has been checked since the last step."""
         self._modules: list[torch.nn.Module] = []
         self._record = ForwardOrder()
         self._recording = False
@@ -108,8 +113,12 @@ class ForwardHooks:
         for number, module in enumerate(self._modules):
             hooked: Any = module  # torch does not type its hooks
             state = _OnStateDict(self, self._key, number)
+            before = hooked.register_forward_pre_hook(
+                _Before(self, self._key, number), prepend=True
+            )
+            self._first.append((module, before.id))
             self._handles += [
-                hooked.register_forward_pre_hook(_Before(self, self._key, number), prepend=True),
+                before,
                 hooked.register_forward_hook(_After(self, self._key, number), always_call=True),
                 hooked.register_state_dict_pre_hook(state),
                 hooked.register_load_state_dict_pre_hook(state),
@@ -125,6 +134,7 @@ class ForwardHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._first.clear()
         self._recording = False
         self._watch.release_all()
 
@@ -174,7 +184,7 @@ class ForwardHooks:
         self._watch.release_all()
         self._owner = threading.get_ident()
         self._num_steps += 1  # makes the `_Calls` of an interrupted call stale
-        self._entered = self._root_entered = False
+        self._entered = self._root_entered = self._is_in_order = False
         self._record.start_over()
         self._running = running
         if self._compiled or self._is_read_by_compiled:
@@ -221,18 +231,24 @@ class ForwardHooks:
         if calls.step != self._num_steps:
             calls.step, calls.outermost = self._num_steps, -1
         try:
+            if not self._is_in_order:
+                put_first(self._first)
+                self._is_in_order = True
             # A call that was interrupted did not reset `outermost`.
             if calls.outermost in (-1, number):
                 calls.is_recorded = self._begin_outermost(number)
                 calls.outermost, calls.has_gradients = number, _has_gradients()
                 calls.stack.clear()
             elif calls.has_gradients and not _has_gradients():
-                self._wait_and_release(self._subtree(number), self._modules[number].parameters())
+                self._wait_and_release(
+                    self._subtree(number), list(self._modules[number].parameters())
+                )
+            needed = list(needed_by(self._modules[number]))
             if calls.is_recorded:
-                self._record.ran(own_parameters(self._modules[number]))
+                self._record.ran(needed)
                 calls.stack.append(number)
             needs = self._plan.needs[number] if self._layout is not None else []
-            self._wait_and_release(needs, own_parameters(self._modules[number]))
+            self._wait_and_release(needs, needed)
         except BaseException:
             calls.outermost = -1
             raise
@@ -320,7 +336,9 @@ class ForwardHooks:
             torch.is_inference_mode_enabled(),
             threading.get_ident(),
         )
-        records = self._recording and _has_gradients()
+        records = (
+            self._recording and _has_gradients() and not begins_lazily(self._modules[number])
+        )
         if records or self._compiled or kind not in self._recorded:
             self.wait_unwatched()
         if records:
@@ -359,19 +377,29 @@ class ForwardHooks:
             running.wait_for(self._plan.chunks_of(parameter))
         return True
 
-    def _wait_and_release(self, numbers: Sequence[int], parameters: Iterable[torch.Tensor]) -> None:
-        """Wait for parameters by number, and stop watching them and further parameters."""
-        running = self._running
+    def _wait_and_release(
+        self, numbers: Sequence[int], parameters: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Wait for parameters, and stop watching them.
+
+        Args:
+            numbers: Numbers of parameters.
+            parameters: More parameters, some of which may have numbers.
+        """
+        running, plan = self._running, self._plan
         if running is not None:
-            running.wait_for(c for number in numbers for c in self._plan.spans[number])
+            also = (plan.numbers.get(id(p)) for p in parameters)
+            waited = {*numbers, *(number for number in also if number is not None)}
+            running.wait_for(c for number in waited for c in plan.spans[number])
         if self._watch:
-            self._watch.release(self._plan.tensors[number] for number in numbers)
+            self._watch.release(plan.tensors[number] for number in numbers)
             self._watch.release(parameters)
 
     def _subtree(self, number: int) -> list[int]:
         if number not in self._subtrees:
-            own = (self._plan.numbers.get(id(p)) for p in self._modules[number].parameters())
-            self._subtrees[number] = [n for n in own if n is not None]
+            below = (p for m in self._modules[number].modules() for p in needed_by(m))
+            own = (self._plan.numbers.get(id(p)) for p in below)
+            self._subtrees[number] = sorted({n for n in own if n is not None})
         return self._subtrees[number]
 
 

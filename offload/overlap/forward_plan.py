@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from offload.format.layout import Layout
 from offload.model.parameters import Trainable
 from offload.overlap.forward_order import ForwardOrder
+from offload.overlap.gathered import needed_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class ForwardPlan:
 
     needs: Sequence[Sequence[int]] = ()
     """Numbers of the parameters that each module needs, by number of the module: those that it
-    owns, and those that it reads before their own module has run."""
+    owns or gathers, and those that it reads before their own module has run."""
 
     unobserved: Sequence[int] = ()
     """Numbers of parameters whose readers were not observed."""
@@ -61,7 +62,7 @@ def make_plan(
     readers = record.readers(numbers)
     needs = [
         sorted(
-            {numbers[id(p)] for p in own_parameters(module) if id(p) in numbers}
+            {numbers[id(p)] for p in needed_by(module) if id(p) in numbers}
             | set(readers.get(number, ()))
         )
         for number, module in enumerate(modules)
@@ -77,8 +78,3 @@ def make_plan(
             first_use[chunk] = min(first_use[chunk], turn)
     order = sorted(range(layout.num_chunks), key=first_use.__getitem__)
     return ForwardPlan(order, tensors, numbers, spans, needs, unobserved)
-
-
-def own_parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Return the parameters that a module owns itself, without those of its submodules."""
-    return (p for p in module._parameters.values() if p is not None)

@@ -289,13 +289,18 @@ def record(call: str, *, value: Any = None, **more: Any) -> None:
     _record({"call": call, "value": value, "error": "", "message": "", **more})
 
 
+def record_into(folder: Path) -> None:
+    """Record the outcomes of this rank in a file of its own."""
+    global _record
+    file = os.open(f"{folder}/outcomes-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
+    _record = lambda outcome: os.write(file, (json.dumps(outcome) + "\n").encode())  # noqa: E731
+
+
 def run_calls(
     folder: Path, rank: int, size: int, calls: Sequence[Sequence[Any]], setting: dict[str, Any]
 ) -> None:
     """Make the calls of a rank, and record what came of each."""
-    global _record
-    file = os.open(f"{folder}/outcomes-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
-    _record = lambda outcome: os.write(file, (json.dumps(outcome) + "\n").encode())  # noqa: E731
+    record_into(folder)
     torch.use_deterministic_algorithms(mode=True)
     if size > 1:
         dist.init_process_group("gloo")
@@ -320,7 +325,7 @@ def warm_up() -> None:
     """Import what ranks need, before they are forked."""
     import torch.distributed.tensor  # noqa: F401
 
-    from offload.distributed import launch, torch_channel  # noqa: F401
+    from offload.distributed import launch  # noqa: F401
     from tests.stores.training import Reference
 
     Reference().after(1)
