@@ -19,7 +19,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -336,9 +336,7 @@ class ForwardHooks:
             torch.is_inference_mode_enabled(),
             threading.get_ident(),
         )
-        records = (
-            self._recording and _has_gradients() and not begins_lazily(self._modules[number])
-        )
+        records = self._recording and _has_gradients() and not begins_lazily(self._modules[number])
         if records or self._compiled or kind not in self._recorded:
             self.wait_unwatched()
         if records:

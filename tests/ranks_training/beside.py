@@ -7,25 +7,33 @@ between a step and the forward after it, because whoever reads one waits for the
 
 from __future__ import annotations
 
+import errno
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from gds import PosixBackend, WrapperBackend
-from offload import DriveTuning, Options
+from gds import File, PosixBackend, StorageError, WrapperBackend
+from offload import DriveTuning, Options, SealError
+from offload.overlap.background_pass import RunningPass
 from offload.overlap.forward import BesideForward
-from tests.numerics.delays import Held
+from offload.overlap.forward_hooks import _Before
+from tests.eventually import eventually
+from tests.numerics.delays import Held, HeldFile
 from tests.numerics.reference import bits
+from tests.numerics.test_overlap_forward_waits import when_waiting
 from tests.ranks_training import calls
 from tests.ranks_training.program import Masters, local
 
@@ -44,7 +52,9 @@ class Case:
     hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
     hidden: int = 17
     reshard: bool | None = None
-    prefetch: bool = False
+    prefetch: int = 0
+    """Number of modules that each one gathers ahead."""
+
     mixed: bool = False
     made: str = "after"
     """When the optimizer is made: ``after`` all modules were sharded, or ``between`` them and the
@@ -102,11 +112,23 @@ class Net(torch.nn.Module):
 
 
 class Gate(Held):
-    """Holds back reads of state in real files until they are released."""
+    """Holds back reads of state in real files until they are released; may fail model files."""
 
     def __init__(self) -> None:
         super().__init__()
         WrapperBackend.__init__(self, PosixBackend())
+        self.fails = False
+
+    def wrap_file(self, file: File) -> File:
+        return GateFile(file, self)
+
+
+class GateFile(HeldFile):
+    def write_bytes(self, data: bytes, offset: int) -> None:
+        assert isinstance(self.backend, Gate)
+        if self.backend.fails and self.path.endswith("model.safetensors"):
+            raise StorageError(errno.EIO, "injected", self.path)
+        super().write_bytes(data, offset)
 
 
 class Training:
@@ -140,7 +162,9 @@ class Training:
         if case.prefetch:
             chain = [self.model, *self.model.blocks, self.model.head]
             for number, module in enumerate(chain[:-1]):
-                module.set_modules_to_forward_prefetch(chain[number + 1 : number + 3])
+                module.set_modules_to_forward_prefetch(
+                    chain[number + 1 : number + 1 + case.prefetch]
+                )
         if self.optimizer is None:
             self.make(*arguments)
         self.scaler = torch.amp.GradScaler(
@@ -227,6 +251,9 @@ class Training:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Return the bits of this rank's memory, by name."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation may have left gathered parameters
         return {name: bits(local(p)).clone() for name, p in self.model.named_parameters()}
 
 
@@ -258,6 +285,10 @@ def compare(folder: Path, rank: int, **changes: Any) -> dict[str, Any]:
             handles.append(optimizer.checkpoint({"step": step, "rank": rank}))
         if case.evaluates:
             live.evaluate(step)
+    for name, module in live.model.named_modules():
+        hooks = module._forward_pre_hooks.values()
+        if isinstance(module, FSDPModule) and not isinstance(next(iter(hooks)), _Before):
+            found["different"].append(["hooks", name])
     expected_losses = plain.losses[-len(live.losses) :]
     if live.losses != expected_losses:
         found["different"].append(["losses", live.losses, expected_losses])
@@ -267,48 +298,201 @@ def compare(folder: Path, rank: int, **changes: Any) -> dict[str, Any]:
     return found
 
 
+class TwoTrainings:
+    """A plain training and an offloaded one, whose last chunk can be held back in a step."""
+
+    def __init__(self, folder: Path, rank: int, num_steps: int, **changes: Any) -> None:
+        self.case = Case(hidden=192, **changes)
+        self.gate = Gate()
+        self.plain = Training(self.case, None, rank)
+        self.live = Training(self.case, folder / "run", rank, backend=self.gate, ring_chunks=2)
+        self.optimizer = self.live.optimizer
+        for step in range(1, num_steps + 1):
+            self.both(step)
+
+    def both(self, step: int) -> None:
+        """Take a step."""
+        for training in (self.plain, self.live):
+            training.step(step)
+
+    @property
+    def strategy(self) -> BesideForward:
+        """Strategy of the optimizer."""
+        strategy = self.optimizer._engine.strategy
+        assert isinstance(strategy, BesideForward)
+        return strategy
+
+    @property
+    def running(self) -> RunningPass:
+        """The step that is running."""
+        running = self.strategy._running
+        assert running is not None
+        return running
+
+    def step_held(self, step: int, *, held: bool = True) -> None:
+        """Take a step that cannot end before its last chunk is released."""
+        self.optimizer.synchronize()
+        for training in (self.plain, self.live):
+            training.backward(step)
+        if held:
+            self.gate.hold(self.strategy._hooks.order[-1])
+        for training in (self.plain, self.live):
+            training.optimizer.step()
+            training.model.zero_grad()
+        assert not (held and self.running.ended)
+
+    def different(self) -> list[str]:
+        """Return what differs from the plain training."""
+        found = differing(self.live.values(), self.plain.values())
+        return found if self.live.losses == self.plain.losses else [*found, "losses"]
+
+
 def hidden(folder: Path, rank: int, **changes: Any) -> dict[str, Any]:
     """Hold back the chunk that is needed last, and look at what runs before it is released."""
-    case = Case(hidden=64, **changes)
-    plain = Training(case, None, rank)
-    gate = Gate()
-    live = Training(case, folder / "run", rank, backend=gate, ring_chunks=2)
-    for step in (1, 2, 3):
-        for training in (plain, live):
-            training.step(step)
-    strategy = live.optimizer._engine.strategy
-    assert isinstance(strategy, BesideForward)
-    live.optimizer.synchronize()
-    order = [*strategy._hooks.order]
-    for training in (plain, live):
-        training.backward(4)
-    # The ring has read ahead already; whatever is read from now on, of this chunk, is held.
-    gate.hold(order[-1])
-    live.optimizer.step()
-    plain.optimizer.step()
+    run = TwoTrainings(folder, rank, 3, **changes)
+    run.step_held(4)
     seen: dict[str, bool] = {}
 
     def ran(*_: Any) -> None:
-        running = strategy._running
-        seen["ran while the step went on"] = running is not None and not running.ended
-        gate.release()
+        seen.setdefault("ran while the step went on", not run.running.ended)
+        run.gate.release()
 
-    module = live.model.module if case.wrap == "ddp" else live.model
+    module = run.live.model.module if run.case.wrap == "ddp" else run.live.model
     module.blocks[0].register_forward_hook(ran)
-    for training in (plain, live):
+    run.both(5)
+    found = {"different": run.different(), **seen}
+    run.optimizer.close()
+    return found
+
+
+READERS: dict[str, Callable[[torch.nn.Parameter], torch.Tensor]] = {
+    "local part": lambda p: local(p).detach().clone(),
+    "whole": lambda p: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone(),
+    "operator": lambda p: local(p * 2).detach(),
+    "data": lambda p: local(p.data).clone(),
+}
+
+
+def _read_into(
+    into: list[torch.Tensor],
+    read: Callable[[torch.nn.Parameter], torch.Tensor],
+    parameter: torch.nn.Parameter,
+) -> None:
+    into.append(read(parameter))
+
+
+def readers(folder: Path, rank: int, **changes: Any) -> dict[str, Any]:
+    """Read the parameter that is stepped last in many ways, on another thread as well."""
+    run = TwoTrainings(folder, rank, 3, **changes)
+    found: dict[str, Any] = {"different": []}
+    step = 3
+    for name, read in READERS.items():
+        for is_other in (False, True):
+            step += 1
+            run.step_held(step)
+            last = run.optimizer._engine.state.table.trainables[-1].spec.name
+            when_waiting(run, run.gate.release)  # type: ignore[arg-type]
+            seen: list[torch.Tensor] = []
+            expected: list[torch.Tensor] = []
+            for training, into in ((run.live, seen), (run.plain, expected)):
+                named = {n.removeprefix("module."): p for n, p in training.model.named_parameters()}
+                reading = partial(_read_into, into, read, named[last])
+                if is_other:
+                    reader = threading.Thread(target=reading)
+                    reader.start()
+                    reader.join()
+                else:
+                    reading()
+            if not torch.equal(bits(seen[0]), bits(expected[0])):
+                found["different"].append([name, is_other])
+            run.gate.release()
+    run.both(step + 1)
+    found["different"] += run.different()
+    run.optimizer.close()
+    return found
+
+
+def sealed_apart(folder: Path, rank: int, *, fails: bool, **changes: Any) -> dict[str, Any]:
+    """Seal a step that has ended on all ranks but the first; maybe after a seal that failed."""
+    run = TwoTrainings(folder, rank, 3, **changes)
+    found: dict[str, Any] = {"errors": []}
+    if fails:
+        run.gate.fails = rank == 1
+        run.optimizer.checkpoint({"step": 3, "rank": rank}).wait()
+        run.gate.fails = False
+    for training in (run.plain, run.live):
+        training.backward(4)
+    if rank == 0:
+        run.gate.hold(run.strategy._hooks.order[-1])
+    run.plain.optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a seal that failed
+        run.optimizer.step()
+    for training in (run.plain, run.live):
         training.model.zero_grad()
-        training.step(5)
-    gate.release()
-    different = differing(live.values(), plain.values())
-    if live.losses != plain.losses:
-        different.append("losses")
-    waited = live.optimizer.stats().wait_update_s
-    live.optimizer.close()
-    return {"different": different, **seen, "waited": waited}
+    assert rank == 0 or eventually(lambda: run.running.ended)
+    if rank == 0 and fails:
+        when_waiting(run, run.gate.release)  # type: ignore[arg-type]
+    for _ in range(1 + fails):
+        try:
+            handle = run.optimizer.checkpoint({"step": 4, "rank": rank})
+        except SealError as error:
+            found["errors"].append(str(error))
+    found["held"] = rank == 0 and not fails and not run.running.ended
+    run.gate.release()
+    found["sealed"] = handle.result().step
+    run.both(5)
+    found["different"] = run.different()
+    run.optimizer.close()
+    return found
+
+
+def torn(folder: Path, rank: int, *, failing: int, **changes: Any) -> dict[str, Any]:
+    """Let a step fail on one rank; all ranks restore the checkpoint before it and go on."""
+    run = TwoTrainings(folder, rank, 2, **changes)
+    run.optimizer.checkpoint({"step": 2, "rank": rank}).result()
+    run.live.backward(3)
+    if rank == failing:
+        run.gate.hold(run.strategy._hooks.order[-1])
+    run.optimizer.step()
+    run.live.model.zero_grad()
+    run.live.losses.pop()
+    run.gate.release(StorageError(errno.EIO, "injected", "state"))
+    found: dict[str, Any] = {"error": ""}
+    try:
+        run.optimizer.synchronize()
+    except Exception as error:  # noqa: BLE001  (the test looks at it)
+        found["error"] = f"{type(error).__name__}: {error}"
+    run.gate.hold()
+    found["restored"] = run.optimizer.restore().step
+    for step in (3, 4):
+        run.both(step)
+    found["different"] = run.different()
+    run.optimizer.close()
+    return found
+
+
+def closed(folder: Path, rank: int, **changes: Any) -> dict[str, Any]:
+    """Close the optimizer while a checkpoint waits for the end of a step that is held back."""
+    run = TwoTrainings(folder, rank, 3, **changes)
+    run.step_held(4)
+    run.optimizer.checkpoint({"step": 4, "rank": rank})
+    when_waiting(run, run.gate.release)  # type: ignore[arg-type]
+    run.optimizer.close()
+    again = Training(run.case, folder / "run", rank)
+    restored = again.optimizer.restore()
+    different = differing(again.values(), run.plain.values())
+    again.optimizer.close()
+    return {"restored": restored.step, "different": different}
 
 
 CALLS: dict[str, Callable[..., dict[str, Any]]] = {
-    function.__name__: function for function in (compare, hidden)
+    "compare": compare,
+    "hidden": hidden,
+    "readers": readers,
+    "sealed_apart": sealed_apart,
+    "torn": torn,
+    "closed": closed,
 }
 
 
