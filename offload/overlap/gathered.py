@@ -57,7 +57,7 @@ def put_first(hooks: Iterable[tuple[torch.nn.Module, int]]) -> None:
         hooks: Modules, and the ids of their hooks' handles.
     """
     for module, number in hooks:
-        present = module._forward_pre_hooks
+        present: Any = module._forward_pre_hooks  # torch does not type its hooks
         if gathers(module) and number in present and next(iter(present)) != number:
             # torch does the same for `register_forward_pre_hook(..., prepend=True)`.
             present.move_to_end(number, last=False)

@@ -42,7 +42,8 @@ def run(jobs: Jobs, folder: Path, num_ranks: int, calls: list[Call]) -> list[lis
     for rank in ranks:
         assert rank.status == 0, rank.errors
         assert rank.failed() == [], rank.errors
-    return [list(found) for found in zip(*([o["value"] for o in r.outcomes] for r in ranks))]
+    values = [[outcome["value"] for outcome in rank.outcomes] for rank in ranks]
+    return [[*found] for found in zip(*values, strict=True)]
 
 
 @pytest.mark.parametrize(("num_ranks", "cases"), SAME_BITS.values(), ids=SAME_BITS)

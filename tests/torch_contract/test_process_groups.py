@@ -81,7 +81,9 @@ def test_ranks_without_a_process_group_are_refused_with_the_remedy(ranks: Any) -
 
 def test_what_ranks_cannot_do_yet_is_refused_before_anything_is_touched(ranks: Any) -> None:
     for found in ranks[1]:
-        assert found["overlap"].startswith("ValueError: overlap='forward' is not supported with")
+        assert found["overlap"].startswith('ValueError: overlap="forward" is not supported with')
+        assert "as with DistributedDataParallel" in found["overlap"]
+        assert found["overlap backward"].startswith('ValueError: overlap="backward" is not supp')
         assert found["several directories"].startswith("ValueError: directory= names 2 directories")
         assert "one directory in this version" in found["several directories"]
         assert found["made"] == []
