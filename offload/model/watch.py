@@ -97,8 +97,9 @@ _WATCH, _ORIGINAL = "_offload_watch", "_offload_original"
 
 
 _LOCAL = "_local_tensor"
-"""Attribute of a DTensor with the memory of this rank. Its methods ``to_local``, ``full_tensor`` and
-``redistribute``, and FSDP2 when it gathers a parameter, read it without ``__torch_function__``."""
+"""Attribute of a DTensor with the memory of this rank. FSDP2 reads it without
+``__torch_function__`` when it gathers a parameter; so do ``to_local``, ``full_tensor`` and
+``redistribute``."""
 
 _OWN_FRAMES = ("torch_function", "_fn", "inner", "wrapper")
 """Names of functions between a use and `_call`: this module's, and those of the compiler."""
