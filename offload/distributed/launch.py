@@ -38,34 +38,29 @@ def join_ranks(
         named |= dict(group_names(models, model, _no_shards))
     has_fused = any(one.get("fused") for one in param_groups)
     multiple = BLOCK_ELEMENTS if options.state_dtype == "int8" or has_fused else 1
-    ranks = RankGroup(
+    if options.overlap is not None:
+        require_beside_forward(named)
+    return RankGroup(
         group, list(named.items()), multiple=multiple, timeout_s=options.agreement_timeout_s
     )
-    if options.overlap is not None:
-        _require_beside_forward(ranks, named)
-    return ranks
 
 
-def _require_beside_forward(ranks: RankGroup, named: Mapping[str, torch.Tensor]) -> None:
-    """Refuse steps beside the forward if it was not shown that they have the bits of others.
+def require_beside_forward(named: Mapping[str, torch.Tensor]) -> None:
+    """Refuse steps beside the forward where it was not shown that they have the same bits.
+
+    Args:
+        named: Parameters by name; all ranks have the same.
 
     Raises:
-        ValueError: They are refused; says why and what to do.
+        ValueError: A parameter is on a device.
     """
-    why = ""
-    if ranks.is_replicated:
-        why = (
-            "the model has parameters that several ranks hold as a whole, as with "
-            "DistributedDataParallel, and their new values are sent within step() in this version"
-        )
     for name, tensor in named.items():
         if tensor.device.type != "cpu":
-            why = why or f"{name!r} is on {tensor.device}, and this was tried on the CPU only"
-    if why:
-        ranks.close()
-        raise ValueError(
-            f'overlap="forward" is not supported with these ranks yet: {why}. Leave it out'
-        )
+            raise ValueError(
+                'overlap="forward" is not supported with several ranks on a device, with NCCL for '
+                f"example: {name!r} is on {tensor.device}, and this was tried in host memory with "
+                "gloo only. Leave it out"
+            )
 
 
 def _no_shards(name: str, tensor: torch.Tensor) -> None:

@@ -110,7 +110,7 @@ class RankGroup:
         self._store: RankStore | None = None
 
     @property
-    def is_replicated(self) -> bool:
+    def gathers(self) -> bool:
         """Whether any part of the model is on several ranks, so that steps gather new values."""
         return self._is_replicated
 

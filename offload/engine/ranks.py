@@ -95,6 +95,11 @@ class Ranks(Protocol):
         """Function that returns this rank's part of a tensor; None if there is one rank."""
         ...
 
+    @property
+    def gathers(self) -> bool:
+        """Whether steps bring new values to other ranks that hold them as well."""
+        ...
+
     def begin_step(self, terms: Step) -> Values:
         """Agree with all ranks on a step that begins. Collective if new values are gathered.
 
@@ -198,6 +203,7 @@ class Alone:
         del what, value
 
     shards = None
+    gathers = False
 
     def begin_step(self, terms: Step) -> Values:
         """Return what does nothing: there is no other rank."""

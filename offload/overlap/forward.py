@@ -18,7 +18,7 @@ import torch
 
 from offload.engine.chunk_pass import StatePass
 from offload.engine.seal import Captured, SealHandle, capture
-from offload.engine.state_passes import begin_pass, pass_ended, pass_failed
+from offload.engine.state_passes import begin_pass, begin_values, pass_ended, pass_failed
 from offload.engine.strategy import Metrics
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OffloadError, SealError, reason_of
@@ -100,11 +100,15 @@ class BesideForward:
             if not table.has_gradient(groups):
                 state.num_steps += 1
                 return
-            must_wait = self._hooks.plan(state.layout, table.trainables, gradients)
+            elsewhere = table.named_elsewhere(groups) if state.ranks.gathers else []
+            must_wait = self._hooks.plan(state.layout, table.trainables, gradients, elsewhere)
             state.order.learned = self._hooks.order
             num_copied = copy_shared_gradients(gradients)
             state_pass = begin_pass(state, groups, gradients)
-            running = RunningPass(state_pass, self._pass_ended, self._pass_failed, state.meter)
+            values = begin_values(state, groups, state_pass)
+            running = RunningPass(
+                state_pass, self._pass_ended, self._pass_failed, state.meter, values
+            )
             try:
                 self._move(gradients, num_copied)
                 self._clear_elsewhere(groups)
@@ -118,7 +122,7 @@ class BesideForward:
                 if running.cancel():
                     self._running = None
                     self._hooks.release()
-                    self._pass_failed(state_pass, error)
+                    self._pass_failed(state_pass, values.fail(error))
                 raise
             self._hooks.wait_for(must_wait)
 

@@ -19,7 +19,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,6 +93,8 @@ class ForwardHooks:
         self._layout: Layout | None = None
         """Layout that the plan was made for; None if the plan is out of date."""
         self._plan = ForwardPlan()
+        self._elsewhere: list[int] = []
+        """Ids of the plan's parameters that only other ranks step."""
         self._subtrees: dict[int, list[int]] = {}
         """Numbers of the parameters that a module and its submodules own, by number of the
         module."""
@@ -148,38 +150,44 @@ class ForwardHooks:
         layout: Layout,
         trainables: Sequence[Trainable],
         gradients: Sequence[torch.Tensor | None],
+        elsewhere: Sequence[tuple[str, torch.Tensor]] = (),
     ) -> list[int]:
-        """Set `order` for a step, and return the chunks that the step itself must wait for.
+        """Set `order` for a step, and return the parameters that the step itself must wait for.
 
         Args:
             layout: Layout of the state.
             trainables: Trained parameters, in element-space order.
             gradients: Gradient of each parameter in the step; None for a parameter without one.
+            elsewhere: Parameters that only other ranks step, with their names. They have their
+                gradients still.
+
+        Returns:
+            Numbers of parameters, for `wait_for`.
         """
         if self._has_new_record:
             self._num_records += 1
-        if self._has_new_record or layout is not self._layout:
-            self._plan = make_plan(layout, trainables, self._modules, self._record)
-            self._layout, self._subtrees = layout, {}
+        ids = [id(parameter) for _, parameter in elsewhere]
+        if self._has_new_record or layout is not self._layout or ids != self._elsewhere:
+            self._plan = make_plan(layout, trainables, self._modules, self._record, elsewhere)
+            self._layout, self._elsewhere, self._subtrees = layout, ids, {}
         self._has_new_record = False
-        self._changing = [n for n, gradient in enumerate(gradients) if gradient is not None]
-        unobserved = [number for number in self._plan.unobserved if gradients[number] is not None]
+        changes = [gradient is not None for gradient in gradients]
+        changes += [parameter.grad is not None for _, parameter in elsewhere]
+        self._changing = [number for number, is_changed in enumerate(changes) if is_changed]
+        unobserved = [number for number in self._plan.unobserved if changes[number]]
         self._recording = not self._compiled and (
             self._num_records == 0 or (bool(unobserved) and self._num_records < _MAX_RECORDS)
         )
         known = self._root_entered if self._compiled else self._entered and self._num_records > 0
         if not known or self._is_read_by_compiled:
-            return list(self._plan.order)
-        if self._compiled:
-            return []
-        return [c for number in unobserved for c in self._plan.spans[number]]
+            return [*range(len(changes))]
+        return [] if self._compiled else unobserved
 
     def begin(self, running: RunningPass) -> list[int]:
         """Make readers wait for this pass from now on. Call this before the pass is started.
 
         Returns:
-            More chunks that the step itself must wait for, since their parameters cannot be
-            watched.
+            More parameters that the step itself must wait for, since they cannot be watched.
         """
         self._watch.release_all()
         self._owner = threading.get_ident()
@@ -191,20 +199,14 @@ class ForwardHooks:
             return []
         compiling.listen()
         stuck = self._watch.add([self._plan.tensors[number] for number in self._changing])
-        return [c for tensor in stuck for c in self._plan.chunks_of(tensor)]
+        return [self._plan.numbers[id(tensor)] for tensor in stuck]
 
-    def wait_for(self, chunks: Sequence[int]) -> None:
-        """Wait, within the step, for the chunks that `plan` and `begin` have returned."""
-        running = self._running
-        if running is not None:
-            running.wait_for(chunks)
-            if chunks:
-                done = set(chunks)
-                self._watch.release(
-                    self._plan.tensors[n]
-                    for n in self._changing
-                    if done.issuperset(self._plan.spans[n])
-                )
+    def wait_for(self, numbers: Sequence[int]) -> None:
+        """Wait, within the step, for the parameters that `plan` and `begin` have returned."""
+        if self._running is not None:
+            self._await(self._running, numbers)
+            done = set(numbers).intersection(self._changing)
+            self._watch.release(self._plan.tensors[number] for number in done)
 
     def release(self) -> None:
         """Note that there is no pass to wait for any more."""
@@ -372,8 +374,14 @@ class ForwardHooks:
             stack = self._calls.stack if self._calls.step == self._num_steps else []
             self._record.used(parameter, stack[-1] if stack else None)
         if running is not None and id(parameter) in self._plan.numbers:
-            running.wait_for(self._plan.chunks_of(parameter))
+            self._await(running, [self._plan.numbers[id(parameter)]])
         return True
+
+    def _await(self, running: RunningPass, numbers: Collection[int]) -> None:
+        """Wait for parameters by number."""
+        plan = self._plan
+        chunks = (chunk for number in numbers for chunk in plan.spans[number])
+        running.wait_for(chunks, (plan.names[number] for number in numbers))
 
     def _wait_and_release(
         self, numbers: Sequence[int], parameters: Sequence[torch.Tensor] = ()
@@ -387,8 +395,7 @@ class ForwardHooks:
         running, plan = self._running, self._plan
         if running is not None:
             also = (plan.numbers.get(id(p)) for p in parameters)
-            waited = {*numbers, *(number for number in also if number is not None)}
-            running.wait_for(c for number in waited for c in plan.spans[number])
+            self._await(running, {*numbers, *(number for number in also if number is not None)})
         if self._watch:
             self._watch.release(plan.tensors[number] for number in numbers)
             self._watch.release(parameters)

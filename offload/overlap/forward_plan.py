@@ -22,13 +22,16 @@ class ForwardPlan:
     """All chunks, in the order of their first use."""
 
     tensors: Sequence[torch.Tensor] = ()
-    """Trained parameters, in element-space order."""
+    """Trained parameters, in element-space order; after them, those that only other ranks step."""
+
+    names: Sequence[str] = ()
+    """Names of these parameters in files."""
 
     numbers: Mapping[int, int] = field(default_factory=dict)
     """Index of each parameter in `tensors`, by id of the parameter."""
 
     spans: Sequence[range] = ()
-    """Chunks of each parameter, by number of the parameter."""
+    """Chunks of this rank with each parameter, by number of the parameter."""
 
     needs: Sequence[Sequence[int]] = ()
     """Numbers of the parameters that each module needs, by number of the module: those that it
@@ -37,16 +40,13 @@ class ForwardPlan:
     unobserved: Sequence[int] = ()
     """Numbers of parameters whose readers were not observed."""
 
-    def chunks_of(self, tensor: torch.Tensor) -> range:
-        """Return the chunks of a trained parameter."""
-        return self.spans[self.numbers[id(tensor)]]
-
 
 def make_plan(
     layout: Layout,
     trainables: Sequence[Trainable],
     modules: Sequence[torch.nn.Module],
     record: ForwardOrder,
+    elsewhere: Sequence[tuple[str, torch.Tensor]] = (),
 ) -> ForwardPlan:
     """Return the plan for a layout.
 
@@ -55,9 +55,12 @@ def make_plan(
         trainables: Trained parameters, in element-space order.
         modules: All modules of the model, by number.
         record: Record of the forwards that were observed.
+        elsewhere: Parameters that only other ranks step, with their names.
     """
     spans = [layout.chunks_of(number) for number in range(len(layout.parameters))]
-    tensors = [trainable.parameter for trainable in trainables]
+    spans += [range(0)] * len(elsewhere)
+    tensors = [t.parameter for t in trainables] + [parameter for _, parameter in elsewhere]
+    names = [t.spec.name for t in trainables] + [name for name, _ in elsewhere]
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     readers = record.readers(numbers)
     needs = [
@@ -77,4 +80,4 @@ def make_plan(
         for chunk in spans[number]:
             first_use[chunk] = min(first_use[chunk], turn)
     order = sorted(range(layout.num_chunks), key=first_use.__getitem__)
-    return ForwardPlan(order, tensors, numbers, spans, needs, unobserved)
+    return ForwardPlan(order, tensors, names, numbers, spans, needs, unobserved)

@@ -235,7 +235,7 @@ class Training:
         if step != case.infinite:
             self.scaler.step(self.optimizer)
         elif self.scaler.is_enabled():
-            if self.rank == 1:
+            if self.rank == 1 or case.wrap == "ddp":  # which has the same gradients everywhere
                 gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
                 next(g for g in gradients if g.numel()).view(-1)[0] = torch.inf
             self.scaler.step(self.optimizer)
