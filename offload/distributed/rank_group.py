@@ -31,7 +31,7 @@ from offload.distributed.gathering.gather_plan import (
 )
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.sharing import share_bytes
-from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms
+from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, digest_of
 from offload.distributed.rank_store import RankStore, require_ranks
 from offload.distributed.share_copy import ShareCopy, is_same_share, load_share
 from offload.distributed.together import together
@@ -101,9 +101,12 @@ class RankGroup:
         self._steps = StepAgreement(self._groups.everyone)
         self._buffer = BounceBuffer(SLICE_BYTES)
         self._is_replicated = bool(sets)
-        self._layout: Layout | None = None
+        self._encoded: tuple[Layout, bytes, int] | None = None
+        """Layout of the last step on this rank, with its encoding and the digest of that."""
         self._layouts: list[Layout] = []
-        """Layouts of all ranks, as they were exchanged when `_layout` was new."""
+        """Layouts of all ranks, by rank."""
+        self._exchanged: tuple[int, ...] = ()
+        """Digests of `_layouts`; the same on all ranks."""
         self._plan: tuple[object, GatherPlan] | None = None
         """Plan of the last step, with what it was made of."""
         self._shares: tuple[bytes, ModelShares] | None = None
@@ -333,11 +336,19 @@ class RankGroup:
         """Agree with all ranks on a step, and return what brings its new values to all of them."""
         if not self._is_replicated:
             return NoValues()
-        if terms.layout is not self._layout:
-            self._layouts = self._exchange_layouts(terms.layout)
-            self._layout = terms.layout
-        orders = self._steps.agree(StepTerms(terms.number, list(terms.stepped), list(terms.chunks)))
-        made_of = (tuple(terms.stepped), tuple(orders), terms.layout)
+        if self._encoded is None or self._encoded[0] is not terms.layout:
+            encoded = _encode_layout(terms.layout)
+            self._encoded = terms.layout, encoded, digest_of(encoded)
+        _, encoded, digest = self._encoded
+        orders = self._steps.agree(
+            StepTerms(terms.number, list(terms.stepped), list(terms.chunks), layout=digest)
+        )
+        # Another layout on one rank is one for all: each knows from the digests that it must send.
+        if self._steps.layouts != self._exchanged:
+            found = share_bytes(encoded, self._groups.everyone)
+            self._layouts = [_decode_layout(data) for data in found]
+            self._exchanged = self._steps.layouts
+        made_of = (tuple(terms.stepped), tuple(orders), self._exchanged)
         if self._plan is None or self._plan[0] != made_of:
             stepped = set(terms.stepped)
             chunks = [
@@ -359,14 +370,6 @@ class RankGroup:
             self._buffer,
             before_write=lambda piece: terms.before_write(piece.name),
         )
-
-    def _exchange_layouts(self, layout: Layout) -> list[Layout]:
-        mine = [
-            [p.name, p.dtype, p.shape, p.cut and [p.cut.shape, p.cut.box.offsets]]
-            for p in layout.parameters
-        ]
-        text = json.dumps([layout.chunk_elements, layout.state_dtype, layout.counts_from, mine])
-        return [_layout_of(data) for data in share_bytes(text.encode(), self._groups.everyone)]
 
     def _opened(self) -> RankStore:
         if self._store is None:
@@ -393,7 +396,17 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor.detach()[box.slices]
 
 
-def _layout_of(data: bytes) -> Layout:
+def _encode_layout(layout: Layout) -> bytes:
+    """Return what other ranks need to know of the layout of this rank's state."""
+    mine = [
+        [p.name, p.dtype, p.shape, p.cut and [p.cut.shape, p.cut.box.offsets]]
+        for p in layout.parameters
+    ]
+    fields = [layout.chunk_elements, layout.state_dtype, layout.counts_from, mine]
+    return json.dumps(fields).encode()
+
+
+def _decode_layout(data: bytes) -> Layout:
     chunk_elements, state_dtype, counts_from, parameters = json.loads(data)
     specs = []
     for name, dtype, shape, cut in parameters:
