@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.ranks_training.beside_calls import Call, run
 from tests.ranks_training.rank_server import Jobs
-
-PROGRAM = "tests.ranks_training.beside"
-
-Call = tuple[str, dict[str, Any]]
 
 SAME_BITS: dict[str, tuple[int, list[dict[str, Any]]]] = {
     "blocks, layers, all at once": (2, [{}, {"wrap": "layer"}, {"wrap": "root"}]),
@@ -34,16 +31,6 @@ SAME_BITS: dict[str, tuple[int, list[dict[str, Any]]]] = {
         [{"evaluates": True}, {"evaluates": True, "mixed": True, "reshard": False}],
     ),
 }
-
-
-def run(jobs: Jobs, folder: Path, num_ranks: int, calls: list[Call]) -> list[list[Any]]:
-    """Make calls on all ranks; return what came of each call, by call and rank."""
-    ranks = jobs.run(folder, [calls] * num_ranks, program=PROGRAM)
-    for rank in ranks:
-        assert rank.status == 0, rank.errors
-        assert rank.failed() == [], rank.errors
-    values = [[outcome["value"] for outcome in rank.outcomes] for rank in ranks]
-    return [[*found] for found in zip(*values, strict=True)]
 
 
 @pytest.mark.parametrize(("num_ranks", "cases"), SAME_BITS.values(), ids=SAME_BITS)
