@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from offload.distributed.rank_group import RankGroup
 from offload.format.arrays import BLOCK_ELEMENTS
-from offload.model.parameters import group_names
+from offload.model.all_parameters import all_parameters
 from offload.model.process_groups import ProcessGroup
 from offload.options import Options
 
@@ -32,37 +32,27 @@ def join_ranks(
     Raises the errors of `RankGroup`, and ValueError if the options' `overlap` is not possible.
     """
     group = process_group if isinstance(process_group, dist.ProcessGroup) else None
-    named = dict(group_names(param_groups, model, _no_shards))
-    if model is not None:
-        models = [{"params": list(model.parameters())}]
-        named |= dict(group_names(models, model, _no_shards))
+    named = all_parameters(param_groups, model)
     has_fused = any(one.get("fused") for one in param_groups)
     multiple = BLOCK_ELEMENTS if options.state_dtype == "int8" or has_fused else 1
     if options.overlap is not None:
         require_beside_forward(named)
-    return RankGroup(
-        group, list(named.items()), multiple=multiple, timeout_s=options.agreement_timeout_s
-    )
+    return RankGroup(group, named, multiple=multiple, timeout_s=options.agreement_timeout_s)
 
 
-def require_beside_forward(named: Mapping[str, torch.Tensor]) -> None:
+def require_beside_forward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse steps beside the forward where it was not shown that they have the same bits.
 
     Args:
-        named: Parameters by name; all ranks have the same.
+        named: Parameters with their names; all ranks have the same.
 
     Raises:
         ValueError: A parameter is on a device.
     """
-    for name, tensor in named.items():
-        if tensor.device.type != "cpu":
+    for name, tensor in named:
+        if tensor.device.type not in ("cpu", "meta"):  # the latter is refused with its own remedy
             raise ValueError(
                 'overlap="forward" is not supported with several ranks on a device, with NCCL for '
                 f"example: {name!r} is on {tensor.device}, and this was tried in host memory with "
                 "gloo only. Leave it out"
             )
-
-
-def _no_shards(name: str, tensor: torch.Tensor) -> None:
-    """Stand for shards that are not known yet, so that names lack the prefixes of wrappers."""
-    del name, tensor

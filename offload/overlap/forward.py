@@ -135,7 +135,7 @@ class BesideForward:
             None if only an engine at rest can capture the checkpoint. The step has ended then.
         """
         running = self._running
-        if running is not None and self._may_seal_early(running):
+        if running is not None and self._may_seal_early(running, groups):
             with self._hooks.suspended():
                 target = running.state_pass.target
                 captured = self._capture_early(target, groups, train_state, metrics)
@@ -144,23 +144,27 @@ class BesideForward:
         self.raise_pending()
         return None
 
-    def _may_seal_early(self, running: RunningPass) -> bool:
+    def _may_seal_early(self, running: RunningPass, groups: Groups) -> bool:
         """Return whether a checkpoint may be captured before the running step has ended.
 
-        With several ranks, some of which may have ended the step, all of them must begin the seal,
-        or none. So each waits for the seal before this one, whose outcome is the same on all ranks.
+        With several ranks, on some of which the step may have ended, all of them must begin the
+        seal, or none, and make the same collective calls before. So each waits for the seal before
+        this one, whose outcome is the same on all ranks. What has to be laid out anew is left to
+        `checkpoint`, when the step has ended.
         """
         if running.ended or running.has_next or self._late_error is not None:
             return False
-        seal = self._state.seal
-        if seal is None or self._state.ranks.size == 1:
+        state = self._state
+        if state.ranks.size == 1:
             return True
         try:
-            with self._state.meter.timed("wait_seal_s"):
-                seal.handle.result()
+            if state.seal is not None:
+                with state.meter.timed("wait_seal_s"):
+                    state.seal.handle.result()
         except SealError:
             return False  # `checkpoint` raises it when the step has ended
-        return True
+        state.know_parameters(groups)
+        return state.table.is_agreed(groups)
 
     def give_up(self) -> None:
         """Wait for the running step. If it failed, warn of its error."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import offload
 from gds import MemoryBackend, PosixBackend, StorageError, WrapperBackend
@@ -89,9 +90,10 @@ def test_what_ranks_cannot_do_yet_is_refused_before_anything_is_touched(ranks: A
 
 
 def test_steps_beside_the_forward_are_refused_where_they_were_not_tried() -> None:
-    parameter = torch.empty(1, device="meta")  # stands for one on a GPU
-    with pytest.raises(ValueError, match=r"with NCCL for example: 'w' is on meta"):
-        require_beside_forward({"v": torch.empty(1), "w": parameter})
+    with FakeTensorMode():
+        parameter = torch.empty(1, device="cuda:1")
+    with pytest.raises(ValueError, match=r"with NCCL for example: 'w' is on cuda:1"):
+        require_beside_forward([("v", torch.empty(1)), ("w", parameter)])
 
 
 @pytest.mark.parametrize(
