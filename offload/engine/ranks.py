@@ -97,6 +97,11 @@ class Ranks(Protocol):
         """Function that returns this rank's part of a tensor; None if there is one rank."""
         ...
 
+    @property
+    def gathers(self) -> bool:
+        """Whether steps bring new values to other ranks that hold them as well."""
+        ...
+
     def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
         """Decide who steps parameters that are new. Collective if there are any.
 
@@ -214,6 +219,7 @@ class Alone:
         del what, value
 
     shards = None
+    gathers = False
 
     def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
         """Do nothing: one rank steps everything."""

@@ -354,13 +354,18 @@ def record(call: str, *, value: Any = None, **more: Any) -> None:
     _record({"call": call, "value": value, "error": "", "message": "", **more})
 
 
+def record_into(folder: Path) -> None:
+    """Record the outcomes of this rank in a file of its own."""
+    global _record
+    file = os.open(f"{folder}/outcomes-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
+    _record = lambda outcome: os.write(file, (json.dumps(outcome) + "\n").encode())  # noqa: E731
+
+
 def run_calls(
     folder: Path, rank: int, size: int, calls: Sequence[Sequence[Any]], setting: dict[str, Any]
 ) -> None:
     """Make the calls of a rank, and record what came of each."""
-    global _record
-    file = os.open(f"{folder}/outcomes-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
-    _record = lambda outcome: os.write(file, (json.dumps(outcome) + "\n").encode())  # noqa: E731
+    record_into(folder)
     torch.use_deterministic_algorithms(mode=True)
     made_setting = Setting(**setting)
     if made_setting.store_port:
