@@ -32,8 +32,13 @@ from offload.distributed.gathering.gather_plan import (
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms
-from offload.distributed.rank_store import RankStore, require_ranks
-from offload.distributed.share_copy import ShareCopy, is_same_share, load_share
+from offload.distributed.rank_store import RankStore
+from offload.distributed.share_copy import (
+    ShareCopy,
+    is_own_share,
+    is_same_share,
+    load_share,
+)
 from offload.distributed.together import together
 from offload.errors import RanksError, UnsupportedParameterError
 from offload.format.boxes import Box, Cut
@@ -41,9 +46,11 @@ from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.shares.dealing import OwnedBox, deal_rows, own_boxes
 from offload.format.shares.model_shares import ModelShare, ModelShares, TensorBox, divide
+from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
+from offload.model.recut_model import read_recut_model
 from offload.model.shards import Shard, Shards, cut_of, is_dtensor, local, own_shards
 from offload.options import Options
 from offload.retention.policy import Retention
@@ -93,6 +100,8 @@ class RankGroup:
             (one.name, one.cut.box): one.holders for one in self._owned
         }
         own = {one.name: one.cut for one in self._owned if one.owner == self.rank}
+        self.cuts: Mapping[str, Cut] = own
+        """Box of each parameter that this rank steps and stores, by name."""
         self._known = {name for name, _ in self._holders}
         self._shard_of = own_shards(own, self._known, keeps_others=self.rank == 0)
         everyone = tuple(range(self.size))
@@ -286,10 +295,23 @@ class RankGroup:
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model."""
         store, manifest = self._opened(), checkpoint.manifest
-        require_ranks(manifest, checkpoint.path, self.size)
+        share = self.share_of(manifest.layout)
+        stored_manifest = store.manifest_of(checkpoint)
         with store.model_of(checkpoint) as file:
+            if not is_own_share(share, manifest.model_boxes):
+                live = {item.spec.name: item.tensor for item in stored}
+                wanted = [LiveBox(e.name, e.box, live[e.name]) for e in share.entries]
+                return read_recut_model(
+                    store.backend,
+                    checkpoint.path,
+                    stored_manifest,
+                    file,
+                    wanted,
+                    self._traffic,
+                    parts=(),
+                )
             return load_share(
-                self.share_of(manifest.layout),
+                share,
                 manifest.model_boxes,
                 stored,
                 file,

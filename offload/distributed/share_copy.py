@@ -10,7 +10,6 @@ import torch
 from gds import Backend, File
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
-from offload.errors import MismatchError
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
@@ -158,6 +157,12 @@ def _tensors_of(share: ModelShare, stored: Sequence[Stored]) -> list[torch.Tenso
     return [live[entry.name] for entry in share.entries]
 
 
+def is_own_share(share: ModelShare, boxes: Sequence[ModelBox]) -> bool:
+    """Return whether boxes with digests are those of a share."""
+    wanted = {(entry.name, entry.box) for entry in share.entries}
+    return wanted == {(one.name, one.box) for one in boxes if one.box.num_elements}
+
+
 def load_share(
     share: ModelShare,
     boxes: Sequence[ModelBox],
@@ -171,7 +176,7 @@ def load_share(
 
     Args:
         share: Boxes that the rank reads.
-        boxes: Boxes that the rank with the same number has written, with their digests.
+        boxes: The same boxes with their digests; see `is_own_share`.
         stored: Tensors of the model.
         file: Model file of the checkpoint.
         backend: Backend that allocates the memory for copying.
@@ -179,19 +184,10 @@ def load_share(
         traffic: Counter of the bytes that cross to devices.
 
     Raises:
-        MismatchError: The boxes are not those of the share.
         DamagedError: The file is damaged.
         gds.StorageError: The file cannot be read.
     """
     written = {(one.name, one.box): one for one in boxes}
-    wanted = {(entry.name, entry.box) for entry in share.entries}
-    different = sorted(f"{name}{box.notation()}" for name, box in wanted ^ written.keys())
-    if different:
-        raise MismatchError(
-            f"{file.path}: the ranks that made the checkpoint had divided the model otherwise "
-            f"({different[0]}, and {len(different) - 1} more boxes differ): resume with as many "
-            "ranks as it was made with, and the same sharding"
-        )
     digests = [d for entry in share.entries for d in written[entry.name, entry.box].digests]
     live = {item.spec.name: item for item in stored}
     reading = ShareReading(

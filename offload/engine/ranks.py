@@ -6,11 +6,12 @@ implementation. The engine does not know how ranks talk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 from gds import Backend
 from offload.device.boundary import Marks
+from offload.format.boxes import Cut
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
@@ -93,6 +94,11 @@ class Ranks(Protocol):
     @property
     def shards(self) -> Shards | None:
         """Function that returns this rank's part of a tensor; None if there is one rank."""
+        ...
+
+    @property
+    def cuts(self) -> Mapping[str, Cut] | None:
+        """Box of each parameter that this rank steps and stores, by name; None for whole ones."""
         ...
 
     def begin_step(self, terms: Step) -> Values:
@@ -198,6 +204,7 @@ class Alone:
         del what, value
 
     shards = None
+    cuts = None
 
     def begin_step(self, terms: Step) -> Values:
         """Return what does nothing: there is no other rank."""

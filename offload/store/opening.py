@@ -23,7 +23,7 @@ from offload.checkpoint.reading import (
     checkpoint_paths,
     decode_manifest,
 )
-from offload.errors import CheckpointError, CheckpointNotFoundError, StoreError
+from offload.errors import CheckpointError, CheckpointNotFoundError
 from offload.format.known_leaves import KnownLeaves
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME, is_slot_name
@@ -266,8 +266,8 @@ def _read_content(
             check_name(path, manifest)
             claims[path] = part_numbers(manifest)
             owners.claim(path, [manifest])
-            if manifest.owners and not fresh:
-                _require_shared(shared, directory, manifest).require_parts(path, manifest)
+            if manifest.owners and shared is not None and not fresh:
+                shared.require_parts(path, manifest)
             require_number_of_directories(manifest, directory, len(drives))
             check_files(backend, path, manifest, other_directories)
         except CheckpointError as error:
@@ -300,19 +300,6 @@ def _read_content(
         checkpoints=checkpoints,
         refused=refused,
         leftover=leftover,
-    )
-
-
-def _require_shared(shared: SharedStore | None, directory: str, manifest: Manifest) -> SharedStore:
-    """Refuse a store of several ranks to a process that does not know of their parts."""
-    if shared is not None:
-        return shared
-    raise StoreError(
-        errno.EINVAL,
-        f"step {manifest.step} of this store was made by {len(manifest.owners) + 1} ranks, each of "
-        "which holds a part of its state, and this process is alone: start it with torchrun, as "
-        "before. fresh=True starts over",
-        directory,
     )
 
 

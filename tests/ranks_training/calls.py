@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
@@ -45,6 +46,9 @@ class Setting:
     hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
     options: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 20.0
+    given: bool = False
+    """Whether gradients are given, so that they do not depend on the number of ranks."""
+
     is_plain: bool = False
     """Whether steps are taken in memory; nothing is stored."""
 
@@ -133,6 +137,9 @@ class Calls:
     def backward(self, uses_all: bool = True, synced: bool = True) -> None:
         """Compute gradients from data that differ between the ranks."""
         generator = torch.Generator().manual_seed(1000 * (self.num_steps + 1) + self.rank)
+        if self.setting.given:
+            self._give_gradients()
+            return
         dtype = next(self.model.parameters()).dtype
         x = torch.randn(4, self.setting.widths[0], generator=generator).to(dtype)
         if isinstance(self.model, DistributedDataParallel):
@@ -141,6 +148,27 @@ class Calls:
             self.model.set_requires_gradient_sync(synced)
         loss = self.model(x, uses_all=uses_all).float().square().mean()
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def _give_gradients(self) -> None:
+        """Set gradients that are the same for any number of ranks and any sharding."""
+        generator = torch.Generator().manual_seed(self.num_steps + 1)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                if isinstance(parameter, DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    parameter.grad = distribute_tensor(whole, mesh, placements)
+                else:
+                    parameter.grad = whole
+
+    def whole(self) -> dict[str, str]:
+        """Return a digest of each parameter as a whole; with shards, all ranks call this."""
+        found = {}
+        for name, tensor in self.model.named_parameters():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            data = bits(whole.detach()).contiguous().numpy().tobytes()
+            found[name.removeprefix("module.")] = hashlib.sha256(data).hexdigest()[:16]
+        return found
 
     def update(self) -> None:
         """Call `step` with the gradients that there are."""
@@ -320,7 +348,8 @@ def warm_up() -> None:
     """Import what ranks need, before they are forked."""
     import torch.distributed.tensor  # noqa: F401
 
-    from offload.distributed import launch, torch_channel  # noqa: F401
+    from offload.distributed import launch  # noqa: F401
+    from offload.distributed.agreement import torch_channel  # noqa: F401
     from tests.stores.training import Reference
 
     Reference().after(1)
