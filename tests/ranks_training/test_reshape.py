@@ -1,59 +1,249 @@
-"""What some ranks have stored is used by any other number of ranks, in any sharding."""
+"""What some ranks have stored is used by any other number of ranks, in any sharding.
+
+Gradients are given, so that they do not depend on the number of ranks. So a chain of jobs must have
+the bits of one process that was never interrupted: of torch's own optimizer on FP32 masters, or of
+this one if the state is compressed.
+"""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import offload
-from tests.ranks_training.rank_server import Jobs
+from tests.numerics.reference import bits
+from tests.ranks_training.rank_server import Jobs, Rank
 
 STEPS = 2
 """Steps that each job of a chain takes."""
 
+WIDTHS = (40, 60, 50, 30)
+"""Layers of about 7,000 elements together, so that there are several chunks of 1024."""
 
-def go_on(jobs: Jobs, folder: Path, num: int, kind: str, first: int, **setting: Any) -> Any:
-    """Let ranks continue from the newest checkpoint, step, and seal; return what they have."""
-    calls = [
-        ["open"],
-        ["restore"],
-        ["whole"],
-        ["step", STEPS],
-        ["checkpoint"],
-        ["result"],
-        ["whole"],
-        ["close"],
-    ]
-    setting = {"given": True, "kind": kind, **setting}
-    ranks = jobs.run(folder, [calls] * num, **setting)
+CHAIN = [(4, "ddp"), (2, "ddp"), (1, "one"), (3, "ddp"), (4, "fsdp2"), (1, "one"), (2, "fsdp2")]
+REPLICAS = [(4, "ddp"), (2, "ddp"), (1, "one"), (3, "ddp"), (1, "one")]
+
+GO_ON = [
+    ["open"],
+    ["restore"],
+    ["step", STEPS],
+    ["checkpoint"],
+    ["result"],
+    ["whole"],
+    ["close"],
+]
+
+
+def job(jobs: Jobs, folder: Path, num: int, kind: str, calls: Any, **setting: Any) -> list[Rank]:
+    """Run calls on some ranks."""
+    return jobs.run(folder, [calls] * num, given=True, kind=kind, **{"widths": WIDTHS, **setting})
+
+
+def succeeded(ranks: list[Rank]) -> list[Rank]:
     for rank in ranks:
         assert not rank.failed(), [one for one in rank.outcomes if one["error"]]
         assert rank.status == 0, rank.errors
-    restored = ranks[0].of("restore")["value"]
-    assert restored == (first and [first, {"step": first, "rank": 0}] or None)
-    assert all(rank.of("result")["value"] == first + STEPS for rank in ranks)
+    return ranks
+
+
+def go_on(jobs: Jobs, folder: Path, num: int, kind: str, first: int, **setting: Any) -> Any:
+    """Let ranks continue from the newest checkpoint, step, and seal; return their parameters."""
+    ranks = succeeded(job(jobs, folder, num, kind, GO_ON, **setting))
+    for rank in ranks:
+        restored = rank.of("restore")["value"]
+        assert (restored and restored[0]) == (first or None)
+        assert rank.of("result")["value"] == first + STEPS
+        assert rank.of("whole")["value"] == ranks[0].of("whole")["value"]
     return ranks[0].of("whole")["value"]
 
 
 def expected(jobs: Jobs, folder: Path, last: int, **setting: Any) -> list[Any]:
-    """Return what parameters are after each step of torch's own optimizer, in one process."""
+    """Return what parameters are after each step in one process, which is not interrupted."""
+    folder.mkdir()
     calls = [["open"], *[["step"], ["whole"]] * last]
-    setting = {"given": True, "kind": "one", "is_plain": True, **setting}
-    (rank,) = jobs.run(folder, [calls], **setting)
-    assert not rank.failed(), rank.outcomes
+    if not setting.get("is_plain"):
+        calls += [["checkpoint"], ["result"]]
+    (rank,) = succeeded(job(jobs, folder, 1, "one", calls, **setting))
     return [one["value"] for one in rank.outcomes if one["call"] == "whole"]
 
 
-CHAIN = [(4, "ddp"), (2, "ddp"), (1, "one"), (3, "ddp"), (4, "fsdp2"), (1, "one"), (2, "fsdp2")]
-
-
-@pytest.mark.parametrize("options", [{}, {"master": "split"}], ids=["exact", "split"])
-def test_a_chain(jobs: Jobs, tmp_path: Path, options: dict[str, Any]) -> None:
-    plain = expected(jobs, tmp_path, STEPS * len(CHAIN))
-    for number, (num, kind) in enumerate(CHAIN):
+@pytest.mark.parametrize(
+    ("chain", "options"),
+    [
+        (CHAIN, {}),
+        (CHAIN, {"master": "split"}),
+        (CHAIN, {"state_dtype": "bfloat16"}),
+        (REPLICAS, {"state_dtype": "int8"}),
+    ],
+    ids=["exact", "split", "bfloat16", "int8"],
+)
+def test_a_chain_has_the_bits_of_one_process_that_was_never_interrupted(
+    jobs: Jobs, tmp_path: Path, chain: list[tuple[int, str]], options: dict[str, Any]
+) -> None:
+    last = STEPS * len(chain)
+    is_plain = "state_dtype" not in options
+    steps = expected(jobs, tmp_path / "whole", last, is_plain=is_plain, options=options)
+    if is_plain:
+        assert steps == expected(jobs, tmp_path / "offloaded", last, options=options)
+    for number, (num, kind) in enumerate(chain):
         found = go_on(jobs, tmp_path, num, kind, STEPS * number, options=options)
-        assert found == plain[STEPS * (number + 1) - 1], (number, num, kind)
+        assert found == steps[STEPS * (number + 1) - 1], (number, num, kind)
         with offload.open_checkpoint(tmp_path / "run") as checkpoint:
             assert checkpoint.verify().ok
+    alone = tmp_path / ("offloaded" if is_plain else "whole")
+    if chain[-1][0] > 1:
+        alone = tmp_path / "alone"
+        alone.mkdir()
+        for number in range(len(chain) + 1):
+            go_on(jobs, alone, 1, "one", STEPS * number, options=options)
+        go_on(jobs, tmp_path, 1, "one", last, options=options)
+    assert_same_state(newest(tmp_path), newest(alone))
+
+
+def newest(folder: Path) -> Path:
+    return max((folder / "run").glob("step-*"))
+
+
+def assert_same_state(left: Path, right: Path) -> None:
+    """Compare all state of two checkpoints of one process, by torch's own names."""
+    names = {path.name for path in left.glob("*.safetensors")} - {"train_state.safetensors"}
+    assert {"exp_avg.safetensors", "exp_avg_sq.safetensors", "model.safetensors"} <= names
+    for name in names:
+        one, other = load_file(left / name), load_file(right / name)
+        assert one.keys() == other.keys()
+        for key, tensor in one.items():
+            assert bits(tensor).equal(bits(other[key])), (name, key)
+
+
+def test_each_rank_gets_the_train_state_of_rank_0(jobs: Jobs, tmp_path: Path) -> None:
+    go_on(jobs, tmp_path, 3, "ddp", 0)
+    for num in (2, 1):
+        for rank in succeeded(job(jobs, tmp_path, num, "ddp", [["open"], ["restore"]])):
+            assert rank.of("restore")["value"] == [2, {"step": 2, "rank": 0}]
+    with offload.open_checkpoint(tmp_path / "run") as checkpoint:
+        assert checkpoint.train_states == [{"step": 2, "rank": rank} for rank in range(3)]
+
+
+def test_old_checkpoints_stay_and_parts_of_former_owners_go(jobs: Jobs, tmp_path: Path) -> None:
+    go_on(jobs, tmp_path, 3, "ddp", 0)
+    go_on(jobs, tmp_path, 3, "ddp", 2)
+    go_on(jobs, tmp_path, 1, "one", 4)
+    run = tmp_path / "run"
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-00000004", "step-00000006"]
+    assert [*run.glob("owner-*/part-*/exp_avg.safetensors")], "step 4 has state of all ranks"
+    with offload.open_checkpoint(run / "step-00000004") as checkpoint:
+        assert checkpoint.verify().ok
+    calls = [["open"], ["restore"], *[["step"], ["checkpoint"], ["result"]] * 3, ["close"]]
+    succeeded(job(jobs, tmp_path, 1, "one", calls))
+    assert not [*run.glob("owner-*/part-*")]
+    assert len([*run.glob("step-*")]) == 2
+    go_on(jobs, tmp_path, 2, "fsdp2", 9)
+
+
+def test_a_checkpoint_before_any_step_stores_the_new_cut(jobs: Jobs, tmp_path: Path) -> None:
+    before = go_on(jobs, tmp_path, 2, "fsdp2", 0)
+    calls = [["open"], ["restore"], ["checkpoint"], ["result"], ["whole"], ["close"]]
+    (rank,) = succeeded(job(jobs, tmp_path, 1, "one", calls))
+    assert rank.of("whole")["value"] == before
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    go_on(jobs, alone, 1, "one", 0)
+    assert_same_state(newest(tmp_path), newest(alone))
+
+
+def test_int8_state_is_not_cut_within_a_block(jobs: Jobs, tmp_path: Path) -> None:
+    options = {"options": {"state_dtype": "int8"}}
+    go_on(jobs, tmp_path, 2, "fsdp2", 0, **options)
+    before = {path: path.read_bytes() for path in newest(tmp_path).iterdir()}
+    for rank in job(jobs, tmp_path, 3, "fsdp2", [["open"], ["restore"]], **options):
+        found = rank.of("restore")
+        assert found["error"] == "MismatchError"
+        assert "8-bit state has one scale for 32" in found["message"]
+    assert before == {path: path.read_bytes() for path in newest(tmp_path).iterdir()}
+    go_on(jobs, tmp_path, 2, "fsdp2", 2, **options)
+
+
+def test_a_part_that_is_missing_is_named(jobs: Jobs, tmp_path: Path) -> None:
+    go_on(jobs, tmp_path, 3, "ddp", 0)
+    shutil.rmtree(tmp_path / "run" / "owner-2")
+    (rank,) = job(jobs, tmp_path, 1, "one", [["open"]])
+    assert "owner-2" in rank.of("open")["message"]
+    for rank in job(jobs, tmp_path, 2, "ddp", [["open"]]):
+        assert "owner 2" in rank.of("open")["message"]
+
+
+def test_a_damaged_part_of_another_owner_is_found_in_the_first_step(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    for first in (0, 2):
+        go_on(jobs, tmp_path, 3, "ddp", first)
+    (part,) = sorted((tmp_path / "run/owner-2").glob("part-*"))[-1:]
+    file = part / "exp_avg.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    damaged = [r for r in sorted((tmp_path / "run").glob("step-*")) if r.name]
+    for number in (2, 1):
+        ranks = job(jobs, tmp_path, number, "ddp", [["open"], ["restore"], ["step"]])
+        said = [one["message"] for rank in ranks for one in rank.outcomes]
+        assert any(str(file) in message for message in said), said
+        if number == 1:
+            break
+        shutil.rmtree(damaged[-1]) if False else None
+    with pytest.raises(offload.CheckpointError):
+        offload.open_checkpoint(damaged[-1])
+
+
+def test_load_parameters_reads_what_several_ranks_have_written(jobs: Jobs, tmp_path: Path) -> None:
+    import torch
+
+    from tests.ranks_training.calls import Model
+
+    go_on(jobs, tmp_path, 3, "fsdp2", 0)
+    torch.manual_seed(99)
+    model = Model(WIDTHS).bfloat16()
+    assert offload.load_parameters(model, tmp_path / "run") == 2
+    found = load_file(newest(tmp_path) / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert bits(tensor).equal(bits(found[name])), name
+
+
+@pytest.mark.parametrize(("num", "kind"), [(2, "ddp"), (1, "one"), (2, "fsdp2")])
+@pytest.mark.parametrize(
+    ("what", "path", "nth"),
+    [
+        ("write", "exp_avg.safetensors", 1),
+        ("write", "exp_avg.safetensors", 3),
+        ("sync", "exp_avg", 1),
+        ("rename", "", 1),
+        ("sync_dir", "run", 2),
+    ],
+)
+def test_a_rank_is_killed_while_the_new_cut_is_written(
+    jobs: Jobs, tmp_path: Path, num: int, kind: str, what: str, path: str, nth: int
+) -> None:
+    steps = expected(jobs, tmp_path / "whole", 6, is_plain=True)
+    go_on(jobs, tmp_path, 3, "ddp", 0)
+    go_on(jobs, tmp_path, 3, "ddp", 2)
+    calls = [["open"], ["restore"], ["kill_at", what, path, nth], *GO_ON[2:]]
+    ranks = jobs.run(
+        tmp_path,
+        [calls, *[[*GO_ON]] * (num - 1)],
+        given=True,
+        kind=kind,
+        widths=WIDTHS,
+        timeout_s=3.0,
+    )
+    assert ranks[0].status == -9, ranks[0].outcomes
+    for again in (num, 4):
+        kinds = {num: kind, 4: "ddp"}
+        first = int(newest(tmp_path).name.removeprefix("step-"))
+        assert first in (4, 6, 8)
+        if first < 6:
+            assert go_on(jobs, tmp_path, again, kinds[again], first) == steps[first + 1]
+    with offload.open_checkpoint(tmp_path / "run") as checkpoint:
+        assert checkpoint.verify().ok
