@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,8 @@ from offload.store.opening import StoredCheckpoint, find_stored
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.slot import OwnerSlot, OwnerSlotState
 from offload.store.owners.store import OwnerStore
+from offload.store.poison import Poison
+from offload.store.quarantine import write_quarantine
 from offload.store.recut_room import remove_parts_of_former_owners, require_available
 from offload.store.shared import SharedStore
 from offload.store.slot import Slot, SlotState
@@ -500,7 +503,7 @@ class RankStore:
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
         """Exclude a damaged checkpoint from use.
 
-        The writer marks it. Another rank marks its own part, if that is what is damaged.
+        The writer marks it. Another rank marks the part that is damaged.
         """
         if self._opened.store is not None:
             self._opened.store.quarantine(checkpoint, reason)
@@ -510,6 +513,13 @@ class RankStore:
         self._refused.append((checkpoint.path, reason))
         if part is not None and slot is not None and slot.path in reason:
             part.quarantine(slot, reason)
+            return
+        # A rank that reads another cut may have read any owner's part.
+        owners = self.manifest_of(checkpoint).owners
+        for path in (checkpoint.path, *(one.path_in(self.directory) for one in owners)):
+            if f"{path}/" in reason:
+                with suppress(StorageError):  # a later process finds the damage again
+                    write_quarantine(self.backend, path, reason, Poison(path))
 
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
         """Withdraw, durably, every checkpoint that is newer than the given one. Collective."""
