@@ -29,6 +29,7 @@ import offload
 from gds import PosixBackend
 from offload import DriveTuning, Options
 from tests.crash.fault_backend import FaultBackend
+from tests.numerics.measure import reset_peak, resident_bytes
 from tests.numerics.reference import bits
 from tests.ranks_training.program import Case, Masters, local
 
@@ -80,6 +81,7 @@ class Calls:
         self.directory = folder / "run"
         self.rank, self.size, self.setting = rank, size, setting
         self.num_steps = 0
+        self.before_bytes = 0
         self.backend = FaultBackend(PosixBackend())
         self.model = self._wrapped()
         self.optimizer: Any = None
@@ -166,6 +168,24 @@ class Calls:
                     parameter.grad = distribute_tensor(whole, mesh, placements)
                 else:
                     parameter.grad = whole
+
+    def at(self, step: int) -> None:
+        """Count as if so many steps had been taken, for the gradients that are given."""
+        self.num_steps = step
+
+    def reset_peak(self) -> None:
+        """Begin to measure how much memory is needed."""
+        self.before_bytes = resident_bytes("VmRSS")
+        if not reset_peak():
+            raise RuntimeError("the kernel does not reset the peak of memory")
+
+    def grown(self) -> int:
+        """Return by how many bytes memory has grown at most since `reset_peak`."""
+        return resident_bytes("VmHWM") - self.before_bytes
+
+    def fill_drive(self, free_bytes: int) -> None:
+        """Let the drive have so little free space from now on."""
+        self.backend.free_bytes = lambda _: free_bytes  # type: ignore[method-assign]
 
     def whole(self) -> dict[str, str]:
         """Return a digest of each parameter as a whole; with shards, all ranks call this."""

@@ -193,6 +193,44 @@ def test_a_damaged_part_of_another_owner_is_found_in_the_first_step(
     assert all(rank.of("restore")["value"][0] == 2 for rank in again)
 
 
+def test_a_full_drive_is_noticed_before_anything_is_written(jobs: Jobs, tmp_path: Path) -> None:
+    go_on(jobs, tmp_path, 2, "ddp", 0)
+    before = contents(tmp_path / "run")
+    for num, kind in ((3, "ddp"), (1, "one")):
+        calls = [["open"], ["fill_drive", 8192], ["restore"]]
+        for rank in job(jobs, tmp_path, num, kind, calls, timeout_s=5.0):
+            assert rank.of("restore")["error"] == "StoreFullError"
+            assert "new slot of" in rank.of("restore")["message"]
+        assert contents(tmp_path / "run") == before
+    go_on(jobs, tmp_path, 1, "one", 2)
+
+
+def contents(run: Path) -> dict[Path, bytes]:
+    """Return all files of checkpoints and parts."""
+    return {path: path.read_bytes() for path in run.rglob("*/*.*") if path.is_file()}
+
+
+def test_memory_is_that_of_the_ring_and_a_constant(jobs: Jobs, tmp_path: Path) -> None:
+    """The state is 192 MiB, the ring 18, and the chunks that are read have 2 leaves."""
+    setting = {
+        "widths": (2048, 4096, 2048),
+        "options": {"chunk_bytes": 2 << 20, "ring_chunks": 3, "allow_volatile": True},
+    }
+    steps = expected(jobs, tmp_path / "whole", 4, is_plain=True, widths=setting["widths"])
+    calls = [["open"], ["step"], ["checkpoint"], ["result"], ["close"]]
+    succeeded(job(jobs, tmp_path, 2, "fsdp2", calls, **setting))
+    grown = []
+    for done, (num, kind) in enumerate([(1, "one"), (2, "ddp"), (2, "ddp")], 1):
+        calls = [["open"], ["at", done], ["backward"], ["reset_peak"], ["restore"], ["update"]]
+        calls += [["grown"], ["whole"], ["checkpoint"], ["result"], ["close"]]
+        ranks = succeeded(job(jobs, tmp_path, num, kind, calls, **setting))
+        grown.append(max(rank.of("grown")["value"] for rank in ranks))
+        assert all(rank.of("whole")["value"] == steps[done] for rank in ranks)
+    into_one, into_ranks, as_before = grown
+    assert into_one < (18 + 64) << 20
+    assert into_ranks < as_before + (64 << 20)
+
+
 def test_load_parameters_reads_what_several_ranks_have_written(jobs: Jobs, tmp_path: Path) -> None:
     go_on(jobs, tmp_path, 3, "fsdp2", 0)
     torch.manual_seed(99)
