@@ -172,10 +172,13 @@ def _recut(state: TrainingState, found: StoredCheckpoint) -> RecutSource | None:
     if ranks.all("restore()", store.fits(found, ranks.cuts)):
         return None
     made: list[RecutSource] = []
+
+    def open_source() -> RecutSource:
+        made.append(store.recut(found, ranks.cuts))
+        return made[0]
+
     try:
-        return ranks.together(
-            "restore()", lambda: made.append(store.recut(found, ranks.cuts)) or made[0]
-        )
+        return ranks.together("restore()", open_source)
     except BaseException:
         for source in made:
             source.close()

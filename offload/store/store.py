@@ -74,6 +74,7 @@ class Store:
         allow_remote: Accept a file system that another machine or a program serves.
         shared: Owners of state that other ranks serve; None for a store of one process. This
             process then is the owner 0 of the state.
+        store_id: Identity that the store gets if it has no checkpoints; None for a new one.
 
     Raises:
         StoreLockedError: Another writer has locked the store.
@@ -98,6 +99,7 @@ class Store:
         allow_volatile: bool = False,
         allow_remote: bool = False,
         shared: SharedStore | None = None,
+        store_id: str | None = None,
     ) -> None:
         self.backend = backend
         self.directory = os.path.abspath(directory)
@@ -112,6 +114,7 @@ class Store:
             allow_volatile=allow_volatile,
             allow_remote=allow_remote,
             shared=shared,
+            store_id=store_id,
         )
         for checkpoint in opened.checkpoints:
             checkpoint.superseded = fresh
