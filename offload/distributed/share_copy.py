@@ -13,6 +13,7 @@ from offload.device.staging import Traffic
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
+from offload.format.shares.file_shares import FileShare
 from offload.format.shares.model_blocks import SharePlan
 from offload.format.shares.model_shares import ModelShare
 from offload.format.shares.owners import ModelBox
@@ -26,6 +27,12 @@ from offload.model.model_sharing import (
     write_share,
 )
 from offload.model.parameters import Stored
+from offload.model.scattered_sharing import (
+    ScatteredImage,
+    digest_rows,
+    is_same_scattered,
+    write_scattered,
+)
 from offload.model.share_reading import ShareReading, StoredShare
 
 
@@ -33,7 +40,7 @@ class ShareCopy:
     """Copy of a rank's share of the model into the model file of a slot.
 
     Args:
-        share: Boxes that the rank writes.
+        share: What the rank writes.
         stored: Tensors of the model, captured.
         file: Model file of the slot, open for this rank alone.
         backend: Backend that allocates the memory for copying.
@@ -46,7 +53,7 @@ class ShareCopy:
 
     def __init__(
         self,
-        share: ModelShare,
+        share: FileShare,
         stored: Sequence[Stored],
         file: File,
         backend: Backend,
@@ -56,12 +63,15 @@ class ShareCopy:
         progress: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
-        plan = SharePlan(share)
+        plan = SharePlan(share.copied)
         self.share = share
         self._file = file
         self._context = context
         self._buffers = buffers_of(backend, plan.buffer_bytes, traffic)
-        self._image = ShareImage(plan, _tensors_of(share, stored), marks, traffic)
+        self._image = ShareImage(plan, _tensors_of(share.copied, stored), marks, traffic)
+        self._scattered = ScatteredImage(
+            share.scattered, _scattered_of(share, stored), marks, traffic
+        )
         self._written: WrittenShare | None = None
         self._progress = progress
         self.close = close
@@ -89,9 +99,19 @@ class ShareCopy:
 
         known = KnownLeaves(readable=False)
         written = self._written = write_share(
-            self._image, self._file, self._buffers, self._context, known, moved
+            self._image,
+            self._file,
+            self._buffers,
+            self._context,
+            known,
+            moved,
+            through_cache=self.share.through_cache,
         )
-        return written.digests, written.written_bytes
+        num_copied = self.share.copied.nbytes
+        scattered = write_scattered(
+            self._scattered, self._file, lambda nbytes: moved(num_copied + nbytes)
+        )
+        return written.digests, written.written_bytes + scattered
 
     def finish(self) -> tuple[ModelBox, ...]:
         """Write the rest of the share, and make it durable; the boxes have their digests.
@@ -103,8 +123,11 @@ class ShareCopy:
         """
         if self._written is None:
             raise RuntimeError("the share has not been written yet")
+        rows = self.share.rows
+        of_rows = digest_rows(rows, self._file, self._context, self._progress)
         finish_share(self._file, self._written)
-        return boxes_of(self.share, self._written.digests)
+        boxes = boxes_of(self.share.copied, self._written.digests)
+        return (*boxes, *boxes_of(rows, of_rows))
 
     def forget(self) -> None:
         """Do nothing: nothing is remembered of a file."""
@@ -129,9 +152,10 @@ def boxes_of(share: ModelShare, digests: Iterable[str]) -> tuple[ModelBox, ...]:
 
 
 def is_same_share(
-    share: ModelShare,
+    share: FileShare,
     boxes: Sequence[ModelBox],
     stored: Sequence[Stored],
+    file: File,
     backend: Backend,
     context: DigestContext,
     traffic: Traffic,
@@ -139,17 +163,25 @@ def is_same_share(
     """Return whether live tensors equal a rank's share of a checkpoint, bit for bit.
 
     Args:
-        share: Boxes that the rank writes.
-        boxes: Boxes that the rank has written, with their digests.
+        share: What the rank writes.
+        boxes: Boxes whose digests the rank has computed.
         stored: Tensors of the model.
+        file: Model file of the checkpoint.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
         traffic: Counter of the bytes that cross to the host.
     """
-    plan = SharePlan(share)
-    image = ShareImage(plan, _tensors_of(share, stored), traffic=traffic)
+    plan = SharePlan(share.copied)
+    image = ShareImage(plan, _tensors_of(share.copied, stored), traffic=traffic)
     digests = digest_share(image, buffers_of(backend, plan.buffer_bytes, traffic), context)
-    return boxes_of(share, digests) == tuple(boxes)
+    written = {(one.name, one.box): one for one in boxes}
+    wanted = {(entry.name, entry.box) for entry in share.digested.entries}
+    if wanted != written.keys() or any(
+        written[one.name, one.box] != one for one in boxes_of(share.copied, digests)
+    ):
+        return False
+    scattered = ScatteredImage(share.scattered, _scattered_of(share, stored), traffic=traffic)
+    return is_same_scattered(scattered, file)
 
 
 def _tensors_of(share: ModelShare, stored: Sequence[Stored]) -> list[torch.Tensor]:
@@ -161,6 +193,11 @@ def is_own_share(share: ModelShare, boxes: Sequence[ModelBox]) -> bool:
     """Return whether boxes with digests are those of a share."""
     wanted = {(entry.name, entry.box) for entry in share.entries}
     return wanted == {(one.name, one.box) for one in boxes if one.box.num_elements}
+
+
+def _scattered_of(share: FileShare, stored: Sequence[Stored]) -> list[torch.Tensor]:
+    live = {item.spec.name: item.tensor for item in stored}
+    return [live[one.name] for one in share.scattered]
 
 
 def load_share(

@@ -112,6 +112,7 @@ def resume(
         DamagedError: The content is not what was written. The model may hold parts of it.
     """
     store, lifecycle, ranks = state.store, state.lifecycle, state.ranks
+    state.know_parameters(groups)
     started = time.perf_counter()
     source = _recut(state, found)
     manifest = found.manifest if source is None else source.manifest
