@@ -23,8 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
@@ -42,8 +48,8 @@ class Setting:
     """What all calls of a rank have in common."""
 
     kind: str = "ddp"
-    """``ddp``, ``fsdp2``, ``mixed`` for FP32 shards with a mixed-precision policy, or ``one`` for a
-    model that is not wrapped."""
+    """``ddp``, ``fsdp2``, ``mixed`` for FP32 shards with a mixed-precision policy, ``tp`` for layers
+    that are divided in either dimension, or ``one`` for a model that is not wrapped."""
 
     dtype: str = "bfloat16"
     widths: Sequence[int] = (5, 7, 3)
@@ -107,6 +113,12 @@ class Calls:
             return model
         if setting.kind == "ddp":
             return DistributedDataParallel(model, find_unused_parameters=setting.find_unused)
+        if setting.kind == "tp":
+            styles = (ColwiseParallel(), RowwiseParallel())
+            mesh = init_device_mesh("cpu", (self.size,))
+            for number, layer in enumerate(model.layers):
+                parallelize_module(layer, mesh, styles[number % 2])
+            return model
         policy = MixedPrecisionPolicy()
         if setting.kind == "mixed":
             model.float()
@@ -195,7 +207,12 @@ class Calls:
 
     def fill_drive(self, free_bytes: int) -> None:
         """Let the drive have so little free space from now on."""
-        self.backend.free_bytes = lambda _: free_bytes  # type: ignore[method-assign]
+
+        def free(directory: str) -> int:
+            del directory
+            return free_bytes
+
+        self.backend.free_bytes = free  # type: ignore[method-assign]
 
     def whole(self) -> dict[str, str]:
         """Return a digest of each parameter as a whole; with shards, all ranks call this."""

@@ -27,6 +27,7 @@ WIDTHS = (40, 60, 50, 30)
 """Layers of about 7,000 elements together, so that there are several chunks of 1024."""
 
 CHAIN = [(4, "ddp"), (2, "ddp"), (1, "one"), (3, "ddp"), (4, "fsdp2"), (2, "fsdp2"), (1, "one")]
+TENSORS = [(2, "tp"), (3, "ddp"), (2, "tp"), (2, "fsdp2"), (1, "one")]
 SHARDS = [(2, "fsdp2"), (3, "ddp"), (1, "one")]
 REPLICAS = [(3, "ddp"), (1, "one"), (2, "ddp"), (1, "one")]
 
@@ -78,11 +79,12 @@ def expected(jobs: Jobs, folder: Path, last: int, **setting: Any) -> list[Any]:
     ("chain", "options"),
     [
         (CHAIN, {}),
+        (TENSORS, {}),
         (SHARDS, {"master": "split"}),
         (SHARDS, {"state_dtype": "bfloat16"}),
         (REPLICAS, {"state_dtype": "int8"}),
     ],
-    ids=["exact", "split", "bfloat16", "int8"],
+    ids=["exact", "tensor-parallel", "split", "bfloat16", "int8"],
 )
 def test_a_chain_has_the_bits_of_one_process_that_was_never_interrupted(
     jobs: Jobs, tmp_path: Path, chain: list[tuple[int, str]], options: dict[str, Any]
