@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from offload.checkpoint.recut.source import RecutSource
 from offload.engine.chunk_pass import ChunkWork, StatePass
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
@@ -14,7 +15,7 @@ from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import memories
 from offload.model.watch import announce_uses
 from offload.store.quarantine_limit import try_to_quarantine
-from offload.store.state_store import StateSlot
+from offload.store.state_store import StateSource
 from offload.update.rules import Scalars
 from offload.update.step_inputs import StepInputs
 from offload.update.updaters import device_updater, host_updater
@@ -142,7 +143,7 @@ def new_pass(
     work: ChunkWork,
     chunks: Sequence[int],
     *,
-    source: StateSlot | None,
+    source: StateSource | None,
     lock: AbstractContextManager[object] | None = None,
 ) -> StatePass:
     """Return a pass that writes the working slot, or a new slot if there is no working slot.
@@ -190,6 +191,8 @@ def pass_failed(state: TrainingState, state_pass: StatePass, error: BaseExceptio
     refusal = ""
     source = state_pass.source
     checkpoint = None if source is None else state.store.checkpoint_of(source)
+    if isinstance(source, RecutSource):
+        checkpoint = state.slots.sealed
     if checkpoint is not None:
         refusal = try_to_quarantine(state.store, checkpoint, error)
     return DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}")
