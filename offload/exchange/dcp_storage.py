@@ -10,18 +10,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -33,7 +26,7 @@ from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.opening import open_checkpoint
 from offload.checkpoint.whole_state import WholeState
 from offload.errors import CheckpointError
-from offload.exchange.checkpoint_stream import parameter_groups
+from offload.exchange.dcp_catalogue import Catalogue, Offered
 from offload.exchange.state_boxes import (
     WantedState,
     WantedTensor,
@@ -42,25 +35,8 @@ from offload.exchange.state_boxes import (
 )
 from offload.format.arrays import MASTER
 from offload.format.boxes import Box
-from offload.format.layout import ModelTensor
-from offload.update.coding.decoder import has_master, kept_arrays
+from offload.update.coding.decoder import has_master
 from offload.update.dtypes import DTYPES
-from offload.update.rules import write_scalars
-
-_ZERO_BEFORE_THE_FIRST_STEP: Final = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
-"""Classes whose state before a parameter's first step is zeros, which torch's own state dicts
-have for each parameter."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Offered:
-    """A tensor that is offered to torch."""
-
-    tensor: ModelTensor
-    """Tensor of the model, or the parameter that a state array belongs to."""
-
-    array: str
-    """Name of the state array; empty for the tensor itself."""
 
 
 class CheckpointReader(StorageReader):
@@ -108,9 +84,7 @@ class CheckpointReader(StorageReader):
         self._verify = verify
         self._backend = backend
         self._checkpoint: Checkpoint | None = None
-        self._tensors: dict[str, _Offered] = {}
-        self._values: dict[str, Any] = {}
-        self._paths: dict[str, tuple[str | int, ...]] = {}
+        self._catalogue: Catalogue | None = None
         self.bytes_read = 0
         """Number of bytes of tensors that this rank has read so far."""
 
@@ -139,7 +113,8 @@ class CheckpointReader(StorageReader):
         try:
             with WholeState(self._checkpoint) as state:
                 state.require_all()
-                return self._offer(self._checkpoint, state)
+                self._catalogue = Catalogue(self._checkpoint, state, self._model, self._optimizer)
+                return self._catalogue.metadata
         except BaseException:
             self.close()
             raise
@@ -180,21 +155,22 @@ class CheckpointReader(StorageReader):
                 copied; tensors that were read before it have their new values.
             gds.StorageError: Data cannot be read.
         """
-        checkpoint = self._opened
+        checkpoint, catalogue = self._opened, self._catalogue
+        assert catalogue is not None  # noqa: S101  (made when the checkpoint was opened)
         tensors: list[tuple[ReadItem, torch.Tensor]] = []
         with WholeState(checkpoint, verify=self._verify) as state:
             requests = _Requests(state)
             for item in plan.items:
                 name = item.storage_index.fqn
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, _saved(self._values[name]))
+                    planner.load_bytes(item, _saved(catalogue.values[name]))
                     continue
                 out = planner.resolve_tensor(item).detach()
                 tensors.append((item, out))
-                if name in self._values:
-                    out.copy_(self._values[name])
+                if name in catalogue.values:
+                    out.copy_(catalogue.values[name])
                 else:
-                    requests.add(self._tensors[name], _box_of(item), out)
+                    requests.add(catalogue.tensors[name], _box_of(item), out)
             try:
                 requests.read()
             finally:
@@ -218,68 +194,6 @@ class CheckpointReader(StorageReader):
             raise CheckpointError(f"{os.fspath(self._path)}: not open: call read_metadata() first")
         return self._checkpoint
 
-    def _offer(self, checkpoint: Checkpoint, state: WholeState) -> Metadata:
-        """Collect all names and values, and return them as torch's metadata."""
-        self._tensors, self._values, self._paths = {}, {}, {}
-        entries: dict[str, Any] = {}
-
-        def tensor(path: tuple[str | int, ...], what: _Offered, dtype: torch.dtype) -> None:
-            """Offer a tensor under a path of names."""
-            key = self._key(path)
-            self._tensors[key] = what
-            entries[key] = _tensor_metadata(
-                what.tensor.shape, dtype, _boxes(state, what.tensor)
-            )
-
-        def value(path: tuple[str | int, ...], content: Any) -> None:
-            """Offer a value under a path of names, unless the name is taken."""
-            key = self._key(path)
-            if key in entries:
-                return
-            self._values[key] = content
-            entries[key] = (
-                _tensor_metadata(tuple(content.shape), content.dtype, [Box.whole(content.shape)])
-                if isinstance(content, torch.Tensor)
-                else BytesStorageMetadata()
-            )
-
-        specs = {spec.name: index for index, spec in enumerate(state.layout.parameters)}
-        for one in state.layout.model:
-            for name in (one.name, *one.aliases):
-                if self._model is not None:
-                    tensor((self._model, name), _Offered(one, ""), DTYPES[one.dtype])
-                index = specs.get(one.name)
-                if index is None:
-                    continue
-                if has_master(state.layout.parameters[index]):
-                    tensor(("master", name), _Offered(one, MASTER), torch.float32)
-                if self._optimizer is not None:
-                    at = (self._optimizer, "state", name)
-                    for key, scalar in _scalars(checkpoint, state, index).items():
-                        value((*at, key), scalar)
-                    for array in _arrays(checkpoint, state, index):
-                        tensor((*at, array), _Offered(one, array), torch.float32)
-        if self._optimizer is not None:
-            groups = parameter_groups(checkpoint.manifest, state.layout)
-            at_groups = (self._optimizer, "param_groups")
-            for number, group in enumerate(groups):
-                names = group.pop("param_names")
-                for key, content in {**group, "params": names, "param_names": names}.items():
-                    value((*at_groups, number, key), content)
-            for group in groups:
-                for name in group["params"]:
-                    for key, content in group.items():
-                        if key != "params":
-                            value((*at_groups, name, key), content)
-        value(("step",), checkpoint.step)
-        return Metadata(entries, planner_data=dict(self._paths))
-
-    def _key(self, path: tuple[str | int, ...]) -> str:
-        parts = tuple(part for part in path if part != "")
-        key = ".".join(map(str, parts))
-        self._paths.setdefault(key, parts)
-        return key
-
 
 class _Requests:
     """Boxes that a rank wants, collected so that each chunk is read once."""
@@ -291,7 +205,7 @@ class _Requests:
         self._more: list[WantedState] = []
         self._model: list[WantedTensor] = []
 
-    def add(self, what: _Offered, box: Box, out: torch.Tensor) -> None:
+    def add(self, what: Offered, box: Box, out: torch.Tensor) -> None:
         """Add a box of a tensor, with the memory for it."""
         tensor, array = what.tensor, what.array
         index = self._specs.get(tensor.name)
@@ -317,38 +231,6 @@ class _Requests:
         read_model_boxes(self._state, self._model)
         wanted = [WantedState(name, box, arrays) for (name, box), arrays in self._arrays.items()]
         read_state_boxes(self._state, [*wanted, *self._more])
-
-
-def _arrays(checkpoint: Checkpoint, state: WholeState, index: int) -> Sequence[str]:
-    """Return the state arrays of a parameter that torch's own state dict would have."""
-    if state.scalars[index] is None and checkpoint.optimizer not in _ZERO_BEFORE_THE_FIRST_STEP:
-        return ()
-    return kept_arrays(state.layout.parameters[index], state.layout)
-
-
-def _scalars(checkpoint: Checkpoint, state: WholeState, index: int) -> dict[str, Any]:
-    """Return the scalar state of a parameter that torch's own state dict would have."""
-    values = state.scalars[index]
-    if values is not None:
-        return write_scalars(values)
-    if checkpoint.optimizer in _ZERO_BEFORE_THE_FIRST_STEP:
-        return {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-    return {}
-
-
-def _boxes(state: WholeState, tensor: ModelTensor) -> list[Box]:
-    """Return the boxes that a tensor is stored in; one that is in no owner's state is whole."""
-    found = [one.box for one in state.boxes.get(tensor.name, ())]
-    return sorted(box for box in found or [Box.whole(tensor.shape)] if box.num_elements)
-
-
-def _tensor_metadata(
-    shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[Box]
-) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes
-    ]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
 
 
 def _box_of(item: ReadItem) -> Box:

@@ -175,3 +175,12 @@ def load_damaged(calls: Calls, store: str, widths: Sequence[int]) -> dict[str, A
 def newest(store: Path) -> Path:
     """Return the newest checkpoint of a store."""
     return max(store.glob("step-*"))
+
+
+def ask_for_the_state(calls: Calls, inside: bool) -> None:
+    """Ask torch for the state of an optimizer of several ranks."""
+    if inside:
+        with calls.optimizer.materialized():
+            get_optimizer_state_dict(calls.model, calls.optimizer)
+    else:
+        get_optimizer_state_dict(calls.model, calls.optimizer)
