@@ -133,7 +133,8 @@ class WholeState:
         self._model_ranges = sorted(self.slot.model_ranges(), key=lambda one: one.offset)
         self._model_starts = [one.offset for one in self._model_ranges]
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
-        self._verify = verify
+        self.verifies = verify
+        """Whether data is compared with its digests."""
 
     @property
     def bytes_read(self) -> int:
@@ -207,7 +208,7 @@ class WholeState:
         header = self.slot.layout.model_header
         first = header.data_start + header.entries[name].start
         begin, end = first + start, first + stop
-        if not self._verify:
+        if not self.verifies:
             self._reads.bytes_read += end - begin
             return memoryview(self.slot.model.read_bytes(begin, end - begin))
         out = memoryview(bytearray(end - begin))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +49,10 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "adamw-2-to-3": (2, 3, {}, {}),
     "adamw-3-to-2-flat": (3, 2, {}, {"flat": True}),
     "amsgrad-3-to-1": (3, 1, {"amsgrad": True}, {}),
-    "momentum-2-to-4": (2, 4, {"optimizer": "SGD", "momentum": 0.9}, {}),
+    "momentum-2-to-3": (2, 3, {"optimizer": "SGD", "momentum": 0.9}, {}),
     "tensor-parallel": (3, 2, {}, {"layout": "tp"}),
     "fsdp-and-tensor-parallel": (2, 4, {}, {"layout": "fsdp-tp"}),
     "hsdp": (3, 4, {}, {"layout": "hsdp"}),
-    "one-process-to-2": (1, 2, {}, {}),
     "unstepped-2-to-2": (2, 2, {"skip": "maybe"}, {}),
 }
 """Ranks that save, ranks that load, arguments of both, and those of the loading ranks."""
@@ -124,21 +122,31 @@ def test_every_state_format_is_decoded(jobs: Jobs, tmp_path: Path, setting: dict
             assert {array: one["digest"][f"state/{name}/{array}"] for array in state} == state
 
 
-def test_each_rank_reads_its_own_bytes_only(jobs: Jobs, tmp_path: Path) -> None:
-    digests = []
-    stores = {1: train_alone(tmp_path / "saved-1", {**FP32, "widths": WIDTHS})}
-    for saved_by in (2, 3):
-        stores[saved_by] = trained(jobs, tmp_path / f"saved-{saved_by}", saved_by, FP32, {})
-    for saved_by, loaded_by in product((1, 2, 3), (1, 2, 3, 4)):
-        folder = tmp_path / f"loaded-{saved_by}-{loaded_by}"
-        unverified = loaded(jobs, folder, loaded_by, stores[saved_by], verify=False)
-        assert all(one["read"] == one["own"] for one in unverified)
-        digests += [one["digest"] for one in unverified]
-        if saved_by == loaded_by:  # the same cut: the chunks of an owner are those of its rank
-            found = loaded(jobs, folder, loaded_by, stores[saved_by])
-            assert [one["read"] for one in found] == [one["own"] for one in unverified]
-            digests += [one["digest"] for one in found]
-    assert digests == [plain(3)] * len(digests)
+@pytest.mark.parametrize("loaded_by", [1, 2, 3, 4])
+def test_each_rank_reads_its_own_bytes_only(
+    jobs: Jobs, saved: dict[int, Path], tmp_path: Path, loaded_by: int
+) -> None:
+    plans = [(saved_by, False) for saved_by in saved]
+    if loaded_by in saved:  # the same cut: the chunks of an owner are those of its rank
+        plans.append((loaded_by, True))
+    calls = [
+        ["do", LOAD, str(saved[saved_by]), WIDTHS, {"verify": verify}] for saved_by, verify in plans
+    ]
+    expected = plain(3)
+    for rank in jobs.run(tmp_path, [calls] * loaded_by, kind="one"):
+        assert rank.failed() == []
+        for plan, outcome in zip(plans, rank.outcomes, strict=True):
+            value = outcome["value"]
+            assert value["read"] == value["own"], plan
+            assert value["digest"] == expected, plan
+
+
+@pytest.fixture(scope="module")
+def saved(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Return the stores of 1, 2 and 3 ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    stores = {n: trained(jobs, folder / f"{n}", n, FP32, {}) for n in (2, 3)}
+    return {1: train_alone(folder / "1", {**FP32, "widths": WIDTHS}), **stores}
 
 
 def test_a_damaged_chunk_is_a_named_error_and_none_of_it_is_handed_out(
@@ -217,4 +225,4 @@ def test_the_state_of_a_rank_is_refused_with_the_remedy(jobs: Jobs, tmp_path: Pa
     for rank in jobs.run(tmp_path, [calls] * 2, kind="fsdp2"):
         assert rank.failed() == ["MismatchError", "KeyError"]
         said = [one["message"] for one in rank.outcomes if one["error"]]
-        assert all("offload.integrations.dcp.CheckpointReader" in message for message in said)
+        assert "offload.integrations.dcp.CheckpointReader" in said[0]
