@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
@@ -17,45 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 from offload.integrations.dcp import CheckpointReader
 from tests.numerics.reference import bits
-from tests.ranks_training.calls import Calls, Model
-from tests.ranks_training.given import plain_name, set_gradients
-
-
-def model_of(widths: Sequence[int], dtype: str, layout: str) -> torch.nn.Module:
-    """Return a model with other values than those of the checkpoint, laid out over all ranks."""
-    torch.manual_seed(99)
-    model = Model(widths).to(getattr(torch, dtype))
-    num = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = None
-    if layout in ("tp", "fsdp-tp"):
-        shape = (num,) if layout == "tp" else (num // 2, 2)
-        whole = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
-        parallelize_module(
-            model,
-            whole["tp"],
-            {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()},
-        )
-        mesh = whole["dp"] if layout == "fsdp-tp" else None
-    elif layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, num // 2), mesh_dim_names=("copies", "shards"))
-    elif layout == "fsdp2":
-        mesh = init_device_mesh("cpu", (num,))
-    if mesh is not None:
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    return model
+from tests.ranks_training.calls import Calls
+from tests.ranks_training.given import model_of, plain_name, set_gradients
 
 
 def stock(model: torch.nn.Module, optimizer: str, **hyper: Any) -> torch.optim.Optimizer:
@@ -122,7 +88,7 @@ def load(
     Returns:
         Digests of all values, and the number of bytes that this rank has read and holds.
     """
-    model = model_of(widths, dtype, layout)
+    model = model_of(widths, dtype, layout, seed=99)
     made = stock(model, optimizer, **hyper)
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
@@ -152,7 +118,7 @@ def arrays_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def load_damaged(calls: Calls, store: str, widths: Sequence[int]) -> dict[str, Any]:
     """Load a damaged checkpoint into tensors of NaN; return the errors, and what was loaded."""
-    model = model_of(widths, "float32", "fsdp2")
+    model = model_of(widths, "float32", "fsdp2", seed=99)
     made = stock(model, "AdamW")
     state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, made)}
     for value in arrays_of(made):

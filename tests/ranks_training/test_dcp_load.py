@@ -53,6 +53,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "tensor-parallel": (3, 2, {}, {"layout": "tp"}),
     "fsdp-and-tensor-parallel": (2, 4, {}, {"layout": "fsdp-tp"}),
     "hsdp": (3, 4, {}, {"layout": "hsdp"}),
+    "from-fsdp-and-tensor-parallel": (4, 3, {}, {"from": "fsdp-tp"}),
     "unstepped-2-to-2": (2, 2, {"skip": "maybe"}, {}),
 }
 """Ranks that save, ranks that load, arguments of both, and those of the loading ranks."""
@@ -67,10 +68,10 @@ def test_training_goes_on_with_torchs_own_optimizer_to_the_same_bits(
     how: dict[str, Any],
     more: dict[str, Any],
 ) -> None:
-    if saved_by == 1:
-        store = train_alone(tmp_path / "saved", {**FP32, "widths": WIDTHS}, **how)
-    else:
-        store = trained(jobs, tmp_path / "saved", saved_by, FP32, how)
+    more = dict(more)
+    saving = {"kind": "", "layout": more.pop("from")} if "from" in more else {"kind": "fsdp2"}
+    setting = {**FP32, "kind": saving.pop("kind")}
+    store = trained(jobs, tmp_path / "saved", saved_by, setting, {**how, **saving})
     found = loaded(jobs, tmp_path / "loaded", loaded_by, store, num=2, **{**how, **more})
     expected = plain(5, **how)
     for one in found:

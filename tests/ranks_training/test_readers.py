@@ -30,6 +30,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fsdp2-2-split": (2, {"kind": "fsdp2", "options": {"master": "split"}}, {}),
     "fsdp2-3-bf16-state": (3, {"kind": "fsdp2", "options": {"state_dtype": "bfloat16"}}, {}),
     "fsdp2-3-momentum": (3, {"kind": "fsdp2"}, {"optimizer": "SGD", "momentum": 0.9}),
+    "fsdp-tp-4": (4, {"kind": ""}, {"layout": "fsdp-tp"}),
     "fsdp2-2-fp32-amsgrad": (2, {"kind": "fsdp2", "dtype": "float32"}, {"amsgrad": True}),
 }
 """Ranks, settings and arguments of each training."""
@@ -72,7 +73,7 @@ def test_state_of_each_parameter_is_that_of_one_process(
                 assert_same_bits(found[array], value, f"{array} of {name}")
 
 
-EXPORTED = ("ddp-2-bf16", "fsdp2-2-split", "fsdp2-3-momentum")
+EXPORTED = ("ddp-2-bf16", "fsdp2-3-momentum", "fsdp-tp-4")
 
 
 @pytest.mark.parametrize("case", EXPORTED)
