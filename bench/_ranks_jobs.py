@@ -24,6 +24,9 @@ _WAIT_S: Final = 150.0
 """Longest time for a job: what takes longer hangs. Most jobs take a second or two; if the key-value
 store is lost while a rank connects to it, that rank gives up after a minute."""
 
+_GROUP_TIMEOUT_S: Final = 15.0
+"""Seconds for which torch waits for a rank that was killed, as in its own start."""
+
 _POLL_S: Final = 0.005
 _SEAL: Final[Calls] = [["step"], ["checkpoint"], ["result"]]
 _RESUMED: Final[Calls] = [["open"], ["restore"], ["bits"]]
@@ -68,7 +71,12 @@ class KilledJobs:
         self.tally = Tally()
         # Without new buckets after the first backward, a sum over three ranks or more has the same
         # bits in a new process.
-        self._case = {"kind": kind, "timeout_s": timeout_s, "find_unused": kind == "ddp"}
+        self._case = {
+            "kind": kind,
+            "timeout_s": timeout_s,
+            "group_timeout_s": _GROUP_TIMEOUT_S,
+            "find_unused": kind == "ddp",
+        }
         self.label = f"{kind} on {num_ranks} ranks"
         plain: Calls = [["open"], ["bits"], *[["step"]] * num_steps]
         (folder / "undisturbed").mkdir(parents=True)
