@@ -77,16 +77,20 @@ class KilledJobs:
             "group_timeout_s": _GROUP_TIMEOUT_S,
             "find_unused": kind == "ddp",
         }
+        self._undisturbed = {**self._case, "timeout_s": _WAIT_S, "group_timeout_s": _WAIT_S}
+        """The same for jobs that must succeed, also if the machine is busy."""
         self.label = f"{kind} on {num_ranks} ranks"
         plain: Calls = [["open"], ["bits"], *[["step"]] * num_steps]
         (folder / "undisturbed").mkdir(parents=True)
-        ended = jobs.run(folder / "undisturbed", [plain] * num_ranks, **self._case, is_plain=True)
+        ended = jobs.run(
+            folder / "undisturbed", [plain] * num_ranks, **self._undisturbed, is_plain=True
+        )
         self._bits = [[one["value"] for one in rank.outcomes[1:]] for rank in ended]
         if any(rank.status or len(rank.outcomes) != len(plain) for rank in ended):
             raise RuntimeError(f"the undisturbed run failed: {ended}")
         self._prepared = folder / "prepared"
         self._prepared.mkdir()
-        ended = jobs.run(self._prepared, [[["open"], *_SEAL * 3]] * num_ranks, **self._case)
+        ended = jobs.run(self._prepared, [[["open"], *_SEAL * 3]] * num_ranks, **self._undisturbed)
         if any(rank.status or rank.failed() for rank in ended):
             raise RuntimeError(f"no store could be prepared: {ended}")
 
@@ -96,7 +100,7 @@ class KilledJobs:
         calls: Calls = [["at_step", "", "kill"], *self._calls(begins=begins), ["steps_seen"]]
         found = []
         for rank, ended in enumerate(
-            self._jobs.run(folder, [calls] * self.num_ranks, **self._case)
+            self._jobs.run(folder, [calls] * self.num_ranks, **self._undisturbed)
         ):
             if ended.status or ended.failed():
                 raise RuntimeError(f"a job that nobody disturbs failed: {ended}")
@@ -201,7 +205,7 @@ class KilledJobs:
         """
         durable = max([durable, *map(_acknowledged, ended)])
         again = self._jobs.run(
-            folder, [[*_RESUMED, *_SEAL, ["step"], ["close"]]] * self.num_ranks, **self._case
+            folder, [[*_RESUMED, *_SEAL, ["step"], ["close"]]] * self.num_ranks, **self._undisturbed
         )
         self.tally.counts["restarts"] += 1
         for number, one in enumerate(again):
