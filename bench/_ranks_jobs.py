@@ -186,7 +186,7 @@ class KilledJobs:
                 self.tally.counts["trials"] += 1
                 self.tally.counts["kills while training" if late else "kills at any moment"] += 1
             self._check_ended(ended, what)
-            is_checked = all(len(one.outcomes) >= len(_RESUMED) for one in ended)
+            is_checked = all(map(_has_resumed, ended))
             if is_checked:
                 self._check_resumed(folder, ended, durable, what)
             durable = max(durable, *map(_acknowledged, ended))
@@ -294,6 +294,11 @@ class KilledJobs:
             # It serves until it is collected, when the next job has one.
             self._store, case["store_port"] = _serve_keys()
         return self._jobs.start(folder, calls, **case)
+
+
+def _has_resumed(rank: Rank) -> bool:
+    first = rank.outcomes[: len(_RESUMED)]
+    return len(first) == len(_RESUMED) and not any(one["error"] for one in first)
 
 
 def _serve_keys() -> tuple[Store, int]:
