@@ -88,7 +88,7 @@ class Calls:
         self.rank, self.size, self.setting = rank, size, setting
         self.num_steps = 0
         self.backend = FaultBackend(PosixBackend())
-        self.model = self._wrapped()
+        self.model = self._wrapped() if setting.kind else None
         self.optimizer: Any = None
         self.masters: Masters | None = None
         self.handle: Any = None
@@ -324,6 +324,18 @@ class Calls:
     def close(self) -> None:
         """Close the optimizer."""
         self.optimizer.close()
+
+    def compare(self, training: str) -> list[Any]:
+        """Do a training in memory and with its state on storage; the value is the differences."""
+        from tests.ranks_training.trainings import compare_here
+
+        return compare_here(training, self.directory.parent)
+
+    def scene(self, name: str) -> None:
+        """Play a scene."""
+        from tests.ranks_training import scenes
+
+        getattr(scenes, name)(self.directory.parent, name)
 
     def destroy(self) -> None:
         """Leave the ranks of torch."""
