@@ -7,6 +7,8 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -34,8 +36,8 @@ from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms
 from offload.distributed.rank_store import RankStore, require_ranks
 from offload.distributed.share_copy import ShareCopy, is_same_share, load_share
-from offload.distributed.together import together
-from offload.errors import RanksError, UnsupportedParameterError
+from offload.distributed.together import everywhere, together
+from offload.errors import OffloadError, RanksError, UnsupportedParameterError, reason_of
 from offload.format.boxes import Box, Cut
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
@@ -207,13 +209,34 @@ class RankGroup:
         """Do something on every rank, and return when it has succeeded on all of them."""
         return together(self._agreement, what, action)
 
-    def all(self, what: str, value: bool) -> bool:
-        """Return whether a value is true on all ranks."""
+    def all(self, what: str, test: Callable[[], bool]) -> bool:
+        """Return whether a test is true on all ranks."""
+        return all(everywhere(self._agreement, what, test).values())
 
-        def make(asked: Mapping[int, Json]) -> Json:
-            return all(asked.values())
+    def begin_call(self, what: str) -> None:
+        """Record which call of the user begins, for messages."""
+        if self._store is not None:
+            self._store.call = what
 
-        return bool(self._agreement.agree(what, make, lambda _: None, ask=value, asks=True).offer)
+    def fail_seal(
+        self, slot: StateSlot | None, step: int, error: Exception
+    ) -> Callable[[], None] | None:
+        """Begin a seal with the other ranks although it has failed on this one."""
+        sealing = self._opened().sealing
+        sealing.begin_failed(slot, step)
+        return partial(sealing.abandon, error)
+
+    def refuse_step(
+        self, number: int, layout: Layout, error: Exception, *, needs_slot: bool
+    ) -> None:
+        """Take part, with an error, in a step that begins on all ranks."""
+        with suppress(OffloadError, RuntimeError):  # the caller raises the error of this rank
+            if needs_slot:
+                self._opened().refuse(error)
+            if not self._is_replicated:
+                return  # no rank waits for another one in a step
+            self._know_layouts(layout)
+            self._steps.agree(StepTerms(number, [], [], reason_of(error)))
 
     def require_same(self, what: str, value: str) -> None:
         """Check that a value is the same on all ranks."""
@@ -328,9 +351,7 @@ class RankGroup:
         """Agree with all ranks on a step, and return what brings its new values to all of them."""
         if not self._is_replicated:
             return NoValues()
-        if terms.layout is not self._layout:
-            self._layouts = self._exchange_layouts(terms.layout)
-            self._layout = terms.layout
+        self._know_layouts(terms.layout)
         orders = self._steps.agree(StepTerms(terms.number, list(terms.stepped), list(terms.chunks)))
         made_of = (tuple(terms.stepped), tuple(orders), terms.layout)
         if self._plan is None or self._plan[0] != made_of:
@@ -354,6 +375,12 @@ class RankGroup:
             self._buffer,
             before_write=lambda piece: terms.before_write(piece.name),
         )
+
+    def _know_layouts(self, layout: Layout) -> None:
+        """Exchange the layouts of all ranks, if that of this rank is new. Collective then."""
+        if layout is not self._layout:
+            self._layouts = self._exchange_layouts(layout)
+            self._layout = layout
 
     def _exchange_layouts(self, layout: Layout) -> list[Layout]:
         mine = [

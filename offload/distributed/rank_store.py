@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from gds import Backend, File, StorageError
 from offload.checkpoint.checkpoint import Checkpoint
@@ -102,6 +102,8 @@ class RankStore:
         self.directory = os.path.abspath(directory)
         self._share_of = share_of
         self._opened = _Opened()
+        self.call = "the constructor"
+        """Call of the user that the ranks make, for messages."""
         self._granted: StateSlot | None = None
         self._working = ""
         """Name of the working slot in the first directory."""
@@ -257,7 +259,7 @@ class RankStore:
 
         self.sealing.last_aborted = None  # a restore gives its slot up
         # A rank that announced an error before goes on with this call.
-        self.agreement.agree("restore()", make, self._learn, heeds_errors=False)
+        self.agreement.agree(self.call, make, self._learn, heeds_errors=False)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
         """Return whether a checkpoint with open files is unchanged and not quarantined."""
@@ -344,7 +346,7 @@ class RankStore:
 
         self._granted = None
         try:
-            granted = self.agreement.grant(offer, ready)
+            granted = self.agreement.grant(offer, ready, self.call)
         except BaseException:
             slot, self._granted = self._granted, None
             if slot is not None and (aborted is None or slot is not aborted.slot):
@@ -357,6 +359,19 @@ class RankStore:
             self.sealing.warn_of_aborted(granted.offer.reason)
         self.sealing.last_aborted = None
         return slot
+
+    def refuse(self, error: Exception) -> None:
+        """Take part in `acquire` of all ranks with an error of this one. Collective.
+
+        Raises:
+            RanksError: Always, on every rank.
+        """
+
+        def fail(*_: object) -> NoReturn:
+            """Raise the error of this rank."""
+            raise error
+
+        self.agreement.grant(fail, fail, self.call)
 
     def release(self, slot: Any) -> None:
         """Take back a slot that was acquired and will not be sealed."""
@@ -467,7 +482,7 @@ class RankStore:
             if self._opened.store is not None:
                 self._opened.store.withdraw_newer(checkpoint)
 
-        together(self.agreement, "restore()", withdraw)
+        together(self.agreement, self.call, withdraw)
         generation = checkpoint.manifest.generation
         self._own = [c for c in self._own if c.manifest.generation <= generation]
 

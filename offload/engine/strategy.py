@@ -174,7 +174,8 @@ def take_step(state: TrainingState, groups: Groups) -> None:
     with meter.timed("step_s"):
         if not table.is_current(groups):
             state.relayout(groups)
-        gradients = table.gradients(groups)
+        with state.refusing_step():
+            gradients = table.gradients(groups)
         if table.has_gradient(groups):
             step_chunks(state, groups, gradients)
             meter.steps += 1
