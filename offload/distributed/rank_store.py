@@ -327,8 +327,9 @@ class RankStore:
                 last = self.sealing.last_aborted
                 if last is None or last.slot.state is not OwnerSlotState.WORKING:
                     raise RanksError(
-                        "this rank's part of the last seal could not be made durable, so that it "
-                        "cannot be written again: restart the job"
+                        "this rank's part of the last seal could not be made durable, so its state "
+                        "is lost: call restore() on every rank, which goes on from the newest "
+                        "checkpoint in another part, or restart the job"
                     )
                 self._granted = last.slot
                 return None

@@ -343,6 +343,7 @@ class TrainingState:
                 self.store.release(seal.slot)
             elif self.store.poisoned:
                 lifecycle.broken = f"the state of step {self.num_steps} could not be made durable"
+                slots.is_working = self.ranks.size > 1  # as on the other ranks
             else:  # if files of the slot were replaced, the state moves to another slot
                 slots.is_working = self.store.is_in_place(seal.slot)
             if errors:

@@ -136,3 +136,31 @@ def test_an_error_names_the_call_that_asked_for_a_slot(jobs: Jobs, tmp_path: Pat
         assert failed["message"].startswith("checkpoint(): rank 1")
         assert rank.of("result")["value"] == 1
         assert rank.of("verify")["value"] == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("settles", [True, False])
+def test_a_part_that_cannot_be_made_durable_costs_no_restart(
+    jobs: Jobs, tmp_path: Path, victim: int, *, settles: bool
+) -> None:
+    """The state of that rank is lost; all ranks go on from the checkpoint before, elsewhere."""
+    # With DistributedDataParallel, each rank needs the others in every step.
+    lost: Calls = [*SEAL, *([["settle"]] if settles else []), ["backward"], ["attempt"], ["zero"]]
+    on: Calls = [*lost, ["restore"], *SEAL, ["verify"]]
+    fails = ["fail", "sync", "owner-1/" if victim else ".slot-"]
+    ranks = run(
+        jobs,
+        tmp_path,
+        "ddp",
+        *[[*BEGIN, *([fails] if rank == victim else []), *on] for rank in (0, 1)],
+    )
+    for number, rank in enumerate(ranks):
+        seal, step = errors(rank)
+        assert (seal["call"], seal["error"]) == ("result", "SealError")
+        assert step["call"] == "attempt"
+        if number != victim:
+            assert f"rank {victim}" in seal["message"]
+            assert f"rank {victim}" in step["message"]
+        assert "restore()" in step["message"]
+        assert rank.of("restore")["value"] == [1, {"step": 1, "rank": number}]
+    require_gone_on(jobs, tmp_path, "ddp", ranks, 2)
