@@ -378,9 +378,10 @@ class RankGroup:
 
     def _know_layouts(self, layout: Layout) -> None:
         """Exchange the layouts of all ranks, if that of this rank is new. Collective then."""
-        if layout is not self._layout:
+        # After a restore, some ranks have another object of the same content.
+        if layout is not self._layout and layout != self._layout:
             self._layouts = self._exchange_layouts(layout)
-            self._layout = layout
+        self._layout = layout
 
     def _exchange_layouts(self, layout: Layout) -> list[Layout]:
         mine = [

@@ -190,7 +190,7 @@ class RankSealing:
         store = self._store
         if store is None:
             raise RuntimeError("this rank has neither the store nor a part of it")
-        slot.sync()  # while the other ranks do the same
+        store.sealing.sync(slot)  # while the other ranks do the same
         done: list[Prepared] = []
         stored: list[StoredCheckpoint] = []
 

@@ -46,6 +46,13 @@ from offload.store.store import Store
 _UNKNOWN = -1
 """Number in an offer that stands for a checkpoint whose manifest cannot be read."""
 
+_LOST = (
+    "this rank's part of the last seal could not be made durable, so its state is lost: call "
+    "restore() on every rank, which goes on from the newest checkpoint in another part, or restart "
+    "the job"
+)
+"""What a rank says that cannot go on in the slot of an aborted seal."""
+
 ShareOf = Callable[[Layout], ModelShare]
 """Function that returns the boxes of the model that this rank writes, given a layout."""
 
@@ -295,6 +302,8 @@ class RankStore:
             if store is None:
                 raise RuntimeError("only the writer makes offers")
             last = self.sealing.last_aborted
+            if last is not None and store.poisoned:
+                raise RanksError(f"{self.agreement.peers.name(0)}: {_LOST}")
             if (
                 last is not None
                 and last.slot.state is SlotState.WORKING
@@ -326,11 +335,7 @@ class RankStore:
             if found.in_place_of != NO_SEAL:
                 last = self.sealing.last_aborted
                 if last is None or last.slot.state is not OwnerSlotState.WORKING:
-                    raise RanksError(
-                        "this rank's part of the last seal could not be made durable, so its state "
-                        "is lost: call restore() on every rank, which goes on from the newest "
-                        "checkpoint in another part, or restart the job"
-                    )
+                    raise RanksError(_LOST)
                 self._granted = last.slot
                 return None
             self._release_older(part)
