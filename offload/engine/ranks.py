@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
+import torch
+
 from gds import Backend
 from offload.device.boundary import Marks
-from offload.format.layout import Layout
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
@@ -101,16 +102,13 @@ class Ranks(Protocol):
         """
         ...
 
-    def refuse_step(
-        self, number: int, layout: Layout, error: Exception, *, needs_slot: bool
-    ) -> None:
+    def refuse_step(self, number: int, error: Exception, *, needs_slot: bool) -> None:
         """Take part, with an error, in a step that begins on all ranks. Collective, never raises.
 
         The other ranks raise an error that names this one, and no rank has taken the step.
 
         Args:
             number: Number of the step.
-            layout: Layout of this rank's state.
             error: Error of this rank.
             needs_slot: Whether the ranks agree on a slot to write before they begin the step.
         """
@@ -131,6 +129,20 @@ class Ranks(Protocol):
     @property
     def shards(self) -> Shards | None:
         """Function that returns this rank's part of a tensor; None if there is one rank."""
+        ...
+
+    def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
+        """Decide who steps parameters that are new. Collective if there are any.
+
+        Args:
+            named: All parameters of the model and of the optimizer, with their names in files.
+            replaces: Whether other objects may have taken the place of known parameters.
+
+        Raises:
+            UnsupportedParameterError: A parameter is divided in a way that is not supported.
+            BoxesError: The ranks do not have the same model.
+            RanksError: A rank was lost, or makes another call.
+        """
         ...
 
     def begin_step(self, terms: Step) -> Values:
@@ -242,17 +254,19 @@ class Alone:
         del slot, step, error
         return None
 
-    def refuse_step(
-        self, number: int, layout: Layout, error: Exception, *, needs_slot: bool
-    ) -> None:
+    def refuse_step(self, number: int, error: Exception, *, needs_slot: bool) -> None:
         """Do nothing: no other rank waits for the step."""
-        del number, layout, error, needs_slot
+        del number, error, needs_slot
 
     def require_same(self, what: str, value: str) -> None:
         """Do nothing: there is one value."""
         del what, value
 
     shards = None
+
+    def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
+        """Do nothing: one rank steps everything."""
+        del named, replaces
 
     def begin_step(self, terms: Step) -> Values:
         """Return what does nothing: there is no other rank."""
