@@ -48,8 +48,8 @@ class Setting:
     """What all calls of a rank have in common."""
 
     kind: str = "ddp"
-    """``ddp``, ``fsdp2``, ``mixed`` for FP32 shards with a mixed-precision policy, ``tp`` for layers
-    that are divided in either dimension, or ``one`` for a model that is not wrapped."""
+    """``ddp``, ``fsdp2``, ``mixed`` for FP32 shards with a mixed-precision policy, ``tp`` for
+    layers that are divided in either dimension, or ``one`` for a model that is not wrapped."""
 
     dtype: str = "bfloat16"
     widths: Sequence[int] = (5, 7, 3)
