@@ -112,6 +112,11 @@ class RankGroup:
         self._file_shares: tuple[ModelShares, FileShare] | None = None
 
     @property
+    def gathers(self) -> bool:
+        """Whether any part of the model is on several ranks, so that steps gather new values."""
+        return self._is_replicated
+
+    @property
     def shards(self) -> Shards | None:
         """Function that returns this rank's part of a tensor."""
         return self._ownership.shard

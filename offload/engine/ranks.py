@@ -99,6 +99,11 @@ class Ranks(Protocol):
         ...
 
     @property
+    def gathers(self) -> bool:
+        """Whether steps bring new values to other ranks that hold them as well."""
+        ...
+
+    @property
     def cuts(self) -> Mapping[str, Cut] | None:
         """Box of each parameter that this rank steps and stores, by name; None for whole ones."""
         ...
@@ -220,6 +225,7 @@ class Alone:
         del what, value
 
     shards = None
+    gathers = False
     cuts = None
 
     def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:

@@ -34,13 +34,7 @@ def step_chunks(
     Raises the errors of `StatePass.run`. The state is broken after an error.
     """
     state_pass = begin_pass(state, groups, gradients)
-    values: Values = NoValues()
-    if state.ranks.size > 1:
-        try:
-            values = _begin_values(state, groups, state_pass)
-        except BaseException:
-            state.slots.torn(state_pass.target)  # the slot is kept for the next pass
-            raise
+    values = begin_values(state, groups, state_pass)
     run_pass(state, state_pass, values)
 
 
@@ -52,19 +46,32 @@ def move_state(state: TrainingState, groups: Groups) -> None:
     run_pass(state, begin_pass(state, groups, [None] * len(state.table.trainables)))
 
 
-def _begin_values(state: TrainingState, groups: Groups, state_pass: StatePass) -> Values:
-    """Agree with the other ranks on a step, before anything is changed."""
-    seal, named = state.seal, state.table.live(groups)
-    return state.ranks.begin_step(
-        Step(
-            number=state_pass.step,
-            layout=state.layout,
-            stepped=state.table.with_gradient(groups),
-            chunks=state_pass.chunks,
-            memory=named.__getitem__,
-            before_write=seal.wait_copied_of if seal is not None else _no_wait,
+def begin_values(state: TrainingState, groups: Groups, state_pass: StatePass) -> Values:
+    """Agree with the other ranks on a step, before anything is changed.
+
+    Returns:
+        What brings the new values of the pass to other ranks, and theirs to this one.
+
+    Raises:
+        RanksError: The ranks differ. Nothing has been changed.
+    """
+    if not state.ranks.gathers:
+        return NoValues()
+    try:
+        seal, named = state.seal, state.table.live(groups)
+        return state.ranks.begin_step(
+            Step(
+                number=state_pass.step,
+                layout=state.layout,
+                stepped=state.table.with_gradient(groups),
+                chunks=state_pass.chunks,
+                memory=named.__getitem__,
+                before_write=seal.wait_copied_of if seal is not None else _no_wait,
+            )
         )
-    )
+    except BaseException:
+        state.slots.torn(state_pass.target)  # the slot is kept for the next pass
+        raise
 
 
 def _no_wait(name: str) -> None:

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from threading import get_ident
@@ -59,6 +60,8 @@ class Setting:
     timeout_s: float = 20.0
     given: bool = False
     """Whether gradients are given, so that they do not depend on the number of ranks."""
+    group_timeout_s: float = 1800.0
+    """Seconds for which torch itself waits for a rank; torchrun would end the others at once."""
 
     is_plain: bool = False
     """Whether steps are taken in memory; nothing is stored."""
@@ -419,13 +422,18 @@ def record(call: str, *, value: Any = None, **more: Any) -> None:
     _record({"call": call, "value": value, "error": "", "message": "", **more})
 
 
+def record_into(folder: Path) -> None:
+    """Record the outcomes of this rank in a file of its own."""
+    global _record
+    file = os.open(f"{folder}/outcomes-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
+    _record = lambda outcome: os.write(file, (json.dumps(outcome) + "\n").encode())  # noqa: E731
+
+
 def run_calls(
     folder: Path, rank: int, size: int, calls: Sequence[Sequence[Any]], setting: dict[str, Any]
 ) -> None:
     """Make the calls of a rank, and record what came of each."""
-    global _record
-    file = os.open(f"{folder}/outcomes-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
-    _record = lambda outcome: os.write(file, (json.dumps(outcome) + "\n").encode())  # noqa: E731
+    record_into(folder)
     torch.use_deterministic_algorithms(mode=True)
     made_setting = Setting(**setting)
     if made_setting.store_port:
@@ -433,7 +441,8 @@ def run_calls(
         os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     if size > 1:
-        dist.init_process_group("gloo")
+        limit = timedelta(seconds=made_setting.group_timeout_s)
+        dist.init_process_group("gloo", timeout=limit)
     made = Calls(folder, rank, size, made_setting)
     for name, *arguments in calls:
         keywords = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
