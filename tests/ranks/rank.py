@@ -89,7 +89,9 @@ class Rank(torch.optim.Optimizer):
 
     def restore(self) -> Checkpoint | None:
         with neutral():
-            return self.engine.restore(self.param_groups, None, discard_newer=False)
+            return self.engine.restore(
+                self.param_groups, None, discard_newer=False, require=lambda: None
+            )
 
     def close(self) -> None:
         self.engine.close()
