@@ -136,9 +136,15 @@ class BesideForward:
         """
         running = self._running
         if running is not None and self._may_seal_early(running, groups):
-            with self._hooks.suspended():
-                target = running.state_pass.target
-                captured = self._capture_early(target, groups, train_state, metrics)
+            captured = None
+            try:
+                with self._hooks.suspended():
+                    target = running.state_pass.target
+                    captured = self._capture_early(target, groups, train_state, metrics)
+            except Exception:
+                if self._state.ranks.size == 1:
+                    raise
+                # `checkpoint` raises the error again, and as on ranks whose step has ended.
             if captured is not None and running.then(partial(self._seal_after, target, captured)):
                 return captured.handle
         self.raise_pending()
