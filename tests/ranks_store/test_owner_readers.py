@@ -220,13 +220,20 @@ def test_an_open_checkpoint_keeps_its_parts(store: Path) -> None:
         backend.lock(path).release()
 
 
-def test_what_reads_one_owner_only_says_so(store: Path) -> None:
+def test_parameters_are_not_loaded_without_the_digests_of_all_owners(store: Path) -> None:
     import torch
 
-    with pytest.raises(CheckpointError, match="has 2 owners"):
-        load_parameters(torch.nn.Linear(1, 1), store)
+    model = torch.nn.Module()
+    for name, shape in SHAPES.items():
+        empty = torch.zeros(shape, dtype=torch.bfloat16)
+        model.register_parameter(name, torch.nn.Parameter(empty))
+    assert load_parameters(model, store) == 2
+    assert any(parameter.any() for parameter in model.parameters())
     with open_for_parameters(store) as opened:
         assert opened.step == 2
+    shutil.rmtree(part_of(store))
+    with pytest.raises(CheckpointError, match="part of owner 1"):
+        load_parameters(model, store)
 
 
 def test_a_copy_is_read_without_the_original(store: Path, tmp_path: Path) -> None:
