@@ -46,7 +46,6 @@ def plain(num_steps: int, optimizer: str = "AdamW", skip: str = "", **hyper: Any
 
 
 CASES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
-    "adamw-2-to-3": (2, 3, {}, {}),
     "adamw-3-to-2-flat": (3, 2, {}, {"flat": True}),
     "amsgrad-3-to-1": (3, 1, {"amsgrad": True}, {}),
     "momentum-2-to-3": (2, 3, {"optimizer": "SGD", "momentum": 0.9}, {}),
