@@ -105,7 +105,7 @@ class Source:
         header = self._manifest.layout.model_header
         yield memoryview(header.encoded)
         for offset, chunk in model_chunks(self._manifest):
-            buffer = self._checkpoint.backend.allocate(chunk.nbytes + ALIGNMENT)
+            buffer = self._checkpoint.backend.allocate(chunk.nbytes + ALIGNMENT, "host")
             block = buffer.slice(offset % ALIGNMENT, chunk.nbytes)
             with self._checkpoint.held():
                 self._read(self._slot.model, offset, chunk, block)
