@@ -242,3 +242,17 @@ def test_without_a_tier_there_is_nothing_to_say(tmp_path: Path) -> None:
         assert optimizer.stats().tier is None
         assert "offload/tier" not in optimizer.stats().scalars()
     assert not (tmp_path / "store" / "tiers").exists()
+
+
+def test_a_tier_changes_no_bit_of_the_training(tmp_path: Path, s3: str) -> None:
+    ends = []
+    for directory, tier in ((tmp_path / "without", None), (tmp_path / "with", s3)):
+        model = make_model(64, 40)
+        settings = {**SETTINGS, "tier": tier}
+        with make_optimizer(model, settings=settings, directory=directory, keep=2) as optimizer:
+            train(optimizer, 6)
+        sealed = tree(directory / "step-00000006")
+        ends.append({path.name: data for path, data in sealed.items() if path.suffix != ".json"})
+    assert {name: data for name, data in ends[0].items() if name != "train_state.safetensors"} == {
+        name: data for name, data in ends[1].items() if name != "train_state.safetensors"
+    }
