@@ -14,8 +14,9 @@ from offload.errors import MismatchError
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
+from offload.format.shares.file_shares import FileShare, file_share
 from offload.format.shares.model_blocks import SharePlan
-from offload.format.shares.model_shares import ModelShare
+from offload.format.shares.model_shares import ModelShare, ModelShares
 from offload.format.shares.owners import ModelBox
 from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
@@ -27,6 +28,12 @@ from offload.model.model_sharing import (
     write_share,
 )
 from offload.model.parameters import Stored
+from offload.model.scattered_sharing import (
+    ScatteredImage,
+    digest_rows,
+    is_same_scattered,
+    write_scattered,
+)
 from offload.model.share_reading import ShareReading, StoredShare
 
 
@@ -34,7 +41,7 @@ class ShareCopy:
     """Copy of a rank's share of the model into the model file of a slot.
 
     Args:
-        share: Boxes that the rank writes.
+        share: What the rank writes.
         stored: Tensors of the model, captured.
         file: Model file of the slot, open for this rank alone.
         backend: Backend that allocates the memory for copying.
@@ -47,7 +54,7 @@ class ShareCopy:
 
     def __init__(
         self,
-        share: ModelShare,
+        share: FileShare,
         stored: Sequence[Stored],
         file: File,
         backend: Backend,
@@ -57,12 +64,15 @@ class ShareCopy:
         progress: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
-        plan = SharePlan(share)
+        plan = SharePlan(share.copied)
         self.share = share
         self._file = file
         self._context = context
         self._buffers = buffers_of(backend, plan.buffer_bytes, traffic)
-        self._image = ShareImage(plan, _tensors_of(share, stored), marks, traffic)
+        self._image = ShareImage(plan, _tensors_of(share.copied, stored), marks, traffic)
+        self._scattered = ScatteredImage(
+            share.scattered, _scattered_of(share, stored), marks, traffic
+        )
         self._written: WrittenShare | None = None
         self._progress = progress
         self.close = close
@@ -90,9 +100,19 @@ class ShareCopy:
 
         known = KnownLeaves(readable=False)
         written = self._written = write_share(
-            self._image, self._file, self._buffers, self._context, known, moved
+            self._image,
+            self._file,
+            self._buffers,
+            self._context,
+            known,
+            moved,
+            through_cache=self.share.through_cache,
         )
-        return written.digests, written.written_bytes
+        num_copied = self.share.copied.nbytes
+        scattered = write_scattered(
+            self._scattered, self._file, lambda nbytes: moved(num_copied + nbytes)
+        )
+        return written.digests, written.written_bytes + scattered
 
     def finish(self) -> tuple[ModelBox, ...]:
         """Write the rest of the share, and make it durable; the boxes have their digests.
@@ -104,8 +124,11 @@ class ShareCopy:
         """
         if self._written is None:
             raise RuntimeError("the share has not been written yet")
+        rows = self.share.rows
+        of_rows = digest_rows(rows, self._file, self._context, self._progress)
         finish_share(self._file, self._written)
-        return boxes_of(self.share, self._written.digests)
+        boxes = boxes_of(self.share.copied, self._written.digests)
+        return (*boxes, *boxes_of(rows, of_rows))
 
     def forget(self) -> None:
         """Do nothing: nothing is remembered of a file."""
@@ -130,9 +153,10 @@ def boxes_of(share: ModelShare, digests: Iterable[str]) -> tuple[ModelBox, ...]:
 
 
 def is_same_share(
-    share: ModelShare,
+    share: FileShare,
     boxes: Sequence[ModelBox],
     stored: Sequence[Stored],
+    file: File,
     backend: Backend,
     context: DigestContext,
     traffic: Traffic,
@@ -140,22 +164,73 @@ def is_same_share(
     """Return whether live tensors equal a rank's share of a checkpoint, bit for bit.
 
     Args:
-        share: Boxes that the rank writes.
-        boxes: Boxes that the rank has written, with their digests.
+        share: What the rank writes.
+        boxes: Boxes whose digests the rank has computed.
         stored: Tensors of the model.
+        file: Model file of the checkpoint.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
         traffic: Counter of the bytes that cross to the host.
     """
-    plan = SharePlan(share)
-    image = ShareImage(plan, _tensors_of(share, stored), traffic=traffic)
+    plan = SharePlan(share.copied)
+    image = ShareImage(plan, _tensors_of(share.copied, stored), traffic=traffic)
     digests = digest_share(image, buffers_of(backend, plan.buffer_bytes, traffic), context)
-    return boxes_of(share, digests) == tuple(boxes)
+    written = {(one.name, one.box): one for one in boxes}
+    wanted = {(entry.name, entry.box) for entry in share.digested.entries}
+    if wanted != written.keys() or any(
+        written[one.name, one.box] != one for one in boxes_of(share.copied, digests)
+    ):
+        return False
+    scattered = ScatteredImage(share.scattered, _scattered_of(share, stored), traffic=traffic)
+    return is_same_scattered(scattered, file)
 
 
 def _tensors_of(share: ModelShare, stored: Sequence[Stored]) -> list[torch.Tensor]:
     live = {item.spec.name: item.tensor for item in stored}
     return [live[entry.name] for entry in share.entries]
+
+
+def _scattered_of(share: FileShare, stored: Sequence[Stored]) -> list[torch.Tensor]:
+    live = {item.spec.name: item.tensor for item in stored}
+    return [live[one.name] for one in share.scattered]
+
+
+def load_rows(
+    shares: ModelShares,
+    share: FileShare,
+    boxes: Sequence[Sequence[ModelBox]],
+    stored: Sequence[Stored],
+    file: File,
+    backend: Backend,
+    context: DigestContext,
+    traffic: Traffic,
+) -> int:
+    """Load live boxes of tensors that the ranks have written together; return the bytes read.
+
+    A digest is of whole rows, so a rank reads the rows that have elements of its boxes.
+
+    Args:
+        shares: Boxes of all ranks.
+        share: What this rank copies.
+        boxes: For each rank, the boxes whose digests it has computed.
+        stored: Tensors of the model.
+        file: Model file of the checkpoint.
+        backend: Backend that allocates the memory for copying.
+        context: Store and generation of the digests.
+        traffic: Counter of the bytes that cross to devices.
+
+    Raises the errors of `load_share`.
+    """
+    live = {item.spec.name: item.tensor for item in stored}
+    sources = []
+    for rank, written in enumerate(boxes):
+        digested = file_share(shares, rank).digested
+        sources.append(StoredShare(digested, file, _digests_of(digested, written, file)))
+    wanted = [LiveBox(one.name, one.box, live[one.name]) for one in share.copied.entries]
+    wanted += [LiveBox(one.name, one.cut.box, live[one.name]) for one in share.scattered]
+    reading = ShareReading(sources, wanted)
+    reading.read(buffers_of(backend, reading.buffer_bytes, traffic), context)
+    return reading.num_bytes
 
 
 def load_share(
@@ -183,6 +258,22 @@ def load_share(
         DamagedError: The file is damaged.
         gds.StorageError: The file cannot be read.
     """
+    digests = _digests_of(share, boxes, file)
+    live = {item.spec.name: item for item in stored}
+    reading = ShareReading(
+        [StoredShare(share, file, digests)],
+        [LiveBox(entry.name, entry.box, live[entry.name].tensor) for entry in share.entries],
+    )
+    reading.read(buffers_of(backend, reading.buffer_bytes, traffic), context)
+    return reading.num_bytes
+
+
+def _digests_of(share: ModelShare, boxes: Sequence[ModelBox], file: File) -> list[str]:
+    """Return the digests of a share's pieces, in their order.
+
+    Raises:
+        MismatchError: The boxes are not those of the share.
+    """
     written = {(one.name, one.box): one for one in boxes}
     wanted = {(entry.name, entry.box) for entry in share.entries}
     different = sorted(f"{name}{box.notation()}" for name, box in wanted ^ written.keys())
@@ -192,11 +283,4 @@ def load_share(
             f"({different[0]}, and {len(different) - 1} more boxes differ): resume with as many "
             "ranks as it was made with, and the same sharding"
         )
-    digests = [d for entry in share.entries for d in written[entry.name, entry.box].digests]
-    live = {item.spec.name: item for item in stored}
-    reading = ShareReading(
-        [StoredShare(share, file, digests)],
-        [LiveBox(entry.name, entry.box, live[entry.name].tensor) for entry in share.entries],
-    )
-    reading.read(buffers_of(backend, reading.buffer_bytes, traffic), context)
-    return reading.num_bytes
+    return [d for entry in share.entries for d in written[entry.name, entry.box].digests]
