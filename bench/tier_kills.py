@@ -3,8 +3,7 @@
 The tier is moto's server of S3 on this machine, behind a proxy that counts what passes. A process
 that pushes or pulls is killed (SIGKILL) after a random time, and started again, until it has ended
 by itself. After every kill, whatever the tier or the store offers is read completely. What the
-server has said to have must not be sent again. A second part measures the processor time that
-uploads and downloads take, without the server's.
+server has said to have must not be sent again.
 
     python -m bench.tier_kills --directory DIR
 """
@@ -15,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -62,9 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             campaign.round()
         proxy.close()
         for name, value in campaign.facts().items():
-            result.fact(name, value)
-        os.environ["AWS_ENDPOINT_URL"] = f"http://{place[0]}:{place[1]}"
-        for name, value in _costs(store, directory).items():
             result.fact(name, value)
         result.write()
 
@@ -171,32 +166,6 @@ def _make_store(directory: str, num_parameters: int) -> str:
         optimizer.step()
         optimizer.checkpoint({"step": 1}).result()
     return directory
-
-
-def _costs(store: str, directory: str) -> dict[str, float]:
-    """Measure the processor time of whole commands, in seconds per GiB; Python's start is left out.
-
-    The server runs in another process, so its time is not in these figures.
-    """
-    with offload.open_checkpoint(store) as checkpoint:
-        gib = sum(checkpoint.files.values()) / (1 << 30)
-    start_s = _processor_s([sys.executable, "-c", "import obstore, offload.tiers"])
-    found = {"checkpoint_gib": round(gib, 4)}
-    for name, what, source, target, arguments in (
-        ("upload_size_only", "push", store, "s3://bucket/cost-size", {"check": "size"}),
-        ("upload", "push", store, "s3://bucket/cost-read", {}),
-        ("download", "pull", "s3://bucket/cost-read", f"{directory}/cost", {}),
-    ):
-        command = [sys.executable, "-c", _CHILD, what, source, target, json.dumps(arguments)]
-        found[f"{name}_processor_s_per_gib"] = round((_processor_s(command) - start_s) / gib, 3)
-    return found
-
-
-def _processor_s(command: Sequence[str]) -> float:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -39,6 +39,11 @@ class Tier:
     """Age in seconds that the newest checkpoint in the tier should not exceed: no more checkpoints
     are uploaded than this needs. None uploads as many as the link can take."""
 
+    check: Literal["read", "size"] = "read"
+    """How an object is checked after it was sent: it is read back and compared with its digests, or
+    only its size is compared, which takes half of the traffic and a quarter of the processor
+    time."""
+
     finish_s: float = 60.0
     """Longest time in seconds that ``close()`` waits for uploads. Those that are not complete by
     then end after a part; ``offload push`` goes on with them."""
@@ -49,6 +54,8 @@ class Tier:
             raise ValueError(f"max_slowdown must not be negative, got {self.max_slowdown}")
         if self.max_age_s is not None and not self.max_age_s > 0:
             raise ValueError(f"max_age_s must be positive, got {self.max_age_s}")
+        if self.check not in ("read", "size"):
+            raise ValueError(f"check must be 'read' or 'size', got {self.check!r}")
         if not self.finish_s >= 0:
             raise ValueError(f"finish_s must not be negative, got {self.finish_s}")
 

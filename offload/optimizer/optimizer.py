@@ -191,6 +191,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             tier.url,
             max_slowdown=tier.max_slowdown,
             max_age_s=tier.max_age_s,
+            check=tier.check,
             num_kept=lambda: retention.most,
             backend=options.backend,
         )

@@ -23,7 +23,7 @@ from offload.tiers.address import parse_address
 from offload.tiers.measuring import Measurements
 from offload.tiers.opening import DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.policy import Decision, Situation, decide
-from offload.tiers.upload import Upload, UploadStoppedError
+from offload.tiers.upload import Check, Upload, UploadStoppedError
 from offload.units import duration, size
 
 _RETRY_S = 30.0
@@ -84,6 +84,7 @@ class BackgroundUploads:
         url: URL of the tier.
         max_slowdown: Largest share by which training may be slowed down.
         max_age_s: Age in seconds that the newest checkpoint in the tier should not exceed.
+        check: How objects are checked after they were sent.
         num_kept: Function that returns how many of the newest checkpoints the store keeps.
         backend: Storage backend of the store; None for the local file system.
         measurements: Measurements to go by; for tests.
@@ -98,6 +99,7 @@ class BackgroundUploads:
         *,
         max_slowdown: float,
         max_age_s: float | None,
+        check: Check,
         num_kept: Callable[[], int | None],
         backend: Backend | None = None,
         measurements: Measurements | None = None,
@@ -106,6 +108,7 @@ class BackgroundUploads:
         open_objects(self._address).close()  # a missing library is an error now, not in an hour
         self._max_slowdown = max_slowdown
         self._max_age_s = max_age_s
+        self._check: Check = check
         self._num_kept = num_kept
         self._backend = backend
         self.measured = measurements or Measurements()
@@ -231,6 +234,7 @@ class BackgroundUploads:
                 report = Upload(
                     objects,
                     unlocked,
+                    check=self._check,
                     num_transfers=_NUM_TRANSFERS,
                     progress=progress,
                     is_stopped=lambda: self._stopped,

@@ -230,7 +230,7 @@ def test_settings_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="not the URL of a tier"):
         optimizer_with(tmp_path / "store", "ftp://host/run")
     assert not (tmp_path / "store").exists()
-    for wrong in ({"max_slowdown": -1}, {"max_age_s": 0}, {"finish_s": -1}):
+    for wrong in ({"max_slowdown": -1}, {"max_age_s": 0}, {"finish_s": -1}, {"check": "no"}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Tier("s3://bucket/run", **wrong)
 
