@@ -20,6 +20,46 @@ Verify: TypeAlias = Literal["restored", "at_restore", "always"]
 _MIN_CHUNK_BYTES = ALIGNMENT
 
 
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A place for copies of checkpoints, and how much may be spent on it; see ``docs/tiers.md``.
+
+    Raises:
+        ValueError: A value is not possible. The message says why.
+    """
+
+    url: str
+    """URL of the tier: ``s3://bucket/folder``, ``gs://...``, ``az://...`` or ``file:///folder``."""
+
+    max_slowdown: float = 0.05
+    """Largest share by which uploads may slow training down, as measured on its steps. A checkpoint
+    that would exceed it is not uploaded, unless the tier would become older than `max_age_s`."""
+
+    max_age_s: float | None = None
+    """Age in seconds that the newest checkpoint in the tier should not exceed: no more checkpoints
+    are uploaded than this needs. None uploads as many as the link can take."""
+
+    check: Literal["read", "size"] = "read"
+    """How an object is checked after it was sent: it is read back and compared with its digests, or
+    only its size is compared, which takes half of the traffic and a quarter of the processor
+    time."""
+
+    finish_s: float = 60.0
+    """Longest time in seconds that ``close()`` waits for uploads. Those that are not complete by
+    then end after a part; ``offload push`` goes on with them."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for values that are not possible."""
+        if not self.max_slowdown >= 0:
+            raise ValueError(f"max_slowdown must not be negative, got {self.max_slowdown}")
+        if self.max_age_s is not None and not self.max_age_s > 0:
+            raise ValueError(f"max_age_s must be positive, got {self.max_age_s}")
+        if self.check not in ("read", "size"):
+            raise ValueError(f"check must be 'read' or 'size', got {self.check!r}")
+        if not self.finish_s >= 0:
+            raise ValueError(f"finish_s must not be negative, got {self.finish_s}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveTuning:
     """Settings for using the drives; every default is measured, or found out by trying.
@@ -174,6 +214,10 @@ class Options:
     trace: str | os.PathLike[str] | None = None
     """Path of a Chrome trace to write when the optimizer is closed, with lanes for the training
     thread, updates, reads and writes. Perfetto can open it. None for no trace."""
+
+    tier: Tier | str | None = None
+    """Place to which sealed checkpoints are copied in the background, or its URL. None copies
+    nothing. It is not supported with several ranks yet."""
 
     backend: Backend | None = None
     """Storage backend to use instead of the built-in choice. The optimizer does not close it."""

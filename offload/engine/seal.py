@@ -69,6 +69,19 @@ class SealHandle:
         """
         return self._future.result(timeout)
 
+    def when_sealed(self, use: Callable[[Checkpoint], object]) -> None:
+        """Call a function with the checkpoint once it is durable; not if sealing fails.
+
+        The call is made on the thread that seals, or at once if the checkpoint is durable. The
+        function must be short and must not wait. An `Exception` that it raises is logged.
+        """
+
+        def ended(future: Pending[Checkpoint]) -> None:
+            if future.exception() is None:
+                use(future.result())
+
+        self._future.add_done_callback(ended)
+
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             "SealHandle cannot be copied or pickled: the checkpoint is being made by this process. "

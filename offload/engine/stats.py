@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from offload.format.layout import Layout
     from offload.stream.drives import Drives
     from offload.stream.streamer import Streamer
+    from offload.tiers.background import TierStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -133,6 +134,9 @@ class Stats:
     torch's own, with the reason. Both give the same bits. With state in device memory, the
     kernels of the device."""
 
+    tier: TierStats | None = None
+    """Uploads to the tier, with the last decisions; None without ``Options(tier=...)``."""
+
     @property
     def read_gbps(self) -> float:
         """Gigabytes (1e9 bytes) read per second of reading; 0 before the first read."""
@@ -163,7 +167,7 @@ class Stats:
         Args:
             prefix: Beginning of every name. Loggers group names by the text before a slash.
         """
-        names = [field.name for field in fields(self) if field.name != "update_code"]
+        names = [field.name for field in fields(self) if field.name not in ("update_code", "tier")]
         names += ["read_gbps", "write_gbps", "drive_writes"]
         return {prefix + name: float(getattr(self, name)) for name in names}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
@@ -74,7 +75,10 @@ class CheckpointingOptimizer(StoreOwner):
             engine.store.keeping.warn_unranked(engine.num_steps, metrics or {})
             if engine.frozen_space.is_due:
                 engine.frozen_space.warn(engine.lay_out(self.param_groups))
-            return engine.checkpoint(self.param_groups, train_state, checked)
+            handle = engine.checkpoint(self.param_groups, train_state, checked)
+        if self._uploads is not None:
+            handle.when_sealed(self._uploads.offer)
+        return handle
 
     def restore(
         self,
@@ -239,7 +243,8 @@ class CheckpointingOptimizer(StoreOwner):
 
     def stats(self) -> Stats:
         """Return the totals of transfers and waiting times so far."""
-        return self._live_engine().stats()
+        found = self._live_engine().stats()
+        return found if self._uploads is None else replace(found, tier=self._uploads.stats())
 
     def synchronize(self) -> None:
         """Wait for all transfers, and any step or seal in flight, and raise their errors."""

@@ -31,11 +31,12 @@ from offload.exchange.torch_dicts import (
 from offload.model.parameters import check_given_once, check_iterable, describe_parameters
 from offload.model.process_groups import ProcessGroup, are_several
 from offload.optimizer.checkpointing import CheckpointingOptimizer
-from offload.options import Options, Overlap
+from offload.options import Options, Overlap, Tier
 from offload.overlap.ddp_refusal import require_no_ddp
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
 from offload.stream.drives import Directory, as_directories
+from offload.tiers.background import BackgroundUploads
 from offload.update.rules import UpdateRule
 from offload.update.steppable import require_steppable
 
@@ -121,6 +122,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
                 "pass the one whose parameters() you gave"
             )
         self._engine = None
+        self._uploads = None
         self._materialized: MaterializedState | None = None
         self._running = ""
         on_device = options.placement == "device"
@@ -133,6 +135,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
                 "parameter with the gradient of this rank alone, before it has been averaged with "
                 'those of the others: use Options(overlap="forward"), or leave it out'
             )
+        uploads = self._open_tier(options, retention, several=several)
         if options.overlap == "backward":
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse unsupported formats before making a directory
@@ -168,10 +171,32 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             state.close()
             raise
         self._engine = engine
+        if uploads is not None:
+            self._uploads = uploads
+            weakref.finalize(self, uploads.stop)
         # A garbage-collected optimizer releases its store, without reporting on its last seal.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
         optimizer = weakref.ref(self)
         engine.strategy.attach(lambda: getattr(optimizer(), "param_groups", None))
+
+    def _open_tier(
+        self, options: Options, retention: Retention, *, several: bool
+    ) -> BackgroundUploads | None:
+        """Return the uploads to the tier of the options; None if there is no tier."""
+        tier = Tier(options.tier) if isinstance(options.tier, str) else options.tier
+        self._finish_s = 0.0 if tier is None else tier.finish_s
+        if tier is None:
+            return None
+        if several:
+            raise ValueError("tier= is not supported with several ranks yet: leave it out")
+        return BackgroundUploads(
+            tier.url,
+            max_slowdown=tier.max_slowdown,
+            max_age_s=tier.max_age_s,
+            check=tier.check,
+            num_kept=lambda: retention.most,
+            backend=options.backend,
+        )
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -216,6 +241,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             engine.step(self.param_groups)
             if self._optimizer_step_post_hooks or _global_optimizer_post_hooks:
                 engine.strategy.before_hooks()
+        if self._uploads is not None:
+            self._uploads.measured.step_taken()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

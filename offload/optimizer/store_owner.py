@@ -14,6 +14,7 @@ from offload.ambient import neutral
 from offload.engine.engine import Engine
 from offload.engine.finalizer import close_quietly
 from offload.errors import OffloadError
+from offload.tiers.background import BackgroundUploads
 
 
 class StoreOwner(torch.optim.Optimizer):
@@ -24,6 +25,12 @@ class StoreOwner(torch.optim.Optimizer):
 
     _finalizer: weakref.finalize[..., Any]
     """Closes the engine if the optimizer is garbage-collected."""
+
+    _uploads: BackgroundUploads | None
+    """Uploads of checkpoints to a tier; None if there is no tier."""
+
+    _finish_s: float
+    """Longest time in seconds that `close` waits for uploads."""
 
     _running: str
     """Name of the public method that is running; empty if none is."""
@@ -38,6 +45,9 @@ class StoreOwner(torch.optim.Optimizer):
             with self._exclusive("close") as engine:
                 engine.close()
             self._finalizer.detach()
+        if self._uploads is not None:
+            self._uploads.wait(self._finish_s)
+            self._uploads.stop()
 
     def __repr__(self) -> str:
         """Return one line with the place and size of the state, followed by torch's lines."""
@@ -59,6 +69,8 @@ class StoreOwner(torch.optim.Optimizer):
             self.close()
         elif self._engine is not None:
             close_quietly(self._engine)  # the error that is being raised says more
+            if self._uploads is not None:
+                self._uploads.stop()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -295,7 +295,9 @@ class Download:
         tasks: Iterator[Task] = (
             partial(self._fill_range, one, may_hold_parts=may_hold_parts) for one in ranges
         )
-        run_all(tasks, self._num_transfers, lambda: self._backend.allocate(most + ALIGNMENT))
+        run_all(
+            tasks, self._num_transfers, lambda: self._backend.allocate(most + ALIGNMENT, "host")
+        )
 
     def _ranges(self, slot: Slot) -> Iterator[tuple[File, int, str, int, Chunk]]:
         """Yield each chunk with its file and offset here, and its object and offset there."""

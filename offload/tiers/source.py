@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from offload.checkpoint.sealed_slot import SealedSlot
 from offload.checkpoint.second_read import reread_and_check
 from offload.errors import CheckpointError, RecycledError
 from offload.format.digests import DigestContext
-from offload.format.manifest import MAX_MANIFEST_BYTES, decode
+from offload.format.manifest import MAX_MANIFEST_BYTES, MODEL_BLOCK_BYTES, decode
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
 from offload.tiers.contents import Chunk, StateObject, file_offset, model_chunks
 
@@ -100,16 +101,24 @@ class Source:
     def model_blocks(self) -> Iterator[memoryview]:
         """Yield ``model.safetensors`` in pieces: its header, and then block by block.
 
-        The errors are those of `read_object`. Each piece is in memory of its own.
+        The errors are those of `read_object`. A piece stays as it is as long as anybody refers to
+        it; its memory is then used again, because new memory costs more time than reading into it.
         """
         header = self._manifest.layout.model_header
         yield memoryview(header.encoded)
+        free: list[Buffer] = []
         for offset, chunk in model_chunks(self._manifest):
-            buffer = self._checkpoint.backend.allocate(chunk.nbytes + ALIGNMENT)
+            if not free:
+                most = MODEL_BLOCK_BYTES + ALIGNMENT
+                free.append(self._checkpoint.backend.allocate(most, "host"))
+            buffer = free.pop()
             block = buffer.slice(offset % ALIGNMENT, chunk.nbytes)
             with self._checkpoint.held():
                 self._read(self._slot.model, offset, chunk, block)
-            yield block.memoryview()
+            view = memoryview(block.memoryview())
+            weakref.finalize(view, free.append, buffer).atexit = False
+            yield view
+            del view
 
     def _read(self, file: File, offset: int, chunk: Chunk, into: Buffer) -> None:
         file.read(into, offset).result()

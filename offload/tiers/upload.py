@@ -47,6 +47,10 @@ Progress = Callable[[int, int], object]
 NUM_TRANSFERS = 4
 
 
+class UploadStoppedError(TierError):
+    """An upload was told to end, and has ended after a part. Another one goes on from there."""
+
+
 @dataclass(frozen=True, slots=True)
 class PushReport:
     """Result of an upload."""
@@ -140,6 +144,8 @@ class Upload:
         object_bytes: Size in bytes of objects of state.
         num_transfers: Number of objects that are sent at a time.
         progress: Function that is called with the bytes done and the total.
+        is_stopped: Function that says, before each part is read or sent, whether to end there with
+            `UploadStoppedError`.
     """
 
     def __init__(
@@ -151,7 +157,9 @@ class Upload:
         object_bytes: int = OBJECT_BYTES,
         num_transfers: int = NUM_TRANSFERS,
         progress: Progress | None = None,
+        is_stopped: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_stopped = is_stopped
         self._objects = objects
         self._checkpoint = checkpoint
         self._manifest = checkpoint.manifest
@@ -333,11 +341,25 @@ class Upload:
 
         most = max((one.nbytes for one in state), default=0)
         storage = self._checkpoint.backend
-        run_all(tasks(), self._num_transfers, lambda: storage.allocate(most + ALIGNMENT))
+        run_all(
+            tasks(),
+            self._num_transfers,
+            lambda: storage.allocate(most + ALIGNMENT, "host"),
+            self._require_going_on,
+        )
 
     def _send_model(self, source: Source, name: str, _: Buffer) -> None:
         nbytes = self._manifest.layout.model_header.file_bytes
-        self._objects.put_stream(name, source.model_blocks(), nbytes)
+        self._objects.put_stream(name, self._while_going_on(source.model_blocks()), nbytes)
+
+    def _while_going_on(self, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
+        for block in blocks:
+            self._require_going_on()
+            yield block
+
+    def _require_going_on(self) -> None:
+        if self._is_stopped():
+            raise UploadStoppedError(errno.EINTR, "the upload was stopped", self._objects.url)
 
     def _send_whole(self, name: str, data: bytes, _: Buffer) -> None:
         self._objects.put(name, data)
@@ -355,6 +377,7 @@ class Upload:
     ) -> None:
         """Send an object and check it, unless an earlier upload has sent it already."""
         name = transfer.name
+        self._require_going_on()
         kept = is_there and (ledger.checked.get(name) == nbytes or self._is_good(transfer))
         if not kept:
             transfer.send(buffer)

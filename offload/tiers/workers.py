@@ -21,7 +21,12 @@ _LAST_WAIT_S = 1.0
 not answer are left behind: they end with their request, and do nothing more."""
 
 
-def run_all(tasks: Iterable[Task], num_workers: int, make_buffer: Callable[[], Buffer]) -> None:
+def run_all(
+    tasks: Iterable[Task],
+    num_workers: int,
+    make_buffer: Callable[[], Buffer],
+    require_going_on: Callable[[], None] = lambda: None,
+) -> None:
     """Carry out tasks in their order, several at a time, and wait for all of them.
 
     If a task fails, no further task is begun, and the first error is raised.
@@ -30,6 +35,7 @@ def run_all(tasks: Iterable[Task], num_workers: int, make_buffer: Callable[[], B
         tasks: Transfers. The next one is taken when a thread is free.
         num_workers: Largest number of transfers at a time.
         make_buffer: Function that returns the buffer of one thread.
+        require_going_on: Function that is called again and again, and raises an error to end early.
     """
     work = _Work(iter(tasks), make_buffer)
     threads = [
@@ -44,7 +50,7 @@ def run_all(tasks: Iterable[Task], num_workers: int, make_buffer: Callable[[], B
                     error = work.ended.get(timeout=_POLL_S)
                     break
                 except queue.Empty:
-                    continue
+                    require_going_on()
             if error is not None:
                 raise error
     finally:

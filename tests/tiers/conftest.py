@@ -11,6 +11,7 @@ import pytest
 
 import offload
 from offload.cli import main
+from tests.campaigns import FULL
 from tests.command_line import Run, runner
 from tests.stores.small import make_model, make_optimizer, train
 from tests.tiers import servers
@@ -89,11 +90,9 @@ def _tier(request: pytest.FixtureRequest, kind: str) -> str:
     return f"s3://tier/{request.node.name.replace('[', '-').replace(']', '')}"
 
 
-@pytest.fixture(
-    params=["file", "moto", pytest.param("juicefs", marks=pytest.mark.slow)],
-)
+@pytest.fixture(params=["file", "moto", *(["juicefs"] if FULL else [])])
 def tier(request: pytest.FixtureRequest) -> str:
-    """URL of an empty tier of each kind. JuiceFS takes seconds to start: ``-m slow``."""
+    """URL of an empty tier of each kind; JuiceFS's gateway in the full run only."""
     return _tier(request, request.param)
 
 

@@ -394,3 +394,24 @@ def test_a_disk_that_is_full_is_an_error_before_anything_is_fetched(
         pull(s3, "/back", backend=backend, allow_volatile=True)
     assert not [name for name in backend.list_dir("/back") if name.startswith("step")]
     assert os.environ["AWS_ENDPOINT_URL"]
+
+
+def test_a_model_of_many_blocks_goes_up_in_parts_and_comes_back(tmp_path: Path, s3: str) -> None:
+    """Six blocks of 16 MiB, whose memory is used again while others are being sent."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1024, 41_000, bias=False).bfloat16()
+    options = offload.Options(
+        drives=offload.DriveTuning(calibrate=False), allow_volatile=True, train_state_bytes=8192
+    )
+    optimizer = offload.AdamW(
+        model.parameters(), directory=tmp_path / "store", model=model, keep=1, options=options
+    )
+    with optimizer:
+        optimizer.checkpoint().result()  # before the first step: parameters only
+    push(tmp_path / "store", s3)
+    pull(s3, tmp_path / "back")
+    (before, after) = (
+        (tmp_path / name / "step-00000000" / "model.safetensors").read_bytes()
+        for name in ("store", "back")
+    )
+    assert before == after

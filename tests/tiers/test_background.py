@@ -1,0 +1,258 @@
+"""Uploads beside training: what is decided, what the tier gets, and that nothing waits for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+from offload.errors import TierError
+from offload.options import Tier
+from offload.tiers import background, list_tier, pull, verify_tier
+from offload.tiers.measuring import Measurements
+from offload.tiers.policy import Situation, decide
+from tests.stores.files import tree
+from tests.stores.small import make_model, make_optimizer, step, train
+from tests.tiers.conftest import SETTINGS
+from tests.tiers.proxy import Proxy
+
+USUAL = Situation(
+    nbytes=1000, interval_s=10.0, lifetime_s=20.0, bytes_per_s=1000.0, unmeasured=0,
+    newest_age_s=10.0, slowdown=None, busy_share=0.1, max_slowdown=0.05, max_age_s=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "choice", "reason"),
+    [
+        ({}, "upload", r"it takes 1\.0 s at 1\.00 kB/s"),
+        ({"bytes_per_s": None}, "upload", "not known yet"),
+        ({"newest_age_s": None}, "upload", "has no checkpoint yet"),
+        ({"bytes_per_s": 30.0}, "skip", r"takes 33 s .* recycles it after 20 s: a larger keep="),
+        ({"bytes_per_s": 30.0, "unmeasured": 1}, "upload", "measured again"),
+        ({"bytes_per_s": 30.0, "lifetime_s": None}, "upload", "takes 33 s"),
+        ({"bytes_per_s": 45.0}, "upload", "takes 22 s"),
+        ({"max_age_s": 60.0}, "keep", "is 10 s old, and 60 s are allowed"),
+        ({"max_age_s": 20.0}, "upload", "would become older than 20 s"),
+        ({"slowdown": 0.4}, "upload", "takes"),
+        ({"slowdown": 0.6}, "skip", r"slow training down by 6\.0%, at most 5\.0% is allowed"),
+        ({"slowdown": 0.6, "max_age_s": 20.0}, "upload", "would become older"),
+        ({"slowdown": 0.6, "max_age_s": 60.0}, "skip", "slow training down"),
+        ({"slowdown": 0.6, "max_slowdown": 0.1}, "upload", "takes"),
+    ],
+)
+def test_decisions_and_their_reasons(changes: dict[str, Any], choice: str, reason: str) -> None:
+    import re
+
+    found = decide(dataclasses.replace(USUAL, **changes))
+    assert found.choice == choice
+    assert re.search(reason, found.reason)
+
+
+@pytest.mark.parametrize("rate", [50.0, 100.0, 1000.0])
+@pytest.mark.parametrize("limit_s", [15.0, 30.0, 100.0])
+def test_the_age_is_kept_whenever_the_link_allows(rate: float, limit_s: float) -> None:
+    """A run of many checkpoints: each upload takes what the rate says, one at a time."""
+    interval_s, now_s, newest_s, free_s, worst_s = 5.0, 0.0, 0.0, 0.0, 0.0
+    for _ in range(200):
+        now_s += interval_s
+        worst_s = max(worst_s, now_s - newest_s)
+        if now_s < free_s:
+            continue  # an upload is running
+        situation = dataclasses.replace(
+            USUAL, nbytes=500, bytes_per_s=rate, interval_s=interval_s, lifetime_s=None,
+            newest_age_s=now_s - newest_s, max_age_s=limit_s,
+        )  # fmt: skip
+        if decide(situation).choice == "upload":
+            free_s, newest_s = now_s + 500 / rate, now_s
+    needed_s = 500 / rate + interval_s
+    assert worst_s <= max(limit_s, 2 * needed_s)
+
+
+def test_a_decision_changes_within_two_checkpoints_of_the_link() -> None:
+    measured, clock = Measurements(lambda: 0.0), USUAL
+    measured.sent(1000, 1.0)
+    for nbytes, first, last in ((10, "skip", "upload"), (100_000, "upload", "upload")):
+        measured.sent(nbytes, 1.0)
+        measured.sent(nbytes, 1.0)
+        now = dataclasses.replace(clock, nbytes=20_000, bytes_per_s=measured.bytes_per_s)
+        assert decide(now).choice == first
+        assert decide(dataclasses.replace(now, unmeasured=1)).choice == last
+
+
+def test_the_slowdown_is_that_of_steps_beside_uploads() -> None:
+    now_s = 0.0
+    measured = Measurements(lambda: now_s)
+    assert measured.slowdown is None
+    for number in range(40):
+        running = number // 10 % 2 == 1
+        if number % 10 == 0:
+            measured.uploading(running)
+        now_s += 1.2 if running else 1.0
+        measured.step_taken()
+    assert measured.slowdown == pytest.approx(0.2)
+    assert measured.busy_share == pytest.approx(18 * 1.2 / (18 * 1.2 + 18), rel=0.1)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that fail are given up soon."""
+    monkeypatch.setattr(background, "_RETRY_S", 0.2)
+
+
+def optimizer_with(store: Path, tier: str | Tier, **changes: Any) -> offload.OffloadedOptimizer:
+    model = make_model(64, 40)
+    settings = {**SETTINGS, "tier": tier}
+    arguments = {"directory": store, "keep": 3, **changes}
+    return make_optimizer(model, settings=settings, **arguments)
+
+
+def test_checkpoints_arrive_in_the_tier_as_they_are_sealed(
+    tmp_path: Path, tier: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="offload")
+    with optimizer_with(tmp_path / "store", tier) as optimizer:
+        assert optimizer._uploads is not None
+        for _ in range(3):
+            train(optimizer, 1)
+            assert optimizer._uploads.wait(60)
+        stats = optimizer.stats().tier
+    assert stats is not None
+    assert (stats.num_complete, stats.newest_step, stats.url) == (3, 3, tier)
+    assert [(e.step, e.choice, e.outcome) for e in stats.events] == [
+        (number, "upload", "complete") for number in (1, 2, 3)
+    ]
+    assert [report.ok for report in verify_tier(tier)] == [True] * 3
+    assert "step-00000003: upload: it takes" in caplog.text
+    assert "is complete, after" in caplog.text
+    pull(tier, tmp_path / "back")
+    sealed = tree(tmp_path / "store" / "step-00000003")
+    assert [*tree(tmp_path / "back" / "step-00000003").values()] == [*sealed.values()]
+
+
+def test_close_waits_for_the_last_checkpoint(tmp_path: Path, s3: str) -> None:
+    with optimizer_with(tmp_path / "store", s3) as optimizer:
+        train(optimizer, 4, seal_at=[4])
+    assert [copy.marker and copy.marker.step for copy in list_tier(s3)] == [4]
+
+
+def test_training_never_waits_for_a_link_that_hangs(tmp_path: Path, s3: str, proxy: Proxy) -> None:
+    """The server does not answer; with keep=1 every slot is needed again at once."""
+    hung = threading.Event()
+
+    def rule(request: Any) -> str:
+        if "/state/" in request.path:
+            hung.set()
+            return "hang"
+        return ""
+
+    proxy.rule = rule
+    tier = Tier(s3, finish_s=0)
+    with optimizer_with(tmp_path / "store", tier, keep=1) as optimizer:
+        train(optimizer, 1)
+        assert hung.wait(60)
+        train(optimizer, 5)
+        assert optimizer.num_steps == 6
+        stats = optimizer.stats().tier
+        assert stats is not None
+        assert stats.num_complete == 0
+        proxy.close()
+    assert offload.list_checkpoints(tmp_path / "store")[-1].step == 6
+
+
+def test_an_upload_gives_way_and_the_next_checkpoint_arrives(
+    tmp_path: Path, s3: str, proxy: Proxy
+) -> None:
+    waiting, go_on = threading.Event(), threading.Event()
+
+    def rule(request: Any) -> str:
+        if "/state/" in request.path and not go_on.is_set():
+            waiting.set()
+            assert go_on.wait(60)
+        return ""
+
+    proxy.rule = rule
+    with optimizer_with(tmp_path / "store", s3, keep=1) as optimizer:
+        assert optimizer._uploads is not None
+        train(optimizer, 1)
+        assert waiting.wait(60)
+        train(optimizer, 3)  # the checkpoint of step 1 is recycled while it is being sent
+        go_on.set()
+        for _ in range(2):  # what was measured last says that the link is too slow
+            assert optimizer._uploads.wait(60)
+            train(optimizer, 1)
+        assert optimizer._uploads.wait(60)
+        stats = optimizer.stats().tier
+        assert stats is not None
+        outcomes = {(e.step, e.choice): e.outcome for e in stats.events}
+    assert outcomes[1, "upload"] == "recycled"
+    assert "complete" in outcomes.values()
+    assert list_tier(s3)[-1].marker is not None
+    assert all(report.ok for report in verify_tier(s3))
+
+
+def test_a_tier_that_is_gone_is_logged_and_training_goes_on(
+    tmp_path: Path, s3: str, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="offload")
+    proxy.rule = lambda _: "404:NoSuchBucket"
+    with optimizer_with(tmp_path / "store", s3) as optimizer:
+        assert optimizer._uploads is not None
+        train(optimizer, 1)
+        assert optimizer._uploads.wait(60)
+        proxy.rule = lambda _: ""
+        train(optimizer, 1)
+        assert optimizer._uploads.wait(60)
+        stats = optimizer.stats().tier
+        assert stats is not None
+        assert [event.outcome for event in stats.events] == ["failed", "complete"]
+    assert "failed: s3://bucket" in caplog.text
+    assert "bucket does not exist" in caplog.text
+
+
+def test_an_optimizer_that_is_dropped_leaves_no_thread(tmp_path: Path, s3: str) -> None:
+    optimizer = optimizer_with(tmp_path / "store", Tier(s3, finish_s=0))
+    step(optimizer)
+    optimizer.checkpoint().result()
+    optimizer.close()
+    deadline = time.monotonic() + 30
+    while any(thread.name == "offload-tier" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_settings_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="not the URL of a tier"):
+        optimizer_with(tmp_path / "store", "ftp://host/run")
+    assert not (tmp_path / "store").exists()
+    for wrong in ({"max_slowdown": -1}, {"max_age_s": 0}, {"finish_s": -1}, {"check": "no"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Tier("s3://bucket/run", **wrong)
+
+
+def test_without_a_tier_there_is_nothing_to_say(tmp_path: Path) -> None:
+    model = make_model()
+    with make_optimizer(model, settings=SETTINGS, directory=tmp_path / "store") as optimizer:
+        train(optimizer, 1)
+        assert optimizer.stats().tier is None
+        assert "offload/tier" not in optimizer.stats().scalars()
+    assert not (tmp_path / "store" / "tiers").exists()
+
+
+def test_a_tier_changes_no_bit_of_the_training(tmp_path: Path, s3: str) -> None:
+    ends = []
+    for directory, tier in ((tmp_path / "without", None), (tmp_path / "with", s3)):
+        model = make_model(64, 40)
+        settings = {**SETTINGS, "tier": tier}
+        with make_optimizer(model, settings=settings, directory=directory, keep=2) as optimizer:
+            train(optimizer, 6)
+        sealed = tree(directory / "step-00000006")
+        ends.append({path.name: data for path, data in sealed.items() if path.suffix != ".json"})
+    assert {name: data for name, data in ends[0].items() if name != "train_state.safetensors"} == {
+        name: data for name, data in ends[1].items() if name != "train_state.safetensors"
+    }
