@@ -192,14 +192,10 @@ class RankGroup:
         fresh: bool,
     ) -> StateStore:
         """Open the store with all ranks."""
-        if len(drives) > 1:
-            raise ValueError(
-                f"directory= names {len(drives)} directories, and there are {self.size} ranks: "
-                "several ranks train into one directory in this version"
-            )
-        (backend, directory) = drives[0]
+        directories = [directory for _, directory in drives]
+        (backend, _), *_ = drives
         self._store = RankStore(
-            self._agreement, backend, directory, self.share_of, keep, options, fresh=fresh
+            self._agreement, backend, directories, self.share_of, keep, options, fresh=fresh
         )
         return self._store
 

@@ -55,6 +55,7 @@ class RankSealing:
             its path and the rank's slot.
         store: The store, on the writer.
         part: Parts of this rank's owner, on every other rank.
+        owners: For each owner besides the first, the store's directory on its node.
     """
 
     def __init__(
@@ -65,7 +66,10 @@ class RankSealing:
         published: Callable[[str, OwnerSlot], StoredCheckpoint],
         store: Store | None,
         part: OwnerStore | None,
+        *,
+        owners: Mapping[int, str],
     ) -> None:
+        self._owners = owners
         self._agreement = agreement
         self._directory = directory
         self._share_of = share_of
@@ -118,11 +122,10 @@ class RankSealing:
         self._name = "" if self._part is None else slot.name
         if self._store is not None:
             share = self._share_of(slot.layout)
-            size = self._agreement.peers.size
             return self._store.sealing.compose(
                 slot,
                 train_state,
-                owners=dict.fromkeys(range(1, size), self._directory),
+                owners=self._owners,
                 model_boxes=[(entry.name, entry.box) for entry in share.entries],
                 **content,
             )

@@ -7,7 +7,7 @@ also has the state of owner 0. Every other rank has the state of one other owner
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,11 @@ from offload.distributed.agreement.grant import NO_SEAL, Offer
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.opening import Plan
 from offload.distributed.agreement.sights import Sight
+from offload.distributed.node import place_of
+from offload.distributed.rank_directories import directories_of_owners, shared_store
 from offload.distributed.rank_keeping import RankKeeping
 from offload.distributed.rank_sealing import RankSealing, from_message, to_message
-from offload.distributed.survey import place_of, survey
+from offload.distributed.survey import survey
 from offload.distributed.together import together
 from offload.errors import CheckpointError, RanksError
 from offload.format.layout import Layout
@@ -34,11 +36,11 @@ from offload.format.train_state import EncodedState
 from offload.journal import Journal
 from offload.options import Options
 from offload.retention.policy import Retention
+from offload.store.directories import check_further_directories
 from offload.store.opening import StoredCheckpoint, find_stored
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.slot import OwnerSlot, OwnerSlotState
 from offload.store.owners.store import OwnerStore
-from offload.store.shared import SharedStore
 from offload.store.slot import Slot, SlotState
 from offload.store.state_store import StateSlot
 from offload.store.store import Store
@@ -70,12 +72,13 @@ class _Opened:
 class RankStore:
     """The store of a training by several ranks, on one of them. The constructor is collective.
 
-    All ranks must see the directory: they are on one host.
+    All ranks must see the first directory: they are on one host.
 
     Args:
         agreement: Agreement of all ranks.
-        backend: Backend of the directory.
-        directory: The store's directory.
+        backend: Backend of the directories.
+        directories: Directories that this rank was given. Owners are dealt over them, unless they
+            have a directory already.
         share_of: Function that returns this rank's share of the model.
         keep: Policy that selects the checkpoints to keep.
         options: Settings, of which those of the store are used.
@@ -90,7 +93,7 @@ class RankStore:
         self,
         agreement: Agreement,
         backend: Backend,
-        directory: str,
+        directories: Sequence[str],
         share_of: ShareOf,
         keep: Retention,
         options: Options,
@@ -99,7 +102,11 @@ class RankStore:
     ) -> None:
         self.agreement = agreement
         self.backend = backend
-        self.directory = os.path.abspath(directory)
+        self._given = tuple(map(os.path.abspath, directories))
+        self.directory = self._given[0]
+        """The store's first directory."""
+        self._home = self.directory
+        """Directory of the store that has the parts of this rank's owner."""
         self._share_of = share_of
         self._opened = _Opened()
         self._granted: StateSlot | None = None
@@ -112,9 +119,9 @@ class RankStore:
         self._own: list[StoredCheckpoint] = []
         self._refused: list[tuple[str, str]] = []
         self._journal = Journal()
-        sight = survey(backend, self.directory, fresh=fresh)
+        sight = survey(backend, self._given, fresh=fresh)
         try:
-            agreement.open(sight, self._enter(sight, keep, options, fresh=fresh))
+            plan = agreement.open(sight, self._enter(sight, keep, options, fresh=fresh))
             self._open_part(options)
         except BaseException:
             self._opened.close()
@@ -125,7 +132,13 @@ class RankStore:
         )
         """Retention policy and pins, which are the writer's."""
         self.sealing = RankSealing(
-            agreement, self.directory, share_of, self._published, store, part
+            agreement,
+            self.directory,
+            share_of,
+            self._published,
+            store,
+            part,
+            owners=directories_of_owners(plan),
         )
         """What makes checkpoints of the ranks' slots."""
         if self._opened.store is not None and fresh:
@@ -134,21 +147,21 @@ class RankStore:
     def _enter(
         self, sight: Sight, keep: Retention, options: Options, *, fresh: bool
     ) -> Callable[[Plan], None]:
-        size = self.agreement.peers.size
-        directories = dict.fromkeys(range(1, size), self.directory)
+        rank, size = self.agreement.peers.rank, self.agreement.peers.size
 
         def enter(plan: Plan) -> None:
             if plan.writer != 0 or plan.homes != tuple(range(size)):
                 raise RanksError(
                     f"the ranks do not all see {self.directory}, or not as those that made the "
-                    "store: several ranks train on one host, with one directory, in this version"
+                    "store: several ranks train on one host, with the same directories, in this "
+                    "version"
                 )
-            if self.agreement.peers.rank == plan.writer:
-                seen = {
-                    owner.owner: {p.name: p.digest for p in owner.parts if not p.problem}
-                    for store in sight.stores
-                    for owner in store.owners
-                }
+            firsts = [store.directory for store in sight.stores if store.place]
+            self.directory = firsts[0] if firsts else self._given[0]
+            self._home = plan.directories[rank]
+            others = [one for one in self._given if one != self.directory]
+            check_further_directories(self.backend, others)
+            if rank == plan.writer:
                 self._opened.store = Store(
                     self.backend,
                     self.directory,
@@ -158,7 +171,7 @@ class RankStore:
                     reader_timeout_s=options.reader_timeout_s,
                     allow_volatile=options.allow_volatile,
                     allow_remote=options.allow_remote,
-                    shared=SharedStore(directories, seen),
+                    shared=shared_store(plan, others),
                 )
 
         return enter
@@ -180,7 +193,7 @@ class RankStore:
             if not self.is_writer and self._opened.part is None:
                 self._opened.part = OwnerStore(
                     self.backend,
-                    self.directory,
+                    self._home,
                     self.agreement.peers.rank,
                     store_id=offer["store_id"],
                     allow_volatile=options.allow_volatile,
@@ -195,8 +208,8 @@ class RankStore:
     def _place(self) -> str:
         """Return a text that is the same for all ranks that see the same directory."""
         try:
-            return place_of(self.directory)
-        except OSError:  # it is missing, or the backend has directories of its own
+            return place_of(self.backend, self.directory)
+        except OSError:
             return ""
 
     @property
@@ -206,8 +219,13 @@ class RankStore:
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """The directory of the store."""
-        return (self.directory,)
+        """The first directory of the store, and the others that this rank was given."""
+        return (self.directory, *(one for one in self._given if one != self.directory))
+
+    @property
+    def state_directories(self) -> tuple[str, ...]:
+        """The directory that has the state of this rank."""
+        return (self._home,)
 
     @property
     def checkpoints(self) -> list[StoredCheckpoint]:
@@ -426,7 +444,12 @@ class RankStore:
         manifest = self._manifests.get(checkpoint.path, checkpoint.manifest)
         peers = self.agreement.peers
         return Checkpoint(
-            self.backend, checkpoint.path, manifest, rank=peers.rank, num_ranks=peers.size
+            self.backend,
+            checkpoint.path,
+            manifest,
+            self.directories[1:],
+            rank=peers.rank,
+            num_ranks=peers.size,
         )
 
     def model_of(self, checkpoint: StoredCheckpoint) -> File:
@@ -543,7 +566,7 @@ class RankStore:
         reference = next((one for one in manifest.owners if one.owner == rank), None)
         if reference is None:
             return StoredCheckpoint(path, manifest, None)  # it does not fit, which `restore` says
-        part = reference.path_in(self.directory)
+        part = reference.path_in(self._home)
         table = check_owner_part(self.backend, part, manifest, reference, path)
         own = replace(
             manifest,

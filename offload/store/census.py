@@ -45,6 +45,7 @@ class Census:
         self._checkpoints = opened.checkpoints
         self._refused = opened.refused
         self._parts = opened.parts
+        self._searched = opened.searched
         self._lock = opened.lock
         self._old_files: list[tuple[Slot, Manifest | None]] = []
         """Old files of removed or changed checkpoints, as slots that state may still be read from.
@@ -138,7 +139,8 @@ class Census:
                     f"{path}: holds another checkpoint (generation {found.generation}) than the "
                     f"one that was there (generation {known.generation})"
                 )
-            check_files(self._backend, path, found, self._parts.directories)
+            parts = (*self._parts.directories, *self._searched)
+            check_files(self._backend, path, found, parts)
         except CheckpointError as error:
             if not self._lock.is_held():
                 return

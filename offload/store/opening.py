@@ -110,6 +110,9 @@ class StoreContent:
     refused: list[tuple[str, str]]
     """Paths of directories named like checkpoints that are not usable, each with the reason."""
 
+    searched: tuple[str, ...]
+    """Further directories on this node that are searched for the parts of owners."""
+
     leftover: list[str]
     """Paths of slots that are not checkpoints. Earlier processes left them; they may be
     rewritten."""
@@ -254,7 +257,8 @@ def _read_content(
 ) -> StoreContent:
     """Read the content of a store whose directories are locked."""
     (backend, directory), *others = drives
-    other_directories = [path for _, path in others]
+    searched = shared.searched if shared is not None else ()
+    other_directories = [*(path for _, path in others), *searched]
     checkpoints, refused = [], []
     claims: dict[str, frozenset[int] | None] = {}
     owners = OwnerClaims()
@@ -299,6 +303,7 @@ def _read_content(
         parts=parts,
         checkpoints=checkpoints,
         refused=refused,
+        searched=searched,
         leftover=leftover,
     )
 

@@ -21,6 +21,9 @@ class SharedStore:
     part, as the ranks have found them. None if only parts on this node are compared with the
     manifests, as in a program that does not train."""
 
+    searched: tuple[str, ...] = ()
+    """Further directories of the store on this node, in which owners may have their parts."""
+
     def require_parts(self, path: str, manifest: Manifest) -> None:
         """Check that ranks have found all parts that a checkpoint names.
 

@@ -121,6 +121,11 @@ class StateStore(Protocol):
         ...
 
     @property
+    def state_directories(self) -> tuple[str, ...]:
+        """Directories that have the state of this process, one on each drive."""
+        ...
+
+    @property
     def store_id(self) -> str:
         """Identity of the store."""
         ...

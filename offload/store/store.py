@@ -152,6 +152,11 @@ class Store:
         return (self.directory, *self._parts.directories)
 
     @property
+    def state_directories(self) -> tuple[str, ...]:
+        """Directories that have the state of this process, one on each drive: all of them."""
+        return self.directories
+
+    @property
     def newest(self) -> StoredCheckpoint | None:
         """Usable checkpoint of the highest generation, or None; superseded ones do not count."""
         return self.keeping.newest

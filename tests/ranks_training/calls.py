@@ -116,6 +116,8 @@ class Calls:
         }
         arguments = {**setting.hyper, **changes}
         directory = arguments.pop("directory", self.directory)
+        if isinstance(directory, list):  # names of directories beside each other
+            directory = [self.directory.parent / name for name in directory]
         self.optimizer = offload.AdamW(
             self.model.parameters(),
             directory=directory,
@@ -320,7 +322,7 @@ def warm_up() -> None:
     """Import what ranks need, before they are forked."""
     import torch.distributed.tensor  # noqa: F401
 
-    from offload.distributed import launch, torch_channel  # noqa: F401
+    from offload.distributed import launch  # noqa: F401
     from tests.stores.training import Reference
 
     Reference().after(1)
