@@ -125,6 +125,7 @@ def test_what_does_not_belong_to_the_store_is_refused_and_left_alone(
         assert "is not the directory of rank 0" in message
     for message in refused(jobs, tmp_path, opened(), opened("a")):
         assert "was given 1 directories and rank 0 2" in message
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["b"]
     run_all(jobs, tmp_path, begin())
     run_all(jobs, tmp_path, begin("c", "d"))
     for message in refused(jobs, tmp_path, opened("a", "d"), opened("a", "d")):
