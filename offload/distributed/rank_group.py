@@ -19,6 +19,7 @@ from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.opening import Plan
 from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.distributed.gathering.gather import BounceBuffer, Gathering
 from offload.distributed.gathering.gather_plan import (
@@ -32,15 +33,16 @@ from offload.distributed.gathering.gather_plan import (
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms
+from offload.distributed.model_writers import require_near_holders, settled, writers
 from offload.distributed.rank_store import RankStore, require_ranks
-from offload.distributed.share_copy import ShareCopy, is_same_share, load_share
+from offload.distributed.share_copy import NoCopy, ShareCopy, is_same_share, load_share
 from offload.distributed.together import together
 from offload.errors import RanksError, UnsupportedParameterError
 from offload.format.boxes import Box, Cut
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.shares.dealing import OwnedBox, deal_rows, own_boxes
-from offload.format.shares.model_shares import ModelShare, ModelShares, TensorBox, divide
+from offload.format.shares.model_shares import ModelShare, ModelShares, divide
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
@@ -92,9 +94,8 @@ class RankGroup:
         self._holders: dict[BoxKey, tuple[int, ...]] = {
             (one.name, one.cut.box): one.holders for one in self._owned
         }
-        own = {one.name: one.cut for one in self._owned if one.owner == self.rank}
         self._known = {name for name, _ in self._holders}
-        self._shard_of = own_shards(own, self._known, keeps_others=self.rank == 0)
+        self._take(writer=0)
         everyone = tuple(range(self.size))
         sets = {holders for holders in self._holders.values() if len(holders) > 1}
         self._groups = HolderGroups({everyone, *sets}, group=group, timeout_s=timeout_s)
@@ -108,6 +109,24 @@ class RankGroup:
         """Plan of the last step, with what it was made of."""
         self._shares: tuple[bytes, ModelShares] | None = None
         self._store: RankStore | None = None
+
+    def _take(self, *, writer: int) -> None:
+        """Step the boxes that this rank owns.
+
+        Args:
+            writer: Rank that stores what no rank owns, such as buffers.
+        """
+        self._cuts = {one.name: one.cut for one in self._owned if one.owner == self.rank}
+        """Box of each parameter that this rank steps and stores, by name."""
+        keeps_others = self.rank == writer
+        self._shard_of = own_shards(self._cuts, self._known, keeps_others=keeps_others)
+
+    def _settle(self, plan: Plan) -> None:
+        """Step the boxes of the owner that a plan gives to this rank."""
+        owned = settled(self._owned, plan)
+        require_near_holders(owned, plan)
+        self._owned = owned
+        self._take(writer=plan.writer)
 
     @property
     def shards(self) -> Shards | None:
@@ -195,7 +214,14 @@ class RankGroup:
         directories = [directory for _, directory in drives]
         (backend, _), *_ = drives
         self._store = RankStore(
-            self._agreement, backend, directories, self.share_of, keep, options, fresh=fresh
+            self._agreement,
+            backend,
+            directories,
+            self.share_of,
+            keep,
+            options,
+            fresh=fresh,
+            settle=self._settle,
         )
         return self._store
 
@@ -240,11 +266,9 @@ class RankGroup:
     def _divided(self, layout: Layout) -> ModelShares:
         header = layout.model_header
         if self._shares is None or self._shares[0] != header.encoded:
-            boxes: list[list[TensorBox]] = [[] for _ in range(self.size)]
-            for one in self._owned:
-                if one.name in header.entries:
-                    boxes[one.owner].append(TensorBox(one.name, one.cut.box))
-            self._shares = header.encoded, divide(header, boxes, writer=0)
+            plan = self._opened().plan
+            boxes = writers(self._owned, plan, header)
+            self._shares = header.encoded, divide(header, boxes, writer=plan.writer)
         return self._shares[1]
 
     def model_copy(
@@ -252,10 +276,14 @@ class RankGroup:
     ) -> ModelCopy | None:
         """Return the copy of this rank's share of the model into a slot."""
         store = self._opened()
+        share = self.share_of(slot.layout)
+        if not share.entries:
+            store.sealing.copy = NoCopy()
+            return store.sealing.copy
         file, close = store.working_model(slot)
         copy = ShareCopy(
-            self.share_of(slot.layout),
-            stored,
+            share,
+            self._tensors_of(share, stored),
             file,
             store.backend,
             slot.context,
@@ -270,10 +298,11 @@ class RankGroup:
     def has_same_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> bool | None:
         """Return whether this rank's share of the model equals a checkpoint's, bit for bit."""
         manifest = checkpoint.manifest
+        share = self.share_of(manifest.layout)
         return is_same_share(
-            self.share_of(manifest.layout),
+            share,
             manifest.model_boxes,
-            stored,
+            self._tensors_of(share, stored),
             self._opened().backend,
             DigestContext(manifest.store_id, manifest.generation),
             self._traffic,
@@ -283,16 +312,29 @@ class RankGroup:
         """Load this rank's share of a checkpoint's model."""
         store, manifest = self._opened(), checkpoint.manifest
         require_ranks(manifest, checkpoint.path, self.size)
+        share = self.share_of(manifest.layout)
+        if not share.entries and not store.is_near:
+            return 0
         with store.model_of(checkpoint) as file:
             return load_share(
-                self.share_of(manifest.layout),
+                share,
                 manifest.model_boxes,
-                stored,
+                self._tensors_of(share, stored),
                 file,
                 store.backend,
                 DigestContext(manifest.store_id, manifest.generation),
                 self._traffic,
             )
+
+    def _tensors_of(self, share: ModelShare, stored: Sequence[Stored]) -> list[torch.Tensor]:
+        """Return the live memory of each box of a share."""
+        live = {item.spec.name: item for item in stored}
+        found = []
+        for entry in share.entries:
+            item, cut = live[entry.name], self._cuts.get(entry.name)
+            is_own = cut is None if entry.name not in self._known else cut == entry.cut
+            found.append(item.tensor if is_own else part_of(item.parameter, entry.box))
+        return found
 
     def share_model(self, stored: Sequence[Stored]) -> None:
         """Bring what each rank has loaded to all ranks that hold it."""

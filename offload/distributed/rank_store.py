@@ -20,17 +20,24 @@ from offload.distributed.agreement.grant import NO_SEAL, Offer
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.opening import Plan
 from offload.distributed.agreement.sights import Sight
+from offload.distributed.far import (
+    FarCheckpoint,
+    manifest_of_message,
+    manifest_texts,
+    sealed_manifest,
+)
 from offload.distributed.node import place_of
 from offload.distributed.rank_directories import directories_of_owners, shared_store
 from offload.distributed.rank_keeping import RankKeeping
 from offload.distributed.rank_sealing import RankSealing, from_message, to_message
 from offload.distributed.survey import survey
 from offload.distributed.together import together
-from offload.errors import CheckpointError, RanksError
+from offload.errors import CheckpointError, OffloadError, RanksError
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME
 from offload.format.shares.model_shares import ModelShare
+from offload.format.shares.owners import OwnerReference
 from offload.format.shares.rank_states import join_ranks
 from offload.format.train_state import EncodedState
 from offload.journal import Journal
@@ -72,7 +79,7 @@ class _Opened:
 class RankStore:
     """The store of a training by several ranks, on one of them. The constructor is collective.
 
-    All ranks must see the first directory: they are on one host.
+    Ranks of another host than the first directory's are told what they need of it.
 
     Args:
         agreement: Agreement of all ranks.
@@ -83,6 +90,8 @@ class RankStore:
         keep: Policy that selects the checkpoints to keep.
         options: Settings, of which those of the store are used.
         fresh: Whether to start over although the store has checkpoints.
+        settle: Function that takes the shares which a plan gives to the ranks; called before
+            anything is opened.
 
     Raises:
         RanksError: A rank cannot open its share of the store. Every rank raises it, except one that
@@ -99,6 +108,7 @@ class RankStore:
         options: Options,
         *,
         fresh: bool,
+        settle: Callable[[Plan], None],
     ) -> None:
         self.agreement = agreement
         self.backend = backend
@@ -116,6 +126,9 @@ class RankStore:
         """Open parts of checkpoints, by generation."""
         self._manifests: dict[str, Manifest] = {}
         """Manifests of checkpoints as they are on the drive, by path."""
+        self._train_states: dict[tuple[str, int], EncodedState] = {}
+        """Train states that were sent to this rank, by path and generation of the checkpoint."""
+        self._settle = settle
         self._own: list[StoredCheckpoint] = []
         self._refused: list[tuple[str, str]] = []
         self._journal = Journal()
@@ -128,7 +141,12 @@ class RankStore:
             raise
         store, part = self._opened.store, self._opened.part
         self.keeping = RankKeeping(
-            agreement, backend, self.directory, lambda: self.checkpoints, store
+            agreement,
+            backend,
+            self.directory,
+            lambda: self.checkpoints,
+            store,
+            is_near=self.is_near,
         )
         """Retention policy and pins, which are the writer's."""
         self.sealing = RankSealing(
@@ -147,19 +165,18 @@ class RankStore:
     def _enter(
         self, sight: Sight, keep: Retention, options: Options, *, fresh: bool
     ) -> Callable[[Plan], None]:
-        rank, size = self.agreement.peers.rank, self.agreement.peers.size
+        rank = self.agreement.peers.rank
 
         def enter(plan: Plan) -> None:
-            if plan.writer != 0 or plan.homes != tuple(range(size)):
-                raise RanksError(
-                    f"the ranks do not all see {self.directory}, or not as those that made the "
-                    "store: several ranks train on one host, with the same directories, in this "
-                    "version"
-                )
-            firsts = [store.directory for store in sight.stores if store.place]
-            self.directory = firsts[0] if firsts else self._given[0]
+            self._settle(plan)
+            self._plan = plan
+            if plan.near[rank]:
+                firsts = [store.directory for store in sight.stores if store.place]
+                self.directory = firsts[0] if firsts else self._given[0]
+            else:
+                self.directory = plan.directories[plan.writer]
             self._home = plan.directories[rank]
-            others = [one for one in self._given if one != self.directory]
+            others = self.directories[1:]
             check_further_directories(self.backend, others)
             if rank == plan.writer:
                 self._opened.store = Store(
@@ -183,18 +200,18 @@ class RankStore:
             return self._offer() | {"place": self._place()}
 
         def ready(offer: Json) -> None:
-            if self._place() != offer["place"]:
+            if self.is_near and self._place() != offer["place"]:
                 raise RanksError(
                     f"directory={self.directory!r} is not the directory of "
                     f"{self.agreement.peers.name(0)}, which is {offer['directory']!r}: give the "
-                    "same directory on every rank; all ranks are on one host in this version. If "
+                    "same directory on every rank; If "
                     "each rank trains a separate model, pass process_group=offload.SEPARATE"
                 )
             if not self.is_writer and self._opened.part is None:
                 self._opened.part = OwnerStore(
                     self.backend,
                     self._home,
-                    self.agreement.peers.rank,
+                    self.owner,
                     store_id=offer["store_id"],
                     allow_volatile=options.allow_volatile,
                     allow_remote=options.allow_remote,
@@ -213,6 +230,21 @@ class RankStore:
             return ""
 
     @property
+    def owner(self) -> int:
+        """Owner of state that this rank serves."""
+        return self._plan.homes[self.agreement.peers.rank]
+
+    @property
+    def plan(self) -> Plan:
+        """How all ranks have opened the store."""
+        return self._plan
+
+    @property
+    def is_near(self) -> bool:
+        """Whether this rank sees the first directory."""
+        return self._plan.near[self.agreement.peers.rank]
+
+    @property
     def is_writer(self) -> bool:
         """Whether this rank writes the first directory."""
         return self._opened.store is not None
@@ -220,7 +252,8 @@ class RankStore:
     @property
     def directories(self) -> tuple[str, ...]:
         """The first directory of the store, and the others that this rank was given."""
-        return (self.directory, *(one for one in self._given if one != self.directory))
+        others = [one for one in self._given if not self.is_near or one != self.directory]
+        return (self.directory, *others)
 
     @property
     def state_directories(self) -> tuple[str, ...]:
@@ -351,6 +384,8 @@ class RankStore:
             self._release_older(part)
             names = {name for owner, name in found.named if owner == part.owner} | held
             unknown = tuple(path for owner, path in found.named if owner == _UNKNOWN)
+            if not self.is_near:
+                self._own = [c for c in self._own if self._reference_of(c).name in names]
             self._granted = part.ready(
                 layout,
                 found.generation,
@@ -427,10 +462,40 @@ class RankStore:
         generation = checkpoint.manifest.generation
         if generation not in self._slots and self._opened.part is not None:
             manifest = self._manifests[checkpoint.path]
-            rank = self.agreement.peers.rank
-            reference = next(one for one in manifest.owners if one.owner == rank)
+            reference = self._reference_of(checkpoint)
             self._slots[generation] = self._opened.part.open(reference, manifest)
         return self._slots[generation]
+
+    def _reference_of(self, checkpoint: StoredCheckpoint) -> OwnerReference:
+        """Return the reference of a checkpoint to the part of this rank, which is not the writer.
+
+        Raises:
+            CheckpointError: The checkpoint has no part of this rank's owner.
+        """
+        manifest = self._manifests[checkpoint.path]
+        found = next((one for one in manifest.owners if one.owner == self.owner), None)
+        if found is None:
+            raise CheckpointError(f"{checkpoint.path} has no part of owner {self.owner}")
+        return found
+
+    def fetch(self, checkpoint: StoredCheckpoint) -> None:
+        """Send the train states of a checkpoint to the ranks that do not see them. Collective."""
+        if all(self._plan.near):
+            return
+        key = checkpoint.path, checkpoint.manifest.generation
+
+        def make(_: object) -> Json:
+            try:
+                return to_message(self.reader_of(checkpoint).read_train_state())
+            except OffloadError:  # the caller reads it on all ranks, and raises the error
+                return None
+
+        def ready(message: Json) -> None:
+            if not self.is_near and message is not None:
+                self._train_states[key] = from_message(message)
+
+        self._train_states.clear()
+        self.agreement.agree("restore()", make, ready, heeds_errors=False)
 
     def checkpoint_of(self, slot: Any) -> StoredCheckpoint | None:
         """Return the usable checkpoint that a slot belongs to; None if it belongs to none."""
@@ -443,6 +508,16 @@ class RankStore:
         """Return a checkpoint as readers see it, with the train state of this rank."""
         manifest = self._manifests.get(checkpoint.path, checkpoint.manifest)
         peers = self.agreement.peers
+        if not self.is_near:
+            return FarCheckpoint(
+                self.backend,
+                checkpoint.path,
+                manifest,
+                self.directories[1:],
+                self._train_states.get((checkpoint.path, manifest.generation)),
+                rank=peers.rank,
+                num_ranks=peers.size,
+            )
         return Checkpoint(
             self.backend,
             checkpoint.path,
@@ -494,16 +569,28 @@ class RankStore:
         generation = checkpoint.manifest.generation
         self._own = [c for c in self._own if c.manifest.generation <= generation]
 
-    def _published(self, path: str, slot: OwnerSlot) -> StoredCheckpoint:
+    def _published(
+        self, path: str, slot: OwnerSlot, composed: Manifest, reference: OwnerReference
+    ) -> StoredCheckpoint:
         """Record, on a rank that is not the writer, that its slot belongs to a checkpoint now.
 
         Args:
             path: Path of the checkpoint.
             slot: Slot with this rank's state.
+            composed: Manifest that this rank has composed.
+            reference: Reference to this rank's part.
         """
-        manifest = decode_manifest(self.backend, path)
+        if self.is_near:
+            manifest = decode_manifest(self.backend, path)
+        else:
+            owners = sorted(directories_of_owners(self.plan))
+            manifest = sealed_manifest(composed, reference, owners)
         self._slots[manifest.generation] = slot
-        self._own = [c for c in self._own if c.path != path and self.backend.stat(c.path)]
+        self._own = [
+            c
+            for c in self._own
+            if c.path != path and (not self.is_near or self.backend.stat(c.path))
+        ]
         checkpoint = self._adopt(path, manifest)
         self._own.append(checkpoint)
         return checkpoint
@@ -534,6 +621,9 @@ class RankStore:
                 [c.path, c.manifest.generation, c.superseded] for c in store.checkpoints
             ],
             "refused": [list(pair) for pair in store.refused],
+            "manifests": {}
+            if all(self._plan.near)
+            else manifest_texts(self.backend, store.checkpoints),
         }
 
     def _learn(self, offer: Json) -> None:
@@ -547,9 +637,12 @@ class RankStore:
         self._own = []
         self._refused = [(path, reason) for path, reason in offer["refused"]]
         for path, generation, superseded in offer["checkpoints"]:
-            checkpoint = known.get((path, generation))
+            checkpoint = known.get((path, generation)) if self.is_near else None
             if checkpoint is None:
-                manifest = decode_manifest(self.backend, path)
+                if self.is_near:
+                    manifest = decode_manifest(self.backend, path)
+                else:
+                    manifest = manifest_of_message(offer["manifests"], path)
                 if manifest.generation != generation:
                     raise CheckpointError(
                         f"{path} is of generation {manifest.generation}, expected {generation}: "
@@ -562,8 +655,7 @@ class RankStore:
     def _adopt(self, path: str, manifest: Manifest) -> StoredCheckpoint:
         """Return a checkpoint with the description of this rank's state in it."""
         self._manifests[path] = manifest
-        rank = self.agreement.peers.rank
-        reference = next((one for one in manifest.owners if one.owner == rank), None)
+        reference = next((one for one in manifest.owners if one.owner == self.owner), None)
         if reference is None:
             return StoredCheckpoint(path, manifest, None)  # it does not fit, which `restore` says
         part = reference.path_in(self._home)

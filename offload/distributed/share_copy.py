@@ -26,7 +26,6 @@ from offload.model.model_sharing import (
     finish_share,
     write_share,
 )
-from offload.model.parameters import Stored
 from offload.model.share_reading import ShareReading, StoredShare
 
 
@@ -35,7 +34,7 @@ class ShareCopy:
 
     Args:
         share: Boxes that the rank writes.
-        stored: Tensors of the model, captured.
+        tensors: Live memory of each box.
         file: Model file of the slot, open for this rank alone.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
@@ -48,7 +47,7 @@ class ShareCopy:
     def __init__(
         self,
         share: ModelShare,
-        stored: Sequence[Stored],
+        tensors: Sequence[torch.Tensor],
         file: File,
         backend: Backend,
         context: DigestContext,
@@ -62,7 +61,7 @@ class ShareCopy:
         self._file = file
         self._context = context
         self._buffers = buffers_of(backend, plan.buffer_bytes, traffic)
-        self._image = ShareImage(plan, _tensors_of(share, stored), marks, traffic)
+        self._image = ShareImage(plan, tensors, marks, traffic)
         self._written: WrittenShare | None = None
         self._progress = progress
         self.close = close
@@ -111,6 +110,36 @@ class ShareCopy:
         """Do nothing: nothing is remembered of a file."""
 
 
+class NoCopy:
+    """Copy of the share of a rank that writes nothing of the model; see `ShareCopy`."""
+
+    data_bytes = 0
+
+    def stop_of(self, name: str) -> int:
+        """Return 0: nothing is copied."""
+        del name
+        return 0
+
+    def stops(self, layout: Layout) -> Sequence[int]:
+        """Return 0 for each chunk."""
+        return (0,) * layout.num_chunks
+
+    def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
+        """Write nothing."""
+        del copied
+        return (), 0
+
+    def finish(self) -> tuple[ModelBox, ...]:
+        """Return no box."""
+        return ()
+
+    def forget(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def buffers_of(backend: Backend, nbytes: int, traffic: Traffic) -> BlockBuffers:
     """Return memory for copying batches of a size."""
     return BlockBuffers(backend, nbytes, traffic, block_bytes=nbytes)
@@ -132,7 +161,7 @@ def boxes_of(share: ModelShare, digests: Iterable[str]) -> tuple[ModelBox, ...]:
 def is_same_share(
     share: ModelShare,
     boxes: Sequence[ModelBox],
-    stored: Sequence[Stored],
+    tensors: Sequence[torch.Tensor],
     backend: Backend,
     context: DigestContext,
     traffic: Traffic,
@@ -142,26 +171,21 @@ def is_same_share(
     Args:
         share: Boxes that the rank writes.
         boxes: Boxes that the rank has written, with their digests.
-        stored: Tensors of the model.
+        tensors: Live memory of each box.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
         traffic: Counter of the bytes that cross to the host.
     """
     plan = SharePlan(share)
-    image = ShareImage(plan, _tensors_of(share, stored), traffic=traffic)
+    image = ShareImage(plan, tensors, traffic=traffic)
     digests = digest_share(image, buffers_of(backend, plan.buffer_bytes, traffic), context)
     return boxes_of(share, digests) == tuple(boxes)
-
-
-def _tensors_of(share: ModelShare, stored: Sequence[Stored]) -> list[torch.Tensor]:
-    live = {item.spec.name: item.tensor for item in stored}
-    return [live[entry.name] for entry in share.entries]
 
 
 def load_share(
     share: ModelShare,
     boxes: Sequence[ModelBox],
-    stored: Sequence[Stored],
+    tensors: Sequence[torch.Tensor],
     file: File,
     backend: Backend,
     context: DigestContext,
@@ -172,7 +196,7 @@ def load_share(
     Args:
         share: Boxes that the rank reads.
         boxes: Boxes that the rank with the same number has written, with their digests.
-        stored: Tensors of the model.
+        tensors: Live memory of each box.
         file: Model file of the checkpoint.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
@@ -193,10 +217,10 @@ def load_share(
             "ranks as it was made with, and the same sharding"
         )
     digests = [d for entry in share.entries for d in written[entry.name, entry.box].digests]
-    live = {item.spec.name: item for item in stored}
+    pairs = zip(share.entries, tensors, strict=True)
     reading = ShareReading(
         [StoredShare(share, file, digests)],
-        [LiveBox(entry.name, entry.box, live[entry.name].tensor) for entry in share.entries],
+        [LiveBox(entry.name, entry.box, tensor) for entry, tensor in pairs],
     )
     reading.read(buffers_of(backend, reading.buffer_bytes, traffic), context)
     return reading.num_bytes

@@ -112,6 +112,7 @@ def resume(
     trainables, stored = ranks.together("restore()", lambda: _match(state, groups, found))
     compute = state.choose_device(groups, found.manifest.layout, trainables)
     started = time.perf_counter()
+    store.fetch(found)
     checkpoint = store.reader_of(found)
     # The train state is read and checked before anything is changed.
     ranks.together("restore()", lambda: checkpoint.train_state)

@@ -221,6 +221,10 @@ class StateStore(Protocol):
         """Return a checkpoint as readers see it."""
         ...
 
+    def fetch(self, checkpoint: StoredCheckpoint) -> None:
+        """Bring what ranks do not see of a checkpoint to them. Collective."""
+        ...
+
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
         """Exclude a damaged checkpoint from use, durably."""
         ...

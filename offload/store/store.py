@@ -366,6 +366,9 @@ class Store:
         """Return a checkpoint's open files; open them for reading if they are not open."""
         return open_stored(self.backend, checkpoint, self._parts, writable=False)
 
+    def fetch(self, checkpoint: StoredCheckpoint) -> None:
+        """Do nothing: this process sees the whole checkpoint."""
+
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
         """Exclude a damaged checkpoint from use, by this process and by later ones.
 

@@ -164,7 +164,7 @@ def test_copies_of_a_directory_are_refused() -> None:
     moved = replace(other, stores=(replace(other.stores[0], place="another directory"),))
     with pytest.raises(RanksError, match="2 copies of the first directory"):
         decide([one, moved])
-    copy = replace(owner_sight(1, []), place="another directory")
+    copy = replace(owner_sight(1, [3]), place="another directory")
     with pytest.raises(RanksError, match="2 copies of the directory of owner 1"):
         decide([sight(0, owner_sight(1, []), first=()), sight(1, copy)])
 

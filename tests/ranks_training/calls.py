@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offload
 from gds import PosixBackend
 from offload import DriveTuning, Options
+from offload.distributed import node
 from tests.crash.fault_backend import FaultBackend
 from tests.numerics.reference import bits
 from tests.ranks_training.program import Case, Masters, local
@@ -99,6 +100,10 @@ class Calls:
         for layer in model.layers:
             fully_shard(layer, mp_policy=policy)
         return fully_shard(model, mp_policy=policy)
+
+    def host(self, name: str) -> None:
+        """Be on a host of this name from now on, as far as the ranks can tell."""
+        node.this_node = lambda: node.Node(name, f"boot of {name}")
 
     def open(self, **changes: Any) -> None:
         """Make the optimizer."""

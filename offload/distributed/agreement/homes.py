@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from offload.distributed.agreement.sights import Sight, StoreSight
 from offload.errors import RanksError
@@ -40,6 +41,26 @@ def require_same_lists(sights: Sequence[Sight]) -> None:
             )
 
 
+def without_leftovers(stores: Mapping[int, StoreSight]) -> dict[int, StoreSight]:
+    """Return what ranks see of a store, without empty directories that other runs have left.
+
+    An owner has one directory. If there are several, those without a sealed part do not count, or
+    all but the first if none has one: a run that ended before its first checkpoint has left them.
+    """
+    places: dict[int, dict[str, bool]] = defaultdict(dict)
+    for _, store in sorted(stores.items()):
+        for owner in store.owners:
+            places[owner.owner][owner.place] = bool(owner.parts)
+    counted: dict[int, set[str]] = {}
+    for number, found in places.items():
+        sealed = {place for place, has_parts in found.items() if has_parts}
+        counted[number] = sealed or {next(iter(found))}
+    return {
+        rank: replace(store, owners=tuple(o for o in store.owners if o.place in counted[o.owner]))
+        for rank, store in stores.items()
+    }
+
+
 def deal(stores: Mapping[int, StoreSight], writer: int) -> dict[int, int]:
     """Return the rank that serves each owner: the one of those that see it with the least to do."""
     candidates: dict[int, list[int]] = defaultdict(list)
@@ -65,16 +86,13 @@ def homes(size: int, served_by: Mapping[int, int], store: StoreSight) -> tuple[i
         store: What the writer sees.
     """
     named = {owner for checkpoint in store.checkpoints for owner, _, _ in checkpoint.parts}
-    unused = max({0, *served_by, *named}) + 1
-    found: list[int] = []
+    taken = {0, *served_by, *named}
+    by_rank = {rank: owner for owner, rank in sorted(served_by.items(), reverse=True)}
     for rank in range(size):
-        own = [owner for owner, server in served_by.items() if server == rank]
-        if own:
-            found.append(min(own))
-        else:
-            found.append(unused)
-            unused += 1
-    return tuple(found)
+        if rank not in by_rank:
+            by_rank[rank] = rank if rank not in taken else max(taken) + 1
+            taken.add(by_rank[rank])
+    return tuple(by_rank[rank] for rank in range(size))
 
 
 def directories(

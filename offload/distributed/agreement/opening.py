@@ -12,7 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from offload.distributed.agreement.homes import deal, directories, homes, require_same_lists
+from offload.distributed.agreement.homes import (
+    deal,
+    directories,
+    homes,
+    require_same_lists,
+    without_leftovers,
+)
 from offload.distributed.agreement.messages import Json, MessageError, check_fields, pairs_of
 from offload.distributed.agreement.peers import listed
 from offload.distributed.agreement.sights import CheckpointSight, OwnerSight, Sight, StoreSight
@@ -28,6 +34,7 @@ _FIELDS = {
     "served_by": list,
     "homes": list,
     "directories": list,
+    "near": list,
     "parts": list,
     "refused": list,
     "hosts": list,
@@ -61,6 +68,9 @@ class Plan:
     """Directory of the store, on the rank's node, that has its owner's directory; by rank. For the
     writer it is the first directory."""
 
+    near: tuple[bool, ...]
+    """Whether each rank sees the first directory; by rank."""
+
     parts: tuple[tuple[int, str, str], ...] = ()
     """Usable parts that ranks have found: owner, name of the part, and digest of its table."""
 
@@ -80,6 +90,7 @@ class Plan:
             "served_by": [list(pair) for pair in self.served_by.items()],
             "homes": list(self.homes),
             "directories": list(self.directories),
+            "near": list(self.near),
             "parts": [list(part) for part in self.parts],
             "refused": [list(pair) for pair in self.refused],
             "hosts": list(self.hosts),
@@ -104,6 +115,8 @@ class Plan:
         for field in ("hosts", "directories"):
             if any(type(one) is not str for one in found[field]):
                 raise MessageError(f"{where} has {field} without names")
+        if any(type(one) is not bool for one in found["near"]):
+            raise MessageError(f"{where} does not say who sees the first directory")
         for part in found["parts"]:
             if not isinstance(part, list) or [type(one) for one in part] != [int, str, str]:
                 raise MessageError(f"{where} has the part {short(part)}")
@@ -115,6 +128,7 @@ class Plan:
             served_by=dict(pairs_of(found["served_by"], int, int, where)),
             homes=tuple(found["homes"]),
             directories=tuple(found["directories"]),
+            near=tuple(found["near"]),
             parts=tuple((owner, name, digest) for owner, name, digest in found["parts"]),
             refused=tuple(pairs_of(found["refused"], int, str, where)),
             hosts=tuple(found["hosts"]),
@@ -146,10 +160,12 @@ def decide(sights: Sequence[Sight]) -> Plan:
             served_by={},
             homes=tuple(range(len(sights))),
             directories=directories(sights, range(len(sights)), {}),
+            near=tuple(sight.node == sights[0].node for sight in sights),
             refused=(),
             hosts=hosts,
         )
     store_id = _require_one_store(sights, stores)
+    stores = without_leftovers(stores)
     _require_one_place(sights, stores)
     with_first = [rank for rank, store in stores.items() if store.place]
     if not with_first:
@@ -172,6 +188,7 @@ def decide(sights: Sequence[Sight]) -> Plan:
         served_by=served_by,
         homes=owners,
         directories=directories(sights, owners, stores),
+        near=tuple(rank in with_first for rank in range(len(sights))),
         parts=tuple(
             (owner.owner, part.name, part.digest)
             for rank, store in stores.items()
