@@ -28,4 +28,7 @@ def shared_store(plan: Plan, others: Sequence[str]) -> SharedStore:
     seen: dict[int, dict[str, str]] = {}
     for owner, name, digest in plan.parts:
         seen.setdefault(owner, {})[name] = digest
-    return SharedStore(directories_of_owners(plan), seen, tuple(others))
+    elsewhere = frozenset(
+        owner for owner, near in zip(plan.homes, plan.near, strict=True) if not near
+    )
+    return SharedStore(directories_of_owners(plan), seen, tuple(others), elsewhere)

@@ -103,6 +103,7 @@ class RankGroup:
         self._buffer = BounceBuffer(SLICE_BYTES)
         self._is_replicated = bool(sets)
         self._layout: Layout | None = None
+        self._layout_text = ""
         self._layouts: list[Layout] = []
         """Layouts of all ranks, as they were exchanged when `_layout` was new."""
         self._plan: tuple[object, GatherPlan] | None = None
@@ -367,8 +368,12 @@ class RankGroup:
         if not self._is_replicated:
             return NoValues()
         if terms.layout is not self._layout:
-            self._layouts = self._exchange_layouts(terms.layout)
-            self._layout = terms.layout
+            # A restore makes a new object on some ranks, which is equal on all or on none.
+            text = _text_of(terms.layout)
+            if text != self._layout_text:
+                everywhere = share_bytes(text.encode(), self._groups.everyone)
+                self._layouts = [_layout_of(data) for data in everywhere]
+            self._layout, self._layout_text = terms.layout, text
         orders = self._steps.agree(StepTerms(terms.number, list(terms.stepped), list(terms.chunks)))
         made_of = (tuple(terms.stepped), tuple(orders), terms.layout)
         if self._plan is None or self._plan[0] != made_of:
@@ -393,14 +398,6 @@ class RankGroup:
             before_write=lambda piece: terms.before_write(piece.name),
         )
 
-    def _exchange_layouts(self, layout: Layout) -> list[Layout]:
-        mine = [
-            [p.name, p.dtype, p.shape, p.cut and [p.cut.shape, p.cut.box.offsets]]
-            for p in layout.parameters
-        ]
-        text = json.dumps([layout.chunk_elements, layout.state_dtype, layout.counts_from, mine])
-        return [_layout_of(data) for data in share_bytes(text.encode(), self._groups.everyone)]
-
     def _opened(self) -> RankStore:
         if self._store is None:
             raise RuntimeError("the store has not been opened")
@@ -424,6 +421,15 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         memory: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return memory.detach()
     return tensor.detach()[box.slices]
+
+
+def _text_of(layout: Layout) -> str:
+    """Return what other ranks need to know of a layout, as JSON."""
+    mine = [
+        [p.name, p.dtype, p.shape, p.cut and [p.cut.shape, p.cut.box.offsets]]
+        for p in layout.parameters
+    ]
+    return json.dumps([layout.chunk_elements, layout.state_dtype, layout.counts_from, mine])
 
 
 def _layout_of(data: bytes) -> Layout:

@@ -7,7 +7,7 @@ also has the state of owner 0. Every other rank has the state of one other owner
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -199,7 +199,7 @@ class RankStore:
         def make(_: object) -> Json:
             return self._offer() | {"place": self._place()}
 
-        def ready(offer: Json) -> None:
+        def ready(offer: Json) -> Json:
             if self.is_near and self._place() != offer["place"]:
                 raise RanksError(
                     f"directory={self.directory!r} is not the directory of "
@@ -216,9 +216,10 @@ class RankStore:
                     allow_volatile=options.allow_volatile,
                     allow_remote=options.allow_remote,
                 )
-            self._learn(offer)
+            return self._learn(offer)
 
         agreed = self.agreement.agree("the constructor", make, ready)
+        self._refuse(agreed.notes)
         self.store_id = str(agreed.offer["store_id"])
         """Identity of the store."""
 
@@ -308,7 +309,8 @@ class RankStore:
 
         self.sealing.last_aborted = None  # a restore gives its slot up
         # A rank that announced an error before goes on with this call.
-        self.agreement.agree("restore()", make, self._learn, heeds_errors=False)
+        agreed = self.agreement.agree("restore()", make, self._learn, heeds_errors=False)
+        self._refuse(agreed.notes)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
         """Return whether a checkpoint with open files is unchanged and not quarantined."""
@@ -626,13 +628,18 @@ class RankStore:
             else manifest_texts(self.backend, store.checkpoints),
         }
 
-    def _learn(self, offer: Json) -> None:
-        """Take over the checkpoints that the writer has found."""
+    def _learn(self, offer: Json) -> Json:
+        """Take over the checkpoints that the writer has found.
+
+        Returns:
+            Path of each that this rank cannot use, with the reason.
+        """
+        unusable: list[list[str]] = []
         for path in [*self._manifests]:
             if path not in {found for found, _, _ in offer["checkpoints"]}:
                 del self._manifests[path]
         if self.is_writer:
-            return
+            return unusable
         known = {(c.path, c.manifest.generation): c for c in self._own}
         self._own = []
         self._refused = [(path, reason) for path, reason in offer["refused"]]
@@ -648,9 +655,27 @@ class RankStore:
                         f"{path} is of generation {manifest.generation}, expected {generation}: "
                         "another program has replaced it"
                     )
-                checkpoint = self._adopt(path, manifest)
+                try:
+                    checkpoint = self._adopt(path, manifest)
+                except CheckpointError as error:
+                    unusable.append([path, str(error)])
+                    continue
             checkpoint.superseded = superseded
             self._own.append(checkpoint)
+        return unusable
+
+    def _refuse(self, notes: Mapping[int, Json]) -> None:
+        """Pass over the checkpoints that a rank cannot use, on all ranks."""
+        for rank, unusable in sorted(notes.items()):
+            for path, reason in unusable:
+                text = f"{self.agreement.peers.name(rank)}: {reason}"
+                store = self._opened.store
+                if store is None:
+                    self._own = [one for one in self._own if one.path != path]
+                    self._refused.append((path, text))
+                    continue
+                for checkpoint in [one for one in store.checkpoints if one.path == path]:
+                    store.refuse(checkpoint, text)
 
     def _adopt(self, path: str, manifest: Manifest) -> StoredCheckpoint:
         """Return a checkpoint with the description of this rank's state in it."""

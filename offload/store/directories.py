@@ -167,7 +167,7 @@ def check_further_directories(backend: Backend, directories: Sequence[str]) -> N
     for directory in directories:
         with as_store_errors(backend, directory):
             place = _look_at(backend, directory)
-        if place.exists and not place.is_store and place.others:
+        if place.others and not place.is_store:
             raise StoreError(errno.ENOTEMPTY, _holds_other_things(place), directory)
         if place.is_first or place.parts:
             raise StoreError(

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from gds import Backend
 from offload.checkpoint.file_check import kind_of
 from offload.checkpoint.reading import (
-    check_files,
     check_name,
     checkpoint_paths,
     decode_manifest,
@@ -110,8 +109,8 @@ class StoreContent:
     refused: list[tuple[str, str]]
     """Paths of directories named like checkpoints that are not usable, each with the reason."""
 
-    searched: tuple[str, ...]
-    """Further directories on this node that are searched for the parts of owners."""
+    shared: SharedStore
+    """Owners of state that other ranks serve; none in a store of one process."""
 
     leftover: list[str]
     """Paths of slots that are not checkpoints. Earlier processes left them; they may be
@@ -257,8 +256,8 @@ def _read_content(
 ) -> StoreContent:
     """Read the content of a store whose directories are locked."""
     (backend, directory), *others = drives
-    searched = shared.searched if shared is not None else ()
-    other_directories = [*(path for _, path in others), *searched]
+    known = shared or SharedStore()
+    other_directories = [path for _, path in others]
     checkpoints, refused = [], []
     claims: dict[str, frozenset[int] | None] = {}
     owners = OwnerClaims()
@@ -273,7 +272,7 @@ def _read_content(
             if manifest.owners and not fresh:
                 _require_shared(shared, directory, manifest).require_parts(path, manifest)
             require_number_of_directories(manifest, directory, len(drives))
-            check_files(backend, path, manifest, other_directories)
+            known.check_files(backend, path, manifest, other_directories)
         except CheckpointError as error:
             refused.append((path, str(error)))
         else:
@@ -303,7 +302,7 @@ def _read_content(
         parts=parts,
         checkpoints=checkpoints,
         refused=refused,
-        searched=searched,
+        shared=known,
         leftover=leftover,
     )
 

@@ -390,6 +390,21 @@ class Store:
             self._parts.claim(checkpoint.path, checkpoint.manifest)
             self._quarantine.add(checkpoint, reason)
 
+    def refuse(self, checkpoint: StoredCheckpoint, reason: str) -> None:
+        """Exclude a checkpoint from use by this process, because a rank cannot use its part of it.
+
+        Nothing is written: the rank marks its own part, if that is what is damaged.
+
+        Args:
+            checkpoint: One of `checkpoints`.
+            reason: Why it cannot be used, in words.
+        """
+        with self._changed:
+            self.checkpoints.remove(checkpoint)
+            self.refused.append((checkpoint.path, reason))
+            self._parts.claim(checkpoint.path, checkpoint.manifest)
+            checkpoint.close()
+
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
         """Withdraw, durably, every checkpoint that is newer than the given one.
 

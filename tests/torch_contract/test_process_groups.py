@@ -68,8 +68,7 @@ def test_several_ranks_train_into_one_directory(ranks: Any) -> None:
 def test_ranks_that_name_different_directories_are_refused_by_name(ranks: Any) -> None:
     root, found = ranks
     for one in found:
-        assert one["one directory each"].startswith("RanksError: open(): rank 0")
-        assert "rank 1 on " in one["one directory each"]
+        assert one["one directory each"].startswith("RanksError: open(): rank 1 on ")
         assert "each-1' is not the directory of rank 0" in one["one directory each"]
     assert not [*root.glob("each-*")]
 
