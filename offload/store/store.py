@@ -385,9 +385,7 @@ class Store:
         """
         with self._changed:
             self._lock.require()
-            self.checkpoints.remove(checkpoint)
-            self.refused.append((checkpoint.path, reason))
-            self._parts.claim(checkpoint.path, checkpoint.manifest)
+            self._exclude(checkpoint, reason)
             self._quarantine.add(checkpoint, reason)
 
     def refuse(self, checkpoint: StoredCheckpoint, reason: str) -> None:
@@ -400,10 +398,14 @@ class Store:
             reason: Why it cannot be used, in words.
         """
         with self._changed:
-            self.checkpoints.remove(checkpoint)
-            self.refused.append((checkpoint.path, reason))
-            self._parts.claim(checkpoint.path, checkpoint.manifest)
+            self._exclude(checkpoint, reason)
             checkpoint.close()
+
+    def _exclude(self, checkpoint: StoredCheckpoint, reason: str) -> None:
+        """Count a checkpoint as unusable, and keep its parts."""
+        self.checkpoints.remove(checkpoint)
+        self.refused.append((checkpoint.path, reason))
+        self._parts.claim(checkpoint.path, checkpoint.manifest)
 
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
         """Withdraw, durably, every checkpoint that is newer than the given one.
