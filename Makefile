@@ -8,6 +8,7 @@
 #   make mutants            break the library here and there, and see that a test notices (10 minutes)
 #   make bench              measure on this drive and render docs/performance.md (10 minutes)
 #   make gpu                all that needs a GPU: tests, kernels, steps, transfers (30 minutes)
+#   make gpu SECONDS=540    as much of it as fits; the next call goes on
 #   make wheel              build the wheel into dist/, and try it where there is no compiler
 #   make lint               format, lint, types
 #   make clean              remove .venv, caches, the demo's files and what was built
@@ -16,6 +17,8 @@ PYTHON ?= python3
 MODEL ?= smollm2
 # Where `make bench` and `make gpu` measure; a scratch directory in it is removed afterwards.
 DIRECTORY ?= .
+# Folder of wheels for `make gpu` on a machine without a network; `make gpu-wheels` fills it.
+WHEELS ?=
 # Index that torch is installed from; https://download.pytorch.org/whl/cpu has builds without CUDA.
 TORCH_INDEX ?=
 
@@ -36,7 +39,7 @@ KERNEL_SOURCES := hatch_build.py $(KERNEL)/sources.py $(wildcard $(KERNEL)/sourc
 say_if_slow = @test -e $(KERNEL)/lib/update_avx2.so || echo "The C++ update kernel is not built, so" \
   "updates on the CPU take longer. To see why: $(PIP) install -v --no-deps --no-build-isolation -e ." >&2
 
-.PHONY: demo test test-full versions mutants lint bench gpu wheel clean
+.PHONY: demo test test-full versions mutants lint bench gpu gpu-wheels wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -104,7 +107,14 @@ bench: $(VENV)/.bench
 
 # Each part has a time limit, and one that fails does not stop the others: bench/gpu.py.
 gpu: $(VENV)/.gpu
-	$(BIN)/python -m bench.gpu --directory $(DIRECTORY)
+	$(BIN)/python -m bench.gpu --directory $(DIRECTORY) $(if $(SECONDS),--seconds $(SECONDS))
+
+# Sizes are listed, because such a machine is often reached over a narrow way.
+gpu-wheels:
+	$(if $(WHEELS),,$(error name the folder: make gpu-wheels WHEELS=folder))
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --dest $(WHEELS) \
+	  --constraint constraints-gpu.txt --requirement requirements-gpu.txt
+	@du -ch $(WHEELS)/*.whl
 
 # A wheel without the kernel must not be made by mistake: set OFFLOAD_KERNEL=skip for such a one.
 wheel: export OFFLOAD_KERNEL ?= require
@@ -140,8 +150,18 @@ $(VENV)/.bench: $(VENV)/.base $(KERNEL_SOURCES)
 	$(say_if_slow)
 	@touch $@
 
-$(VENV)/.gpu: $(VENV)/.base $(KERNEL_SOURCES) constraints-gpu.txt
+# With a folder of wheels no index is asked, and torch is the one that the machine has.
+$(VENV)/.gpu: $(if $(WHEELS),,$(VENV)/.base) $(KERNEL_SOURCES) constraints-gpu.txt requirements-gpu.txt
+ifneq ($(WHEELS),)
+	@$(PYTHON) -c 'import numpy, torch' 2>/dev/null || { echo "error: '$(PYTHON)' has no NumPy or PyTorch, and" \
+	  "WHEELS=$(WHEELS) is for a machine that has both" >&2; exit 1; }
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+	$(PIP) install --quiet --no-index --find-links $(WHEELS) --no-deps \
+	  --constraint constraints-gpu.txt --requirement requirements-gpu.txt
+	$(PIP) install --quiet --no-index --no-deps --no-build-isolation --editable .
+else
 	$(PIP) install --quiet --constraint constraints-gpu.txt --no-build-isolation --editable '.[gpu,test]'
+endif
 	$(say_if_slow)
 	@touch $@
 

@@ -1,9 +1,10 @@
-"""Figures of docs/sizing.md: step time and lost time against the size of the model."""
+"""Figures of docs/sizing.md and docs/ranks.md: times of models, and of numbers of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 
@@ -21,6 +22,16 @@ _DRIVES = (
     ("27 GB/s and 11 GB/s", 27.0, 11.0),
     ("48 GB/s and 26 GB/s", 48.0, 26.0),
 )
+_RANKS = [2**exponent for exponent in range(3, 13)]
+"""Numbers of ranks: 8 to 4,096."""
+
+_RANKS_MODEL = 70e9
+_RANK_READ_GBPS, _RANK_WRITE_GBPS = 6.0, 4.0
+_SHARED_READ_GBPS, _SHARED_WRITE_GBPS = 400.0, 200.0
+_RANK_NETWORK_GBPS = 12.5
+_RANK_MTTF_S = 3 * 365 * 86400.0
+_RESTART_S = 120.0
+
 _MTTF_S = 8 * 3600.0
 _STORAGE_GBPS = 20.0
 _LINK_GBPS = 25.0
@@ -71,11 +82,95 @@ def draw(folder: Path) -> list[Path]:
             lost,
             folder / "sizing-lost.svg",
         ),
+        _ranks(folder / "sizing-ranks.svg"),
     ]
 
 
-def _lines(title: str, unit: str, lines: Sequence[tuple[str, Sequence[float]]], path: Path) -> Path:
+class Scaled(NamedTuple):
+    """Seconds of one model on one number of ranks."""
+
+    step: float
+    seal: float
+    restore_each: float
+    """Every replica reads the parameters from storage."""
+
+    restore_once: float
+    """Each parameter is read once, and sent to the other replicas."""
+
+    lost_per_failure: float
+    """Half of the interval that wastes least, the restart of the job, and the restore."""
+
+
+def scaled(ranks: int, *, shared: bool) -> Scaled:
+    """Return the times of the model of the figure on a number of ranks.
+
+    Args:
+        ranks: Number of ranks, eight of which hold one replica of the model.
+        shared: Whether all ranks share one storage; otherwise each rank has drives of its own.
+    """
+    read, write = _RANK_READ_GBPS, _RANK_WRITE_GBPS
+    if shared:
+        read = min(_SHARED_READ_GBPS / ranks, _RANK_NETWORK_GBPS)
+        write = min(_SHARED_WRITE_GBPS / ranks, _RANK_NETWORK_GBPS)
+    plan = size(
+        _RANKS_MODEL,
+        machine=Machine(read_gbps=read, write_gbps=write),
+        cluster=Cluster(gpus=ranks, tp=8, sharded=True),
+        run=Run(mttf_s=_RANK_MTTF_S / ranks),
+    )
+    in_place = plan.intervals[-1]
+    each, once = plan.restores.parameters_s or 0, plan.restores.parameters_once_s or 0
+    interval = max(in_place.optimal_s or 0, plan.seal_s or 0, plan.steps[1].seconds or 0)
+    return Scaled(
+        plan.steps[1].seconds or 0,
+        plan.seal_s or 0,
+        each,
+        once,
+        interval / 2 + _RESTART_S + once,
+    )
+
+
+def _ranks(path: Path) -> Path:
+    panels = (
+        ("a step", ["step"]),
+        ("a seal", ["seal"]),
+        ("a restore of all replicas", ["restore_each", "restore_once"]),
+        ("lost in a failure", ["lost_per_failure"]),
+    )
+    labels = {"restore_each": ", read by each", "restore_once": ", read once"}
+    _settings()
+    figure, grid = plt.subplots(1, 4, figsize=(12, 3.2), layout="constrained")
+    figure.patch.set_facecolor("white")
+    for axes, (title, names) in zip(grid, panels, strict=True):
+        for shared in (False, True):
+            times = [scaled(ranks, shared=shared) for ranks in _RANKS]
+            for name, style in zip(names, ("-", "--"), strict=False):
+                label = ("shared storage" if shared else "own drives") + labels.get(name, "")
+                values = [getattr(time, name) for time in times]
+                color = f"C{int(shared)}"
+                axes.plot(_RANKS, values, style, color=color, linewidth=1.5, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("ranks")
+        axes.set_title(f"Seconds of {title}" if title[0] == "a" else "Seconds lost in a failure")
+        axes.legend(fontsize=7, frameon=False)
+        _frame(axes)
+    figure.savefig(path, format="svg", metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
+def _settings() -> None:
     mpl.rcParams.update({"svg.hashsalt": "ssd-offload", "font.size": 9, "svg.fonttype": "none"})
+
+
+def _frame(axes: Any) -> None:
+    axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _lines(title: str, unit: str, lines: Sequence[tuple[str, Sequence[float]]], path: Path) -> Path:
+    _settings()
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     figure.patch.set_facecolor("white")
     for label, values in lines:
@@ -86,8 +181,7 @@ def _lines(title: str, unit: str, lines: Sequence[tuple[str, Sequence[float]]], 
     axes.set_ylabel(unit)
     axes.legend(fontsize=8, frameon=False)
     axes.set_title(title, loc="left")
-    axes.grid(visible=True, which="major", color="#dddddd", linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
+    _frame(axes)
     figure.savefig(path, format="svg", metadata={"Date": None})
     plt.close(figure)
     return path

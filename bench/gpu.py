@@ -1,10 +1,14 @@
 """All tests and measurements that need a GPU, one after another, with time limits: 30 minutes.
 
     python -m bench.gpu --directory DIR
+    python -m bench.gpu --directory DIR --seconds 540    # and again, until nothing is left
 
 A step that fails or takes too long does not stop later steps. The output of each step is kept
 beside the results, in ``<date>-gpu-<what>/``. ``<date>-gpu-<what>.json`` has the outcome of each
 step, and the results of `gds check` and `gds bench`. The other scripts write their own results.
+
+With ``--seconds`` a call runs as many steps as fit, and the next call goes on with the steps that
+are left. A step that was interrupted because the time was over is run again.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -19,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,11 +34,14 @@ from bench._machine import describe_machine, describe_storage, describe_versions
 
 _ROOT = Path(__file__).parent.parent
 _PATHS = ("gds", "compat", "bounce", "direct")
-TESTS = ("bench", "contract", "device", "gds_cli", "placement")
-"""Folders with tests of a GPU. Other folders are left out, since packages that their tests import
-may be missing on the machine."""
+TESTS = {"device": 180, "contract": 180, "placement": 60, "gds_cli": 60, "bench": 60}
+"""Folders with tests of a GPU, each with its limit in seconds. Other folders are left out, since
+packages that their tests import may be missing on the machine."""
 
 _KILL_S = 10.0
+_LEAST_S = 5.0
+"""Seconds that have to be left for one more step to begin."""
+
 _LAST_LINES = 3
 
 
@@ -74,6 +82,10 @@ class Outcome:
     output: str
     """Path of the file with the whole output, relative to the summary."""
 
+    was_interrupted: bool = False
+    """Whether the time of the whole call was over before the step had ended or reached its limit.
+    The next call runs it again."""
+
     found: Any = None
     """Value that the command printed as JSON; None if there is none."""
 
@@ -91,23 +103,13 @@ def steps(directory: str, output: str, *, quick: bool) -> list[Step]:
     model = () if quick else ("--parameters", "64Mi")
     sizes = ("--file-size", "64M") if quick else ("--file-size", "4G")
     sweep = ("--sweep", "rw=read,write", "--sweep", f"size={'1M' if quick else '1M,16M'}")
-    # On the drive: where there is no direct I/O, as in a /tmp of memory, tests skip themselves.
-    scratch = os.path.join(directory, f"offload-gpu-tests-{os.getpid()}")
-    tests = [str(_ROOT / "tests" / folder) for folder in TESTS]
     listed = [
         # 3 to 5: something less than GPUDirect Storage would be used, which is a finding.
         Step("check", ("-m", "gds.cli", "check", directory, "--json"), 60, (0, 3, 4, 5), True),
-        Step(
-            "tests",
-            (
-                *("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"),
-                *("--continue-on-collection-errors", "--basetemp", scratch, *tests),
-            ),
-            540,
-            scratch=scratch,
-        ),
         Step("kernel", ("-m", "bench.kernel", *bench), 240),
+        _tests("device", directory),
         Step("device", ("-m", "bench.device", *bench, *model), 480),
+        *(_tests(folder, directory) for folder in TESTS if folder != "device"),
     ]
     listed += [
         Step(
@@ -127,14 +129,29 @@ def steps(directory: str, output: str, *, quick: bool) -> list[Step]:
     return listed
 
 
-def perform(step: Step, folder: Path, hidden: dict[str, str]) -> Outcome:
+def _tests(folder: str, directory: str) -> Step:
+    """Return the tests of a GPU in a folder.
+
+    Their files are on the drive: where there is no direct I/O, as in a /tmp of memory, tests skip
+    themselves.
+    """
+    scratch = os.path.join(directory, f"offload-gpu-tests-{folder}-{os.getpid()}")
+    arguments = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
+    arguments += ("--continue-on-collection-errors", "--basetemp", scratch)
+    path = str(_ROOT / "tests" / folder)
+    return Step(f"tests-{folder}", (*arguments, path), TESTS[folder], scratch=scratch)
+
+
+def perform(step: Step, folder: Path, hidden: dict[str, str], left_s: float = math.inf) -> Outcome:
     """Run a step to its end or its limit. A failure of the step raises nothing.
 
     Args:
         step: Step to run.
         folder: Folder for its output.
         hidden: Replacements for words in everything that is recorded, by the word.
+        left_s: Seconds that are left for the whole call.
     """
+    limit_s = min(step.limit_s, left_s)
     log = folder / f"{step.name}.txt"
     began = time.monotonic()
     with open(log, "w+b") as out, open(folder / f"{step.name}.err", "w+b") as err:
@@ -149,9 +166,9 @@ def perform(step: Step, folder: Path, hidden: dict[str, str]) -> Outcome:
         )
         status: int | None = None
         try:
-            status = process.wait(step.limit_s)
+            status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            say(f"  {step.name} is ended after {step.limit_s:g} s")
+            say(f"  {step.name} is ended after {limit_s:.0f} s")
         finally:
             _end(process)
             if step.scratch:
@@ -176,19 +193,29 @@ def perform(step: Step, folder: Path, hidden: dict[str, str]) -> Outcome:
         status=status,
         succeeded=succeeded,
         seconds=round(seconds, 1),
-        limit_s=step.limit_s,
+        limit_s=round(limit_s, 1),
         last_lines=[line for text in texts for line in text.splitlines()[-_LAST_LINES:]]
         if found is None
         else [],
         output=f"{folder.name}/{log.name}",
+        was_interrupted=status is None and limit_s < step.limit_s,
         found=found,
     )
 
 
 def perform_all(
-    listed: Sequence[Step], output: Path, what: str, directory: str, *, quick: bool
+    listed: Sequence[Step],
+    output: Path,
+    what: str,
+    directory: str,
+    *,
+    quick: bool,
+    seconds: float = math.inf,
 ) -> list[Outcome]:
     """Run all steps, and write a summary after each step, since the machine itself may end.
+
+    If `seconds` is finite, and the newest summary of the same label and commit lacks steps, it is
+    continued: steps that have ended are not run again.
 
     Args:
         listed: Steps to run.
@@ -196,9 +223,17 @@ def perform_all(
         what: Label for the names of files.
         directory: Directory on the drive that is measured. Its storage is recorded, not its path.
         quick: Whether sizes are tiny, to be recorded.
+        seconds: Seconds that this call may take.
+
+    Returns:
+        The outcomes of all steps that have been run, in earlier calls too. A step that the end of
+        the time interrupted has `Outcome.was_interrupted`; steps that have not begun are missing.
     """
-    began = datetime.now(UTC)
-    name = f"{began:%Y-%m-%d}-gpu-{what}"
+    began, clock = datetime.now(UTC), time.monotonic()
+    versions = describe_versions()
+    name, outcomes = f"{began:%Y-%m-%d}-gpu-{what}", list[Outcome]()
+    if seconds < math.inf:
+        name, outcomes = _continued(output, what, versions.get("commit"), quick=quick) or (name, [])
     folder = output / name
     folder.mkdir(parents=True, exist_ok=True)
     hidden = {str(output): "OUTPUT", str(_ROOT): "ROOT"}
@@ -212,16 +247,25 @@ def perform_all(
         "quick": quick,
         "machine": describe_machine(),
         "storage": describe_storage(directory),
-        "versions": describe_versions(),
+        "versions": versions,
         "steps": [],
     }
-    outcomes: list[Outcome] = []
+    ended = {outcome.name for outcome in outcomes}
+    is_first = True
     for step in listed:
-        say(f"{step.name}, at most {step.limit_s:g} s")
-        outcomes.append(perform(step, folder, hidden))
-        one = outcomes[-1]
-        ended = "killed" if one.status is None else f"status {one.status}"
-        say(f"  {'succeeded' if one.succeeded else 'FAILED'} ({ended}) in {one.seconds:g} s")
+        if step.name in ended:
+            continue
+        left = seconds - (time.monotonic() - clock)
+        if left < _LEAST_S and not is_first:
+            break
+        say(f"{step.name}, at most {min(step.limit_s, left):.0f} s")
+        one = perform(step, folder, hidden, left)
+        if is_first:  # it had all of the time, and would have no more in the next call
+            one = replace(one, was_interrupted=False)
+        is_first = False
+        outcomes.append(one)
+        status = "killed" if one.status is None else f"status {one.status}"
+        say(f"  {'succeeded' if one.succeeded else 'FAILED'} ({status}) in {one.seconds:g} s")
         for line in one.last_lines:
             say(f"  | {line}")
         summary["steps"] = [asdict(outcome) for outcome in outcomes]
@@ -229,8 +273,29 @@ def perform_all(
     return outcomes
 
 
+def _continued(
+    output: Path, what: str, commit: str | None, *, quick: bool
+) -> tuple[str, list[Outcome]] | None:
+    """Return the name of the newest summary of a label, and its outcomes that are final.
+
+    None if there is no summary, or if the newest one is of another commit or other sizes.
+    """
+    found = max(output.glob(f"*-gpu-{what}.json"), default=None)
+    if found is None:
+        return None
+    summary = json.loads(found.read_text())
+    if (summary["versions"].get("commit"), summary["quick"]) != (commit, quick):
+        return None
+    outcomes = [Outcome(**step) for step in summary["steps"]]
+    return found.stem, [outcome for outcome in outcomes if not outcome.was_interrupted]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all steps. Return 0 if all succeeded, 1 if one failed, 2 if there is no GPU."""
+    """Run all steps, or as many as fit into the time.
+
+    Returns:
+        0 if all succeeded, 1 if one failed, 2 if there is no GPU, 3 if steps are left.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu",
         description=__doc__,
@@ -241,6 +306,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--output", default=str(RESULTS), help="folder for results (default: %(default)s)")
     add("--what", default="", help="label in the files' names (default: the GPU's name)")
     add("--only", default="", help="steps to run, with commas (default: all)")
+    add(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="end after so many seconds; the next call goes on (default: no limit)",
+    )
     add("--quick", action="store_true", help="tiny sizes: shows that it runs, measures nothing")
     args = parser.parse_args(arguments)
     directory, output = os.path.abspath(args.directory), os.path.abspath(args.output)
@@ -257,17 +328,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    chosen = [step for step in listed if not wanted or step.name in wanted]
     outcomes = perform_all(
-        [step for step in listed if not wanted or step.name in wanted],
+        chosen,
         Path(output),
         args.what or device,
         directory,
         quick=args.quick,
+        seconds=args.seconds,
     )
-    failed = [outcome.name for outcome in outcomes if not outcome.succeeded]
-    say(f"{len(outcomes) - len(failed)} of {len(outcomes)} succeeded")
+    ended = [outcome for outcome in outcomes if not outcome.was_interrupted]
+    failed = [outcome.name for outcome in ended if not outcome.succeeded]
+    say(f"{len(ended) - len(failed)} of {len(ended)} succeeded")
     if failed:
         say(f"failed: {', '.join(failed)}; what they printed is in {output}")
+    names = {outcome.name for outcome in ended}
+    if left := [step.name for step in chosen if step.name not in names]:
+        say(f"left for the next call: {', '.join(left)}")
+        return 3
     return 1 if failed else 0
 
 

@@ -156,7 +156,11 @@ class CudaCompute:
 
     def prepare(self, form: Form) -> None:
         """Compile the variant for this device."""
-        update.compile_form(form, self.device.index or 0)
+        # CuPy's guard makes the device current again that was current before. That would be GPU 0
+        # in a thread that has chosen none, and its context there would take memory. Torch's guard
+        # leaves GPU 0 alone unless this process uses it.
+        with torch.cuda.device(self.device):
+            update.compile_form(form, self.device.index or 0)
 
     def update(
         self,

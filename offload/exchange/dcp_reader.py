@@ -15,7 +15,6 @@ from typing import Any, Final
 import torch
 
 from offload.errors import CheckpointError
-from offload.exchange.dcp_writer import boxes
 from offload.exchange.foreign_paths import require_file
 from offload.exchange.pickle_reading import (
     MAX_PICKLE_BYTES,
@@ -26,6 +25,7 @@ from offload.exchange.pickle_reading import (
 )
 from offload.exchange.stored_tensor import StoredTensor, scratch_tensor
 from offload.exchange.torch_reading import DTYPES, read_structure
+from offload.format.boxes import cut_range
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _MAX_DIMS = 64
@@ -258,9 +258,9 @@ class BoxedTensor:
             return torch.empty(0, dtype=self.dtype, device="cpu")
         out = scratch_tensor(stop - start, self.dtype)
         at = 0
-        for offsets, sizes in boxes(self.shape, start, stop):
-            length = math.prod(sizes)
-            self._read_box(offsets, out[at : at + length].view(sizes))
+        for box in cut_range(self.shape, start, stop):
+            length = box.num_elements
+            self._read_box(box.offsets, out[at : at + length].view(box.sizes))
             at += length
         return out
 

@@ -25,11 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from offload.exchange.checkpoint_stream import CheckpointStream
 from offload.exchange.destination import torch_writing
 from offload.format.arrays import MASTER
+from offload.format.boxes import cut_range
 from offload.update.coding.decoder import STATE_BLOCK_ELEMENTS, DecodedBlock, cut_by_parameter
 from offload.update.dtypes import DTYPES
-
-_Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a box, in each dimension."""
 
 
 def write_dcp(
@@ -214,56 +212,14 @@ class _StreamingPlanner(DefaultSavePlanner):
     ) -> Iterator[WriteItem]:
         if item.tensor_data is None:
             raise TypeError(f"{item.index.fqn} is planned as something other than a tensor")
-        for offsets, sizes in boxes(source.shape, start, stop):
-            first = _flat_index(source.shape, offsets)
-            where = (item.index.fqn, offsets)
-            self._ranges[where] = (source, first, first + math.prod(sizes))
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        first = start
+        for box in cut_range(source.shape, start, stop):
+            where = (item.index.fqn, box.offsets)
+            self._ranges[where] = (source, first, first + box.num_elements)
+            first += box.num_elements
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             yield WriteItem(
-                index=MetadataIndex(item.index.fqn, torch.Size(offsets)),
+                index=MetadataIndex(item.index.fqn, torch.Size(box.offsets)),
                 type=WriteItemType.SHARD,
                 tensor_data=dataclasses.replace(item.tensor_data, chunk=chunk),
             )
-
-
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Box]:
-    """Cut a range of a tensor's elements into boxes of the tensor.
-
-    Args:
-        shape: Shape of the tensor.
-        start: First element of the range, in row-major order.
-        stop: End of the range (exclusive).
-
-    Yields:
-        Offsets and sizes of each box, in row-major order.
-    """
-    if not shape:
-        yield (), ()
-        return
-    inner = math.prod(shape[1:])
-    if len(shape) == 1 or (start == 0 and stop == shape[0] * inner):
-        rest = len(shape) - 1
-        yield (start // max(inner, 1), *[0] * rest), (_rows(shape, start, stop), *shape[1:])
-        return
-    while start < stop:
-        row, column = divmod(start, inner)
-        if column == 0 and stop - start >= inner:
-            num = (stop - start) // inner
-            yield (row, *[0] * (len(shape) - 1)), (num, *shape[1:])
-            start += num * inner
-            continue
-        last = min(inner, column + stop - start)
-        for offsets, sizes in boxes(shape[1:], column, last):
-            yield (row, *offsets), (1, *sizes)
-        start += last - column
-
-
-def _rows(shape: tuple[int, ...], start: int, stop: int) -> int:
-    return stop - start if len(shape) == 1 else shape[0]
-
-
-def _flat_index(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
-    flat = 0
-    for size, offset in zip(shape, offsets, strict=True):
-        flat = flat * size + offset
-    return flat

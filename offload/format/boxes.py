@@ -7,8 +7,9 @@ torch.distributed.checkpoint and the sharded files of Hugging Face describe shar
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -72,6 +73,38 @@ class Box:
             return None
         return Box(offsets, tuple(s - o for o, s in zip(offsets, stops, strict=True)))
 
+    def shifted(self, by: Sequence[int]) -> Box:
+        """Return the box with a number added to the offset in each dimension."""
+        return Box(tuple(o + n for o, n in zip(self.offsets, by, strict=True)), self.sizes)
+
+    def within(self, outer: Box) -> Box:
+        """Return the same box with offsets that are counted from the start of another box.
+
+        Raises:
+            ValueError: The box begins before the other one.
+        """
+        return self.shifted([-offset for offset in outer.offsets])
+
+    def runs(self, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield the contiguous ranges of the box in a contiguous tensor of a shape, in elements.
+
+        Ranges come in row-major order; each is as long as it can be.
+        """
+        if not self.num_elements:
+            return
+        whole = self.contiguous_range(shape)
+        if whole is not None:
+            yield whole
+            return
+        last = max(d for d, (size, n) in enumerate(zip(self.sizes, shape, strict=True)) if size < n)
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        length = self.sizes[last] * strides[last]
+        first = self.offsets[last] * strides[last]
+        outer = [range(o, o + s) for o, s in zip(self.offsets[:last], self.sizes, strict=False)]
+        for index in itertools.product(*outer):
+            start = first + sum(i * s for i, s in zip(index, strides, strict=False))
+            yield start, start + length
+
     def contiguous_range(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Return the range of the box in a contiguous tensor of a shape, in elements.
 
@@ -97,6 +130,39 @@ class Box:
         """
         parts = [f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True)]
         return f"[{parts[0]},]" if len(parts) == 1 else f"[{', '.join(parts)}]"
+
+
+def cut_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Cut a range of a contiguous tensor's elements into boxes of the tensor.
+
+    Args:
+        shape: Shape of the tensor.
+        start: First element of the range, in row-major order.
+        stop: One past the last element.
+
+    Yields:
+        The boxes, in row-major order; together they have the elements of the range in their order.
+    """
+    if not shape:
+        yield Box((), ())
+        return
+    inner = math.prod(shape[1:])
+    rest = (0,) * (len(shape) - 1)
+    if len(shape) == 1 or (start == 0 and stop == shape[0] * inner):
+        num = stop - start if len(shape) == 1 else shape[0]
+        yield Box((start // max(inner, 1), *rest), (num, *shape[1:]))
+        return
+    while start < stop:
+        row, column = divmod(start, inner)
+        if column == 0 and stop - start >= inner:
+            num = (stop - start) // inner
+            yield Box((row, *rest), (num, *shape[1:]))
+            start += num * inner
+            continue
+        last = min(inner, column + stop - start)
+        for box in cut_range(shape[1:], column, last):
+            yield Box((row, *box.offsets), (1, *box.sizes))
+        start += last - column
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """``model.safetensors``: copying between its bytes and live tensors, block by block.
 
 A block is `MODEL_BLOCK_BYTES` of the file's data, and one digest covers it. Sealing a model of any
-size takes two buffers of one block each, and a third one if the seal reads a slot's content back.
-Restoring takes three, so that two reads are in flight while a block is checked and copied.
-`model_writing` describes how a seal writes.
+size takes three buffers of one block each, so that two writes are in flight while a block is
+copied, and a fourth one if the seal reads a slot's content back. Restoring takes four, so that
+three reads are in flight while a block is checked and copied. `model_writing` describes how a seal
+writes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from offload.format.manifest import MODEL_BLOCK_BYTES
 from offload.model.tensor_image import TensorImage
 
 
-class _Memory(NamedTuple):
+class BlockMemory(NamedTuple):
     """Memory of one block."""
 
     buffer: Buffer
@@ -34,14 +35,24 @@ class _Memory(NamedTuple):
     tensor: torch.Tensor
     """The same bytes as a tensor, dtype uint8."""
 
-    locks: Sequence[object] = ()
-    """Objects that keep the memory page-locked, if this entry alone owns the memory."""
+    locks: list[object]
+    """Objects that keep the memory page-locked for devices."""
+
+    def first(self, nbytes: int) -> tuple[Buffer, torch.Tensor]:
+        """Return the first bytes, as a buffer and as a tensor."""
+        return self.buffer.slice(0, nbytes), self.tensor[:nbytes]
+
+
+_KEPT, _WRITING, _READING = 2, 3, 4
+"""Number of blocks of memory: at first, of a seal, and of a restore. With fewer the drive is idle
+for a while whenever transfers have ended, or has fewer requests than its fastest rate takes."""
 
 
 class BlockBuffers:
-    """Two buffers of one block each, shared by seals and restores, and a third if it is needed.
+    """Buffers of one block each, shared by seals and restores.
 
-    The third buffer of a seal is kept, that of a restore is freed when the restore ends.
+    There are two at first. A seal of more blocks adds a third one, which is kept. What a restore
+    adds is freed when it ends.
 
     Args:
         backend: Backend that allocates the buffers.
@@ -60,62 +71,76 @@ class BlockBuffers:
     ) -> None:
         self.traffic = traffic or Traffic()
         self._backend = backend
-        self._locked: dict[torch.device, list[object]] = {}
+        self._devices: list[torch.device] = []
         most = MODEL_BLOCK_BYTES if block_bytes is None else block_bytes
-        nbytes = -(-max(min(most, data_bytes), 1) // ALIGNMENT) * ALIGNMENT
-        self._buffers = [backend.allocate(nbytes) for _ in range(2)]
+        self._block_bytes = -(-max(min(most, data_bytes), 1) // ALIGNMENT) * ALIGNMENT
+        self._memory = [self._allocate() for _ in range(_KEPT)]
         self._spare: Buffer | None = None
-        self._tensors = [
-            torch.frombuffer(buffer.memoryview(), dtype=torch.uint8) for buffer in self._buffers
-        ]
 
     def page_lock_for(self, devices: Iterable[torch.device]) -> BlockBuffers:
-        """Page-lock the two buffers for fast copies from and to these devices; return self."""
+        """Page-lock the buffers for fast copies from and to these devices; return self."""
         for device in devices:
-            if device not in self._locked:
-                lock_pages = boundary_of(device).lock_pages
-                self._locked[device] = [lock_pages(tensor) for tensor in self._tensors]
+            if device not in self._devices:
+                self._devices.append(device)
+                for memory in self._memory:
+                    memory.locks.append(boundary_of(device).lock_pages(memory.tensor))
         return self
 
-    def for_reading(self, num_blocks: int) -> list[_Memory]:
-        """Return the memory through which blocks are read: the two buffers, and a third one.
+    def for_writing(self, num_blocks: int) -> Sequence[BlockMemory]:
+        """Return the memory through which a seal writes: two or three blocks.
 
-        With two buffers the drive would be idle for a while after both blocks have arrived. If
-        there are only two blocks, or no memory for a third buffer, the list has two entries. The
-        third buffer is freed with the list.
+        There are two if the seal has no more blocks, or if there is no memory for a third one.
+
+        Args:
+            num_blocks: Number of blocks that will be written.
+        """
+        self._memory += self._more(min(num_blocks, _WRITING))
+        return self._memory
+
+    def for_reading(self, num_blocks: int) -> Sequence[BlockMemory]:
+        """Return the memory through which blocks are read: at least two blocks, at most four.
+
+        There are fewer than four if fewer are read, or if there is no memory for more. Blocks that
+        are allocated by this call are freed with the list.
 
         Args:
             num_blocks: Number of blocks that will be read.
         """
-        pairs = zip(self._buffers, self._tensors, strict=True)
-        memory = [_Memory(buffer, tensor) for buffer, tensor in pairs]
-        if num_blocks > len(memory):
-            with suppress(MemoryError):
-                buffer = self._backend.allocate(self._buffers[0].nbytes)
-                tensor = torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)
-                locks = [boundary_of(device).lock_pages(tensor) for device in self._locked]
-                memory.append(_Memory(buffer, tensor, locks))
-        return memory
+        return [*self._memory, *self._more(min(num_blocks, _READING))]
 
     @property
     def nbytes(self) -> int:
-        """Total size of the buffers in bytes, without the third buffer of a restore."""
+        """Total size of the buffers in bytes, without those that a restore adds."""
         spare = 0 if self._spare is None else self._spare.nbytes
-        return sum(buffer.nbytes for buffer in self._buffers) + spare
+        return sum(memory.buffer.nbytes for memory in self._memory) + spare
 
     def get(self, index: int, nbytes: int) -> tuple[Buffer, torch.Tensor]:
         """Return a block's memory, as a buffer and as a tensor; every second block shares it."""
-        return self._buffers[index % 2].slice(0, nbytes), self._tensors[index % 2][:nbytes]
+        return self._memory[index % _KEPT].first(nbytes)
 
     def spare(self, nbytes: int) -> Buffer:
-        """Return the third buffer, separate from the other two; allocated at the first call.
+        """Return one more buffer, separate from all others; allocated at the first call.
 
         Raises:
             MemoryError: There is no memory left.
         """
         if self._spare is None:
-            self._spare = self._backend.allocate(self._buffers[0].nbytes)
+            self._spare = self._backend.allocate(self._block_bytes)
         return self._spare.slice(0, nbytes)
+
+    def _more(self, wanted: int) -> list[BlockMemory]:
+        """Allocate the blocks that are missing, or as many as there is memory for."""
+        found: list[BlockMemory] = []
+        with suppress(MemoryError):
+            while len(self._memory) + len(found) < wanted:
+                found.append(self._allocate())
+        return found
+
+    def _allocate(self) -> BlockMemory:
+        buffer = self._backend.allocate(self._block_bytes)
+        tensor = torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)
+        locks = [boundary_of(device).lock_pages(tensor) for device in self._devices]
+        return BlockMemory(buffer, tensor, locks)
 
 
 class ModelImage(TensorImage):
@@ -167,7 +192,7 @@ def read_model(
 ) -> None:
     """Read a model file's data into the live tensors, and check every block's digest.
 
-    While a block is checked and copied, the reads of the next two are in flight. A block that is
+    While a block is checked and copied, the reads of the next three are in flight. A block that is
     wrong is read a second time before an error is raised: see `second_read`.
 
     Args:
@@ -199,8 +224,7 @@ def read_model(
         for index, start, stop in blocks:
             start_read(index + len(memory) - 1)
             reads.pop(index).result()
-            whole, tensor, _ = memory[index % len(memory)]
-            buffer, data = whole.slice(0, stop - start), tensor[: stop - start]
+            buffer, data = memory[index % len(memory)].first(stop - start)
             leaves = leaf_digests(buffer.memoryview())
             found = context.digest_leaves(MODEL_ARRAY, index, leaves)
             if found != expected[index]:

@@ -92,7 +92,7 @@ def write_model(
     Args:
         image: Live tensors.
         file: File to write.
-        buffers: Two blocks of memory, and a third one if anything is read back.
+        buffers: Blocks of memory.
         context: Store and generation of the digests.
         known: Known leaves of the file; updated. If this function raises, they are wrong, and the
             caller must forget them.
@@ -108,11 +108,13 @@ def write_model(
         gds.StorageError: A write failed.
     """
     found = Written([])
-    writer = _Writer(image, file, buffers, known, changing, source, found)
+    blocks = list(image.blocks())
+    memory = buffers.for_writing(len(blocks))
+    writer = _Writer(image, file, buffers, len(memory), known, changing, source, found)
     try:
-        for index, start, stop in image.blocks():
+        for index, start, stop in blocks:
             writer.begin(index, start, stop)
-            buffer, data = buffers.get(index, stop - start)
+            buffer, data = memory[index % len(memory)].first(stop - start)
             image.gather(start, stop, data, on_one_thread=not writer.has_caught_up)
             copied(stop)
             leaves = leaf_digests(buffer.memoryview())
@@ -132,6 +134,7 @@ class _Writer:
         image: ModelImage,
         file: File,
         buffers: BlockBuffers,
+        num_buffers: int,
         known: KnownLeaves,
         changing: TensorRanges | None,
         source: CloneSource | None,
@@ -140,6 +143,7 @@ class _Writer:
         self._data_start = image.data_start
         self._file = file
         self._buffers = buffers
+        self._num_buffers = num_buffers
         self._known = known
         self._changing = changing
         self._source = source
@@ -158,9 +162,10 @@ class _Writer:
 
     def begin(self, index: int, start: int, stop: int) -> None:
         """Wait until a block's memory is free, and begin to read back leaves for comparison."""
-        for write in self._writes.get(index - 2, []):
+        last = index - self._num_buffers  # the block that had this one's memory
+        for write in self._writes.get(last, []):
             write.result()
-        self._writes.pop(index - 2, None)
+        self._writes.pop(last, None)
         if self._known.of(index) is None and not self._can_clone(index, start, stop):
             num_leaves = -(-(stop - start) // LEAF_BYTES)
             self._start_reading(start, stop, range(num_leaves))

@@ -142,8 +142,9 @@ def test_all_tests_of_a_gpu_are_run_and_nothing_else_is_collected() -> None:
         if "pytest.mark.gpu" in path.read_text()
     }
     assert marked == set(gpu.TESTS)
-    (step,) = (step for step in gpu.steps("/data", "/out", quick=False) if step.name == "tests")
-    assert {Path(a).name for a in step.arguments if a.startswith(str(tests))} == marked
+    listed = gpu.steps("/data", "/out", quick=False)
+    named = [Path(a).name for step in listed for a in step.arguments if a.startswith(str(tests))]
+    assert sorted(named) == sorted(marked)
 
 
 def test_what_a_step_leaves_in_its_folder_is_removed(tmp_path: Path) -> None:
@@ -154,10 +155,57 @@ def test_what_a_step_leaves_in_its_folder_is_removed(tmp_path: Path) -> None:
     assert not scratch.exists()
 
 
+LOGS = "import sys; open(sys.argv[1], 'a').write(sys.argv[2] + ' ')"
+SLEEPS = LOGS + "; import time; time.sleep(600)"
+
+
+def test_a_second_call_goes_on_where_the_time_of_the_first_was_over(tmp_path: Path) -> None:
+    """A step that was interrupted is run again; others that have ended or failed are not."""
+    log, output = str(tmp_path / "log"), tmp_path / "results"
+    listed = [
+        python("fails", LOGS + "; sys.exit('one')", log, "fails"),
+        python("long", SLEEPS, log, "long", limit_s=1000),
+        python("last", LOGS, log, "last"),
+    ]
+
+    def call(listed: list[Step], seconds: float) -> list[gpu.Outcome]:
+        return gpu.perform_all(listed, output, "x", str(tmp_path), quick=True, seconds=seconds)
+
+    first: list[gpu.Outcome] = []
+    # Where the machine stands still, a process needs more than a few seconds to begin.
+    for seconds in (gpu._LEAST_S + 3, 120.0):
+        first = call(listed, seconds)
+        if len(first) == 2:
+            break
+    assert [(o.name, o.was_interrupted) for o in first] == [("fails", False), ("long", True)]
+    listed[1] = python("long", LOGS, log, "again")
+    second = call(listed, 600)
+    assert [o.name for o in second] == ["fails", "long", "last"]
+    assert [o.succeeded for o in second] == [False, True, True]
+    assert (tmp_path / "log").read_text().split() == ["fails", "long", "again", "last"]
+    assert call(listed, 600) == second
+    (summary,) = output.glob("*.json")
+    assert [step["name"] for step in json.loads(summary.read_text())["steps"]] == [
+        "fails",
+        "long",
+        "last",
+    ]
+
+
+def test_a_step_that_had_all_of_the_time_is_not_run_again(tmp_path: Path) -> None:
+    step = python("long", "import time; time.sleep(600)")
+    call = [[step], tmp_path / "results", "x", str(tmp_path)]
+    (outcome,) = gpu.perform_all(*call, quick=True, seconds=1)
+    assert (outcome.status, outcome.succeeded, outcome.was_interrupted) == (None, False, False)
+    assert gpu.perform_all(*call, quick=True, seconds=600) == [outcome]
+
+
 def test_steps_are_named_to_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         gpu.main(["--directory", str(tmp_path), "--only", "kernel,nothing"])
-    assert "there are check, tests, kernel, device, bench-gds" in capsys.readouterr().err
+    assert (
+        "there are check, kernel, tests-device, device, tests-contract" in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         gpu.main(["--directory", str(tmp_path / "missing")])
 

@@ -355,8 +355,7 @@ SEALING = (
         (
             Edit(
                 _MODEL,
-                "        for write in self._writes.get(index - 2, []):\n"
-                "            write.result()\n",
+                "        for write in self._writes.get(last, []):\n            write.result()\n",
                 "",
             ),
         ),
@@ -368,8 +367,8 @@ SEALING = (
         (
             Edit(
                 _MODEL,
-                "for write in self._writes.get(index - 2, []):",
-                "for write in self._writes.pop(index - 2, []):",
+                "for write in self._writes.get(last, []):",
+                "for write in self._writes.pop(last, []):",
             ),
         ),
         (f"{_BLOCKS}::test_when_a_write_of_a_block_fails_the_others_of_the_block_have_ended",),

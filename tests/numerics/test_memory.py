@@ -16,8 +16,8 @@ from tests.numerics.measure import MIB
 SIZES = (16 << 20, 64 << 20)
 """Elements. One byte more for each would make a difference of 48 MiB."""
 
-SEAL_BYTES = 3 * 16 * MIB
-"""The two blocks through which parameters are written, and the third one of a restore."""
+SEAL_BYTES = 4 * 16 * MIB
+"""The three blocks through which parameters are written, and the fourth one of a restore."""
 
 CONSTANT_BYTES = 24 * MIB
 """Buffers that come and go, more of them where more threads update, and what malloc keeps of them:

@@ -93,7 +93,7 @@ class NotedImage(ModelImage):
 
 
 @pytest.mark.parametrize("num_bytes", [1, BLOCK_BYTES, 3 * BLOCK_BYTES, 7 * BLOCK_BYTES + 5])
-def test_a_restore_reads_two_blocks_ahead_of_the_one_that_it_copies(num_bytes: int) -> None:
+def test_a_restore_reads_three_blocks_ahead_of_the_one_that_it_copies(num_bytes: int) -> None:
     backend, values = MemoryBackend(), values_of(num_bytes + 1)
     inner, digests = sealed(backend, values)
     live = torch.zeros_like(values)
@@ -107,7 +107,7 @@ def test_a_restore_reads_two_blocks_ahead_of_the_one_that_it_copies(num_bytes: i
     num_blocks = len(list(plain.blocks()))
     for block in range(num_blocks):
         before = file.events[: file.events.index(("copy", block))]
-        wanted = min(block + 3, num_blocks)
+        wanted = min(block + 4, num_blocks)
         assert [number for what, number in before if what == "read"] == [*range(wanted)]
 
 
@@ -136,7 +136,7 @@ def test_a_restore_needs_no_more_memory_than_two_blocks() -> None:
     assert torch.equal(live, values)
 
 
-def test_the_third_buffer_of_a_restore_is_not_kept() -> None:
+def test_buffers_that_a_restore_adds_are_not_kept() -> None:
     backend, values = MemoryBackend(), values_of(5 * BLOCK_BYTES)
     file, digests = sealed(backend, values)
     header, image = image_of(torch.zeros_like(values))
@@ -225,6 +225,41 @@ class _LateWrite(_Late):
         return super().result(timeout)
 
 
+class CountedFile(SlowFile):
+    """Notes the writes that have begun."""
+
+    def __init__(self, inner: File) -> None:
+        super().__init__(inner)
+        self.writes: list[IOFuture] = []
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        self.writes.append(super().write(source, offset))
+        return self.writes[-1]
+
+
+@pytest.mark.parametrize("num_buffers", [2, 3])
+def test_a_seal_copies_a_block_while_all_other_buffers_are_being_written(
+    num_buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With memory for two blocks only, it has two."""
+    backend, values = MemoryBackend(), values_of(6 * BLOCK_BYTES)
+    header, image = image_of(values)
+    file = CountedFile(backend.create("/model", header.file_bytes))
+    in_flight: list[int] = []
+    gather = image.gather
+
+    def noted(start: int, stop: int, out: torch.Tensor, *, on_one_thread: bool) -> None:
+        in_flight.append(sum(not write.done() for write in file.writes))
+        gather(start, stop, out, on_one_thread=on_one_thread)
+
+    monkeypatch.setattr(image, "gather", noted)
+    buffers = BlockBuffers(ScarceBackend(backend, num_buffers), header.file_bytes)
+    write_model(image, file, buffers, CONTEXT, KnownLeaves(readable=False), lambda _: None)
+    assert in_flight == [min(block, num_buffers - 1) for block in range(6)]
+    assert file.read_bytes(header.data_start, values.numel()) == bytes(values.numpy())
+    assert buffers.nbytes == num_buffers * BLOCK_BYTES
+
+
 class FailingFile(WrapperFile):
     """Its second write fails. Writes have ended when they are waited for, and not before."""
 
@@ -255,7 +290,7 @@ def test_when_a_write_of_a_block_fails_the_others_of_the_block_have_ended(
     buffers = BlockBuffers(backend, header.file_bytes)
     with pytest.raises(StorageError):
         write_model(image, file, buffers, CONTEXT, known, lambda _: None)
-    assert len(file.started) == 8, "two blocks"
+    assert len(file.started) == 12, "three blocks"
     assert all(write.done() for write in file.started if write is not file.started[1])
 
 

@@ -7,6 +7,7 @@ say what each rank does, and look at what each call did there.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -130,6 +131,11 @@ class Calls:
             options=Options(**options),
             **arguments,
         )
+
+    def do(self, where: str, *arguments: Any, **keywords: Any) -> Any:
+        """Call ``module:function`` of the tests with this object and the arguments."""
+        module, _, name = where.partition(":")
+        return getattr(importlib.import_module(module), name)(self, *arguments, **keywords)
 
     def restore(self, *which: int, **how: Any) -> Any:
         """Restore; the value is the step and this rank's train state."""
@@ -328,6 +334,7 @@ def warm_up() -> None:
     import torch.distributed.tensor  # noqa: F401
 
     from offload.distributed import launch  # noqa: F401
+    from offload.distributed.agreement import torch_channel  # noqa: F401
     from tests.stores.training import Reference
 
     Reference().after(1)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
 
 from gds import File
 from offload.device.staging import on_host
-from offload.format.arrays import MASTER, MASTER_LOW
+from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.chunk_plan import ChunkPlan, Piece, Span
 from offload.format.layout import Layout, ParameterSpec
 from offload.update.coding.codecs import join_master
@@ -85,6 +85,17 @@ def has_master(spec: ParameterSpec) -> bool:
     return spec.dtype != "F32"
 
 
+def stored_arrays(spec: ParameterSpec, array: str) -> tuple[str, ...]:
+    """Return the stored arrays of a parameter that one decoded array is computed from.
+
+    Args:
+        spec: The parameter.
+        array: `MASTER`, or one of `kept_arrays`.
+    """
+    names = (MASTER, MASTER_LOW) if array == MASTER else (array, scale_name(array))
+    return tuple(name for name in names if name in spec.arrays)
+
+
 def cut_by_parameter(plan: ChunkPlan) -> list[Span]:
     """Cut a chunk into blocks of one parameter each, where 8-bit state can be cut."""
     return [
@@ -136,25 +147,38 @@ class StateDecoder:
                 (piece,) = span.pieces
                 yield self.block(piece, stored_block(span, arrays))
 
-    def block(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> DecodedBlock:
+    def block(
+        self,
+        piece: Piece,
+        stored: Mapping[str, torch.Tensor],
+        wanted: Collection[str] | None = None,
+    ) -> DecodedBlock:
         """Decode one block.
 
         Args:
             piece: The one piece of a span of `cut_by_parameter`.
-            stored: Stored values of the block, by state array.
+            stored: Stored values of the block, by state array; see `stored_arrays`.
+            wanted: Names of the arrays to decode, as they are in the result; None for all.
         """
-        return piece.parameter, piece.start, self._decode(piece, stored)
+        return piece.parameter, piece.start, self._decode(piece, stored, wanted)
 
-    def _decode(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _decode(
+        self,
+        piece: Piece,
+        stored: Mapping[str, torch.Tensor],
+        wanted: Collection[str] | None = None,
+    ) -> dict[str, torch.Tensor]:
         spec = self._layout.parameters[piece.parameter]
         new = self._scalars[piece.parameter] is None
         out = {}
-        if has_master(spec):
+        if has_master(spec) and (wanted is None or MASTER in wanted):
             (live,) = self._live.views([piece])
             out[MASTER] = self._master(live, stored, new=new)
             self._live.finish([piece])
         if not new:
             names = kept_arrays(spec, self._layout)
+            if wanted is not None:
+                names = tuple(name for name in names if name in wanted)
             out |= self._coder.load(self._memory, names, stored, [piece], new=False)
         return out
 
