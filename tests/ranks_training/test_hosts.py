@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import offload
+from offload.errors import CheckpointError
 from tests.ranks_training.rank_server import Jobs, Rank
 
 ROUND: list[Any] = [["step"], ["checkpoint"], ["result"]]
@@ -51,19 +52,20 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in found)
 
 
-@pytest.mark.parametrize("hosts", ["ab", "aab", "abb"])
+@pytest.mark.parametrize(("hosts", "kind"), [("ab", "ddp"), ("abb", "ddp"), ("aabb", "hybrid")])
 def test_replicas_on_several_hosts_have_the_bits_of_one(
-    jobs: Jobs, tmp_path: Path, hosts: str
+    jobs: Jobs, tmp_path: Path, hosts: str, kind: str
 ) -> None:
+    """A hybrid shards within each host, and replicates over the hosts."""
     one, several = tmp_path / "one", tmp_path / "several"
     one.mkdir()
     several.mkdir()
     begin, again = [*ROUND, *ROUND], [["restore"], *ROUND]
     size = len(hosts)
-    run_all(jobs, one, [[["open"], *begin]] * size)
-    expected = run_all(jobs, one, [[["open"], *again]] * size)
-    run_all(jobs, several, [[*on(host), *begin] for host in hosts])
-    found = run_all(jobs, several, [[*on(host), *again] for host in hosts])
+    run_all(jobs, one, [[["open"], *begin]] * size, kind=kind)
+    expected = run_all(jobs, one, [[["open"], *again]] * size, kind=kind)
+    run_all(jobs, several, [[*on(host), *begin] for host in hosts], kind=kind)
+    found = run_all(jobs, several, [[*on(host), *again] for host in hosts], kind=kind)
     assert [rank.of("restore")["value"] for rank in found] == [
         [2, {"step": 2, "rank": number}] for number in range(size)
     ]
@@ -213,3 +215,16 @@ def test_a_damaged_part_on_another_host_costs_that_checkpoint_only(
     for rank in run_all(jobs, tmp_path, [[*on(host), ["restore"], *ROUND] for host in "ab"]):
         assert rank.of("restore")["value"][0] == 1
         assert rank.of("result")["value"] == 2
+
+
+def test_each_host_says_which_parts_it_sees(jobs: Jobs, tmp_path: Path) -> None:
+    run_all(jobs, tmp_path, [[*on(host), *ROUND] for host in "ab"])
+    part = str(tmp_path / "b/owner-1/part-1")
+    (info,) = offload.list_checkpoints(tmp_path / "a", parts=[])
+    assert (info.valid, info.not_seen) == (True, (part,))
+    with offload.open_checkpoint(tmp_path / "a", parts=[]) as checkpoint:
+        report = checkpoint.verify()
+        assert (report.ok, report.not_seen) == (True, (part,))
+    for look in (offload.list_checkpoints, offload.open_checkpoint):
+        with pytest.raises(CheckpointError, match=r"owner-1/part-1 of generation 1\).*look there"):
+            look(tmp_path / "b")
