@@ -76,7 +76,8 @@ lint: $(VENV)/.dev
 # Small sizes. Every script has --help. Run by hand: the larger sizes and the variants; `peers`,
 # which needs DeepSpeed; `finetune`, which needs the demo's packages; what needs a GPU; `fio_axes`,
 # which needs fio; `update_cpu`, which needs a C++ compiler; `crossings`, `revisions` and
-# `same_bits`, which measure the code and not the drive, as does `device_calls`.
+# `same_bits`, which measure the code and not the drive, as does `device_calls`; and
+# `ranks_campaign`, which takes half an hour.
 #
 # `make bench QUICK=1` runs all of it at tiny sizes, which shows that it runs and measures nothing;
 # results and page then go to a folder that git does not see.
@@ -100,6 +101,9 @@ bench: $(VENV)/.bench
 	$(call measure,resume,--parameters 64Mi)
 	$(call measure,hybrid,--file-mib 256 --hot-mib 128)
 	$(call measure,whole_files,--parameters 32Mi)
+	$(call measure,ranks_step,--parameters 16Mi --ranks 2)
+	$(call measure,ranks_bytes,--kinds fsdp2)
+	$(call measure,ranks_agreement,--rounds 11)
 	$(call measure,ranks_gather,--parameters 64Mi)
 	$(call measure,sizing,--parameters 64Mi)
 	$(BIN)/python -m bench.report $(if $(QUICK),--results $(QUICK_RESULTS) \

@@ -2,6 +2,9 @@
 
 python -m bench.report                  # bench/results/*.json -> docs/performance.md, docs/figures
 
+The section of measurements in the page about several ranks is drawn as well, if that page lies
+beside it.
+
 The page shows the newest result of each script and label; quick runs are left out. Tables need only
 the files; figures need matplotlib.
 """
@@ -15,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import _ranks_page
 from bench._harness import RESULTS, BenchError, run, say, size
 
 Run = dict[str, Any]
@@ -36,12 +40,19 @@ _TITLES = {
     "whole_files": "Whole files with hybrid I/O, beside direct I/O",
     "fio_axes": "`gds bench` beside fio",
     "sizing": "Predictions of `offload size`, beside measurements",
+    "ranks_step": "Several ranks on one drive, beside one process",
+    "ranks_bytes": "Bytes and memory of several ranks",
+    "ranks_agreement": "Agreement of several ranks in a seal",
     "ranks_gather": "New values between ranks, beside torch's all-gather",
+    "ranks_campaign": "Ranks that are killed or stopped",
     "peers": "Beside DeepSpeed ZeRO-Infinity",
     "finetune": "What smaller state does to a fine-tune",
     "kernel": "The kernels of a device, beside copies within its memory",
     "device": "State in device memory, beside the raw path",
 }
+_COUNTED = ("frozen", "same_bits", "ranks_bytes", "ranks_campaign")
+"""Scripts of bytes that nearly do not vary, and of counts, of which a table says more."""
+
 _TAILS = "differences between torch's own codes, for last elements and for others"
 _INTRODUCTION = """\
 # Performance
@@ -77,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not args.no_figures:
         figures = _draw(runs, Path(args.figures))
     page.write_text(render(runs, page.parent, figures))
+    about_ranks = page.with_name("ranks.md")
+    if about_ranks.exists():
+        text = about_ranks.read_text()
+        about_ranks.write_text(_ranks_page.redraw(text, runs, page.parent))
     say(f"written to {page}: {sum(len(r['claims']) for r in runs)} claims of {len(runs)} runs")
 
 
@@ -125,6 +140,10 @@ def render(runs: list[Run], folder: Path, figures: dict[str, Path]) -> str:
         if bench == "same_bits":
             parts.extend(_same_bits_table(r, folder) for r in own)
             continue
+        if bench == "ranks_campaign":
+            links = [f"[{r['what']}]({_link(r['path'], folder)})" for r in own]
+            parts.extend(map(_ranks_page.campaign, own, links))
+            continue
         parts.append(_claims_table(own, folder))
         parts.extend(_remarks(r) for r in own)
         if bench == "checkpoint":
@@ -169,7 +188,7 @@ def _claims_table(runs: list[Run], folder: Path) -> str:
                 verdict = "**NOT MET**"
             interval = f"{_number(low)} to {_number(high)}"
             rows.append((claim["claim"], _number(claim["median"]), interval, limit, verdict, link))
-    what = "bytes" if runs[0]["bench"] == "frozen" else "time"
+    what = {"frozen": "bytes", "ranks_bytes": "bytes, memory"}.get(runs[0]["bench"], "time")
     return _table((what, "ratio", "90 % interval", "limit", "met?", "run"), rows)
 
 
@@ -318,8 +337,7 @@ def _draw(runs: list[Run], folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     for bench, title in _TITLES.items():
         own = [r for r in runs if r["bench"] == bench]
-        # A table says more of bytes that nearly do not vary, and of counts.
-        if not own or bench in ("frozen", "same_bits"):
+        if not own or bench in _COUNTED:
             continue
         out[bench] = folder / f"performance-{bench}.svg"
         if bench == "finetune":

@@ -139,6 +139,22 @@ class RanksError(OffloadError, RuntimeError):
     """The ranks that train into one store do not agree, or one of them failed or gives no sign."""
 
 
+class TierError(OffloadError, _SaysAllError):
+    """A tier cannot be used as asked. The message says what to do."""
+
+
+class TierNotFoundError(TierError, FileNotFoundError):
+    """A tier, or a copy in it, does not exist."""
+
+
+class TierAccessError(TierError, PermissionError):
+    """A tier refuses the credentials, or there are none, or they have expired."""
+
+
+class TierUnavailableError(TierError, ConnectionError):
+    """A tier did not answer, or answered with errors, until the attempts were given up."""
+
+
 class SizingError(OffloadError, ValueError):
     """The sizes that were asked for cannot be computed from the input. The message says why."""
 

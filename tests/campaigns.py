@@ -24,6 +24,9 @@ ONE_IN: Final = {
     "bench/test_bench.py::test_frozen": NEVER,
     "bench/test_bench.py::test_resume": NEVER,
     "bench/test_bench.py::test_revisions": NEVER,
+    "bench/test_ranks.py::test_bytes": NEVER,
+    "bench/test_ranks.py::test_campaign": NEVER,
+    "bench/test_ranks.py::test_step": NEVER,
     "cli/test_demo.py::test_losses_that_differ_after_the_resume_fail_the_demo": NEVER,
     "crash/test_beside_training.py::test_training_goes_on_before_any_operation_of_a_reader": 4,
     "crash/test_beside_training.py::test_training_goes_on_before_any_operation_of_verify": 4,
@@ -46,6 +49,9 @@ ONE_IN: Final = {
     "numerics/test_overlap_forward.py::test_compiled_models": 3,
     "placement/test_device_placement.py::"
     "test_kernels_give_the_bits_of_torchs_arithmetic_on_a_device": 2,
+    "tiers/test_faults.py::test_a_killed_pull_offers_nothing_and_goes_on": 16,
+    "tiers/test_faults.py::test_a_killed_push_offers_nothing_and_goes_on": 16,
+    "tiers/test_faults.py::test_refusals_have_names_and_say_no_secrets": 2,
 }
 """How many tests of a file below `tests`, or of a function, there are to each that is run."""
 

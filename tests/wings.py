@@ -28,6 +28,7 @@ MAY_KNOW = {
     "retention": {"gds", "errors", "format"},
     "checkpoint": _READERS,
     "store": _READERS | {"journal", "checkpoint"},
+    "tiers": _READERS | {"checkpoint", "store"},  # of store: sealing a slot that was filled
     "sizing": {"gds", "errors", "units", "format", "options", "checkpoint"},  # no torch
     "device": {"torch", "gds", "format"},
     "update": _ARITHMETIC,

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from gds.errors import message_of
-from offload.cli import exchange, listing, retention, sizing, verify
+from offload.cli import exchange, listing, retention, sizing, tiers, verify
 from offload.cli.options import Json, Parts, cell, make_console, one_line, tree_bytes
 from offload.cli.options import print_json as _print_json
 from offload.errors import OffloadError
+from offload.tiers.address import is_tier_url
 from offload.units import size
 
 if TYPE_CHECKING:
@@ -113,7 +114,9 @@ def demo(
 
 @app.command("ls")
 def list_store(
-    store: Annotated[str, typer.Argument(help="Directory of a store.", show_default=False)],
+    store: Annotated[
+        str, typer.Argument(help="Directory of a store, or URL of a tier.", show_default=False)
+    ],
     part: Parts = None,
     wide: Annotated[
         bool, typer.Option("--wide", help="Show all pins and metrics, however long the lines are.")
@@ -125,8 +128,11 @@ def list_store(
     Each checkpoint has one line, with as many of its pins and metrics as fit.
 
     Checkpoints that are not usable are listed with the reason. Only names, sizes and manifests are
-    read; verify reads the content.
+    read; verify reads the content. The URL of a tier (s3://bucket/folder) lists the copies in it.
     """
+    if is_tier_url(store):
+        tiers.list_url(store, as_json=as_json)
+        return
     from offload.checkpoint.listing import list_checkpoints, list_unnamed_parts
 
     found = list_checkpoints(store, parts=part or None)
@@ -260,6 +266,7 @@ def _as_json(value: Any) -> Any:
 
 
 retention.register(app, _progress)
+tiers.register(app, _progress)
 sizing.register(app)
 
 

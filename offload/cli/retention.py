@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.options import Json, Parts, ProgressBar, print_json
+from offload.cli.tiers import prune_url
 from offload.errors import CheckpointError
+from offload.tiers.address import is_tier_url
 from offload.units import size
 
 if TYPE_CHECKING:
@@ -35,7 +37,9 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
 
     @app.command()
     def prune(
-        store: Store,
+        store: Annotated[
+            str, typer.Argument(help="Directory of a store, or URL of a tier.", show_default=False)
+        ],
         keep: Annotated[
             int | None,
             typer.Option(
@@ -74,6 +78,13 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         dry_run: Annotated[
             bool, typer.Option("--dry-run", help="Change nothing; show what would be removed.")
         ] = False,
+        unfinished: Annotated[
+            bool,
+            typer.Option(
+                "--unfinished",
+                help="In a tier: remove copies that are not complete as well. No upload may run.",
+            ),
+        ] = False,
         part: Parts = None,
         as_json: Json = False,
     ) -> None:
@@ -85,10 +96,18 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         trained in it: give the same policy here. A store on several drives needs --part for each
         further directory, because the manifests of a copied store name directories of the original.
         The command is refused while a process trains in the store.
+        The URL of a tier (s3://bucket/folder) removes copies from it by the same options.
         """
+        policy = _policy(keep, every, every_seconds, best or [])
+        if is_tier_url(store):
+            if verify or part:
+                raise typer.BadParameter("a tier has no --verify or --part")
+            prune_url(store, policy, unfinished=unfinished, dry_run=dry_run, as_json=as_json)
+            return
+        if unfinished:
+            raise typer.BadParameter("--unfinished is for tiers")
         from offload.store.maintenance.pruning import prune as run
 
-        policy = _policy(keep, every, every_seconds, best or [])
         with progress_bar(store, quiet=as_json or not verify) as progress:
             report = run(
                 store,

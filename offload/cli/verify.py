@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.options import Json, Parts, ProgressBar, one_line, print_json
+from offload.cli.tiers import verify_url
 from offload.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -22,6 +23,7 @@ from offload.errors import (
     RecycledError,
     StoreBusyError,
 )
+from offload.tiers.address import is_tier_url
 from offload.units import part_options, size
 
 if TYPE_CHECKING:
@@ -73,7 +75,8 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         path: Annotated[
             str,
             typer.Argument(
-                help="Checkpoint, or store: all of its checkpoints.", show_default=False
+                help="Checkpoint, or store or URL of a tier: all checkpoints in it.",
+                show_default=False,
             ),
         ],
         below: Annotated[
@@ -97,8 +100,14 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         original, so --quarantine marks nothing because of damage in them, and lifts no mark.
 
         This command may run beside training. A checkpoint that training recycles in the meantime
-        does not count as damaged.
+        does not count as damaged. The URL of a tier (s3://bucket/folder), or of one copy in it,
+        reads the complete copies there.
         """
+        if is_tier_url(path):
+            if below or quarantine or part:
+                raise typer.BadParameter("a tier has no --all, --quarantine or --part")
+            verify_url(path, progress_bar, as_json=as_json)
+            return
         work = _Work(part or None, quarantine, as_json, progress_bar)
         if below:
             work.verify_below(path)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from offload.distributed.rank_group import RankGroup
 from offload.format.arrays import BLOCK_ELEMENTS
-from offload.model.parameters import group_names
+from offload.model.all_parameters import all_parameters
 from offload.model.process_groups import ProcessGroup
 from offload.options import Options
 
@@ -37,17 +37,7 @@ def join_ranks(
             "share of the state in one of the directories. Leave it out"
         )
     group = process_group if isinstance(process_group, dist.ProcessGroup) else None
-    named = dict(group_names(param_groups, model, _no_shards))
-    if model is not None:
-        models = [{"params": list(model.parameters())}]
-        named |= dict(group_names(models, model, _no_shards))
+    named = all_parameters(param_groups, model)
     has_fused = any(one.get("fused") for one in param_groups)
     multiple = BLOCK_ELEMENTS if options.state_dtype == "int8" or has_fused else 1
-    return RankGroup(
-        group, list(named.items()), multiple=multiple, timeout_s=options.agreement_timeout_s
-    )
-
-
-def _no_shards(name: str, tensor: torch.Tensor) -> None:
-    """Stand for shards that are not known yet, so that names lack the prefixes of wrappers."""
-    del name, tensor
+    return RankGroup(group, named, multiple=multiple, timeout_s=options.agreement_timeout_s)

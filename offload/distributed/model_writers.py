@@ -22,7 +22,8 @@ def settled(owned: Sequence[OwnedBox], plan: Plan) -> tuple[OwnedBox, ...]:
         plan: How all ranks open the store.
 
     Raises:
-        RanksError: A rank cannot step the share of its owner, because it does not hold it.
+        RanksError: A rank cannot step the share of its owner, because it does not hold it; or no
+            rank that sees the first directory holds a box.
     """
     rank_of = [plan.homes.index(owner) for owner in sorted(plan.homes)]
     found = []
@@ -36,6 +37,8 @@ def settled(owned: Sequence[OwnedBox], plan: Plan) -> tuple[OwnedBox, ...]:
                 "had before (torchrun --node-rank), or exchange the drives of the hosts"
             )
         found.append(replace(one, owner=rank))
+    if not all(plan.near):
+        _require_near_holders(found, plan)
     return tuple(found)
 
 
@@ -54,21 +57,27 @@ def writers(owned: Sequence[OwnedBox], plan: Plan, header: Header) -> list[list[
     load = [0] * len(boxes)
     written = [one for one in owned if one.name in header.entries]
     for one in sorted(written, key=lambda one: not plan.near[one.owner]):
-        candidates = [one.owner] if plan.near[one.owner] else near_holders(one, plan)
+        candidates = [one.owner] if plan.near[one.owner] else _near_holders(one, plan)
         rank = min(candidates, key=lambda number: (load[number], number))
         boxes[rank].append(TensorBox(one.name, one.cut.box))
         load[rank] += one.cut.box.num_elements
     return boxes
 
 
-def require_near_holders(owned: Sequence[OwnedBox], plan: Plan) -> None:
-    """Check that each box of the model is held by a rank that sees the first directory.
+def _require_near_holders(owned: Sequence[OwnedBox], plan: Plan) -> None:
+    """Check that ranks which see the first directory can write the whole model.
 
     Raises:
-        RanksError: A box is not; names it.
+        RanksError: They cannot; names a box.
     """
     for one in owned:
-        if one.cut.box.num_elements and not near_holders(one, plan):
+        if one.cut.box.contiguous_range(one.cut.shape) is None:
+            raise RanksError(
+                f"{one.name!r} {one.cut.box.notation()} of shape {list(one.cut.shape)} is cut in "
+                "another dimension than the first, and the ranks are on several hosts: this is not "
+                "supported yet"
+            )
+        if one.cut.box.num_elements and not _near_holders(one, plan):
             raise RanksError(
                 f"{one.name!r} {one.cut.box.notation()} is held by rank {one.owner} on "
                 f"{plan.hosts[one.owner]} only, which does not see the first directory of the "
@@ -79,6 +88,6 @@ def require_near_holders(owned: Sequence[OwnedBox], plan: Plan) -> None:
             )
 
 
-def near_holders(one: OwnedBox, plan: Plan) -> list[int]:
+def _near_holders(one: OwnedBox, plan: Plan) -> list[int]:
     """Return the ranks that hold a box and see the first directory."""
     return [rank for rank in one.holders if plan.near[rank]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json
-from offload.distributed.agreement.opening import Plan
 from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.distributed.gathering.gather import BounceBuffer, Gathering
 from offload.distributed.gathering.gather_plan import (
@@ -32,21 +30,29 @@ from offload.distributed.gathering.gather_plan import (
 )
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.sharing import share_bytes
-from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms
-from offload.distributed.model_writers import require_near_holders, settled, writers
+from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, digest_of
+from offload.distributed.model_writers import writers
+from offload.distributed.ownership import Ownership
 from offload.distributed.rank_store import RankStore, require_ranks
-from offload.distributed.share_copy import NoCopy, ShareCopy, is_same_share, load_share
+from offload.distributed.share_copy import (
+    Memory,
+    NoCopy,
+    ShareCopy,
+    is_same_share,
+    load_rows,
+    load_share,
+)
 from offload.distributed.together import together
-from offload.errors import RanksError, UnsupportedParameterError
+from offload.errors import RanksError
 from offload.format.boxes import Box, Cut
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
-from offload.format.shares.dealing import OwnedBox, deal_rows, own_boxes
+from offload.format.shares.file_shares import FileShare, file_share
 from offload.format.shares.model_shares import ModelShare, ModelShares, divide
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
-from offload.model.shards import Shard, Shards, cut_of, is_dtensor, local, own_shards
+from offload.model.shards import Shards, is_dtensor
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint
@@ -86,113 +92,48 @@ class RankGroup:
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self._group, self._timeout_s = group, timeout_s
         prefix = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
         channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
         self._agreement = Agreement(channel, self.rank, self.size, timeout_s=timeout_s)
         self._traffic = Traffic()
-        self._owned = self._own(named, multiple)
-        self._holders: dict[BoxKey, tuple[int, ...]] = {
-            (one.name, one.cut.box): one.holders for one in self._owned
-        }
-        self._known = {name for name, _ in self._holders}
-        self._take(writer=0)
+        self._store: RankStore | None = None
+        self._ownership = Ownership(self.rank, self.size, multiple, self._exchange)
+        self._ownership.know(named, replaces=True)
         everyone = tuple(range(self.size))
-        sets = {holders for holders in self._holders.values() if len(holders) > 1}
-        self._groups = HolderGroups({everyone, *sets}, group=group, timeout_s=timeout_s)
+        self._sets = self._ownership.holder_sets
+        self._groups = HolderGroups({everyone, *self._sets}, group=group, timeout_s=timeout_s)
         self._steps = StepAgreement(self._groups.everyone)
         self._buffer = BounceBuffer(SLICE_BYTES)
-        self._is_replicated = bool(sets)
-        self._layout: Layout | None = None
-        self._layout_text = ""
+        self._is_replicated = bool(self._sets)
+        self._encoded: tuple[Layout, bytes, int] | None = None
+        """Layout of the last step on this rank, with its encoding and the digest of that."""
         self._layouts: list[Layout] = []
-        """Layouts of all ranks, as they were exchanged when `_layout` was new."""
+        """Layouts of all ranks, by rank."""
+        self._exchanged: tuple[int, ...] = ()
+        """Digests of `_layouts`; the same on all ranks."""
         self._plan: tuple[object, GatherPlan] | None = None
         """Plan of the last step, with what it was made of."""
         self._shares: tuple[bytes, ModelShares] | None = None
-        self._store: RankStore | None = None
-
-    def _take(self, *, writer: int) -> None:
-        """Step the boxes that this rank owns.
-
-        Args:
-            writer: Rank that stores what no rank owns, such as buffers.
-        """
-        self._cuts = {one.name: one.cut for one in self._owned if one.owner == self.rank}
-        """Box of each parameter that this rank steps and stores, by name."""
-        keeps_others = self.rank == writer
-        self._shard_of = own_shards(self._cuts, self._known, keeps_others=keeps_others)
-
-    def _settle(self, plan: Plan) -> None:
-        """Step the boxes of the owner that a plan gives to this rank."""
-        owned = settled(self._owned, plan)
-        require_near_holders(owned, plan)
-        self._owned = owned
-        self._take(writer=plan.writer)
+        self._file_shares: tuple[ModelShares, FileShare] | None = None
 
     @property
     def shards(self) -> Shards | None:
         """Function that returns this rank's part of a tensor."""
-        return self._shard
+        return self._ownership.shard
 
-    def _shard(self, name: str, tensor: torch.Tensor) -> Shard | None:
-        if name not in self._known and isinstance(tensor, torch.nn.Parameter):
-            raise UnsupportedParameterError(
-                f"parameter {name!r} has been added since the optimizer was constructed: with "
-                "several ranks, construct it with a model that has all parameters; they may be "
-                "frozen until they are trained"
+    def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
+        """Decide with all ranks who steps parameters that are new; see `Ownership.know`."""
+        if not self._ownership.know(named, replaces=replaces):
+            return
+        self._shares = self._plan = None
+        sets = self._ownership.holder_sets
+        if sets != self._sets:
+            self._sets, self._is_replicated = sets, bool(sets)
+            self._groups = HolderGroups(
+                {tuple(range(self.size)), *sets}, group=self._group, timeout_s=self._timeout_s
             )
-        return self._shard_of(name, tensor)
-
-    def _own(
-        self, named: Sequence[tuple[str, torch.Tensor]], multiple: int
-    ) -> tuple[OwnedBox, ...]:
-        """Decide with all ranks which rank steps and stores what."""
-        tensors = dict(named)
-        if not any(is_dtensor(tensor) for tensor in tensors.values()):
-            return self._deal(tensors, multiple)
-        view: list[tuple[str, Cut]] = []
-        for name, tensor in tensors.items():
-            if not is_dtensor(tensor):
-                shape = tuple(tensor.shape)
-                view.append((name, Cut(shape, Box.whole(shape))))
-                continue
-            shard = local(tensor, name)  # type: ignore[arg-type]
-            if shard is not None:
-                view.append((name, cut_of(shard)))
-        views = self._exchange([[n, c.shape, c.box.offsets, c.box.sizes] for n, c in view])
-        owned = own_boxes(
-            [[(n, Cut(tuple(s), Box(tuple(o), tuple(z)))) for n, s, o, z in one] for one in views]
-        )
-        for one in owned:
-            if one.cut.box.contiguous_range(one.cut.shape) is None:
-                raise UnsupportedParameterError(
-                    f"{one.name!r} of shape {list(one.cut.shape)} is cut in another dimension than "
-                    f"the first ({one.cut.box.notation()} on rank {one.owner}), so that the ranks "
-                    "cannot write one model file together: this is not supported yet. Shard "
-                    "dimension 0"
-                )
-        return owned
-
-    def _deal(self, tensors: Mapping[str, torch.Tensor], multiple: int) -> tuple[OwnedBox, ...]:
-        """Deal parameters that every rank has. Trained and frozen ones are balanced apart."""
-        everyone = tuple(range(self.size))
-        owned: list[OwnedBox] = []
-        for trained in (True, False):
-            shapes = {n: t.shape for n, t in tensors.items() if t.requires_grad is trained}
-            for rank, boxes in enumerate(deal_rows(shapes, self.size, multiple)):
-                owned += [OwnedBox(name, cut, rank, everyone) for name, cut in boxes]
-        # The ranks compute the same, if they have the same model: a difference is an error here.
-        mine = [[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()]
-        everywhere = self._exchange(mine)
-        for rank, theirs in enumerate(everywhere):
-            if theirs != everywhere[0]:
-                pairs = itertools.zip_longest(everywhere[0], theirs)
-                first, other = next(pair for pair in pairs if pair[0] != pair[1])
-                raise UnsupportedParameterError(
-                    f"rank 0 and rank {rank} have different parameters: {first} and {other} "
-                    "(name, shape, dtype, requires_grad): build the same model on every rank"
-                )
-        return tuple(owned)
+            self._steps = StepAgreement(self._groups.everyone)
 
     def _exchange(self, mine: Json) -> list[Any]:
         """Return what each rank says, by rank. Collective."""
@@ -200,7 +141,8 @@ class RankGroup:
         def make(asked: Mapping[int, Json]) -> Json:
             return [asked[rank] for rank in sorted(asked)]
 
-        agreed = self._agreement.agree("the constructor", make, lambda _: None, ask=mine, asks=True)
+        what = "the constructor" if self._store is None else "a change of parameters"
+        agreed = self._agreement.agree(what, make, lambda _: None, ask=mine, asks=True)
         return list(agreed.offer)
 
     def open_store(
@@ -222,7 +164,7 @@ class RankGroup:
             keep,
             options,
             fresh=fresh,
-            settle=self._settle,
+            settle=self._ownership.settle,
         )
         return self._store
 
@@ -261,14 +203,20 @@ class RankGroup:
         self._agreement.close()
 
     def share_of(self, layout: Layout) -> ModelShare:
-        """Return the boxes of the model that this rank writes."""
-        return self._divided(layout).share(self.rank)
+        """Return the boxes of the model whose digests this rank has."""
+        return self._file_share(layout).digested
+
+    def _file_share(self, layout: Layout) -> FileShare:
+        shares = self._divided(layout)
+        if self._file_shares is None or self._file_shares[0] is not shares:
+            self._file_shares = shares, file_share(shares, self.rank)
+        return self._file_shares[1]
 
     def _divided(self, layout: Layout) -> ModelShares:
         header = layout.model_header
         if self._shares is None or self._shares[0] != header.encoded:
             plan = self._opened().plan
-            boxes = writers(self._owned, plan, header)
+            boxes = writers(self._ownership.boxes, plan, header)
             self._shares = header.encoded, divide(header, boxes, writer=plan.writer)
         return self._shares[1]
 
@@ -277,14 +225,14 @@ class RankGroup:
     ) -> ModelCopy | None:
         """Return the copy of this rank's share of the model into a slot."""
         store = self._opened()
-        share = self.share_of(slot.layout)
-        if not share.entries:
+        share = self._file_share(slot.layout)
+        if not store.is_near:  # the ranks that see the file write all of it
             store.sealing.copy = NoCopy()
             return store.sealing.copy
         file, close = store.working_model(slot)
         copy = ShareCopy(
             share,
-            self._tensors_of(share, stored),
+            self._memory_of(stored),
             file,
             store.backend,
             slot.context,
@@ -298,44 +246,61 @@ class RankGroup:
 
     def has_same_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> bool | None:
         """Return whether this rank's share of the model equals a checkpoint's, bit for bit."""
-        manifest = checkpoint.manifest
-        share = self.share_of(manifest.layout)
-        return is_same_share(
-            share,
-            manifest.model_boxes,
-            self._tensors_of(share, stored),
-            self._opened().backend,
-            DigestContext(manifest.store_id, manifest.generation),
-            self._traffic,
-        )
-
-    def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
-        """Load this rank's share of a checkpoint's model."""
-        store, manifest = self._opened(), checkpoint.manifest
-        require_ranks(manifest, checkpoint.path, self.size)
-        share = self.share_of(manifest.layout)
-        if not share.entries and not store.is_near:
-            return 0
+        manifest, store = checkpoint.manifest, self._opened()
+        if not store.is_near:
+            return True  # the ranks that see the file compare all of it
         with store.model_of(checkpoint) as file:
-            return load_share(
-                share,
+            return is_same_share(
+                self._file_share(manifest.layout),
                 manifest.model_boxes,
-                self._tensors_of(share, stored),
+                self._memory_of(stored),
                 file,
                 store.backend,
                 DigestContext(manifest.store_id, manifest.generation),
                 self._traffic,
             )
 
-    def _tensors_of(self, share: ModelShare, stored: Sequence[Stored]) -> list[torch.Tensor]:
-        """Return the live memory of each box of a share."""
+    def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
+        """Load this rank's share of a checkpoint's model."""
+        store, manifest = self._opened(), checkpoint.manifest
+        require_ranks(manifest, checkpoint.path, self.size)
+        share = self._file_share(manifest.layout)
+        if not store.is_near:
+            return 0  # `share_model` brings it
+        memory = self._memory_of(stored)
+        with store.model_of(checkpoint) as file:
+            if share.through_cache:
+                return load_rows(
+                    self._divided(manifest.layout),
+                    share,
+                    store.model_boxes_of(checkpoint),
+                    memory,
+                    file,
+                    store.backend,
+                    DigestContext(manifest.store_id, manifest.generation),
+                    self._traffic,
+                )
+            return load_share(
+                share.copied,
+                manifest.model_boxes,
+                memory,
+                file,
+                store.backend,
+                DigestContext(manifest.store_id, manifest.generation),
+                self._traffic,
+            )
+
+    def _memory_of(self, stored: Sequence[Stored]) -> Memory:
+        """Return the function that returns live memory of boxes, as a seal has captured it."""
         live = {item.spec.name: item for item in stored}
-        found = []
-        for entry in share.entries:
-            item, cut = live[entry.name], self._cuts.get(entry.name)
-            is_own = cut is None if entry.name not in self._known else cut == entry.cut
-            found.append(item.tensor if is_own else part_of(item.parameter, entry.box))
-        return found
+        cuts = self._ownership.cuts
+
+        def memory(name: str, box: Box) -> torch.Tensor:
+            item, cut = live[name], cuts.get(name)
+            is_own = item.is_here if cut is None else cut.box == box
+            return item.tensor if is_own else part_of(item.parameter, box)
+
+        return memory
 
     def share_model(self, stored: Sequence[Stored]) -> None:
         """Bring what each rank has loaded to all ranks that hold it."""
@@ -350,7 +315,7 @@ class RankGroup:
             pieces = []
             for one in boxes:
                 key = (one.name, one.box)
-                holders[key] = self._holders.get(key, everyone)
+                holders[key] = self._ownership.holders.get(key, everyone)
                 dtype = shares[1].header.entries[one.name].dtype
                 pieces.append(BoxPiece(one.name, one.box, dtype, 0, one.box.num_elements))
             chunks.append([RankChunk(0, tuple(pieces))] if pieces else [])
@@ -367,15 +332,19 @@ class RankGroup:
         """Agree with all ranks on a step, and return what brings its new values to all of them."""
         if not self._is_replicated:
             return NoValues()
-        if terms.layout is not self._layout:
-            # A restore makes a new object on some ranks, which is equal on all or on none.
-            text = _text_of(terms.layout)
-            if text != self._layout_text:
-                everywhere = share_bytes(text.encode(), self._groups.everyone)
-                self._layouts = [_layout_of(data) for data in everywhere]
-            self._layout, self._layout_text = terms.layout, text
-        orders = self._steps.agree(StepTerms(terms.number, list(terms.stepped), list(terms.chunks)))
-        made_of = (tuple(terms.stepped), tuple(orders), terms.layout)
+        if self._encoded is None or self._encoded[0] is not terms.layout:
+            encoded = _encode_layout(terms.layout)
+            self._encoded = terms.layout, encoded, digest_of(encoded)
+        _, encoded, digest = self._encoded
+        orders = self._steps.agree(
+            StepTerms(terms.number, list(terms.stepped), list(terms.chunks), layout=digest)
+        )
+        # Another layout on one rank is one for all: each knows from the digests that it must send.
+        if self._steps.layouts != self._exchanged:
+            found = share_bytes(encoded, self._groups.everyone)
+            self._layouts = [_decode_layout(data) for data in found]
+            self._exchanged = self._steps.layouts
+        made_of = (tuple(terms.stepped), tuple(orders), self._exchanged)
         if self._plan is None or self._plan[0] != made_of:
             stepped = set(terms.stepped)
             chunks = [
@@ -384,12 +353,12 @@ class RankGroup:
             ]
             late = {
                 key
-                for key in self._holders
+                for key in self._ownership.holders
                 if key[0] in stepped
-                and self.rank in self._holders[key]
+                and self.rank in self._ownership.holders[key]
                 and not part_of(terms.memory(key[0]), key[1]).is_contiguous()
             }
-            self._plan = made_of, GatherPlan(chunks, self._holders, late=late)
+            self._plan = made_of, GatherPlan(chunks, self._ownership.holders, late=late)
         return Gathering(
             self._plan[1],
             self._groups,
@@ -423,16 +392,17 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor.detach()[box.slices]
 
 
-def _text_of(layout: Layout) -> str:
-    """Return what other ranks need to know of a layout, as JSON."""
+def _encode_layout(layout: Layout) -> bytes:
+    """Return what other ranks need to know of the layout of this rank's state."""
     mine = [
         [p.name, p.dtype, p.shape, p.cut and [p.cut.shape, p.cut.box.offsets]]
         for p in layout.parameters
     ]
-    return json.dumps([layout.chunk_elements, layout.state_dtype, layout.counts_from, mine])
+    fields = [layout.chunk_elements, layout.state_dtype, layout.counts_from, mine]
+    return json.dumps(fields).encode()
 
 
-def _layout_of(data: bytes) -> Layout:
+def _decode_layout(data: bytes) -> Layout:
     chunk_elements, state_dtype, counts_from, parameters = json.loads(data)
     specs = []
     for name, dtype, shape, cut in parameters:

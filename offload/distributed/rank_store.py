@@ -37,7 +37,7 @@ from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME
 from offload.format.shares.model_shares import ModelShare
-from offload.format.shares.owners import OwnerReference
+from offload.format.shares.owners import ModelBox, OwnerReference
 from offload.format.shares.rank_states import join_ranks
 from offload.format.train_state import EncodedState
 from offload.journal import Journal
@@ -532,6 +532,21 @@ class RankStore:
     def model_of(self, checkpoint: StoredCheckpoint) -> File:
         """Return the model file of a checkpoint, open for this rank alone; the caller closes it."""
         return self.backend.open(f"{checkpoint.path}/{MODEL_NAME}")
+
+    def model_boxes_of(self, checkpoint: StoredCheckpoint) -> list[tuple[ModelBox, ...]]:
+        """Return the boxes of the model whose digests each rank has, by rank.
+
+        Raises:
+            CheckpointError: The part of a rank is missing or damaged.
+            UnreadableError: The part of a rank could not be read.
+        """
+        manifest = self._manifests.get(checkpoint.path, checkpoint.manifest)
+        boxes = [manifest.model_boxes]
+        for reference in manifest.owners:
+            part = reference.path_in(self.directory)
+            table = check_owner_part(self.backend, part, manifest, reference, checkpoint.path)
+            boxes.append(table.model_boxes)
+        return boxes
 
     def working_model(self, slot: StateSlot) -> tuple[File, Callable[[], None]]:
         """Return the model file of the working slot, open for writing, and what closes it.

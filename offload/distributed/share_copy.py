@@ -11,11 +11,13 @@ from gds import Backend, File
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.errors import MismatchError
+from offload.format.boxes import Box
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
+from offload.format.shares.file_shares import FileShare, file_share
 from offload.format.shares.model_blocks import SharePlan
-from offload.format.shares.model_shares import ModelShare
+from offload.format.shares.model_shares import ModelShare, ModelShares
 from offload.format.shares.owners import ModelBox
 from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
@@ -26,15 +28,24 @@ from offload.model.model_sharing import (
     finish_share,
     write_share,
 )
+from offload.model.scattered_sharing import (
+    ScatteredImage,
+    digest_rows,
+    is_same_scattered,
+    write_scattered,
+)
 from offload.model.share_reading import ShareReading, StoredShare
+
+Memory = Callable[[str, Box], torch.Tensor]
+"""Function that returns the live memory of a box of a tensor."""
 
 
 class ShareCopy:
     """Copy of a rank's share of the model into the model file of a slot.
 
     Args:
-        share: Boxes that the rank writes.
-        tensors: Live memory of each box.
+        share: What the rank writes.
+        memory: Live memory of a box of a tensor, captured.
         file: Model file of the slot, open for this rank alone.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
@@ -46,8 +57,8 @@ class ShareCopy:
 
     def __init__(
         self,
-        share: ModelShare,
-        tensors: Sequence[torch.Tensor],
+        share: FileShare,
+        memory: Memory,
         file: File,
         backend: Backend,
         context: DigestContext,
@@ -56,12 +67,15 @@ class ShareCopy:
         progress: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
-        plan = SharePlan(share)
+        plan = SharePlan(share.copied)
         self.share = share
         self._file = file
         self._context = context
         self._buffers = buffers_of(backend, plan.buffer_bytes, traffic)
-        self._image = ShareImage(plan, tensors, marks, traffic)
+        self._image = ShareImage(plan, _tensors_of(share.copied, memory), marks, traffic)
+        self._scattered = ScatteredImage(
+            share.scattered, _scattered_of(share, memory), marks, traffic
+        )
         self._written: WrittenShare | None = None
         self._progress = progress
         self.close = close
@@ -89,9 +103,19 @@ class ShareCopy:
 
         known = KnownLeaves(readable=False)
         written = self._written = write_share(
-            self._image, self._file, self._buffers, self._context, known, moved
+            self._image,
+            self._file,
+            self._buffers,
+            self._context,
+            known,
+            moved,
+            through_cache=self.share.through_cache,
         )
-        return written.digests, written.written_bytes
+        num_copied = self.share.copied.nbytes
+        scattered = write_scattered(
+            self._scattered, self._file, lambda nbytes: moved(num_copied + nbytes)
+        )
+        return written.digests, written.written_bytes + scattered
 
     def finish(self) -> tuple[ModelBox, ...]:
         """Write the rest of the share, and make it durable; the boxes have their digests.
@@ -103,8 +127,11 @@ class ShareCopy:
         """
         if self._written is None:
             raise RuntimeError("the share has not been written yet")
+        rows = self.share.rows
+        of_rows = digest_rows(rows, self._file, self._context, self._progress)
         finish_share(self._file, self._written)
-        return boxes_of(self.share, self._written.digests)
+        boxes = boxes_of(self.share.copied, self._written.digests)
+        return (*boxes, *boxes_of(rows, of_rows))
 
     def forget(self) -> None:
         """Do nothing: nothing is remembered of a file."""
@@ -159,9 +186,10 @@ def boxes_of(share: ModelShare, digests: Iterable[str]) -> tuple[ModelBox, ...]:
 
 
 def is_same_share(
-    share: ModelShare,
+    share: FileShare,
     boxes: Sequence[ModelBox],
-    tensors: Sequence[torch.Tensor],
+    memory: Memory,
+    file: File,
     backend: Backend,
     context: DigestContext,
     traffic: Traffic,
@@ -169,23 +197,82 @@ def is_same_share(
     """Return whether live tensors equal a rank's share of a checkpoint, bit for bit.
 
     Args:
-        share: Boxes that the rank writes.
-        boxes: Boxes that the rank has written, with their digests.
-        tensors: Live memory of each box.
+        share: What the rank writes.
+        boxes: Boxes whose digests the rank has computed.
+        memory: Live memory of a box of a tensor.
+        file: Model file of the checkpoint.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
         traffic: Counter of the bytes that cross to the host.
     """
-    plan = SharePlan(share)
-    image = ShareImage(plan, tensors, traffic=traffic)
+    plan = SharePlan(share.copied)
+    image = ShareImage(plan, _tensors_of(share.copied, memory), traffic=traffic)
     digests = digest_share(image, buffers_of(backend, plan.buffer_bytes, traffic), context)
-    return boxes_of(share, digests) == tuple(boxes)
+    written = {(one.name, one.box): one for one in boxes}
+    wanted = {(entry.name, entry.box) for entry in share.digested.entries}
+    if wanted != written.keys() or any(
+        written[one.name, one.box] != one for one in boxes_of(share.copied, digests)
+    ):
+        return False
+    scattered = ScatteredImage(share.scattered, _scattered_of(share, memory), traffic=traffic)
+    return is_same_scattered(scattered, file)
+
+
+def _tensors_of(share: ModelShare, memory: Memory) -> list[torch.Tensor]:
+    return [memory(entry.name, entry.box) for entry in share.entries]
+
+
+def _scattered_of(share: FileShare, memory: Memory) -> list[torch.Tensor]:
+    return [memory(one.name, one.cut.box) for one in share.scattered]
+
+
+def _live(name: str, box: Box, memory: Memory) -> LiveBox:
+    return LiveBox(name, box, memory(name, box))
+
+
+def load_rows(
+    shares: ModelShares,
+    share: FileShare,
+    boxes: Sequence[Sequence[ModelBox]],
+    memory: Memory,
+    file: File,
+    backend: Backend,
+    context: DigestContext,
+    traffic: Traffic,
+) -> int:
+    """Load live boxes of tensors that the ranks have written together; return the bytes read.
+
+    A digest is of whole rows, so a rank reads the rows that have elements of its boxes.
+
+    Args:
+        shares: Boxes of all ranks.
+        share: What this rank copies.
+        boxes: For each rank, the boxes whose digests it has computed.
+        memory: Live memory of a box of a tensor.
+        file: Model file of the checkpoint.
+        backend: Backend that allocates the memory for copying.
+        context: Store and generation of the digests.
+        traffic: Counter of the bytes that cross to devices.
+
+    Raises the errors of `load_share`.
+    """
+    sources = []
+    for rank, written in enumerate(boxes):
+        digested = file_share(shares, rank).digested
+        sources.append(StoredShare(digested, file, _digests_of(digested, written, file)))
+    wanted = [_live(one.name, one.box, memory) for one in share.copied.entries]
+    wanted += [
+        LiveBox(one.name, one.cut.box, memory(one.name, one.cut.box)) for one in share.scattered
+    ]
+    reading = ShareReading(sources, wanted)
+    reading.read(buffers_of(backend, reading.buffer_bytes, traffic), context)
+    return reading.num_bytes
 
 
 def load_share(
     share: ModelShare,
     boxes: Sequence[ModelBox],
-    tensors: Sequence[torch.Tensor],
+    memory: Memory,
     file: File,
     backend: Backend,
     context: DigestContext,
@@ -196,7 +283,7 @@ def load_share(
     Args:
         share: Boxes that the rank reads.
         boxes: Boxes that the rank with the same number has written, with their digests.
-        tensors: Live memory of each box.
+        memory: Live memory of a box of a tensor.
         file: Model file of the checkpoint.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
@@ -207,6 +294,21 @@ def load_share(
         DamagedError: The file is damaged.
         gds.StorageError: The file cannot be read.
     """
+    digests = _digests_of(share, boxes, file)
+    reading = ShareReading(
+        [StoredShare(share, file, digests)],
+        [_live(entry.name, entry.box, memory) for entry in share.entries],
+    )
+    reading.read(buffers_of(backend, reading.buffer_bytes, traffic), context)
+    return reading.num_bytes
+
+
+def _digests_of(share: ModelShare, boxes: Sequence[ModelBox], file: File) -> list[str]:
+    """Return the digests of a share's pieces, in their order.
+
+    Raises:
+        MismatchError: The boxes are not those of the share.
+    """
     written = {(one.name, one.box): one for one in boxes}
     wanted = {(entry.name, entry.box) for entry in share.entries}
     different = sorted(f"{name}{box.notation()}" for name, box in wanted ^ written.keys())
@@ -216,11 +318,4 @@ def load_share(
             f"({different[0]}, and {len(different) - 1} more boxes differ): resume with as many "
             "ranks as it was made with, and the same sharding"
         )
-    digests = [d for entry in share.entries for d in written[entry.name, entry.box].digests]
-    pairs = zip(share.entries, tensors, strict=True)
-    reading = ShareReading(
-        [StoredShare(share, file, digests)],
-        [LiveBox(entry.name, entry.box, tensor) for entry, tensor in pairs],
-    )
-    reading.read(buffers_of(backend, reading.buffer_bytes, traffic), context)
-    return reading.num_bytes
+    return [d for entry in share.entries for d in written[entry.name, entry.box].digests]

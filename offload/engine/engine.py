@@ -117,6 +117,7 @@ class Engine:
         """
         self.strategy.settle("add_param_group()")
         if self.state.table.layout is None:
+            self.state.know_parameters(groups)
             self.state.table.describe(groups)  # refuses parameters that cannot be updated
         else:
             self.state.lifecycle.require_usable()

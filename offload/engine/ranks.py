@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
+import torch
+
 from gds import Backend
 from offload.device.boundary import Marks
 from offload.model.model_copy import ModelCopy
@@ -93,6 +95,20 @@ class Ranks(Protocol):
     @property
     def shards(self) -> Shards | None:
         """Function that returns this rank's part of a tensor; None if there is one rank."""
+        ...
+
+    def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
+        """Decide who steps parameters that are new. Collective if there are any.
+
+        Args:
+            named: All parameters of the model and of the optimizer, with their names in files.
+            replaces: Whether other objects may have taken the place of known parameters.
+
+        Raises:
+            UnsupportedParameterError: A parameter is divided in a way that is not supported.
+            BoxesError: The ranks do not have the same model.
+            RanksError: A rank was lost, or makes another call.
+        """
         ...
 
     def begin_step(self, terms: Step) -> Values:
@@ -198,6 +214,10 @@ class Alone:
         del what, value
 
     shards = None
+
+    def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
+        """Do nothing: one rank steps everything."""
+        del named, replaces
 
     def begin_step(self, terms: Step) -> Values:
         """Return what does nothing: there is no other rank."""

@@ -109,6 +109,7 @@ def resume(
         DamagedError: The content is not what was written. The model may hold parts of it.
     """
     store, lifecycle, ranks = state.store, state.lifecycle, state.ranks
+    state.know_parameters(groups)
     trainables, stored = ranks.together("restore()", lambda: _match(state, groups, found))
     compute = state.choose_device(groups, found.manifest.layout, trainables)
     started = time.perf_counter()

@@ -27,6 +27,7 @@ from offload.engine.whole_model import whole_copy
 from offload.engine.working_slot import StateSlots
 from offload.errors import OffloadError
 from offload.format.layout import Layout
+from offload.model.all_parameters import all_parameters
 from offload.model.model_copy import ModelCopy
 from offload.model.model_file import BlockBuffers
 from offload.model.shards import Shards
@@ -179,6 +180,16 @@ class TrainingState:
         """Return the `Compute` of the device that will update a state; None for the CPU."""
         return self._placement.choose(groups, layout, trainables)
 
+    def know_parameters(self, groups: Groups) -> None:
+        """Let the ranks decide who steps parameters that are new. Collective if there are any.
+
+        Until state has been laid out, other objects may take the place of all parameters, as
+        libraries do that shard a model when its optimizer exists.
+        """
+        if self.ranks.size > 1:
+            named = all_parameters(groups, self.table.model)
+            self.ranks.know(named, replaces=self.table.layout is None)
+
     def relayout(self, groups: Groups) -> bool:
         """Update the layout for parameters and model tensors that are new since the last call.
 
@@ -192,9 +203,18 @@ class TrainingState:
             SlotFullError: There is no space. Nothing has changed.
             gds.StorageError: Another operation on a file failed.
         """
-        layout, trainables = self.table.describe(groups)
+        self.know_parameters(groups)
         before, present = self.table.layout, self.slots.present
-        if layout == before:
+        if self.ranks.size > 1 and before is not None and not self.table.is_agreed(groups):
+            # What is new may concern this rank's part of the model, or only that of other ranks.
+            describe = partial(self.table.describe, groups)
+            layout, trainables = self.ranks.together("step()", describe)
+            is_same = self.ranks.all("step()", layout == before)
+        else:
+            layout, trainables = self.table.describe(groups)
+            is_same = layout == before
+        if is_same:
+            self.table.note_agreed(groups)
             return False
         compute = self.choose_device(groups, layout, trainables)
         if before is not None and present is not None:
@@ -207,6 +227,7 @@ class TrainingState:
         self.memory.drop()
         self.compute = compute
         self.table.adopt(layout, trainables)
+        self.table.note_agreed(groups)
         if before is None and self.ranks.size > 1:
             self._calibrate_once(layout)
         return before is not None

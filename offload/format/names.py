@@ -1,8 +1,8 @@
 """The names of files and directories on storage: of a store, a checkpoint, a slot and a part.
 
 The first directory of a store holds ``LOCK``, ``store.json``, ``calibration.json``,
-``placement.json``, ``pins/``, checkpoints ``step-<n>/`` and slots ``.slot-<k>/``. Its other
-directories, on other drives, hold ``LOCK``, ``calibration.json`` and parts ``part-<k>/``. The
+``placement.json``, ``pins/``, ``tiers/``, checkpoints ``step-<n>/`` and slots ``.slot-<k>/``. Its
+other directories, on other drives, hold ``LOCK``, ``calibration.json`` and parts ``part-<k>/``. The
 directory ``owner-<i>/`` of an owner of state, if several ranks write the store, holds ``LOCK`` and
 parts ``part-<k>/``.
 docs/format.md describes the content of each.
@@ -24,6 +24,9 @@ RATES_NAME: Final = "placement.json"
 """Name of the file with measured rates of updates. The file may be removed at any time and is then
 made anew."""
 PINS_NAME: Final = "pins"
+TIERS_NAME: Final = "tiers"
+"""Name of the directory with records of uploads that have not ended. It may be removed at any time:
+an upload that was interrupted then begins anew."""
 
 # In a checkpoint, and in a slot that may become one.
 MANIFEST_NAME: Final = "manifest.json"

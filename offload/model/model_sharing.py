@@ -96,6 +96,8 @@ def write_share(
     context: DigestContext,
     known: KnownLeaves,
     copied: Callable[[int], None],
+    *,
+    through_cache: bool = False,
 ) -> WrittenShare:
     """Write the blocks of a share whose bytes all belong to it. The file is not synced.
 
@@ -111,6 +113,7 @@ def write_share(
             function or `finish_share` raises, it is wrong, and the caller must forget it.
         copied: Function that is called after each batch with the number of bytes of the share that
             have been copied so far. Live tensors may change as far as `ModelShare.stop_of` allows.
+        through_cache: Whether blocks are written through the page cache as well.
 
     Returns:
         Digests, and the edges that are still to be written by `finish_share`.
@@ -148,7 +151,10 @@ def write_share(
                 wanted = writes_of(segment, part)
                 for start, stop in wanted.blocks:
                     block = buffer.slice(segment.at + start - segment.start, stop - start)
-                    writes[index].append(file.write(block, start))
+                    if through_cache:
+                        file.write_bytes(bytes(block.memoryview()), start)
+                    else:
+                        writes[index].append(file.write(block, start))
                     found.written_bytes += stop - start
                 for start, stop in wanted.edges:
                     at = segment.at + start - segment.start

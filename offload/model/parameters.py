@@ -30,9 +30,11 @@ _COPY = (
 
 _REPLACED = (
     "model= has none of the optimizer's parameters any more: all of them were replaced after the "
-    "optimizer was constructed, as load_state_dict(..., assign=True) does, so that steps train "
-    "tensors that the model does not use. Load without assign=True, which copies the values into "
-    "the parameters; or construct the optimizer after the parameters were replaced"
+    "optimizer was constructed, as fully_shard(), to_empty() and load_state_dict(..., assign=True) "
+    "do, so that steps train tensors that the model does not use. Shard the model and give it "
+    "memory before constructing the optimizer, and load without assign=True, which copies the "
+    "values into the parameters. A library that shards later must put the new parameters into "
+    "param_groups before the first step"
 )
 
 

@@ -74,6 +74,9 @@ class ParameterTable:
         self._memory = MemoryCheck()
         self._elsewhere: dict[int, torch.Tensor] = {}
         """Parameters of the groups that only other ranks step, by id."""
+        self._agreed: tuple[dict[torch.Tensor, int], list[tuple[str, ...]]] | None = None
+        """With several ranks: the group of each parameter, and the arrays of each group, for which
+        all ranks have laid out their parts. None if they have not, as after a restore."""
         self._frozen: set[str] | None = None
         """Names of the model's parameters that were frozen and in no group at the first `describe`.
         A name is removed once a warning has covered it."""
@@ -147,14 +150,14 @@ class ParameterTable:
 
     def is_current(self, groups: Groups) -> bool:
         """Return whether the layout still fits the groups; fast enough for every step."""
-        if self.layout is None:
+        if self.layout is None or (self.shards is not None and not self.is_agreed(groups)):
             return False
         known = {id(t.parameter): t.spec.group for t in self.trainables}
         for index, group in enumerate(groups):
             for p in group["params"]:
                 place = known.get(id(p))
                 if place is None:
-                    if is_stepped(p) and id(p) not in self._elsewhere:
+                    if is_stepped(p) and self.shards is None:
                         return False  # the parameter is new
                 elif place != index:
                     return False  # the parameter is in another group now
@@ -172,6 +175,33 @@ class ParameterTable:
             DTYPE_CODES.get(m.dtype) == t.spec.dtype and m.shape == t.spec.shape
             for t, m in zip(self.trainables, memory, strict=True)
         )
+
+    def is_agreed(self, groups: Groups) -> bool:
+        """Return whether all ranks have laid out the groups as they are; the same on all ranks.
+
+        A parameter that is new is laid out by the ranks that step a part of it. The other ranks
+        have to know as well, because all ranks go on in a new slot then.
+        """
+        if self._agreed is None:
+            return False
+        known, arrays = self._agreed
+        return arrays == self._arrays(groups) and all(
+            known.get(p) == index
+            for index, group in enumerate(groups)
+            for p in group["params"]
+            if is_stepped(p)
+        )
+
+    def note_agreed(self, groups: Groups) -> None:
+        """Record that all ranks have laid out the groups as they are."""
+        known = self._agreed[0] if self._agreed is not None else {}
+        known |= {
+            p: index for index, group in enumerate(groups) for p in group["params"] if is_stepped(p)
+        }
+        self._agreed = known, self._arrays(groups)
+
+    def _arrays(self, groups: Groups) -> list[tuple[str, ...]]:
+        return [self.rule.rule(group).arrays for group in groups]
 
     def adopt(
         self,
@@ -278,4 +308,4 @@ class ParameterTable:
     def clear(self) -> None:
         """Forget everything but the model, for a restore."""
         self.layout, self.trainables, self.scalars, self._kinds = None, [], [], set()
-        self._elsewhere = {}
+        self._elsewhere, self._agreed = {}, None

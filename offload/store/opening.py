@@ -125,6 +125,7 @@ def open_directories(
     allow_volatile: bool = False,
     allow_remote: bool = False,
     shared: SharedStore | None = None,
+    store_id: str | None = None,
 ) -> StoreContent:
     """Open a store for writing.
 
@@ -138,6 +139,7 @@ def open_directories(
         allow_volatile: Accept a file system that loses its content at power-off.
         allow_remote: Accept a file system that another machine or a program serves.
         shared: Owners of state that other ranks serve; None for a store of one process.
+        store_id: Identity that the store gets if it has no checkpoints; None for a new one.
 
     Raises:
         StoreLockedError: Another writer has locked one of the directories.
@@ -159,7 +161,7 @@ def open_directories(
             # Names in the other directories become durable when a part is sealed. Until then, no
             # such name is trusted.
             drives[0][0].sync_dir(drives[0][1])
-            return _read_content(drives, lock, poison, shared, fresh=fresh)
+            return _read_content(drives, lock, poison, shared, store_id, fresh=fresh)
     except BaseException:
         lock.release()
         raise
@@ -251,6 +253,7 @@ def _read_content(
     lock: WriterLock,
     poison: Poison,
     shared: SharedStore | None,
+    wanted_id: str | None,
     *,
     fresh: bool,
 ) -> StoreContent:
@@ -283,7 +286,10 @@ def _read_content(
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)
     has_parts = bool(others) or shared is not None  # sealed elsewhere before any checkpoint is
     recorded = read_store_id(backend, directory, durable=True) if has_parts else None
-    store_id = checkpoints[-1].manifest.store_id if checkpoints else recorded or uuid.uuid4().hex
+    if checkpoints:
+        store_id = checkpoints[-1].manifest.store_id
+    else:
+        store_id = wanted_id or recorded or uuid.uuid4().hex
     parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison, owners)
     for checkpoint in checkpoints:
         checkpoint.known_ids = ids_at(backend, checkpoint.path, checkpoint.manifest, parts)

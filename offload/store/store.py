@@ -67,6 +67,7 @@ class Store:
         allow_remote: Accept a file system that another machine or a program serves.
         shared: Owners of state that other ranks serve; None for a store of one process. This
             process then is the owner 0 of the state.
+        store_id: Identity that the store gets if it has no checkpoints; None for a new one.
 
     Raises:
         StoreLockedError: Another writer has locked the store.
@@ -91,6 +92,7 @@ class Store:
         allow_volatile: bool = False,
         allow_remote: bool = False,
         shared: SharedStore | None = None,
+        store_id: str | None = None,
     ) -> None:
         self.backend = backend
         self.directory = os.path.abspath(directory)
@@ -104,6 +106,7 @@ class Store:
             allow_volatile=allow_volatile,
             allow_remote=allow_remote,
             shared=shared,
+            store_id=store_id,
         )
         for checkpoint in opened.checkpoints:
             checkpoint.superseded = fresh

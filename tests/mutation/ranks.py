@@ -88,7 +88,7 @@ RANKS = (
     Mutation(
         "parameters-of-others-new",
         "parameters that other ranks step are known, and are not laid out at every step",
-        (Edit(_TABLE, " and id(p) not in self._elsewhere", ""),),
+        (Edit(_TABLE, "is_stepped(p) and self.shards is None", "is_stepped(p)"),),
         (f"{_ROWS}::test_ranks_without_elements_count_their_steps",),
     ),
     Mutation(

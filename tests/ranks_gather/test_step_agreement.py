@@ -52,7 +52,7 @@ def agree(rank: int, steps: list[list[StepTerms]]) -> list[Any]:
     return found
 
 
-def terms(step: int = 1, stepped: str = "ab", order: tuple[int, ...] = (0, 1), **more: str) -> Any:
+def terms(step: int = 1, stepped: str = "ab", order: tuple[int, ...] = (0, 1), **more: Any) -> Any:
     return StepTerms(step, list(stepped), list(order), **more)
 
 
@@ -76,6 +76,21 @@ def test_each_rank_learns_the_order_of_the_others() -> None:
         [(0, 1), (4, 3, 5), ()],
         [(0, 1), (4, 3, 5), ()],
     ]
+
+
+def layouts(rank: int, steps: list[list[int]]) -> list[Any]:
+    agreement = StepAgreement(HolderGroups([], timeout_s=TIMEOUT_S).everyone)
+    found = []
+    for number, digests in enumerate(steps, 1):
+        agreement.agree(terms(number, layout=digests[rank]))
+        found.append(agreement.layouts)
+    return found
+
+
+def test_all_ranks_learn_that_the_layout_of_one_has_changed() -> None:
+    steps = [[7, 8, 9], [7, 8, 9], [7, 8, 5]]
+    expected = [tuple(step) for step in steps]
+    assert ranks.values(ranks.run(3, layouts, steps)) == [expected] * 3
 
 
 def test_a_gradient_on_some_ranks_only_is_named() -> None:

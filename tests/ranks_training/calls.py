@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -32,6 +34,7 @@ from offload.distributed import node
 from tests.crash.fault_backend import FaultBackend
 from tests.numerics.reference import bits
 from tests.ranks_training.program import Case, Masters, local
+from tests.ranks_training.protocol_steps import ProtocolSteps, kill
 
 
 @dataclass
@@ -50,6 +53,10 @@ class Setting:
     timeout_s: float = 20.0
     is_plain: bool = False
     """Whether steps are taken in memory; nothing is stored."""
+
+    store_port: int = 0
+    """Port of a key-value store that outlives the ranks, as torchrun has one; 0 for one of rank
+    0."""
 
 
 class Model(torch.nn.Module):
@@ -79,11 +86,14 @@ class Calls:
         self.rank, self.size, self.setting = rank, size, setting
         self.num_steps = 0
         self.backend = FaultBackend(PosixBackend())
-        self.model = self._wrapped()
+        self.model = self._wrapped() if setting.kind else None
         self.optimizer: Any = None
         self.masters: Masters | None = None
         self.handle: Any = None
         self.scaler: Any = None
+        self.call = ""
+        """Name of the call that is being made."""
+        self._steps: ProtocolSteps | None = None
 
     def _wrapped(self) -> Any:
         torch.manual_seed(7)
@@ -238,6 +248,43 @@ class Calls:
 
         self.backend.fail_if(chosen)
 
+    def say_pid(self) -> None:
+        """Tell the other ranks the process of this one, and wait until all have done so."""
+        folder = self.directory.parent
+        (folder / f"pid-{self.rank}").write_text(str(os.getpid()))
+        dist.barrier()
+
+    def at_step(self, label: str, action: str, victims: Sequence[int] = ()) -> None:
+        """Kill ranks, or stop this one, before a step of the protocol that this rank takes.
+
+        Args:
+            label: Label of the step, see `ProtocolSteps`; empty to do nothing.
+            action: ``kill`` or ``stop``.
+            victims: Ranks to kill, which have called `say_pid`.
+        """
+        folder = self.directory.parent
+        self._steps = ProtocolSteps(self.backend, folder, lambda: self.call)
+        if action == "kill":
+            self._steps.before(label, lambda: kill(folder, victims))
+        else:
+            # To this thread: a signal for the process may come after the step.
+            self._steps.before(label, lambda: signal.pthread_kill(get_ident(), signal.SIGSTOP))
+
+    def steps_seen(self) -> list[str]:
+        """Return the labels of the steps of the protocol since `at_step`."""
+        assert self._steps is not None
+        return self._steps.seen
+
+    def write_values(self, name: str) -> None:
+        """Write the model's present values with the safetensors library, on rank 0."""
+        values = {}
+        with torch.no_grad():
+            for key, value in self.model.state_dict().items():
+                full = value.full_tensor() if hasattr(value, "full_tensor") else value
+                values[key.removeprefix("module.")] = full.detach().contiguous().clone()
+        if self.rank == 0:
+            save_file(values, self.directory.parent / name)
+
     def pin(self, *arguments: Any) -> None:
         """Pin a checkpoint."""
         self.optimizer.pin(*arguments)
@@ -287,6 +334,18 @@ class Calls:
         """Close the optimizer."""
         self.optimizer.close()
 
+    def compare(self, training: str) -> list[Any]:
+        """Do a training in memory and with its state on storage; the value is the differences."""
+        from tests.ranks_training.trainings import compare_here
+
+        return compare_here(training, self.directory.parent)
+
+    def scene(self, name: str) -> None:
+        """Play a scene."""
+        from tests.ranks_training import scenes
+
+        getattr(scenes, name)(self.directory.parent, name)
+
     def destroy(self) -> None:
         """Leave the ranks of torch."""
         dist.destroy_process_group()
@@ -316,11 +375,17 @@ def run_calls(
     file = os.open(f"{folder}/outcomes-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
     _record = lambda outcome: os.write(file, (json.dumps(outcome) + "\n").encode())  # noqa: E731
     torch.use_deterministic_algorithms(mode=True)
+    made_setting = Setting(**setting)
+    if made_setting.store_port:
+        port = str(made_setting.store_port)
+        os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     if size > 1:
         dist.init_process_group("gloo")
-    made = Calls(folder, rank, size, Setting(**setting))
+    made = Calls(folder, rank, size, made_setting)
     for name, *arguments in calls:
         keywords = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
+        made.call = name
         started = time.monotonic()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

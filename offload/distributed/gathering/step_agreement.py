@@ -7,9 +7,11 @@ Each rank derives the plan of the gathering from what all ranks do in the step, 
   of them, and another one has none on any. If the ranks differ nevertheless, no rule could give
   what plain training gives, because the replicas would drift apart there. So that is an error.
 - *The order of chunks*, which each rank may have learned from its own forward.
+- *The layout of each rank's state*, which may change on some ranks only. The ranks then exchange
+  their layouts; all of them learn from the agreement that they have to.
 - *The number of the step*, and whether a rank cannot take it.
 
-One exchange of 32 bytes per rank finds out whether the ranks agree; digests stand for the lists.
+One exchange of 40 bytes per rank finds out whether the ranks agree; digests stand for the lists.
 The lists themselves are only exchanged after a difference or a change. Nothing has been changed or
 read when an error is raised. Without replicated boxes no plan is needed, and no agreement either.
 """
@@ -50,6 +52,9 @@ class StepTerms:
     refusal: str = ""
     """Reason why this rank cannot take the step; empty if it can."""
 
+    layout: int = 0
+    """Digest of the layout of this rank's state, of at most 63 bits."""
+
 
 class StepAgreement:
     """Agreement of all ranks on each step. All calls are collective.
@@ -66,6 +71,9 @@ class StepAgreement:
         self._digested: tuple[list[str], list[int]] | None = None
         """Lists of the last step; most steps have the same."""
         self._digests = (0, 0)
+        self.layouts: tuple[int, ...] = ()
+        """Digest of each rank's layout in the last step that was agreed on, by rank; the same on
+        all ranks."""
 
     @in_neutral
     def agree(self, terms: StepTerms) -> list[tuple[int, ...]]:
@@ -99,9 +107,9 @@ class StepAgreement:
             self._digested = (list(terms.stepped), list(terms.order))
             self._digests = (_digest(terms.stepped), _digest(terms.order))
         stepped, order = self._digests
-        numbers = [terms.step, stepped, order, int(bool(terms.refusal))]
+        numbers = [terms.step, stepped, order, terms.layout, int(bool(terms.refusal))]
         table = share_numbers(numbers, self._group)
-        steps, digests, orders, refuses = ([*column] for column in zip(*table, strict=True))
+        steps, digests, orders, layouts, refuses = ([*col] for col in zip(*table, strict=True))
         if any(refuses):
             said = terms.refusal.encode()[:_MAX_REFUSAL_BYTES].decode(errors="ignore").encode()
             found = share_bytes(said, self._group)
@@ -123,6 +131,7 @@ class StepAgreement:
             found = share_bytes(json.dumps(terms.order).encode(), self._group)
             self._orders = [tuple(json.loads(data)) for data in found]
             self._known = orders
+        self.layouts = tuple(layouts)
         return self._orders
 
 
@@ -155,9 +164,12 @@ def agree_found_inf(found: Sequence[torch.Tensor], group: RankGroup) -> None:
 
 
 def _digest(values: list[str] | list[int]) -> int:
-    """Return a number of 63 bits that stands for a list."""
-    data = hashlib.blake2b(json.dumps(values).encode(), digest_size=8).digest()
-    return int.from_bytes(data, "little") >> 1
+    return digest_of(json.dumps(values).encode())
+
+
+def digest_of(data: bytes) -> int:
+    """Return a number of 63 bits that stands for some data, as `StepTerms` have it."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 def _differing(stepped: Sequence[set[str]]) -> RanksError:

@@ -1,0 +1,136 @@
+"""The section of measurements in the page about several ranks, from the recorded results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- drawn by python -m bench.report -->", "<!-- end of what is drawn -->"
+BENCHES = ("ranks_step", "ranks_bytes", "ranks_agreement", "ranks_gather", "ranks_campaign")
+
+_CALLS = ("step", "seal", "restore")
+_KINDS = {"ddp": "DistributedDataParallel", "fsdp2": "FSDP2"}
+_PARTS = {
+    "steps": "rank 0, another or all killed before each message and file operation, on 2 ranks",
+    "random": "killed at random moments",
+    "stopped": "rank 0 stopped in a seal until the others gave up, then continued",
+}
+
+_CAMPAIGN = (
+    "fault",
+    "trials",
+    "restarts to the end",
+    "jobs that resumed",
+    "comparisons of bits",
+    "checkpoints verified",
+    "checkpoints lost",
+    "problems",
+    "run",
+)
+
+
+def redraw(page: str, runs: Sequence[dict[str, Any]], folder: Path) -> str:
+    """Return the page with the section drawn anew.
+
+    Args:
+        page: Markdown of the page.
+        runs: Recorded results, as `bench.report.read_results` returns them.
+        folder: Folder of the page, for links.
+    """
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{section(runs, folder)}\n{END}{after}"
+
+
+def section(runs: Sequence[dict[str, Any]], folder: Path) -> str:
+    """Return the section, without its heading; every figure in it is from a result."""
+    draw: dict[str, Callable[[dict[str, Any], str], str]] = {
+        "ranks_step": _times,
+        "ranks_campaign": campaign,
+    }
+    parts = []
+    for bench in BENCHES:
+        for one in (run for run in runs if run["bench"] == bench):
+            path = Path(os.path.relpath(one["path"], folder)).as_posix()
+            parts.append(draw.get(bench, _claims)(one, f"[{one['what']}]({path})"))
+    return "\n".join(parts) if parts else "Nothing has been recorded yet.\n"
+
+
+def _times(one: dict[str, Any], link: str) -> str:
+    """Return the times of one process and of several ranks as a table."""
+    medians = one["medians"]
+    rows: list[Sequence[str]] = []
+    for claim in one["claims"]:
+        key, _, call = claim["numerator"].removesuffix("_s").rpartition("_")
+        if call != "step":
+            continue
+        kind, ranks = key.split("_")
+        times = {name: medians[f"{key}_{name}_s"] for name in _CALLS}
+        alone = {name: medians[f"{key}_one_{name}_s"] for name in _CALLS}
+        if not rows:
+            rows.append(("one process", *(f"{alone[name]:.3g} s" for name in _CALLS), "", "", ""))
+        low, high = claim["interval90"]
+        limit = "-" if claim["limit"] is None else f"{claim['limit']:g}, {claim['verdict']}"
+        interval = f"{low:.2f} to {high:.2f}"
+        who = f"{ranks} ranks, {_KINDS[kind]}"
+        row = (f"{claim['median']:.2f}", interval, limit)
+        rows.append((who, *(f"{times[name]:.3g} s" for name in _CALLS), *row))
+    head = ("", "step", "seal", "restore", "step beside one process's", "90 % interval", "limit")
+    text = (
+        f"Medians of {one['what']} parameters in 16 bits, into one store on one drive ({link}). "
+        "The step of the ranks is measured in adjacent pairs with that of one process.\n\n"
+    )
+    return text + _table(head, rows)
+
+
+def _claims(one: dict[str, Any], link: str) -> str:
+    """Return the ratios of a result as a table."""
+    rows = []
+    for claim in one["claims"]:
+        low, high = claim["interval90"]
+        limit = "-" if claim["limit"] is None else f"{claim['limit']:g}, {claim['verdict']}"
+        rows.append((claim["claim"], f"{claim['median']:.3f}", f"{low:.3f} to {high:.3f}", limit))
+    if one["bench"] == "ranks_agreement":
+        text = (
+            f"The median agreement of a seal takes {1e3 * one['facts']['median_agreement_s']:.1f}"
+        )
+        text += f" ms, without rename and sync ({link}).\n\n"
+    else:
+        text = f"{link}:\n\n"
+    return text + _table(("", "ratio", "90 % interval", "limit"), rows)
+
+
+def campaign(one: dict[str, Any], link: str) -> str:
+    """Return the counts of a campaign of faults as a table."""
+    facts, text = one["facts"], ""
+    rows = []
+    for part, what in _PARTS.items():
+        counts = {
+            key.removeprefix(f"{part}: "): value
+            for key, value in facts.items()
+            if key.startswith(f"{part}: ")
+        }
+        if not counts:
+            continue
+        cells = ("trials", "restarts", "resumed", "bits compared", "checkpoints verified", "lost")
+        number = len(counts["problems"])
+        row = [f"{counts.get(name, 0):,}" for name in cells]
+        rows.append((what, *row, str(number), link))
+    if rows:
+        text = _table(_CAMPAIGN, rows)
+    if "files: seals" in facts:
+        text += (
+            f"\nModel files of {facts['files: seals']:,} seals by three ranks "
+            f"({facts['files: tensors compared']:,} tensors, {facts['files: bytes compared']:,} "
+            f"bytes, rows of 2 to 4,094 bytes), beside those that the safetensors library writes: "
+            f"{len(facts['files: problems'])} differ ({link}).\n"
+        )
+    return text
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines) + "\n"

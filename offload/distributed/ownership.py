@@ -1,0 +1,153 @@
+"""Ownership: which rank steps and stores which box of which parameter. All ranks know the same."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.opening import Plan
+from offload.distributed.gathering.gather_plan import BoxKey
+from offload.distributed.model_writers import settled
+from offload.errors import UnsupportedParameterError
+from offload.format.boxes import Box, Cut
+from offload.format.shares.dealing import OwnedBox, deal_rows, own_boxes
+from offload.model.shards import Shard, cut_of, is_dtensor, local, own_shards
+
+Named: TypeAlias = Sequence[tuple[str, torch.Tensor]]
+"""Parameters with their names in files; the same on all ranks, in the same order."""
+
+
+class Ownership:
+    """Boxes of all parameters, with their owners and holders.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        multiple: Number of elements that each cut of a parameter is a multiple of.
+        exchange: Function that returns what each rank says, by rank. Collective.
+    """
+
+    def __init__(
+        self, rank: int, size: int, multiple: int, exchange: Callable[[Json], list[Any]]
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._multiple = multiple
+        self._exchange = exchange
+        self.boxes: tuple[OwnedBox, ...] = ()
+        """Boxes of all ranks."""
+        self.holders: dict[BoxKey, tuple[int, ...]] = {}
+        """Ranks that hold each box, in ascending order."""
+        self.cuts: dict[str, Cut] = {}
+        """Box of each parameter that this rank steps and stores, by name."""
+        self._known: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._plan: Plan | None = None
+        self._shard_of = own_shards(self.cuts, self._known, keeps_others=rank == 0)
+
+    @property
+    def holder_sets(self) -> set[tuple[int, ...]]:
+        """Sets of several ranks that hold the same box."""
+        return {holders for holders in self.holders.values() if len(holders) > 1}
+
+    def settle(self, plan: Plan) -> None:
+        """Take the share of the owner that a plan gives to this rank.
+
+        Raises:
+            RanksError: A rank cannot step the share of its owner, or no rank that sees the first
+                directory holds a box.
+        """
+        boxes = settled(self.boxes, plan)
+        self._plan, self.boxes = plan, boxes
+        self.cuts.clear()
+        self.cuts |= {one.name: one.cut for one in boxes if one.owner == self._rank}
+        is_writer = self._rank == plan.writer
+        self._shard_of = own_shards(self.cuts, self._known, keeps_others=is_writer)
+
+    def know(self, named: Named, *, replaces: bool) -> bool:
+        """Decide who steps parameters that are not known yet. Collective if there are any.
+
+        Args:
+            named: All parameters of the model and of the optimizer.
+            replaces: Whether other objects may have taken the place of known parameters, as
+                ``fully_shard`` puts DTensors in their place. All parameters are then dealt anew.
+
+        Returns:
+            Whether anything has changed.
+
+        Raises:
+            UnsupportedParameterError: A parameter is divided in a way that is not supported.
+            BoxesError: The ranks do not have the same model.
+            RanksError: A rank was lost, or makes another call.
+        """
+        dealt = [(name, tensor) for name, tensor in named if name not in self._known]
+        if replaces and self._known:
+            if not dealt and all(self._known[name]() is tensor for name, tensor in named):
+                return False
+            dealt = [*named]
+        if not dealt and self._known:
+            return False
+        boxes = self._own(dict(dealt))
+        if self._plan is not None:
+            boxes = settled(boxes, self._plan)
+        if replaces:
+            for found in (self.holders, self.cuts, self._known):
+                found.clear()
+            self.boxes = ()
+        self.boxes += boxes
+        self.holders |= {(one.name, one.cut.box): one.holders for one in boxes}
+        self.cuts |= {one.name: one.cut for one in boxes if one.owner == self._rank}
+        self._known |= {name: weakref.ref(tensor) for name, tensor in dealt}
+        return True
+
+    def shard(self, name: str, tensor: torch.Tensor) -> Shard | None:
+        """Return this rank's part of a tensor; see `offload.model.shards.Shards`."""
+        if name not in self._known and isinstance(tensor, torch.nn.Parameter):
+            raise UnsupportedParameterError(
+                f"parameter {name!r} has been added since the optimizer was constructed, so no "
+                "rank stores it: pass it to add_param_group() on every rank, or construct the "
+                "optimizer with a model that has it; it may be frozen until it is trained"
+            )
+        return self._shard_of(name, tensor)
+
+    def _own(self, tensors: Mapping[str, torch.Tensor]) -> tuple[OwnedBox, ...]:
+        if not any(is_dtensor(tensor) for tensor in tensors.values()):
+            return self._deal(tensors)
+        view: list[tuple[str, Cut]] = []
+        for name, tensor in tensors.items():
+            if not is_dtensor(tensor):
+                shape = tuple(tensor.shape)
+                view.append((name, Cut(shape, Box.whole(shape))))
+                continue
+            shard = local(tensor, name)  # type: ignore[arg-type]
+            if shard is not None:
+                view.append((name, cut_of(shard)))
+        views = self._exchange([[n, c.shape, c.box.offsets, c.box.sizes] for n, c in view])
+        return own_boxes(
+            [[(n, Cut(tuple(s), Box(tuple(o), tuple(z)))) for n, s, o, z in one] for one in views]
+        )
+
+    def _deal(self, tensors: Mapping[str, torch.Tensor]) -> tuple[OwnedBox, ...]:
+        """Deal parameters that every rank has. Trained and frozen ones are balanced apart."""
+        everyone = tuple(range(self._size))
+        owned: list[OwnedBox] = []
+        for trained in (True, False):
+            shapes = {n: t.shape for n, t in tensors.items() if t.requires_grad is trained}
+            for rank, boxes in enumerate(deal_rows(shapes, self._size, self._multiple)):
+                owned += [OwnedBox(name, cut, rank, everyone) for name, cut in boxes]
+        # The ranks compute the same, if they have the same model: a difference is an error here.
+        mine = [[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()]
+        everywhere = self._exchange(mine)
+        for rank, theirs in enumerate(everywhere):
+            if theirs != everywhere[0]:
+                pairs = itertools.zip_longest(everywhere[0], theirs)
+                first, other = next(pair for pair in pairs if pair[0] != pair[1])
+                raise UnsupportedParameterError(
+                    f"rank 0 and rank {rank} have different parameters: {first} and {other} "
+                    "(name, shape, dtype, requires_grad): build the same model on every rank"
+                )
+        return tuple(owned)

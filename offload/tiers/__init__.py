@@ -1,0 +1,24 @@
+"""Tiers: copies of sealed checkpoints in object stores and on parallel file systems.
+
+This wing may know `checkpoint`, `retention`, `format`, `gds`, and how `store` seals. It never
+imports torch, nor the engine or what streams for it.
+"""
+
+from offload.tiers.catalog import TierCopy
+from offload.tiers.download import PullReport, pull
+from offload.tiers.pruning import TierPruneReport, prune_tier
+from offload.tiers.upload import PushReport, push
+from offload.tiers.verification import CopyReport, list_tier, verify_tier
+
+__all__ = [
+    "CopyReport",
+    "PullReport",
+    "PushReport",
+    "TierCopy",
+    "TierPruneReport",
+    "list_tier",
+    "prune_tier",
+    "pull",
+    "push",
+    "verify_tier",
+]

@@ -1,0 +1,112 @@
+"""Addresses of tiers: which service, which bucket, which folder, and perhaps which copy in it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from offload.errors import TierError
+
+CLOUD_SCHEMES: Final = ("s3", "gs", "az")
+"""Schemes that the library `obstore` serves."""
+
+SCHEMES: Final = (*CLOUD_SCHEMES, "file")
+
+_STORE_ID = re.compile(r"[0-9a-f]{32}")
+_COPY = re.compile(r"(?:(?P<before>.*)/)?(?P<copy>[0-9a-f]{32}/gen-[0-9]{8,19}/[0-9a-f]{32})")
+
+
+@dataclass(frozen=True, slots=True)
+class TierAddress:
+    """Place of a tier. It never contains credentials."""
+
+    scheme: str
+    """One of `SCHEMES`."""
+
+    bucket: str
+    """Bucket or container; empty for ``file``."""
+
+    folder: str
+    """Folder in the bucket without slashes at its ends, or an absolute path for ``file``."""
+
+    store_id: str = ""
+    """Identity of the store whose copies are meant; empty for those of all stores."""
+
+    copy: str = ""
+    """Name of the one copy that is meant; empty for all copies."""
+
+    @property
+    def url(self) -> str:
+        """URL of the tier, without the store or the copy."""
+        if self.scheme == "file":
+            return f"file://{self.folder}"
+        return f"{self.scheme}://{self.bucket}{'/' if self.folder else ''}{self.folder}"
+
+
+def is_tier_url(text: str) -> bool:
+    """Return whether an argument is the URL of a tier, and not a path."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
+def parse_address(url: str) -> TierAddress:
+    """Return the place that a URL names.
+
+    Args:
+        url: URL of a tier, ``s3://bucket/folder``; of the copies of one store in it,
+            ``s3://bucket/folder/<store>``; or of one copy,
+            ``s3://bucket/folder/<store>/gen-<generation>/<writer>``.
+
+    Raises:
+        TierError: The URL is not one, has another scheme, or contains credentials.
+    """
+    scheme = url.partition("://")[0].lower()
+    if not is_tier_url(url) or scheme not in SCHEMES:
+        named = f"the scheme {scheme!r}" if is_tier_url(url) else "no scheme"
+        raise TierError(
+            errno.EINVAL,
+            f"not the URL of a tier: it has {named}, expected one of "
+            f"{', '.join(f'{one}://' for one in SCHEMES)}",
+            # A URL of another kind may contain a password.
+            f"{scheme}://..." if is_tier_url(url) else url,
+        )
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise TierError(
+            errno.EINVAL,
+            "the URL of a tier has no user, password or parameters: credentials come from the "
+            "environment (AWS_ACCESS_KEY_ID and so on), so that they are in no list of processes "
+            "and in no log",
+            f"{scheme}://...",
+        )
+    if scheme == "file":
+        return _file_address(parts.netloc, unquote(parts.path))
+    folder = "/".join(part for part in parts.path.split("/") if part)
+    if not parts.netloc:
+        raise TierError(errno.EINVAL, f"no bucket: expected {scheme}://bucket/folder", url)
+    return TierAddress(scheme, parts.netloc, *_split(folder))
+
+
+def _file_address(host: str, path: str) -> TierAddress:
+    if host not in ("", "localhost") or not path.startswith("/"):
+        raise TierError(
+            errno.EINVAL,
+            "the path of a file:// tier is absolute, with three slashes: file:///mnt/tier",
+            f"file://{host}{path}",
+        )
+    folder, store_id, copy = _split(os.path.abspath(path))
+    return TierAddress("file", "", folder or "/", store_id, copy)
+
+
+def _split(folder: str) -> tuple[str, str, str]:
+    """Return the tier's own folder, and the store and the copy that the path goes on to."""
+    match = _COPY.fullmatch(folder)
+    if match is not None:
+        return match["before"] or "", match["copy"][:32], match["copy"]
+    before, _, last = folder.rpartition("/")
+    if _STORE_ID.fullmatch(last):
+        return before, last, ""
+    return folder, "", ""

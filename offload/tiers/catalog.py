@@ -1,0 +1,163 @@
+"""The copies in a tier: which are there, which are complete, and which one is meant."""
+
+from __future__ import annotations
+
+import errno
+import re
+from dataclasses import dataclass
+
+from offload.errors import CheckpointError, DamagedError, TierError, TierNotFoundError
+from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode
+from offload.format.names import MANIFEST_NAME
+from offload.tiers.address import TierAddress
+from offload.tiers.contents import MARKER_NAME, WRITER_NAME
+from offload.tiers.marker import MOST_BYTES, Identity, Marker, decode_marker
+from offload.tiers.objects import Objects
+
+_STORE = re.compile(r"[0-9a-f]{32}")
+_GENERATION = re.compile(r"gen-([0-9]{8,19})")
+
+
+@dataclass(frozen=True, slots=True)
+class TierCopy:
+    """One copy of a checkpoint in a tier, complete or not."""
+
+    identity: Identity
+
+    url: str
+    """URL of the copy; `pull` and `verify` accept it."""
+
+    marker: Marker | None
+    """Content of the marker; None if the copy is not complete."""
+
+    reason: str = ""
+    """Reason for people why the copy is not complete; empty if it is."""
+
+    @property
+    def folder(self) -> str:
+        """Folder of the copy in the tier."""
+        return self.identity.folder
+
+
+def list_copies(objects: Objects, address: TierAddress) -> list[TierCopy]:
+    """Return all copies that an address names, those of one store together, oldest first.
+
+    Folders with other names are foreign, and left out.
+
+    Raises:
+        TierError: The tier cannot be read.
+    """
+    if address.copy:
+        store_id, generation, writer = address.copy.split("/")
+        identity = Identity(store_id, int(generation.removeprefix("gen-")), writer)
+        return [one for one in [_look_at(objects, identity)] if one is not None]
+    found: list[TierCopy] = []
+    stores = [address.store_id] if address.store_id else objects.folders("")
+    for store_id in (name for name in stores if _STORE.fullmatch(name)):
+        for folder in objects.folders(store_id):
+            match = _GENERATION.fullmatch(folder)
+            if match is not None and folder == f"gen-{int(match[1]):08d}":
+                found += copies_of(objects, store_id, int(match[1]))
+    return sorted(found, key=lambda copy: (copy.identity.store_id, copy.identity.generation))
+
+
+def copies_of(objects: Objects, store_id: str, generation: int) -> list[TierCopy]:
+    """Return the copies of one generation of a store.
+
+    Raises:
+        TierError: The tier cannot be read.
+    """
+    folder = Identity(store_id, generation, "").folder.rstrip("/")
+    writers = [name for name in objects.folders(folder) if _STORE.fullmatch(name)]
+    found = [_look_at(objects, Identity(store_id, generation, writer)) for writer in writers]
+    return [copy for copy in found if copy is not None]
+
+
+def _look_at(objects: Objects, identity: Identity) -> TierCopy | None:
+    """Describe a copy; return None if its folder has neither a marker nor a writer's name."""
+    folder = identity.folder
+    url = f"{objects.url}/{folder}"
+    try:
+        data = objects.get(f"{folder}/{MARKER_NAME}", MOST_BYTES)
+    except TierNotFoundError:
+        if objects.size(f"{folder}/{WRITER_NAME}") is None:
+            return None
+        return TierCopy(
+            identity, url, None, "not complete: its upload has not ended, or was interrupted"
+        )
+    try:
+        marker = decode_marker(data, f"{url}/{MARKER_NAME}")
+        if marker.identity != identity:
+            raise DamagedError(f"{url}/{MARKER_NAME}: it is the marker of another copy")
+    except DamagedError as error:
+        return TierCopy(identity, url, None, str(error))
+    return TierCopy(identity, url, marker)
+
+
+def find_copy(objects: Objects, address: TierAddress, step: int | None = None) -> TierCopy:
+    """Return the complete copy that is meant: the one named, the one of a step, or the newest.
+
+    Raises:
+        TierNotFoundError: There is no such complete copy.
+        TierError: Several are meant as well: those of several stores, or different ones of the
+            same generation.
+    """
+    copies = list_copies(objects, address)
+    complete = [copy for copy in copies if copy.marker is not None]
+    wanted = [c for c in complete if c.marker and (step is None or c.marker.step == step)]
+    url = f"{objects.url}/{address.copy or address.store_id}".rstrip("/")
+    if not wanted:
+        what = "no complete copy of a checkpoint here" + (
+            f" of step {step} (there are: "
+            f"{', '.join(str(c.marker.step) for c in complete if c.marker)})"
+            if step is not None and complete
+            else ""
+        )
+        others = [f"{copy.url}: {copy.reason}" for copy in copies if copy.marker is None]
+        raise TierNotFoundError(errno.ENOENT, "; ".join([what, *others]), url)
+    stores = sorted({copy.identity.store_id for copy in wanted})
+    if len(stores) > 1:
+        raise TierError(
+            errno.EINVAL,
+            f"copies of {len(stores)} stores are here; name one of them: "
+            + ", ".join(f"{objects.url}/{store}" for store in stores),
+            url,
+        )
+    newest = max(copy.identity.generation for copy in wanted)
+    equal = [copy for copy in wanted if copy.identity.generation == newest]
+    if len({copy.marker.manifest_digest for copy in equal if copy.marker}) > 1:
+        raise TierError(
+            errno.EINVAL,
+            f"generation {newest} is here from two runs that went on from the same store, and they "
+            f"differ; name one of them: {', '.join(copy.url for copy in equal)}",
+            url,
+        )
+    return equal[0]
+
+
+def read_manifest(objects: Objects, copy: TierCopy) -> Manifest:
+    """Read the manifest of a complete copy, and check that it is the one that was sent.
+
+    Raises:
+        DamagedError: It differs.
+        TierError: It cannot be read.
+    """
+    place = f"{copy.url}/{MANIFEST_NAME}"
+    marker = _require_complete(copy)
+    try:
+        data = objects.get(f"{copy.folder}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
+    except TierNotFoundError as error:
+        raise DamagedError(f"{place}: the object is missing") from error
+    try:
+        manifest = decode(data.removesuffix(b"\n").rstrip(b" "), place)
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from error
+    if manifest.digest != marker.manifest_digest:
+        raise DamagedError(f"{place}: not the manifest that was sent with this copy")
+    return manifest
+
+
+def _require_complete(copy: TierCopy) -> Marker:
+    if copy.marker is None:
+        raise TierNotFoundError(errno.ENOENT, copy.reason, copy.url)
+    return copy.marker

@@ -1,0 +1,116 @@
+"""Comparison of objects in a tier with the digests of their checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from offload.errors import DamagedError, TierNotFoundError
+from offload.format.digests import DigestContext
+from offload.format.manifest import Manifest
+from offload.format.names import MODEL_NAME
+from offload.tiers.contents import Chunk, StateObject, model_chunks
+from offload.tiers.objects import Data, Objects
+from offload.tiers.source import whole_digest
+
+Advance = Callable[[int], None]
+"""Function that is called with a number of bytes that have just been moved or checked."""
+
+
+def nothing(_: int) -> None:
+    """Report no progress."""
+
+
+class Fetcher:
+    """Reads ranges of a copy, and compares each with its digest.
+
+    A range with another digest than it was sealed with is asked for once more: what differs may be
+    the answer, and not the object.
+
+    Args:
+        objects: Objects of the tier.
+        folder: Folder of the copy.
+        manifest: Manifest of the checkpoint.
+    """
+
+    def __init__(self, objects: Objects, folder: str, manifest: Manifest) -> None:
+        self._objects = objects
+        self._folder = folder
+        self._context = DigestContext(manifest.store_id, manifest.generation)
+
+    def chunk(self, name: str, start: int, chunk: Chunk) -> Data:
+        """Return the bytes of a chunk.
+
+        Args:
+            name: Name of the object that holds it.
+            start: First byte of the chunk in the object.
+            chunk: Chunk to fetch.
+
+        Raises:
+            DamagedError: The object is missing or too short, or holds other bytes.
+            TierError: It cannot be read.
+        """
+        digest = partial(self._context.digest, chunk.array, chunk.index)
+        return self.range(name, start, chunk.nbytes, digest, chunk.digest)
+
+    def range(
+        self,
+        name: str,
+        start: int,
+        nbytes: int,
+        digest: Callable[[memoryview], str],
+        expected: str,
+    ) -> Data:
+        """Return bytes of an object whose digest is known; the errors are those of `chunk`."""
+        if not nbytes:
+            return b""
+        found = ""
+        for _ in range(2):
+            try:
+                data = self._objects.get_range(f"{self._folder}/{name}", start, nbytes)
+            except TierNotFoundError as error:
+                if self._objects.size(f"{self._folder}/{name}") is None:
+                    raise DamagedError(f"{self._place(name)}: the object is missing") from error
+                raise
+            found = digest(memoryview(data)) if len(data) == nbytes else f"{len(data)} bytes"
+            if found == expected:
+                return data
+        raise DamagedError(
+            f"{self._place(name)}: bytes {start} to {start + nbytes} are not those that were sent: "
+            f"their digest is {found}, expected {expected}"
+        )
+
+    def whole(self, name: str, nbytes: int, expected: str) -> bytes:
+        """Return a small object whose digest is in the marker; the errors are those of `chunk`."""
+        return bytes(self.range(name, 0, nbytes, whole_digest, expected))
+
+    def _place(self, name: str) -> str:
+        return f"{self._objects.url}/{self._folder}/{name}"
+
+
+def check_state(fetcher: Fetcher, wanted: StateObject, advance: Advance) -> None:
+    """Read an object of state and compare every chunk; the errors are those of `Fetcher.chunk`."""
+    for start, chunk in wanted.starts():
+        fetcher.chunk(wanted.name, start, chunk)
+        advance(chunk.nbytes)
+
+
+def check_model(fetcher: Fetcher, manifest: Manifest, advance: Advance) -> None:
+    """Read the model's object and compare every block; the errors are those of `Fetcher.chunk`."""
+    header = manifest.layout.model_header
+    fetcher.range(
+        MODEL_NAME, 0, header.data_start, whole_digest, whole_digest(bytes(header.encoded))
+    )
+    advance(header.data_start)
+    for start, chunk in model_chunks(manifest):
+        fetcher.chunk(MODEL_NAME, start, chunk)
+        advance(chunk.nbytes)
+
+
+def check_whole(
+    fetcher: Fetcher, sizes: Mapping[str, int], digests: Mapping[str, str], advance: Advance
+) -> None:
+    """Read the small objects and compare them; the errors are those of `Fetcher.chunk`."""
+    for name, digest in digests.items():
+        fetcher.whole(name, sizes[name], digest)
+        advance(sizes[name])

@@ -1,0 +1,132 @@
+"""Errors of object stores, in words of our own.
+
+The texts of the library and of the servers are never passed on. They may contain the identifier of
+a key, a signed request or a token. From such a text only two things are taken: the number of the
+HTTP status, and the error code of the service if it is a plain word.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from typing import Final
+
+from offload.errors import TierAccessError, TierError, TierNotFoundError, TierUnavailableError
+
+_STATUS = re.compile(r"status code: ([0-9]{3})")
+_CODE = re.compile(r"<Code>([A-Za-z]{3,60})</Code>")
+
+_NO_CREDENTIALS: Final = re.compile(
+    r"169\.254\.169\.254|latest/api/token|latest/meta-data|instance metadata|metadata\.google|"
+    r"InstanceCredential|imds",
+    re.IGNORECASE,
+)
+"""Found in errors of clients that have no credentials and look for those of a cloud machine."""
+
+_UNANSWERED: Final = re.compile(r"HTTP error|error sending request|[Tt]imed? ?out|[Cc]onnect|decod")
+"""Found in errors of requests that got no answer, or one that broke off."""
+
+_KIND_OF_CODE: Final = {
+    "NoSuchBucket": "bucket",
+    "ContainerNotFound": "bucket",
+    "ExpiredToken": "expired",
+    "ExpiredTokenException": "expired",
+    "TokenRefreshRequired": "expired",
+    "RequestTimeTooSkewed": "clock",
+    "InvalidAccessKeyId": "refused",
+    "SignatureDoesNotMatch": "refused",
+    "InvalidToken": "refused",
+    "AccessDenied": "refused",
+    "SlowDown": "unavailable",
+    "ServiceUnavailable": "unavailable",
+    "InternalError": "unavailable",
+    "RequestTimeout": "unavailable",
+}
+
+_KIND_OF_STATUS: Final = {401: "refused", 403: "refused", 404: "missing", 429: "unavailable"}
+
+_KIND_OF_CLASS: Final = {
+    "FileNotFoundError": "missing",
+    "NotFoundError": "missing",
+    "PermissionDeniedError": "refused",
+    "UnauthenticatedError": "refused",
+}
+
+
+def named_error(error: Exception, url: str, doing: str) -> TierError:
+    """Return the error to raise for one of the library.
+
+    Args:
+        error: Error of the library.
+        url: URL of the object or tier, without credentials.
+        doing: Operation that failed, in words that follow "cannot": "write it".
+    """
+    text = str(error)
+    status = _first(_STATUS, text)
+    code = _first(_CODE, text)
+    said = " ".join(part for part in (f"status {status}" if status else "", code) if part)
+    heard = f"cannot {doing}: the server answered {said}" if said else f"cannot {doing}"
+    kind = _kind(error, text, status, code)
+    if status == "416":
+        return TierError(errno.ERANGE, f"{heard}: it is shorter", url)
+    if kind == "bucket":
+        return TierNotFoundError(
+            errno.ENOENT,
+            f"{heard}: this bucket does not exist; make it first, or correct the URL",
+            url,
+        )
+    if kind == "missing":
+        return TierNotFoundError(errno.ENOENT, f"{heard}: there is no such object", url)
+    if kind == "expired":
+        return TierAccessError(
+            errno.EACCES, f"{heard}: the credentials have expired; renew them and repeat this", url
+        )
+    if kind == "clock":
+        return TierAccessError(
+            errno.EACCES, f"{heard}: this machine's clock differs from the server's; set it", url
+        )
+    if kind == "none":
+        return TierAccessError(
+            errno.EACCES,
+            f"{heard}: there are no credentials in the environment; set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or those of the service that you use",
+            url,
+        )
+    if kind == "refused":
+        return TierAccessError(
+            errno.EACCES,
+            f"{heard}: the credentials in the environment are wrong, or do not allow this",
+            url,
+        )
+    if kind == "unavailable":
+        return TierUnavailableError(
+            errno.EAGAIN,
+            f"{heard}, or nothing, until the attempts were given up; repeat this later, and it "
+            "goes on from where it was"
+            if said
+            else f"{heard}: the server does not answer, or the connection broke, until the "
+            "attempts were given up; repeat this later, and it goes on from where it was",
+            url,
+        )
+    return TierError(errno.EIO, f"{heard} ({type(error).__name__})", url)
+
+
+def _kind(error: Exception, text: str, status: str, code: str) -> str:
+    if code in _KIND_OF_CODE:
+        return _KIND_OF_CODE[code]
+    if _NO_CREDENTIALS.search(text):
+        return "none"
+    number = int(status or 0)
+    if number >= 500:
+        return "unavailable"
+    if number in _KIND_OF_STATUS:
+        return _KIND_OF_STATUS[number]
+    named = _KIND_OF_CLASS.get(type(error).__name__)
+    if named is not None:
+        return named
+    return "unknown" if number or not _UNANSWERED.search(text) else "unavailable"
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str:
+    match = pattern.search(text)
+    return match[1] if match else ""

@@ -1,0 +1,293 @@
+"""Objects of S3, Google Cloud Storage and Azure, by way of the library `obstore`."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from offload.errors import OffloadError, TierError, TierNotFoundError
+from offload.tiers.address import TierAddress
+from offload.tiers.cloud_errors import named_error
+from offload.tiers.objects import Data
+
+_T = TypeVar("_T")
+
+_LEAST_PART_BYTES = 16 << 20
+_MOST_PARTS = 9_000
+"""Services accept at most 10,000 parts for one object."""
+
+_SINGLE_PUT_BYTES = 64 << 20
+"""Largest size in bytes of an object from a stream that is sent in one request."""
+
+
+class CloudObjects:
+    """Objects of a bucket; implements `Objects`.
+
+    Credentials, the region and the endpoint come from the environment, by the names that the
+    services' own tools use: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
+    ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, and so on. Payloads sent to
+    S3 are not signed, because that costs as much processor time as sending them: the connection,
+    and the digests that are read back, protect them.
+
+    Args:
+        address: Place of the tier.
+        timeout_s: Seconds after which one request is given up.
+        retry_s: Seconds for which a request that failed is tried again.
+
+    Raises:
+        TierError: The library is not installed, or a setting in the environment is not valid.
+    """
+
+    def __init__(self, address: TierAddress, *, timeout_s: float, retry_s: float) -> None:
+        self._obstore = _library(address.url)
+        self._url = address.url
+        self._prefix = f"{address.folder}/" if address.folder else ""
+        from obstore.store import from_url
+
+        settings: dict[str, Any] = {}
+        if address.scheme == "s3":
+            # JuiceFS answers a request to remove many objects in a way that the library refuses.
+            settings = {"unsigned_payload": True, "disable_bulk_delete": True}
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if address.scheme == "s3" and endpoint:
+            settings["endpoint"] = endpoint
+        plain = bool(endpoint) and str(endpoint).startswith("http://")
+        connect: Any = from_url  # typed for each service by itself
+        failed = ""
+        try:
+            self._store = connect(
+                f"{address.scheme}://{address.bucket}",
+                config=settings,
+                client_options={
+                    "timeout": timedelta(seconds=timeout_s),
+                    **({"allow_http": True} if plain and address.scheme == "s3" else {}),
+                },
+                retry_config={
+                    "max_retries": 1000 if retry_s else 0,
+                    "retry_timeout": timedelta(seconds=retry_s),
+                    "backoff": {
+                        "init_backoff": timedelta(milliseconds=100),
+                        "max_backoff": timedelta(seconds=min(max(retry_s / 4, 0.1), 15)),
+                        "base": 2,
+                    },
+                },
+            )
+        except Exception as error:  # noqa: BLE001  (its text may contain settings)
+            failed = type(error).__name__
+        if failed:
+            raise TierError(
+                errno.EINVAL,
+                f"cannot be opened with the settings in the environment ({failed}): check the "
+                "variables AWS_*, GOOGLE_* or AZURE_*",
+                self._url,
+            )
+
+    @property
+    def url(self) -> str:
+        """URL of the tier, for messages."""
+        return self._url
+
+    def put(self, name: str, data: Data) -> None:
+        """Make an object; see `Objects.put`."""
+        self._call(
+            name,
+            "write it",
+            lambda: self._obstore.put(
+                self._store, self._prefix + name, memoryview(data), use_multipart=False
+            ),
+        )
+
+    def put_new(self, name: str, data: Data) -> bool:
+        """Make an object unless one has the name; see `Objects.put_new`."""
+        is_supported = True
+
+        def put() -> bool:
+            nonlocal is_supported
+            try:
+                self._obstore.put(
+                    self._store,
+                    self._prefix + name,
+                    memoryview(data),
+                    mode="create",
+                    use_multipart=False,
+                )
+            except self._obstore.exceptions.AlreadyExistsError:
+                return False
+            except self._obstore.exceptions.NotSupportedError:
+                is_supported = False
+            return True
+
+        made = self._call(name, "write it", put)
+        if not is_supported:
+            self.put(name, data)
+        return made
+
+    def put_stream(self, name: str, blocks: Iterator[Data], nbytes: int) -> None:
+        """Make an object from blocks; see `Objects.put_stream`.
+
+        Large objects go up in parts of at least 16 MiB, two at a time. If the process dies in
+        between, the service keeps the parts, invisible, until a rule of the bucket removes them.
+        """
+        if nbytes <= _SINGLE_PUT_BYTES:
+            self.put(name, b"".join(blocks))
+            return
+        part_bytes = max(_LEAST_PART_BYTES, -(-nbytes // _MOST_PARTS))
+        self._call(
+            name,
+            "write it",
+            lambda: self._obstore.put(
+                self._store,
+                self._prefix + name,
+                blocks,
+                use_multipart=True,
+                chunk_size=part_bytes,
+                max_concurrency=2,
+            ),
+        )
+
+    def get(self, name: str, most_bytes: int) -> bytes:
+        """Return the bytes of a small object; see `Objects.get`."""
+        found = self.size(name)
+        if found is None:
+            raise TierNotFoundError(errno.ENOENT, "there is no such object", f"{self._url}/{name}")
+        if found > most_bytes:
+            raise TierError(
+                errno.EFBIG,
+                f"{found} bytes, expected at most {most_bytes}: not written by this library",
+                f"{self._url}/{name}",
+            )
+        return bytes(self.get_range(name, 0, found)) if found else b""
+
+    def get_range(self, name: str, start: int, nbytes: int) -> Data:
+        """Return bytes of an object; see `Objects.get_range`."""
+        try:
+            found = self._call(
+                name,
+                "read it",
+                lambda: self._obstore.get_range(
+                    self._store, self._prefix + name, start=start, length=nbytes
+                ),
+            )
+        except TierError as error:
+            if error.errno != errno.ERANGE:
+                raise
+            return b""  # the object ends before the range begins
+        return memoryview(found)
+
+    def size(self, name: str) -> int | None:
+        """Return the size of an object; see `Objects.size`."""
+        try:
+            found = self._call(
+                name, "look at it", lambda: self._obstore.head(self._store, self._prefix + name)
+            )
+        except TierNotFoundError:
+            # Without a body, the answer does not say whether the object is missing or the bucket.
+            self._require_bucket()
+            return None
+        return int(found["size"])
+
+    def sizes_below(self, folder: str) -> dict[str, int]:
+        """Return the objects below a folder; see `Objects.sizes_below`."""
+
+        def found() -> dict[str, int]:
+            pages = self._obstore.list(self._store, self._folder(folder), chunk_size=1000)
+            return {
+                one["path"].removeprefix(self._prefix): int(one["size"])
+                for page in pages
+                for one in page
+            }
+
+        return self._call(folder, "list it", found)
+
+    def folders(self, folder: str) -> list[str]:
+        """Return the folders in a folder; see `Objects.folders`."""
+        found = self._call(
+            folder,
+            "list it",
+            lambda: self._obstore.list_with_delimiter(self._store, self._folder(folder)),
+        )
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; see `Objects.delete`."""
+        paths = [self._prefix + name for name in names]
+        for start in range(0, len(paths), 1000):
+            batch = paths[start : start + 1000]
+            try:
+                self._call("", "remove objects", partial(self._remove, batch))
+            except TierNotFoundError:
+                for path in batch:  # a service that reports the missing ones: one by one
+                    try:
+                        self._call("", "remove objects", partial(self._remove, [path]))
+                    except TierNotFoundError:
+                        continue
+
+    def _remove(self, paths: list[str]) -> None:
+        self._obstore.delete(self._store, paths)
+
+    def drop_unfinished(self, folder: str) -> None:
+        """Do nothing: the library cannot list the parts of interrupted uploads."""
+
+    def close(self) -> None:
+        """Do nothing: the library closes its connections by itself."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _folder(self, folder: str) -> str | None:
+        return (self._prefix + folder).rstrip("/") or None
+
+    def _require_bucket(self) -> None:
+        self._call(
+            "", "list it", lambda: self._obstore.list_with_delimiter(self._store, "no-such-folder")
+        )
+
+    def _call(self, name: str, doing: str, call: Callable[[], _T]) -> _T:
+        """Call the library, and give its errors names."""
+        try:
+            return call()
+        except OffloadError:  # of an iterator of blocks
+            raise
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError) or error.filename is not None:
+                raise  # of an iterator of blocks, as well
+            named = self._named(error, name, doing)
+        except self._obstore.exceptions.BaseError as error:
+            named = self._named(error, name, doing)
+        # Not within the block above: the library's error may contain secrets, and would go along.
+        raise named
+
+    def _named(self, error: Exception, name: str, doing: str) -> TierError:
+        return named_error(error, f"{self._url}{'/' if name else ''}{name}", doing)
+
+
+def _library(url: str) -> Any:  # untyped if the library is not installed
+    """Import `obstore`, which not everybody has.
+
+    Raises:
+        TierError: It is not installed.
+    """
+    try:
+        import obstore
+        import obstore.exceptions
+    except ImportError:
+        raise TierError(
+            errno.ENOPKG,
+            "this needs obstore: pip install --constraint constraints.txt '.[tier]' in a checkout "
+            "of ssd-offload, or pip install obstore. Tiers of file:// need nothing",
+            url,
+        ) from None
+    return obstore

@@ -1,0 +1,338 @@
+"""Downloads: a checkpoint from a tier becomes an ordinary checkpoint of an ordinary store.
+
+A download fills a free slot of the store, and the store publishes it as it publishes every
+checkpoint: all data durable, then the manifest, then one rename. Until then nothing is offered. A
+download that was interrupted leaves a slot, as a process does that was killed in a step. The next
+one compares what the slot holds with the digests of the checkpoint, and asks only for the rest. So
+there is no record that could be wrong.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+
+from gds import ALIGNMENT, Backend, Buffer, File, StorageError
+from gds.opening import given_or_local
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.errors import CheckpointError, StoreError
+from offload.format.digests import DigestContext
+from offload.format.manifest import Manifest
+from offload.format.names import MODEL_NAME, TRAIN_STATE_NAME
+from offload.retention.policy import Record, Retention
+from offload.store.sealing import Composition
+from offload.store.slot import Slot
+from offload.store.store import Store
+from offload.tiers.address import parse_address
+from offload.tiers.catalog import TierCopy, find_copy, read_manifest
+from offload.tiers.checking import Fetcher
+from offload.tiers.contents import Chunk, file_offset, model_chunks, state_objects
+from offload.tiers.marker import Marker
+from offload.tiers.objects import Objects
+from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
+from offload.tiers.upload import NUM_TRANSFERS, Progress
+from offload.tiers.workers import Task, run_all
+
+
+@dataclass(frozen=True, slots=True)
+class PullReport:
+    """Result of a download."""
+
+    path: str
+    """Directory of the checkpoint."""
+
+    url: str
+    """URL of the copy that it was made from."""
+
+    step: int
+
+    already_there: bool
+    """Whether the store had the checkpoint, so that nothing was fetched."""
+
+    bytes_fetched: int
+    """Number of bytes that this call fetched from the tier."""
+
+    bytes_kept: int
+    """Number of bytes that an earlier download of the same checkpoint had fetched."""
+
+    seconds: float
+
+
+class _KeepAll(Retention):
+    """Policy that keeps all checkpoints: a download removes none."""
+
+    def kept(self, records: Sequence[Record]) -> set[int]:
+        """Return all generations."""
+        return {record.generation for record in records}
+
+
+def pull(
+    url: str,
+    directory: str | os.PathLike[str],
+    *,
+    parts: Sequence[str | os.PathLike[str]] = (),
+    step: int | None = None,
+    num_transfers: int = NUM_TRANSFERS,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    retry_s: float = DEFAULT_RETRY_S,
+    allow_volatile: bool = False,
+    allow_remote: bool = False,
+    progress: Progress | None = None,
+    backend: Backend | None = None,
+) -> PullReport:
+    """Download a checkpoint from a tier. A download that was interrupted goes on where it ended.
+
+    The optimizer's `restore` then continues from the checkpoint as from any other. It may lie on
+    another number of drives than before.
+
+    Args:
+        url: URL of the tier, which means its newest checkpoint, or of one copy in it.
+        directory: Directory of the store: a new one, an empty one, or one with older checkpoints of
+            the same store.
+        parts: Further directories of the store, on other drives.
+        step: Number of steps of the checkpoint; None for the newest.
+        num_transfers: Number of transfers at a time. Each takes memory for one chunk.
+        timeout_s: Seconds after which one request is given up.
+        retry_s: Seconds for which a request that failed is tried again.
+        allow_volatile: Accept a file system that loses its content at power-off.
+        allow_remote: Accept a file system that another machine or a program serves.
+        progress: Function that is called with the bytes done and the total.
+        backend: Storage backend of the store; the local file system by default.
+
+    Raises:
+        TierNotFoundError: The tier has no complete copy of such a checkpoint.
+        TierError: The tier cannot be used. The message says what to do.
+        DamagedError: An object is missing, or has other bytes than were sent.
+        StoreFullError: There is no room for the checkpoint. Nothing was fetched.
+        StoreError: The directory is that of another store, has newer checkpoints, or is in use.
+        gds.StorageError: The store cannot be written.
+    """
+    began_s = time.monotonic()
+    address = parse_address(url)
+    with ExitStack() as resources:
+        objects = resources.enter_context(
+            open_objects(address, timeout_s=timeout_s, retry_s=retry_s)
+        )
+        copy = find_copy(objects, address, step)
+        manifest = _on_drives(read_manifest(objects, copy), 1 + len(parts), copy)
+        storage = resources.enter_context(given_or_local(backend))
+        marker = copy.marker
+        if marker is None:
+            raise StoreError(errno.EINVAL, copy.reason, copy.url)
+        others = [(storage, os.path.abspath(os.fspath(part))) for part in parts]
+        store = resources.enter_context(
+            closing(
+                Store(
+                    storage,
+                    os.fspath(directory),
+                    others,
+                    keep=_KeepAll(),
+                    train_state_bytes=marker.sizes[TRAIN_STATE_NAME],
+                    allow_volatile=allow_volatile,
+                    allow_remote=allow_remote,
+                    store_id=manifest.store_id,
+                )
+            )
+        )
+        present = _find_present(store, manifest)
+        if present is not None:
+            seconds = time.monotonic() - began_s
+            return PullReport(present.path, copy.url, manifest.step, True, 0, 0, seconds)
+        download = Download(objects, copy, marker, manifest, storage, num_transfers, progress)
+        path = download.run(store)
+        seconds = time.monotonic() - began_s
+        return PullReport(
+            path,
+            copy.url,
+            manifest.step,
+            False,
+            download.bytes_fetched,
+            download.bytes_kept,
+            seconds,
+        )
+
+
+def _on_drives(manifest: Manifest, num_drives: int, copy: TierCopy) -> Manifest:
+    """Return the manifest of the same checkpoint on a number of drives."""
+    if manifest.owners:
+        raise CheckpointError(
+            f"{copy.url}: several ranks made this checkpoint, and only those of one process can be "
+            "downloaded so far"
+        )
+    layout = manifest.layout
+    if len(layout.shares) != num_drives:
+        layout = replace(layout, shares=(1,) * num_drives)
+    return replace(manifest, layout=layout, parts=())
+
+
+def _find_present(store: Store, manifest: Manifest) -> Checkpoint | None:
+    """Return the checkpoint if the store has it already, or None if it can be added.
+
+    Raises:
+        StoreError: It cannot be added to this store.
+    """
+    for path, reason in store.refused:
+        raise StoreError(
+            errno.EEXIST,
+            f"the store has a checkpoint that is not usable, {os.path.basename(path)} ({reason}), "
+            "so its order is not known: download into another directory",
+            store.directory,
+        )
+    if store.store_id != manifest.store_id:
+        raise StoreError(
+            errno.EEXIST,
+            f"these are checkpoints of another store ({store.store_id}, expected "
+            f"{manifest.store_id}): download into another directory",
+            store.directory,
+        )
+    for checkpoint in store.checkpoints:
+        found = checkpoint.manifest
+        if (found.generation, found.digests) == (manifest.generation, manifest.digests):
+            return store.reader_of(checkpoint)
+        if found.generation >= manifest.generation:
+            raise StoreError(
+                errno.EEXIST,
+                f"the store has a checkpoint that is newer, or of another run: "
+                f"{os.path.basename(checkpoint.path)} of generation {found.generation}, and this "
+                f"one is of generation {manifest.generation}: download into another directory",
+                store.directory,
+            )
+        if found.step == manifest.step:
+            raise StoreError(
+                errno.EEXIST,
+                f"the store has another checkpoint of step {manifest.step}: download into another "
+                "directory",
+                store.directory,
+            )
+    return None
+
+
+class Download:
+    """Download of one checkpoint into a slot.
+
+    Args:
+        objects: Objects of the tier.
+        copy: Copy to fetch.
+        marker: Marker of the copy.
+        manifest: Manifest of the checkpoint on the drives of the store.
+        backend: Storage backend of the store.
+        num_transfers: Number of transfers at a time.
+        progress: Function that is called with the bytes done and the total.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        copy: TierCopy,
+        marker: Marker,
+        manifest: Manifest,
+        backend: Backend,
+        num_transfers: int,
+        progress: Progress | None,
+    ) -> None:
+        self._marker = marker
+        self._manifest = manifest
+        self._backend = backend
+        self._num_transfers = num_transfers
+        self._progress = progress
+        self._fetcher = Fetcher(objects, copy.folder, manifest)
+        self._context = DigestContext(manifest.store_id, manifest.generation)
+        self._mutex = threading.Lock()
+        self._total = 0
+        self.bytes_fetched = 0
+        """Number of bytes fetched from the tier."""
+        self.bytes_kept = 0
+        """Number of bytes that the slot held already."""
+
+    def run(self, store: Store) -> str:
+        """Fill a slot of the store and publish it; the errors are those of `pull`.
+
+        Returns:
+            Path of the checkpoint.
+        """
+        manifest = self._manifest
+        leftover = {*store.leftovers()[0]}
+        slot = store.acquire(manifest.layout, len(manifest.groups))
+        try:
+            slot.begin_generation(self._context)
+            self._fill(slot, may_hold_parts=slot.path in leftover)
+            for array, digests in manifest.digests.items():
+                slot.digests[array][:] = digests
+            train_state = self._train_state(slot)
+            store.sealing.begin(manifest)
+            stored = store.sealing.seal(
+                slot, Composition(manifest, train_state), manifest.model_digests
+            )
+        except BaseException:
+            store.sealing.end()
+            store.release(slot)
+            raise
+        return stored.path
+
+    def _train_state(self, slot: Slot) -> bytes:
+        name = TRAIN_STATE_NAME
+        data = self._fetcher.whole(name, self._marker.sizes[name], self._marker.digests[name])
+        if len(data) != slot.train_state.size_bytes:
+            raise CheckpointError(
+                f"{slot.path}: the train state has {len(data)} bytes, and the slot "
+                f"{slot.train_state.size_bytes}"
+            )
+        self._advance(len(data), fetched=True)
+        return data
+
+    def _fill(self, slot: Slot, *, may_hold_parts: bool) -> None:
+        """Fetch all tensors: the parameters, then the state in the order of its chunks."""
+        ranges = [*self._ranges(slot)]
+        self._total = sum(chunk.nbytes for _, _, _, _, chunk in ranges)
+        self._total += self._marker.sizes[TRAIN_STATE_NAME]
+        most = max((chunk.nbytes for *_, chunk in ranges), default=0)
+        tasks: Iterator[Task] = (
+            partial(self._fill_range, one, may_hold_parts=may_hold_parts) for one in ranges
+        )
+        run_all(tasks, self._num_transfers, lambda: self._backend.allocate(most + ALIGNMENT))
+
+    def _ranges(self, slot: Slot) -> Iterator[tuple[File, int, str, int, Chunk]]:
+        """Yield each chunk with its file and offset here, and its object and offset there."""
+        for offset, chunk in model_chunks(self._manifest):
+            yield slot.model, offset, MODEL_NAME, offset, chunk
+        for one in state_objects(self._manifest, self._marker.object_bytes):
+            for start, chunk in one.starts():
+                file = slot.array(chunk.array, chunk.index)
+                offset = file_offset(self._manifest.layout, chunk)
+                yield file, offset, one.name, start, chunk
+
+    def _fill_range(
+        self, place: tuple[File, int, str, int, Chunk], buffer: Buffer, *, may_hold_parts: bool
+    ) -> None:
+        """Fetch a chunk and write it, unless the slot holds it."""
+        file, offset, name, start, chunk = place
+        into = buffer.slice(offset % ALIGNMENT, chunk.nbytes)
+        if may_hold_parts and self._holds(file, offset, chunk, into):
+            self._advance(chunk.nbytes, fetched=False)
+            return
+        data = self._fetcher.chunk(name, start, chunk)
+        into.memoryview()[:] = memoryview(data)
+        file.write(into, offset).result()
+        self._advance(chunk.nbytes, fetched=True)
+
+    def _holds(self, file: File, offset: int, chunk: Chunk, into: Buffer) -> bool:
+        try:
+            file.read(into, offset).result()
+        except StorageError:
+            return False  # a sector that cannot be read may well be written
+        return self._context.digest(chunk.array, chunk.index, into.memoryview()) == chunk.digest
+
+    def _advance(self, nbytes: int, *, fetched: bool) -> None:
+        with self._mutex:
+            if fetched:
+                self.bytes_fetched += nbytes
+            else:
+                self.bytes_kept += nbytes
+            if self._progress is not None:
+                self._progress(self.bytes_fetched + self.bytes_kept, self._total)

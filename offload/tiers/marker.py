@@ -1,0 +1,144 @@
+"""The two documents of a copy: who writes it, and that it is complete."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.errors import DamagedError
+from offload.format import document
+from offload.format.manifest import Manifest
+
+_VERSION = 1
+
+MOST_BYTES = 64 << 20
+"""Largest size in bytes of a document. One of 16 KiB lists some hundred objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Identity of a copy: what it is a copy of, and who writes it."""
+
+    store_id: str
+    generation: int
+    writer: str
+    """32 hexadecimal digits that no other upload has."""
+
+    @property
+    def folder(self) -> str:
+        """Folder of the copy in the tier. Only its writer makes objects there."""
+        return f"{self.store_id}/gen-{self.generation:08d}/{self.writer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """Content of ``COMPLETE.json``: every object of a copy, and what the checkpoint is."""
+
+    identity: Identity
+    step: int
+    created: str
+    """ISO 8601 time at which the seal of the checkpoint began."""
+
+    manifest_digest: str
+    """Digest of the manifest's fields; see `Manifest.digest`."""
+
+    object_bytes: int
+    """Setting by which the state was cut into objects."""
+
+    sizes: Mapping[str, int]
+    """Size in bytes of each object, by name; without this one and without ``WRITER.json``."""
+
+    digests: Mapping[str, str]
+    """BLAKE2b digest of each object that the manifest has no digests for, by name."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the checkpoint, which policies of retention may look at."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all objects in bytes."""
+        return sum(self.sizes.values())
+
+    def encode(self) -> bytes:
+        """Return the content of the object."""
+        body: dict[str, Any] = {
+            "store_id": self.identity.store_id,
+            "generation": self.identity.generation,
+            "writer": self.identity.writer,
+            "step": self.step,
+            "created": self.created,
+            "manifest_digest": self.manifest_digest,
+            "object_bytes": self.object_bytes,
+            "sizes": dict(self.sizes),
+            "digests": dict(self.digests),
+            "metrics": dict(self.metrics),
+        }
+        return document.signed(_VERSION, body) + b"\n"
+
+
+def decode_marker(data: bytes, place: str) -> Marker:
+    """Decode the content of ``COMPLETE.json``. The data is not trusted.
+
+    Args:
+        data: Content of the object.
+        place: URL of the object, for messages.
+
+    Raises:
+        DamagedError: The data is no such document, is damaged, or was written by another version.
+    """
+    try:
+        _, body = document.read(data, "the marker of a copy", (_VERSION,))
+        identity = Identity(
+            _hex(body["store_id"]), _count(body["generation"]), _hex(body["writer"])
+        )
+        return Marker(
+            identity,
+            _count(body["step"]),
+            _text(body["created"]),
+            _hex(body["manifest_digest"]),
+            _count(body["object_bytes"]),
+            {_text(name): _count(size) for name, size in body["sizes"].items()},
+            {_text(name): _text(digest) for name, digest in body["digests"].items()},
+            {_text(name): float(value) for name, value in body["metrics"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{place}: damaged: {error}") from error
+
+
+def new_identity(manifest: Manifest, writer: str = "") -> Identity:
+    """Return the identity of an upload, by default of a new one."""
+    return Identity(manifest.store_id, manifest.generation, writer or uuid.uuid4().hex)
+
+
+def encode_writer(identity: Identity, manifest: Manifest) -> bytes:
+    """Return the content of ``WRITER.json``, which is for people and for the probe of the tier."""
+    body = {
+        "store_id": identity.store_id,
+        "generation": identity.generation,
+        "writer": identity.writer,
+        "step": manifest.step,
+        "created": manifest.created,
+        "manifest_digest": manifest.digest,
+    }
+    return document.signed(_VERSION, body) + b"\n"
+
+
+def _hex(value: object) -> str:
+    text = _text(value)
+    if len(text) != 32 or not {*text} <= {*"0123456789abcdef"}:
+        raise ValueError(f"{text[:40]!r} is no identity")
+    return text
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:40]!r} is no count")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{str(value)[:40]!r} is no text")
+    return value

@@ -1,0 +1,104 @@
+"""What a tier is to the rest of this wing: named objects that appear whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Protocol, Self, TypeAlias
+
+Data: TypeAlias = bytes | bytearray | memoryview
+"""Bytes of an object."""
+
+
+class Objects(Protocol):
+    """Objects below the folder of a tier. Names are relative, with slashes.
+
+    Methods may be called from several threads at once. They raise `TierError` or a subclass of it,
+    whose message names the object's URL and never contains credentials.
+    """
+
+    @property
+    def url(self) -> str:
+        """URL of the tier, for messages."""
+        ...
+
+    def put(self, name: str, data: Data) -> None:
+        """Make an object with the given bytes, in the place of any object of that name.
+
+        The object is durable on return, as far as the service makes anything durable.
+        """
+        ...
+
+    def put_new(self, name: str, data: Data) -> bool:
+        """Make an object like `put`, unless one has the name and the service notices that.
+
+        Returns:
+            Whether the object was made. Some services overwrite without a word and return True.
+        """
+        ...
+
+    def put_stream(self, name: str, blocks: Iterator[Data], nbytes: int) -> None:
+        """Make an object of any size from blocks in their order, like `put`.
+
+        Args:
+            name: Name of the object.
+            blocks: Bytes of the object. An error that the iterator raises is raised, and no object
+                is made.
+            nbytes: Number of bytes of all blocks together.
+        """
+        ...
+
+    def get(self, name: str, most_bytes: int) -> bytes:
+        """Return the bytes of a small object.
+
+        Raises:
+            TierNotFoundError: No object has the name.
+            TierError: The object has more than `most_bytes` bytes.
+        """
+        ...
+
+    def get_range(self, name: str, start: int, nbytes: int) -> Data:
+        """Return bytes of an object; fewer than asked for if it is shorter.
+
+        Raises:
+            TierNotFoundError: No object has the name.
+        """
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Return the size of an object in bytes; None if no object has the name."""
+        ...
+
+    def sizes_below(self, folder: str) -> dict[str, int]:
+        """Return the size in bytes of every object in and below a folder, by name."""
+        ...
+
+    def folders(self, folder: str) -> list[str]:
+        """Return the names of the folders in a folder, without its own name, sorted."""
+        ...
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects. Names without an object are skipped."""
+        ...
+
+    def drop_unfinished(self, folder: str) -> None:
+        """Remove what a writer of this folder that died has left, and that is no object yet."""
+        ...
+
+    def close(self) -> None:
+        """Release what the object holds. Idempotent."""
+        ...
+
+    def __enter__(self) -> Self:
+        """Return this object; a ``with`` block closes it."""
+        ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None:
+        """Close this object."""
+        ...

@@ -1,0 +1,42 @@
+"""Opening of tiers: which code serves which kind of URL."""
+
+from __future__ import annotations
+
+from gds import Backend
+from offload.tiers.address import TierAddress, parse_address
+from offload.tiers.folder_objects import FolderObjects
+from offload.tiers.objects import Objects
+
+DEFAULT_TIMEOUT_S = 600.0
+"""Seconds after which one request is given up. An object of 32 MiB arrives in that time over a link
+of 0.5 Mbit/s."""
+
+DEFAULT_RETRY_S = 180.0
+"""Seconds for which a request that failed is tried again."""
+
+
+def open_objects(
+    address: TierAddress | str,
+    *,
+    backend: Backend | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    retry_s: float = DEFAULT_RETRY_S,
+) -> Objects:
+    """Open a tier. Nothing is read or written yet.
+
+    Args:
+        address: Place of the tier, or its URL.
+        backend: Storage backend for ``file://``; the local file system by default.
+        timeout_s: Seconds after which one request is given up.
+        retry_s: Seconds for which a request that failed is tried again.
+
+    Raises:
+        TierError: The URL is none of a tier, or a library or a setting is missing.
+    """
+    if isinstance(address, str):
+        address = parse_address(address)
+    if address.scheme == "file":
+        return FolderObjects(address.folder, backend)
+    from offload.tiers.cloud_objects import CloudObjects  # imports obstore, which is optional
+
+    return CloudObjects(address, timeout_s=timeout_s, retry_s=retry_s)

@@ -1,0 +1,131 @@
+"""The sealed checkpoint that an upload reads, beside a process that may be training.
+
+An upload holds no lock while it sends. It takes the lock of a reader only while it reads one part
+from the drive, and then looks whether the checkpoint is still the same. So a slow link never keeps
+a training process from recycling a checkpoint: the upload ends instead.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+from gds import ALIGNMENT, Buffer, File
+from offload.checkpoint.checkpoint import Checkpoint, require_one_owner
+from offload.checkpoint.sealed_slot import SealedSlot
+from offload.checkpoint.second_read import reread_and_check
+from offload.errors import CheckpointError, RecycledError
+from offload.format.digests import DigestContext
+from offload.format.manifest import MAX_MANIFEST_BYTES, decode
+from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
+from offload.tiers.contents import Chunk, StateObject, file_offset, model_chunks
+
+
+class Documents(NamedTuple):
+    """The small files of a checkpoint, as they are on the drive."""
+
+    manifest: bytes
+    train_state: bytes
+
+
+class Source:
+    """Reads parts of a sealed checkpoint, and compares them with their digests.
+
+    Args:
+        checkpoint: Checkpoint to read. It need not be locked.
+
+    Raises:
+        CheckpointError: Several ranks made the checkpoint.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        require_one_owner(checkpoint)
+        self._checkpoint = checkpoint
+        self._manifest = checkpoint.manifest
+        self._context = DigestContext(self._manifest.store_id, self._manifest.generation)
+        self._slot: SealedSlot = checkpoint.open_slot()
+        with checkpoint.held():
+            self._slot.open_all()
+
+    def documents(self) -> Documents:
+        """Read the manifest and the train state.
+
+        Raises:
+            RecycledError: The checkpoint was recycled, or sealed anew.
+            CheckpointError: One of them is damaged.
+            gds.StorageError: One of them cannot be read.
+        """
+        checkpoint = self._checkpoint
+        with checkpoint.held():
+            found = Documents(*(self._read_whole(n) for n in (MANIFEST_NAME, TRAIN_STATE_NAME)))
+            checkpoint.read_train_state()  # which checks it
+        place = f"{checkpoint.path}/{MANIFEST_NAME}"
+        now = decode(found.manifest.removesuffix(b"\n").rstrip(b" "), place)
+        if now.digest != self._manifest.digest:
+            raise RecycledError(
+                errno.EAGAIN,
+                "this checkpoint has just been sealed anew; begin again",
+                checkpoint.path,
+            )
+        return found
+
+    def _read_whole(self, name: str) -> bytes:
+        with self._checkpoint.backend.open(f"{self._checkpoint.path}/{name}") as file:
+            if file.size_bytes > MAX_MANIFEST_BYTES * 8:
+                raise CheckpointError(f"{file.path}: {file.size_bytes} bytes are too many")
+            return file.read_bytes(0, file.size_bytes)
+
+    def read_object(self, wanted: StateObject, into: Buffer) -> memoryview:
+        """Read an object of state.
+
+        Args:
+            wanted: Object to read.
+            into: Memory for it, which begins at a multiple of `ALIGNMENT`.
+
+        Raises:
+            RecycledError: The checkpoint was recycled.
+            DamagedError: A chunk is damaged.
+            gds.StorageError: A chunk cannot be read.
+        """
+        layout = self._manifest.layout
+        with self._checkpoint.held():
+            for start, chunk in wanted.starts():
+                file = self._slot.array(chunk.array, chunk.index)
+                self._read(file, file_offset(layout, chunk), chunk, into.slice(start, chunk.nbytes))
+        return into.slice(0, wanted.nbytes).memoryview()
+
+    def model_blocks(self) -> Iterator[memoryview]:
+        """Yield ``model.safetensors`` in pieces: its header, and then block by block.
+
+        The errors are those of `read_object`. Each piece is in memory of its own.
+        """
+        header = self._manifest.layout.model_header
+        yield memoryview(header.encoded)
+        for offset, chunk in model_chunks(self._manifest):
+            buffer = self._checkpoint.backend.allocate(chunk.nbytes + ALIGNMENT)
+            block = buffer.slice(offset % ALIGNMENT, chunk.nbytes)
+            with self._checkpoint.held():
+                self._read(self._slot.model, offset, chunk, block)
+            yield block.memoryview()
+
+    def _read(self, file: File, offset: int, chunk: Chunk, into: Buffer) -> None:
+        file.read(into, offset).result()
+        digest = partial(self._context.digest, chunk.array, chunk.index)
+        found = digest(into.memoryview())
+        if found != chunk.digest:
+            again = reread_and_check(
+                file, offset, chunk.nbytes, digest, found=found, expected=chunk.digest
+            )
+            into.memoryview()[:] = again.memoryview()
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        self._slot.close()
+
+
+def whole_digest(data: bytes | memoryview) -> str:
+    """Return the BLAKE2b digest of an object that the manifest has no digests for."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,0 +1,29 @@
+"""Ranks that restore in the process that has trained and sealed go on with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks_training.rank_server import Jobs
+
+SEAL: list[list[Any]] = [["step"], ["checkpoint"], ["result"]]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_restore_and_more_steps_in_one_process(jobs: Jobs, tmp_path: Path, kind: str) -> None:
+    """The writer goes on with the layout that it has, and every other rank with one it has read."""
+    (tmp_path / "plain").mkdir()
+    plain = jobs.run(
+        tmp_path / "plain", [[["open"], *[["step"]] * 5]] * 2, kind=kind, is_plain=True
+    )
+    back: list[list[Any]] = [["step"], ["restore"], ["bits"]]
+    calls: list[list[Any]] = [["open"], *SEAL, *back, *SEAL, *SEAL, ["step"], *back, ["step"]]
+    for rank, found in zip(plain, jobs.run(tmp_path, [calls] * 2, kind=kind), strict=True):
+        assert (found.status, found.failed()) == (0, []), found.errors
+        expected = [one["value"] for one in rank.outcomes if one["call"] == "step"]
+        bits = [one["value"] for one in found.outcomes if one["call"] in ("step", "bits")]
+        steps = [1, 2, 1, 2, 3, 4, 5, 3, 4]
+        assert bits == [expected[step - 1] for step in steps]

@@ -1,0 +1,103 @@
+"""Stores, tiers on servers of this machine, and a proxy in between."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import offload
+from offload.cli import main
+from tests.command_line import Run, runner
+from tests.stores.small import make_model, make_optimizer, train
+from tests.tiers import servers
+from tests.tiers.proxy import Proxy
+
+SETTINGS = {"drives": offload.DriveTuning(calibrate=False)}
+
+
+def optimizer_in(directory: Path | list[Path], **changes: object) -> offload.OffloadedOptimizer:
+    arguments = {"directory": directory, "keep": 3, **changes}
+    return make_optimizer(make_model(64, 40), settings=SETTINGS, **arguments)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the checkpoints of steps 1 to 3."""
+    store = tmp_path_factory.mktemp("trained") / "store"
+    with optimizer_in(store) as optimizer:
+        train(optimizer, 3, losses={1: 3.0, 2: 1.0, 3: 2.0})
+    return store
+
+
+@pytest.fixture
+def store(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the store."""
+    return Path(shutil.copytree(trained, tmp_path / "store"))
+
+
+@pytest.fixture(autouse=True)
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that a user of S3 has."""
+    for name, value in servers.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[tuple[str, int]]:
+    """A server of S3 in this process."""
+    with servers.moto() as place:
+        servers.make_bucket(*place, "bucket")
+        yield place
+
+
+@pytest.fixture(scope="session")
+def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """JuiceFS's gateway of S3."""
+    with servers.juicefs(tmp_path_factory.mktemp("juicefs")) as place:
+        yield place
+
+
+@pytest.fixture
+def s3(moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of an empty tier on moto."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{moto[0]}:{moto[1]}")
+    return f"s3://bucket/{uuid.uuid4().hex}/run"
+
+
+@pytest.fixture
+def proxy(s3: str, moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy before moto, by way of which `s3` is reached."""
+    proxy = Proxy(*moto)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    yield proxy
+    proxy.close()
+
+
+def _tier(request: pytest.FixtureRequest, kind: str) -> str:
+    if kind == "file":
+        folder = request.getfixturevalue("tmp_path") / "mounted"
+        folder.mkdir()
+        return f"file://{folder}/tier"
+    if kind == "moto":
+        return str(request.getfixturevalue("s3"))
+    host, port = request.getfixturevalue("juicefs")
+    request.getfixturevalue("monkeypatch").setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    return f"s3://tier/{request.node.name.replace('[', '-').replace(']', '')}"
+
+
+@pytest.fixture(
+    params=["file", "moto", pytest.param("juicefs", marks=pytest.mark.slow)],
+)
+def tier(request: pytest.FixtureRequest) -> str:
+    """URL of an empty tier of each kind. JuiceFS takes seconds to start: ``-m slow``."""
+    return _tier(request, request.param)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process; gives its status, standard output and error."""
+    return runner("offload", main, monkeypatch, capsys)
