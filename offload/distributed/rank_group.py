@@ -33,13 +33,13 @@ from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, digest_of
 from offload.distributed.model_writers import writers
 from offload.distributed.ownership import Ownership
-from offload.distributed.rank_store import RankStore, require_ranks
+from offload.distributed.rank_store import RankStore
 from offload.distributed.share_copy import (
     Memory,
     NoCopy,
     ShareCopy,
+    is_own_share,
     is_same_share,
-    load_rows,
     load_share,
 )
 from offload.distributed.together import together
@@ -49,9 +49,11 @@ from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.shares.file_shares import FileShare, file_share
 from offload.format.shares.model_shares import ModelShare, ModelShares, divide
+from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
+from offload.model.recut_model import read_recut_model
 from offload.model.shards import Shards, is_dtensor
 from offload.options import Options
 from offload.retention.policy import Retention
@@ -118,9 +120,19 @@ class RankGroup:
         self._file_shares: tuple[ModelShares, FileShare] | None = None
 
     @property
+    def gathers(self) -> bool:
+        """Whether any part of the model is on several ranks, so that steps gather new values."""
+        return self._is_replicated
+
+    @property
     def shards(self) -> Shards | None:
         """Function that returns this rank's part of a tensor."""
         return self._ownership.shard
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        """Box of each parameter that this rank steps and stores, by name."""
+        return self._ownership.cuts
 
     def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
         """Decide with all ranks who steps parameters that are new; see `Ownership.know`."""
@@ -263,25 +275,26 @@ class RankGroup:
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model."""
         store, manifest = self._opened(), checkpoint.manifest
-        require_ranks(manifest, checkpoint.path, self.size)
         share = self._file_share(manifest.layout)
         if not store.is_near:
             return 0  # `share_model` brings it
-        memory = self._memory_of(stored)
+        copied, memory = share.copied, self._memory_of(stored)
         with store.model_of(checkpoint) as file:
-            if share.through_cache:
-                return load_rows(
-                    self._divided(manifest.layout),
-                    share,
-                    store.model_boxes_of(checkpoint),
-                    memory,
-                    file,
+            if share.through_cache or not is_own_share(copied, manifest.model_boxes):
+                boxes = [(one.name, one.box) for one in copied.entries]
+                boxes += [(one.name, one.cut.box) for one in share.scattered]
+                wanted = [LiveBox(name, box, memory(name, box)) for name, box in boxes]
+                return read_recut_model(
                     store.backend,
-                    DigestContext(manifest.store_id, manifest.generation),
+                    checkpoint.path,
+                    store.manifest_of(checkpoint),
+                    file,
+                    wanted,
                     self._traffic,
+                    parts=store.directories[1:],
                 )
             return load_share(
-                share.copied,
+                copied,
                 manifest.model_boxes,
                 memory,
                 file,

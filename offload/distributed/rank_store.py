@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from gds import Backend, File, StorageError
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.owner_parts import check_owner_part
 from offload.checkpoint.reading import decode_manifest
+from offload.checkpoint.recut.layout import box_of
+from offload.checkpoint.recut.source import RecutSource
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.grant import NO_SEAL, Offer
 from offload.distributed.agreement.messages import Json
@@ -33,11 +36,13 @@ from offload.distributed.rank_sealing import RankSealing, from_message, to_messa
 from offload.distributed.survey import survey
 from offload.distributed.together import together
 from offload.errors import CheckpointError, OffloadError, RanksError
+from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME
 from offload.format.shares.model_shares import ModelShare
-from offload.format.shares.owners import ModelBox, OwnerReference
+from offload.format.shares.owners import OwnerReference
+from offload.format.shares.part_table import owner_sizes
 from offload.format.shares.rank_states import join_ranks
 from offload.format.train_state import EncodedState
 from offload.journal import Journal
@@ -48,6 +53,9 @@ from offload.store.opening import StoredCheckpoint, find_stored
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.slot import OwnerSlot, OwnerSlotState
 from offload.store.owners.store import OwnerStore
+from offload.store.poison import Poison
+from offload.store.quarantine import write_quarantine
+from offload.store.recut_room import remove_parts_of_former_owners, require_available
 from offload.store.slot import Slot, SlotState
 from offload.store.state_store import StateSlot
 from offload.store.store import Store
@@ -359,6 +367,13 @@ class RankStore:
                     in_place_of=last.number,
                     reason=last.reason,
                 )
+            remove_parts_of_former_owners(
+                store.backend,
+                store.directory,
+                store.store_id,
+                store.named_parts(),
+                {*self._plan.homes},
+            )
             own = store.acquire(layout, num_groups)
             self._granted = own
             named = store.named_parts()
@@ -452,6 +467,59 @@ class RankStore:
         if known is not None:
             self._manifests[checkpoint.path] = replace(known, metrics=manifest.metrics)
 
+    def fits(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> bool:
+        """Return whether this rank has stored its state of a checkpoint in its present cut."""
+        owners = self.manifest_of(checkpoint).owners
+        if [one.owner for one in owners] != sorted(directories_of_owners(self._plan)):
+            return False
+        found = cuts or {}
+        own = [(spec.name, box_of(spec)) for spec in checkpoint.manifest.layout.parameters]
+        return all(name in found and found[name].box == box for name, box in own)
+
+    def recut(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> RecutSource:
+        """Return the state of a checkpoint in the present cut of this rank, for reading.
+
+        Raises:
+            RanksError: The ranks are on several hosts, so that they do not see all parts.
+        """
+        manifest = self.manifest_of(checkpoint)
+        if not all(self._plan.near):
+            raise RanksError(
+                f"{checkpoint.path} was made by {len(manifest.owners) + 1} ranks, or in another "
+                "sharding, and these ranks are on several hosts, which do not see all of it: "
+                "go on with as many ranks as made it, in the same sharding"
+            )
+        return RecutSource(self.backend, checkpoint.path, manifest, cuts, self.directories[1:])
+
+    def require_recut_room(self, layout: Layout, num_groups: int) -> None:
+        """Check that there is room for the first slot of another cut, with all parts. Collective.
+
+        Only a store with one directory is checked.
+
+        Raises:
+            StoreFullError: There is no room. Nothing has been changed; every rank raises it.
+        """
+        if len({*self._plan.directories}) > 1:
+            return  # parts are on several drives: whoever writes to a full one says so
+        store = self._opened.store
+        if store is not None:
+            needed = store.slot_bytes(layout, num_groups)
+        else:
+            boxes = [(entry.name, entry.box) for entry in self._share_of(layout).entries]
+            needed = sum(owner_sizes(layout, boxes).values())
+
+        def make(asked: Any) -> Json:
+            if self._opened.store is None:
+                raise RuntimeError("only the writer makes offers")
+            return [sum(asked.values()), self._opened.store.available_bytes()]
+
+        agreed = self.agreement.agree("restore()", make, lambda _: None, ask=needed, asks=True)
+        require_available(self.directory, *agreed.offer)
+
+    def manifest_of(self, checkpoint: StoredCheckpoint) -> Manifest:
+        """Return the manifest of a checkpoint as it is on the drive."""
+        return self._manifests.get(checkpoint.path, checkpoint.manifest)
+
     def slot_of(self, checkpoint: StoredCheckpoint) -> StateSlot:
         """Return the open files of this rank's state in a checkpoint.
 
@@ -508,7 +576,7 @@ class RankStore:
 
     def reader_of(self, checkpoint: StoredCheckpoint) -> Checkpoint:
         """Return a checkpoint as readers see it, with the train state of this rank."""
-        manifest = self._manifests.get(checkpoint.path, checkpoint.manifest)
+        manifest = self.manifest_of(checkpoint)
         peers = self.agreement.peers
         if not self.is_near:
             return FarCheckpoint(
@@ -533,21 +601,6 @@ class RankStore:
         """Return the model file of a checkpoint, open for this rank alone; the caller closes it."""
         return self.backend.open(f"{checkpoint.path}/{MODEL_NAME}")
 
-    def model_boxes_of(self, checkpoint: StoredCheckpoint) -> list[tuple[ModelBox, ...]]:
-        """Return the boxes of the model whose digests each rank has, by rank.
-
-        Raises:
-            CheckpointError: The part of a rank is missing or damaged.
-            UnreadableError: The part of a rank could not be read.
-        """
-        manifest = self._manifests.get(checkpoint.path, checkpoint.manifest)
-        boxes = [manifest.model_boxes]
-        for reference in manifest.owners:
-            part = reference.path_in(self.directory)
-            table = check_owner_part(self.backend, part, manifest, reference, checkpoint.path)
-            boxes.append(table.model_boxes)
-        return boxes
-
     def working_model(self, slot: StateSlot) -> tuple[File, Callable[[], None]]:
         """Return the model file of the working slot, open for writing, and what closes it.
 
@@ -564,7 +617,7 @@ class RankStore:
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
         """Exclude a damaged checkpoint from use.
 
-        The writer marks it. Another rank marks its own part, if that is what is damaged.
+        The writer marks it. Another rank marks the part that is damaged.
         """
         if self._opened.store is not None:
             self._opened.store.quarantine(checkpoint, reason)
@@ -574,6 +627,14 @@ class RankStore:
         self._refused.append((checkpoint.path, reason))
         if part is not None and slot is not None and slot.path in reason:
             part.quarantine(slot, reason)
+            return
+        # A rank that reads another cut may have read any owner's part.
+        owners = self.manifest_of(checkpoint).owners
+        parts = [one.path_in(where) for one in owners for where in self.directories]
+        for path in (checkpoint.path, *parts):
+            if f"{path}/" in reason:
+                with suppress(StorageError):  # a later process finds the damage again
+                    write_quarantine(self.backend, path, reason, Poison(path))
 
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
         """Withdraw, durably, every checkpoint that is newer than the given one. Collective."""
@@ -708,16 +769,3 @@ class RankStore:
             model_boxes=table.model_boxes,
         )
         return StoredCheckpoint(path, own, None)
-
-
-def require_ranks(manifest: Manifest, path: str, size: int) -> None:
-    """Check that a checkpoint was made by as many ranks as run now.
-
-    Raises:
-        CheckpointError: The number of ranks is another one.
-    """
-    made_by = len(manifest.owners) + 1
-    if made_by != size:
-        raise CheckpointError(
-            f"{path} was made by {made_by} ranks, and {size} run now: resume with {made_by} ranks"
-        )

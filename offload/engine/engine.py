@@ -7,6 +7,7 @@ steps are taken. This module only coordinates the two.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
@@ -25,7 +26,7 @@ from offload.model.parameters import Stored
 from offload.store.directories import NOTHING_CHANGED
 from offload.store.frozen_space import FrozenSpace
 from offload.store.opening import StoredCheckpoint
-from offload.store.state_store import StateStore
+from offload.store.state_store import StateSlot, StateStore
 from offload.units import size
 
 
@@ -155,7 +156,7 @@ class Engine:
             if not state.slots.is_working:
                 # No step was taken since the last seal, yet the new checkpoint differs from it.
                 move_state(state, groups)
-            slot = state.slots.present
+            slot = cast(StateSlot, state.slots.present)
         captured = capture(
             store.sealing,
             groups,

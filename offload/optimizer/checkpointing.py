@@ -149,6 +149,8 @@ class CheckpointingOptimizer(StoreOwner):
             gds.StorageError: The pin could not be removed durably.
         """
         with self._exclusive("unpin") as engine:
+            if engine.state.ranks.size > 1:
+                engine.join()  # at the end of a step the ranks may agree on a seal
             engine.store.keeping.unpin(name)
 
     @property

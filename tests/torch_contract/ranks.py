@@ -65,7 +65,7 @@ def main(root: Path, rank: int) -> dict[str, Any]:
     found["a group of one"] = said(
         lambda: construct(root / f"alone-{rank}", linear(), process_group=alone)
     )
-    found["overlap"] = said(lambda: construct(refused, linear(), overlap="forward"))
+    found["overlap backward"] = said(lambda: construct(refused, linear(), overlap="backward"))
     shares = DriveTuning(shares=(1, 1))
     both = [refused / "a", refused / "b"]
     found["shares"] = said(lambda: construct(both, linear(), drives=shares))
