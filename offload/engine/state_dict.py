@@ -88,7 +88,15 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
     state.lifecycle.require_usable()
     engine.relayout(groups)
     table, layout = state.table, state.layout
-    _require_alone(state, layout, "full_state_dict()")
+    _require_alone(
+        state,
+        layout,
+        "full_state_dict(), like materialized(),",
+        "Call checkpoint(), and read the checkpoint: with torch.distributed.checkpoint.load(state, "
+        "storage_reader=offload.integrations.dcp.CheckpointReader(path)), which gives each rank "
+        "its shards under torch's own names; with offload.read_state(checkpoint, name); or with "
+        "`offload export`",
+    )
     materialized = MaterializedState(
         table.trainables,
         table.scalars,
@@ -111,8 +119,14 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
     return materialized
 
 
-def _require_alone(state: TrainingState, layout: Layout, call: str) -> None:
+def _require_alone(state: TrainingState, layout: Layout, call: str, remedy: str) -> None:
     """Refuse a call that needs the whole state in this process.
+
+    Args:
+        state: State of the training.
+        layout: Layout of this rank's state.
+        call: The call, for the message.
+        remedy: What to do instead, as a sentence without its full stop.
 
     Raises:
         MismatchError: Other ranks have parts of the state.
@@ -121,7 +135,7 @@ def _require_alone(state: TrainingState, layout: Layout, call: str) -> None:
     if state.ranks.size > 1 or cut:
         raise MismatchError(
             f"{call} needs the whole state, of which this rank has a part only: it is not "
-            "supported with several ranks yet. Use checkpoint() and restore()"
+            f"supported with several ranks yet. {remedy}"
         )
 
 
@@ -148,7 +162,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
     state.lifecycle.require_usable()
     merged, states = read_state_dict(state_dict, groups, state.rule)
     layout, trainables = state.table.describe(merged)
-    _require_alone(state, layout, "load_state_dict()")
+    _require_alone(state, layout, "load_state_dict()", "Use checkpoint() and restore()")
     state.collect_seal(wait=True)
     engine.relayout(merged)
     found = [states.get(t.parameter, ParameterState()) for t in trainables]

@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from threading import get_ident
@@ -61,6 +62,8 @@ class Setting:
     timeout_s: float = 20.0
     given: bool = False
     """Whether gradients are given, so that they do not depend on the number of ranks."""
+    group_timeout_s: float = 1800.0
+    """Seconds for which torch itself waits for a rank; torchrun would end the others at once."""
 
     is_plain: bool = False
     """Whether steps are taken in memory; nothing is stored."""
@@ -451,7 +454,8 @@ def run_calls(
         os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     if size > 1:
-        dist.init_process_group("gloo")
+        limit = timedelta(seconds=made_setting.group_timeout_s)
+        dist.init_process_group("gloo", timeout=limit)
     made = Calls(folder, rank, size, made_setting)
     for name, *arguments in calls:
         keywords = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}

@@ -80,9 +80,13 @@ class Job:
         """Wait until all ranks have ended; one that has not after the timeout is killed."""
         statuses = self._jobs.ask("wait", self.pids, timeout_s)
         return [
-            Rank(status, self.outcomes(rank), (self._folder / f"errors-{pid}").read_text())
-            for rank, (pid, status) in enumerate(zip(self.pids, statuses, strict=True))
+            Rank(status, self.outcomes(rank), self._errors(rank))
+            for rank, status in enumerate(statuses)
         ]
+
+    def _errors(self, rank: int) -> str:
+        path = self._folder / f"errors-{self.pids[rank]}"
+        return path.read_text() if path.exists() else ""  # it may have been killed before
 
 
 class Jobs:
