@@ -11,7 +11,7 @@ from gds import Backend
 from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.file_check import PartDirectories, kind_of
-from offload.checkpoint.nearby import stores_below
+from offload.checkpoint.nearby import owners_here, stores_below
 from offload.checkpoint.owner_parts import owner_directories, parts_of_owner
 from offload.checkpoint.reading import (
     checkpoint_paths,
@@ -142,7 +142,7 @@ def checkpoints_of(backend: Backend, directory: str) -> list[str]:
     if not paths and LOCK_NAME not in names:
         raise CheckpointError(
             f"{directory}: not a store: it has neither a {LOCK_NAME} file nor a checkpoint; "
-            f"{stores_below(backend, directory)}"
+            f"{owners_here(backend, directory) or stores_below(backend, directory)}"
         )
     return paths
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 
 from gds import Backend, StorageError
+from offload.checkpoint.owner_parts import owner_directories, parts_of_owner
+from offload.errors import UnreadableError
 from offload.format.names import LOCK_NAME, checkpoint_name, owner_number, step_of
 
 _MOST_LOOKED_AT = 100
@@ -39,6 +41,31 @@ def stores_below(backend: Backend, directory: str) -> str:
     return (
         f"stores below it: {_shown(found)}. Give one of them, or read all with `offload verify "
         f"--all {directory}`"
+    )
+
+
+def owners_here(backend: Backend, directory: str) -> str:
+    """Return what a directory has of a store whose first directory is elsewhere; empty if nothing.
+
+    Every sealed part is named with its generation, and with the reason if it is not usable.
+    """
+    found: dict[str, list[str]] = {}
+    try:
+        for owner, path in owner_directories(backend, directory).items():
+            for part in parts_of_owner(backend, path):
+                if part.header is not None:
+                    problem = f", not usable: {part.reason}" if part.reason else ""
+                    found.setdefault(part.header.store_id, []).append(
+                        f"owner-{owner}/{part.name} of generation {part.header.generation}{problem}"
+                    )
+    except (StorageError, UnreadableError):
+        return ""
+    if not found:
+        return ""
+    stores = "; ".join(f"store {store}: {', '.join(parts)}" for store, parts in found.items())
+    return (
+        f"it has parts that ranks of another host's store keep here ({stores}). The checkpoints "
+        "that name them are in the store's first directory, on another host: look there"
     )
 
 

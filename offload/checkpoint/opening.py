@@ -14,7 +14,7 @@ from gds.contract import Lock
 from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.file_check import PartDirectories, kind_of
-from offload.checkpoint.nearby import other_checkpoints, stores_below
+from offload.checkpoint.nearby import other_checkpoints, owners_here, stores_below
 from offload.checkpoint.owner_parts import find_owner_parts, lock_owner_parts
 from offload.checkpoint.reader_lock import lock_for_reading, recycled
 from offload.checkpoint.reading import (
@@ -292,4 +292,6 @@ def _what_is_missing(backend: Backend, path: str) -> str:
     is_store = backend.stat(f"{path}/{LOCK_NAME}") is not None
     if is_checkpoint_path(path) and not is_store:
         return f"it has no {MANIFEST_NAME}, so it is not a complete checkpoint"
-    return missing if is_store else f"{missing}; {stores_below(backend, path)}"
+    if is_store:
+        return missing
+    return f"{missing}; {owners_here(backend, path) or stores_below(backend, path)}"

@@ -29,8 +29,13 @@ def join_ranks(
         model: Model that is trained; None if it was not given.
         options: Settings of the optimizer.
 
-    Raises the errors of `RankGroup`, and ValueError if the options' `overlap` is not possible.
+    Raises the errors of `RankGroup`, and ValueError for an option that ranks do not have.
     """
+    if options.drives.shares is not None:
+        raise ValueError(
+            "DriveTuning(shares=...) is not supported with several ranks: each of them keeps its "
+            "share of the state in one of the directories. Leave it out"
+        )
     group = process_group if isinstance(process_group, dist.ProcessGroup) else None
     named = all_parameters(param_groups, model)
     has_fused = any(one.get("fused") for one in param_groups)

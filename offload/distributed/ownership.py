@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 import torch
 
 from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.opening import Plan
 from offload.distributed.gathering.gather_plan import BoxKey
+from offload.distributed.model_writers import settled
 from offload.errors import UnsupportedParameterError
 from offload.format.boxes import Box, Cut
 from offload.format.shares.dealing import OwnedBox, deal_rows, own_boxes
@@ -44,12 +46,27 @@ class Ownership:
         self.cuts: dict[str, Cut] = {}
         """Box of each parameter that this rank steps and stores, by name."""
         self._known: dict[str, weakref.ref[torch.Tensor]] = {}
+        self._plan: Plan | None = None
         self._shard_of = own_shards(self.cuts, self._known, keeps_others=rank == 0)
 
     @property
     def holder_sets(self) -> set[tuple[int, ...]]:
         """Sets of several ranks that hold the same box."""
         return {holders for holders in self.holders.values() if len(holders) > 1}
+
+    def settle(self, plan: Plan) -> None:
+        """Take the share of the owner that a plan gives to this rank.
+
+        Raises:
+            RanksError: A rank cannot step the share of its owner, or no rank that sees the first
+                directory holds a box.
+        """
+        boxes = settled(self.boxes, plan)
+        self._plan, self.boxes = plan, boxes
+        self.cuts.clear()
+        self.cuts |= {one.name: one.cut for one in boxes if one.owner == self._rank}
+        is_writer = self._rank == plan.writer
+        self._shard_of = own_shards(self.cuts, self._known, keeps_others=is_writer)
 
     def know(self, named: Named, *, replaces: bool) -> bool:
         """Decide who steps parameters that are not known yet. Collective if there are any.
@@ -75,6 +92,8 @@ class Ownership:
         if not dealt and self._known:
             return False
         boxes = self._own(dict(dealt))
+        if self._plan is not None:
+            boxes = settled(boxes, self._plan)
         if replaces:
             for found in (self.holders, self.cuts, self._known):
                 found.clear()

@@ -33,16 +33,24 @@ from offload.distributed.gathering.gather_plan import (
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, digest_of
+from offload.distributed.model_writers import writers
 from offload.distributed.ownership import Ownership
 from offload.distributed.rank_store import RankStore
-from offload.distributed.share_copy import ShareCopy, is_own_share, is_same_share, load_share
+from offload.distributed.share_copy import (
+    Memory,
+    NoCopy,
+    ShareCopy,
+    is_own_share,
+    is_same_share,
+    load_share,
+)
 from offload.distributed.together import everywhere, together
 from offload.errors import OffloadError, RanksError, reason_of
 from offload.format.boxes import Box, Cut
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.shares.file_shares import FileShare, file_share
-from offload.format.shares.model_shares import ModelShare, ModelShares, TensorBox, divide
+from offload.format.shares.model_shares import ModelShare, ModelShares, divide
 from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
@@ -160,14 +168,17 @@ class RankGroup:
         fresh: bool,
     ) -> StateStore:
         """Open the store with all ranks."""
-        if len(drives) > 1:
-            raise ValueError(
-                f"directory= names {len(drives)} directories, and there are {self.size} ranks: "
-                "several ranks train into one directory in this version"
-            )
-        (backend, directory) = drives[0]
+        directories = [directory for _, directory in drives]
+        (backend, _), *_ = drives
         self._store = RankStore(
-            self._agreement, backend, directory, self.share_of, keep, options, fresh=fresh
+            self._agreement,
+            backend,
+            directories,
+            self.share_of,
+            keep,
+            options,
+            fresh=fresh,
+            settle=self._ownership.settle,
         )
         return self._store
 
@@ -236,11 +247,9 @@ class RankGroup:
     def _divided(self, layout: Layout) -> ModelShares:
         header = layout.model_header
         if self._shares is None or self._shares[0] != header.encoded:
-            boxes: list[list[TensorBox]] = [[] for _ in range(self.size)]
-            for one in self._ownership.boxes:
-                if one.name in header.entries:
-                    boxes[one.owner].append(TensorBox(one.name, one.cut.box))
-            self._shares = header.encoded, divide(header, boxes, writer=0)
+            plan = self._opened().plan
+            boxes = writers(self._ownership.boxes, plan, header)
+            self._shares = header.encoded, divide(header, boxes, writer=plan.writer)
         return self._shares[1]
 
     def model_copy(
@@ -248,10 +257,14 @@ class RankGroup:
     ) -> ModelCopy | None:
         """Return the copy of this rank's share of the model into a slot."""
         store = self._opened()
+        share = self._file_share(slot.layout)
+        if not store.is_near:  # the ranks that see the file write all of it
+            store.sealing.copy = NoCopy()
+            return store.sealing.copy
         file, close = store.working_model(slot)
         copy = ShareCopy(
-            self._file_share(slot.layout),
-            stored,
+            share,
+            self._memory_of(stored),
             file,
             store.backend,
             slot.context,
@@ -266,11 +279,13 @@ class RankGroup:
     def has_same_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> bool | None:
         """Return whether this rank's share of the model equals a checkpoint's, bit for bit."""
         manifest, store = checkpoint.manifest, self._opened()
+        if not store.is_near:
+            return True  # the ranks that see the file compare all of it
         with store.model_of(checkpoint) as file:
             return is_same_share(
                 self._file_share(manifest.layout),
                 manifest.model_boxes,
-                stored,
+                self._memory_of(stored),
                 file,
                 store.backend,
                 DigestContext(manifest.store_id, manifest.generation),
@@ -281,12 +296,14 @@ class RankGroup:
         """Load this rank's share of a checkpoint's model."""
         store, manifest = self._opened(), checkpoint.manifest
         share = self._file_share(manifest.layout)
-        copied = share.copied
+        if not store.is_near:
+            return 0  # `share_model` brings it
+        copied, memory = share.copied, self._memory_of(stored)
         with store.model_of(checkpoint) as file:
             if share.through_cache or not is_own_share(copied, manifest.model_boxes):
-                live = {item.spec.name: item.tensor for item in stored}
-                wanted = [LiveBox(e.name, e.box, live[e.name]) for e in copied.entries]
-                wanted += [LiveBox(s.name, s.cut.box, live[s.name]) for s in share.scattered]
+                boxes = [(one.name, one.box) for one in copied.entries]
+                boxes += [(one.name, one.cut.box) for one in share.scattered]
+                wanted = [LiveBox(name, box, memory(name, box)) for name, box in boxes]
                 return read_recut_model(
                     store.backend,
                     checkpoint.path,
@@ -294,17 +311,29 @@ class RankGroup:
                     file,
                     wanted,
                     self._traffic,
-                    parts=(),
+                    parts=store.directories[1:],
                 )
             return load_share(
                 copied,
                 manifest.model_boxes,
-                stored,
+                memory,
                 file,
                 store.backend,
                 DigestContext(manifest.store_id, manifest.generation),
                 self._traffic,
             )
+
+    def _memory_of(self, stored: Sequence[Stored]) -> Memory:
+        """Return the function that returns live memory of boxes, as a seal has captured it."""
+        live = {item.spec.name: item for item in stored}
+        cuts = self._ownership.cuts
+
+        def memory(name: str, box: Box) -> torch.Tensor:
+            item, cut = live[name], cuts.get(name)
+            is_own = item.is_here if cut is None else cut.box == box
+            return item.tensor if is_own else part_of(item.parameter, box)
+
+        return memory
 
     def share_model(self, stored: Sequence[Stored]) -> None:
         """Bring what each rank has loaded to all ranks that hold it."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from gds import Backend
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.together import together
+from offload.errors import RanksError
 from offload.retention.pins import FoundPins, read_pins
 from offload.store.opening import StoredCheckpoint
 from offload.store.store import Store
@@ -21,6 +22,7 @@ class RankKeeping:
         directory: The store's first directory.
         checkpoints: Function that returns the usable checkpoints, as this rank knows them.
         store: The store, on the writer; None on the other ranks.
+        is_near: Whether this rank sees the first directory.
     """
 
     def __init__(
@@ -30,11 +32,14 @@ class RankKeeping:
         directory: str,
         checkpoints: Callable[[], list[StoredCheckpoint]],
         store: Store | None,
+        *,
+        is_near: bool,
     ) -> None:
         self._agreement = agreement
         self._backend = backend
         self._directory = directory
         self._checkpoints = checkpoints
+        self._is_near = is_near
         self._keeping = None if store is None else store.keeping
 
     @property
@@ -43,7 +48,15 @@ class RankKeeping:
         return [c for c in self._checkpoints() if not c.superseded]
 
     def pins(self) -> FoundPins:
-        """Read the pins from the drive."""
+        """Read the pins from the drive.
+
+        Raises:
+            RanksError: This rank does not see the first directory.
+        """
+        if not self._is_near:
+            raise RanksError(
+                f"the pins are in {self._directory}, on another host: ask on a rank of that host"
+            )
         return read_pins(self._backend, self._directory)
 
     def num_slots(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json, MessageError
 from offload.distributed.agreement.reports import Report
-from offload.distributed.share_copy import ShareCopy
+from offload.distributed.share_copy import NoCopy, ShareCopy
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
 from offload.format.layout import Layout
@@ -52,9 +52,11 @@ class RankSealing:
         directory: The store's first directory.
         share_of: Function that returns this rank's share of the model, given a layout.
         published: Function that records a new checkpoint on a rank that is not the writer, given
-            its path and the rank's slot.
+            its path, the rank's slot, the manifest that it has composed, and the reference to its
+            part.
         store: The store, on the writer.
         part: Parts of this rank's owner, on every other rank.
+        owners: For each owner besides the first, the store's directory on its node.
     """
 
     def __init__(
@@ -62,10 +64,13 @@ class RankSealing:
         agreement: Agreement,
         directory: str,
         share_of: Callable[[Layout], ModelShare],
-        published: Callable[[str, OwnerSlot], StoredCheckpoint],
+        published: Callable[[str, OwnerSlot, Manifest, OwnerReference], StoredCheckpoint],
         store: Store | None,
         part: OwnerStore | None,
+        *,
+        owners: Mapping[int, str],
     ) -> None:
+        self._owners = owners
         self._agreement = agreement
         self._directory = directory
         self._share_of = share_of
@@ -83,7 +88,7 @@ class RankSealing:
         """Slot of this rank in the seal in flight."""
         self._name = ""
         """Name of the part that is sealed; empty on the writer."""
-        self.copy: ShareCopy | None = None
+        self.copy: ShareCopy | NoCopy | None = None
         """Copy of this rank's share of the model in the seal in flight."""
         self.last_aborted: Aborted | None = None
         """The last seal, if it was aborted and no slot has been granted since."""
@@ -137,11 +142,10 @@ class RankSealing:
         self._name = "" if self._part is None else slot.name
         if self._store is not None:
             share = self._share_of(slot.layout)
-            size = self._agreement.peers.size
             return self._store.sealing.compose(
                 slot,
                 train_state,
-                owners=dict.fromkeys(range(1, size), self._directory),
+                owners=self._owners,
                 model_boxes=[(entry.name, entry.box) for entry in share.entries],
                 **content,
             )
@@ -195,12 +199,13 @@ class RankSealing:
         stored: list[StoredCheckpoint] = []
 
         def complete(reports: Mapping[int, Report]) -> None:
-            states = [self._train_state]
+            peers = self._agreement.peers
+            states = [self._train_state] * peers.size
             references = []
-            for rank in range(1, self._agreement.peers.size):
-                reference, state = _extra_of(reports[rank], rank)
+            for rank in peers.others:
+                reference, states[rank] = _extra_of(reports[rank], rank)
                 references.append(reference)
-                states.append(state)
+            references.sort(key=lambda reference: reference.owner)
             size = slot.train_state.size_bytes
             packed = pack_train_state(join_ranks(states), manifest, size)
             done.append(
@@ -258,7 +263,7 @@ class RankSealing:
             self.last_aborted = Aborted(number, slot, str(error))
             raise
         part.published(slot)
-        return self._published(self.path_of(manifest.step), slot)
+        return self._published(self.path_of(manifest.step), slot, manifest, reference)
 
     def abandon(self, error: BaseException) -> None:
         """Report that this rank's part of the seal has failed. Never raises."""

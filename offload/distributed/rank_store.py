@@ -7,7 +7,7 @@ also has the state of owner 0. Every other rank has the state of one other owner
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -23,22 +23,32 @@ from offload.distributed.agreement.grant import NO_SEAL, Offer
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.opening import Plan
 from offload.distributed.agreement.sights import Sight
+from offload.distributed.far import (
+    FarCheckpoint,
+    manifest_of_message,
+    manifest_texts,
+    sealed_manifest,
+)
+from offload.distributed.node import place_of
+from offload.distributed.rank_directories import directories_of_owners, shared_store
 from offload.distributed.rank_keeping import RankKeeping
 from offload.distributed.rank_sealing import RankSealing, from_message, to_message
-from offload.distributed.survey import place_of, survey
+from offload.distributed.survey import survey
 from offload.distributed.together import together
-from offload.errors import CheckpointError, RanksError
+from offload.errors import CheckpointError, OffloadError, RanksError
 from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME
 from offload.format.shares.model_shares import ModelShare
+from offload.format.shares.owners import OwnerReference
 from offload.format.shares.part_table import owner_sizes
 from offload.format.shares.rank_states import join_ranks
 from offload.format.train_state import EncodedState
 from offload.journal import Journal
 from offload.options import Options
 from offload.retention.policy import Retention
+from offload.store.directories import check_further_directories
 from offload.store.opening import StoredCheckpoint, find_stored
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.slot import OwnerSlot, OwnerSlotState
@@ -46,7 +56,6 @@ from offload.store.owners.store import OwnerStore
 from offload.store.poison import Poison
 from offload.store.quarantine import write_quarantine
 from offload.store.recut_room import remove_parts_of_former_owners, require_available
-from offload.store.shared import SharedStore
 from offload.store.slot import Slot, SlotState
 from offload.store.state_store import StateSlot
 from offload.store.store import Store
@@ -85,16 +94,19 @@ class _Opened:
 class RankStore:
     """The store of a training by several ranks, on one of them. The constructor is collective.
 
-    All ranks must see the directory: they are on one host.
+    Ranks of another host than the first directory's are told what they need of it.
 
     Args:
         agreement: Agreement of all ranks.
-        backend: Backend of the directory.
-        directory: The store's directory.
+        backend: Backend of the directories.
+        directories: Directories that this rank was given. Owners are dealt over them, unless they
+            have a directory already.
         share_of: Function that returns this rank's share of the model.
         keep: Policy that selects the checkpoints to keep.
         options: Settings, of which those of the store are used.
         fresh: Whether to start over although the store has checkpoints.
+        settle: Function that takes the shares which a plan gives to the ranks; called before
+            anything is opened.
 
     Raises:
         RanksError: A rank cannot open its share of the store. Every rank raises it, except one that
@@ -105,16 +117,21 @@ class RankStore:
         self,
         agreement: Agreement,
         backend: Backend,
-        directory: str,
+        directories: Sequence[str],
         share_of: ShareOf,
         keep: Retention,
         options: Options,
         *,
         fresh: bool,
+        settle: Callable[[Plan], None],
     ) -> None:
         self.agreement = agreement
         self.backend = backend
-        self.directory = os.path.abspath(directory)
+        self._given = tuple(map(os.path.abspath, directories))
+        self.directory = self._given[0]
+        """The store's first directory."""
+        self._home = self.directory
+        """Directory of the store that has the parts of this rank's owner."""
         self._share_of = share_of
         self._opened = _Opened()
         self.call = "the constructor"
@@ -126,23 +143,37 @@ class RankStore:
         """Open parts of checkpoints, by generation."""
         self._manifests: dict[str, Manifest] = {}
         """Manifests of checkpoints as they are on the drive, by path."""
+        self._train_states: dict[tuple[str, int], EncodedState] = {}
+        """Train states that were sent to this rank, by path and generation of the checkpoint."""
+        self._settle = settle
         self._own: list[StoredCheckpoint] = []
         self._refused: list[tuple[str, str]] = []
         self._journal = Journal()
-        sight = survey(backend, self.directory, fresh=fresh)
+        sight = survey(backend, self._given, fresh=fresh)
         try:
-            agreement.open(sight, self._enter(sight, keep, options, fresh=fresh))
+            plan = agreement.open(sight, self._enter(sight, keep, options, fresh=fresh))
             self._open_part(options)
         except BaseException:
             self._opened.close()
             raise
         store, part = self._opened.store, self._opened.part
         self.keeping = RankKeeping(
-            agreement, backend, self.directory, lambda: self.checkpoints, store
+            agreement,
+            backend,
+            self.directory,
+            lambda: self.checkpoints,
+            store,
+            is_near=self.is_near,
         )
         """Retention policy and pins, which are the writer's."""
         self.sealing = RankSealing(
-            agreement, self.directory, share_of, self._published, store, part
+            agreement,
+            self.directory,
+            share_of,
+            self._published,
+            store,
+            part,
+            owners=directories_of_owners(plan),
         )
         """What makes checkpoints of the ranks' slots."""
         if self._opened.store is not None and fresh:
@@ -151,21 +182,20 @@ class RankStore:
     def _enter(
         self, sight: Sight, keep: Retention, options: Options, *, fresh: bool
     ) -> Callable[[Plan], None]:
-        size = self.agreement.peers.size
-        directories = dict.fromkeys(range(1, size), self.directory)
+        rank = self.agreement.peers.rank
 
         def enter(plan: Plan) -> None:
-            if plan.writer != 0 or plan.homes != tuple(range(size)):
-                raise RanksError(
-                    f"the ranks do not all see {self.directory}, or not as those that made the "
-                    "store: several ranks train on one host, with one directory, in this version"
-                )
-            if self.agreement.peers.rank == plan.writer:
-                seen = {
-                    owner.owner: {p.name: p.digest for p in owner.parts if not p.problem}
-                    for store in sight.stores
-                    for owner in store.owners
-                }
+            self._settle(plan)
+            self._plan = plan
+            if plan.near[rank]:
+                firsts = [store.directory for store in sight.stores if store.place]
+                self.directory = firsts[0] if firsts else self._given[0]
+            else:
+                self.directory = plan.directories[plan.writer]
+            self._home = plan.directories[rank]
+            others = self.directories[1:]
+            check_further_directories(self.backend, others)
+            if rank == plan.writer:
                 self._opened.store = Store(
                     self.backend,
                     self.directory,
@@ -175,7 +205,7 @@ class RankStore:
                     reader_timeout_s=options.reader_timeout_s,
                     allow_volatile=options.allow_volatile,
                     allow_remote=options.allow_remote,
-                    shared=SharedStore(directories, seen),
+                    shared=shared_store(plan, others),
                 )
 
         return enter
@@ -186,35 +216,51 @@ class RankStore:
         def make(_: object) -> Json:
             return self._offer() | {"place": self._place()}
 
-        def ready(offer: Json) -> None:
-            if self._place() != offer["place"]:
+        def ready(offer: Json) -> Json:
+            if self.is_near and self._place() != offer["place"]:
                 raise RanksError(
                     f"directory={self.directory!r} is not the directory of "
                     f"{self.agreement.peers.name(0)}, which is {offer['directory']!r}: give the "
-                    "same directory on every rank; all ranks are on one host in this version. If "
+                    "same directory on every rank; If "
                     "each rank trains a separate model, pass process_group=offload.SEPARATE"
                 )
             if not self.is_writer and self._opened.part is None:
                 self._opened.part = OwnerStore(
                     self.backend,
-                    self.directory,
-                    self.agreement.peers.rank,
+                    self._home,
+                    self.owner,
                     store_id=offer["store_id"],
                     allow_volatile=options.allow_volatile,
                     allow_remote=options.allow_remote,
                 )
-            self._learn(offer)
+            return self._learn(offer)
 
         agreed = self.agreement.agree("the constructor", make, ready)
+        self._refuse(agreed.notes)
         self.store_id = str(agreed.offer["store_id"])
         """Identity of the store."""
 
     def _place(self) -> str:
         """Return a text that is the same for all ranks that see the same directory."""
         try:
-            return place_of(self.directory)
-        except OSError:  # it is missing, or the backend has directories of its own
+            return place_of(self.backend, self.directory)
+        except OSError:
             return ""
+
+    @property
+    def owner(self) -> int:
+        """Owner of state that this rank serves."""
+        return self._plan.homes[self.agreement.peers.rank]
+
+    @property
+    def plan(self) -> Plan:
+        """How all ranks have opened the store."""
+        return self._plan
+
+    @property
+    def is_near(self) -> bool:
+        """Whether this rank sees the first directory."""
+        return self._plan.near[self.agreement.peers.rank]
 
     @property
     def is_writer(self) -> bool:
@@ -223,8 +269,14 @@ class RankStore:
 
     @property
     def directories(self) -> tuple[str, ...]:
-        """The directory of the store."""
-        return (self.directory,)
+        """The first directory of the store, and the others that this rank was given."""
+        others = [one for one in self._given if not self.is_near or one != self.directory]
+        return (self.directory, *others)
+
+    @property
+    def state_directories(self) -> tuple[str, ...]:
+        """The directory that has the state of this rank."""
+        return (self._home,)
 
     @property
     def checkpoints(self) -> list[StoredCheckpoint]:
@@ -274,7 +326,8 @@ class RankStore:
 
         self.sealing.last_aborted = None  # a restore gives its slot up
         # A rank that announced an error before goes on with this call.
-        self.agreement.agree(self.call, make, self._learn, heeds_errors=False)
+        agreed = self.agreement.agree(self.call, make, self._learn, heeds_errors=False)
+        self._refuse(agreed.notes)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
         """Return whether a checkpoint with open files is unchanged and not quarantined."""
@@ -330,7 +383,7 @@ class RankStore:
                 store.directory,
                 store.store_id,
                 store.named_parts(),
-                range(1, self.agreement.peers.size),
+                {*self._plan.homes},
             )
             own = store.acquire(layout, num_groups)
             self._granted = own
@@ -356,6 +409,8 @@ class RankStore:
             self._release_older(part)
             names = {name for owner, name in found.named if owner == part.owner} | held
             unknown = tuple(path for owner, path in found.named if owner == _UNKNOWN)
+            if not self.is_near:
+                self._own = [c for c in self._own if self._reference_of(c).name in names]
             self._granted = part.ready(
                 layout,
                 found.generation,
@@ -435,24 +490,38 @@ class RankStore:
 
     def fits(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> bool:
         """Return whether this rank has stored its state of a checkpoint in its present cut."""
-        peers, owners = self.agreement.peers, self.manifest_of(checkpoint).owners
-        if [one.owner for one in owners] != [*range(1, peers.size)]:
+        owners = self.manifest_of(checkpoint).owners
+        if [one.owner for one in owners] != sorted(directories_of_owners(self._plan)):
             return False
         found = cuts or {}
         own = [(spec.name, box_of(spec)) for spec in checkpoint.manifest.layout.parameters]
         return all(name in found and found[name].box == box for name, box in own)
 
     def recut(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> RecutSource:
-        """Return the state of a checkpoint in the present cut of this rank, for reading."""
+        """Return the state of a checkpoint in the present cut of this rank, for reading.
+
+        Raises:
+            RanksError: The ranks are on several hosts, so that they do not see all parts.
+        """
         manifest = self.manifest_of(checkpoint)
-        return RecutSource(self.backend, checkpoint.path, manifest, cuts, ())
+        if not all(self._plan.near):
+            raise RanksError(
+                f"{checkpoint.path} was made by {len(manifest.owners) + 1} ranks, or in another "
+                "sharding, and these ranks are on several hosts, which do not see all of it: "
+                "go on with as many ranks as made it, in the same sharding"
+            )
+        return RecutSource(self.backend, checkpoint.path, manifest, cuts, self.directories[1:])
 
     def require_recut_room(self, layout: Layout, num_groups: int) -> None:
         """Check that there is room for the first slot of another cut, with all parts. Collective.
 
+        Only a store with one directory is checked.
+
         Raises:
             StoreFullError: There is no room. Nothing has been changed; every rank raises it.
         """
+        if len({*self._plan.directories}) > 1:
+            return  # parts are on several drives: whoever writes to a full one says so
         store = self._opened.store
         if store is not None:
             needed = store.slot_bytes(layout, num_groups)
@@ -484,10 +553,40 @@ class RankStore:
         generation = checkpoint.manifest.generation
         if generation not in self._slots and self._opened.part is not None:
             manifest = self._manifests[checkpoint.path]
-            rank = self.agreement.peers.rank
-            reference = next(one for one in manifest.owners if one.owner == rank)
+            reference = self._reference_of(checkpoint)
             self._slots[generation] = self._opened.part.open(reference, manifest)
         return self._slots[generation]
+
+    def _reference_of(self, checkpoint: StoredCheckpoint) -> OwnerReference:
+        """Return the reference of a checkpoint to the part of this rank, which is not the writer.
+
+        Raises:
+            CheckpointError: The checkpoint has no part of this rank's owner.
+        """
+        manifest = self._manifests[checkpoint.path]
+        found = next((one for one in manifest.owners if one.owner == self.owner), None)
+        if found is None:
+            raise CheckpointError(f"{checkpoint.path} has no part of owner {self.owner}")
+        return found
+
+    def fetch(self, checkpoint: StoredCheckpoint) -> None:
+        """Send the train states of a checkpoint to the ranks that do not see them. Collective."""
+        if all(self._plan.near):
+            return
+        key = checkpoint.path, checkpoint.manifest.generation
+
+        def make(_: object) -> Json:
+            try:
+                return to_message(self.reader_of(checkpoint).read_train_state())
+            except OffloadError:  # the caller reads it on all ranks, and raises the error
+                return None
+
+        def ready(message: Json) -> None:
+            if not self.is_near and message is not None:
+                self._train_states[key] = from_message(message)
+
+        self._train_states.clear()
+        self.agreement.agree("restore()", make, ready, heeds_errors=False)
 
     def checkpoint_of(self, slot: Any) -> StoredCheckpoint | None:
         """Return the usable checkpoint that a slot belongs to; None if it belongs to none."""
@@ -500,8 +599,23 @@ class RankStore:
         """Return a checkpoint as readers see it, with the train state of this rank."""
         manifest = self.manifest_of(checkpoint)
         peers = self.agreement.peers
+        if not self.is_near:
+            return FarCheckpoint(
+                self.backend,
+                checkpoint.path,
+                manifest,
+                self.directories[1:],
+                self._train_states.get((checkpoint.path, manifest.generation)),
+                rank=peers.rank,
+                num_ranks=peers.size,
+            )
         return Checkpoint(
-            self.backend, checkpoint.path, manifest, rank=peers.rank, num_ranks=peers.size
+            self.backend,
+            checkpoint.path,
+            manifest,
+            self.directories[1:],
+            rank=peers.rank,
+            num_ranks=peers.size,
         )
 
     def model_of(self, checkpoint: StoredCheckpoint) -> File:
@@ -537,7 +651,8 @@ class RankStore:
             return
         # A rank that reads another cut may have read any owner's part.
         owners = self.manifest_of(checkpoint).owners
-        for path in (checkpoint.path, *(one.path_in(self.directory) for one in owners)):
+        parts = [one.path_in(where) for one in owners for where in self.directories]
+        for path in (checkpoint.path, *parts):
             if f"{path}/" in reason:
                 with suppress(StorageError):  # a later process finds the damage again
                     write_quarantine(self.backend, path, reason, Poison(path))
@@ -553,16 +668,28 @@ class RankStore:
         generation = checkpoint.manifest.generation
         self._own = [c for c in self._own if c.manifest.generation <= generation]
 
-    def _published(self, path: str, slot: OwnerSlot) -> StoredCheckpoint:
+    def _published(
+        self, path: str, slot: OwnerSlot, composed: Manifest, reference: OwnerReference
+    ) -> StoredCheckpoint:
         """Record, on a rank that is not the writer, that its slot belongs to a checkpoint now.
 
         Args:
             path: Path of the checkpoint.
             slot: Slot with this rank's state.
+            composed: Manifest that this rank has composed.
+            reference: Reference to this rank's part.
         """
-        manifest = decode_manifest(self.backend, path)
+        if self.is_near:
+            manifest = decode_manifest(self.backend, path)
+        else:
+            owners = sorted(directories_of_owners(self.plan))
+            manifest = sealed_manifest(composed, reference, owners)
         self._slots[manifest.generation] = slot
-        self._own = [c for c in self._own if c.path != path and self.backend.stat(c.path)]
+        self._own = [
+            c
+            for c in self._own
+            if c.path != path and (not self.is_near or self.backend.stat(c.path))
+        ]
         checkpoint = self._adopt(path, manifest)
         self._own.append(checkpoint)
         return checkpoint
@@ -593,39 +720,67 @@ class RankStore:
                 [c.path, c.manifest.generation, c.superseded] for c in store.checkpoints
             ],
             "refused": [list(pair) for pair in store.refused],
+            "manifests": {}
+            if all(self._plan.near)
+            else manifest_texts(self.backend, store.checkpoints),
         }
 
-    def _learn(self, offer: Json) -> None:
-        """Take over the checkpoints that the writer has found."""
+    def _learn(self, offer: Json) -> Json:
+        """Take over the checkpoints that the writer has found.
+
+        Returns:
+            Path of each that this rank cannot use, with the reason.
+        """
+        unusable: list[list[str]] = []
         for path in [*self._manifests]:
             if path not in {found for found, _, _ in offer["checkpoints"]}:
                 del self._manifests[path]
         if self.is_writer:
-            return
+            return unusable
         known = {(c.path, c.manifest.generation): c for c in self._own}
         self._own = []
         self._refused = [(path, reason) for path, reason in offer["refused"]]
         for path, generation, superseded in offer["checkpoints"]:
-            checkpoint = known.get((path, generation))
+            checkpoint = known.get((path, generation)) if self.is_near else None
             if checkpoint is None:
-                manifest = decode_manifest(self.backend, path)
+                if self.is_near:
+                    manifest = decode_manifest(self.backend, path)
+                else:
+                    manifest = manifest_of_message(offer["manifests"], path)
                 if manifest.generation != generation:
                     raise CheckpointError(
                         f"{path} is of generation {manifest.generation}, expected {generation}: "
                         "another program has replaced it"
                     )
-                checkpoint = self._adopt(path, manifest)
+                try:
+                    checkpoint = self._adopt(path, manifest)
+                except CheckpointError as error:
+                    unusable.append([path, str(error)])
+                    continue
             checkpoint.superseded = superseded
             self._own.append(checkpoint)
+        return unusable
+
+    def _refuse(self, notes: Mapping[int, Json]) -> None:
+        """Pass over the checkpoints that a rank cannot use, on all ranks."""
+        for rank, unusable in sorted(notes.items()):
+            for path, reason in unusable:
+                text = f"{self.agreement.peers.name(rank)}: {reason}"
+                store = self._opened.store
+                if store is None:
+                    self._own = [one for one in self._own if one.path != path]
+                    self._refused.append((path, text))
+                    continue
+                for checkpoint in [one for one in store.checkpoints if one.path == path]:
+                    store.refuse(checkpoint, text)
 
     def _adopt(self, path: str, manifest: Manifest) -> StoredCheckpoint:
         """Return a checkpoint with the description of this rank's state in it."""
         self._manifests[path] = manifest
-        rank = self.agreement.peers.rank
-        reference = next((one for one in manifest.owners if one.owner == rank), None)
+        reference = next((one for one in manifest.owners if one.owner == self.owner), None)
         if reference is None:
             return StoredCheckpoint(path, manifest, None)  # it does not fit, which `restore` says
-        part = reference.path_in(self.directory)
+        part = reference.path_in(self._home)
         table = check_owner_part(self.backend, part, manifest, reference, path)
         own = replace(
             manifest,

@@ -10,6 +10,7 @@ import torch
 from gds import Backend, File
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
+from offload.format.boxes import Box
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
@@ -26,7 +27,6 @@ from offload.model.model_sharing import (
     finish_share,
     write_share,
 )
-from offload.model.parameters import Stored
 from offload.model.scattered_sharing import (
     ScatteredImage,
     digest_rows,
@@ -35,13 +35,16 @@ from offload.model.scattered_sharing import (
 )
 from offload.model.share_reading import ShareReading, StoredShare
 
+Memory = Callable[[str, Box], torch.Tensor]
+"""Function that returns the live memory of a box of a tensor."""
+
 
 class ShareCopy:
     """Copy of a rank's share of the model into the model file of a slot.
 
     Args:
         share: What the rank writes.
-        stored: Tensors of the model, captured.
+        memory: Live memory of a box of a tensor, captured.
         file: Model file of the slot, open for this rank alone.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
@@ -54,7 +57,7 @@ class ShareCopy:
     def __init__(
         self,
         share: FileShare,
-        stored: Sequence[Stored],
+        memory: Memory,
         file: File,
         backend: Backend,
         context: DigestContext,
@@ -68,9 +71,9 @@ class ShareCopy:
         self._file = file
         self._context = context
         self._buffers = buffers_of(backend, plan.buffer_bytes, traffic)
-        self._image = ShareImage(plan, _tensors_of(share.copied, stored), marks, traffic)
+        self._image = ShareImage(plan, _tensors_of(share.copied, memory), marks, traffic)
         self._scattered = ScatteredImage(
-            share.scattered, _scattered_of(share, stored), marks, traffic
+            share.scattered, _scattered_of(share, memory), marks, traffic
         )
         self._written: WrittenShare | None = None
         self._progress = progress
@@ -133,6 +136,36 @@ class ShareCopy:
         """Do nothing: nothing is remembered of a file."""
 
 
+class NoCopy:
+    """Copy of the share of a rank that writes nothing of the model; see `ShareCopy`."""
+
+    data_bytes = 0
+
+    def stop_of(self, name: str) -> int:
+        """Return 0: nothing is copied."""
+        del name
+        return 0
+
+    def stops(self, layout: Layout) -> Sequence[int]:
+        """Return 0 for each chunk."""
+        return (0,) * layout.num_chunks
+
+    def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
+        """Write nothing."""
+        del copied
+        return (), 0
+
+    def finish(self) -> tuple[ModelBox, ...]:
+        """Return no box."""
+        return ()
+
+    def forget(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def buffers_of(backend: Backend, nbytes: int, traffic: Traffic) -> BlockBuffers:
     """Return memory for copying batches of a size."""
     return BlockBuffers(backend, nbytes, traffic, block_bytes=nbytes)
@@ -154,7 +187,7 @@ def boxes_of(share: ModelShare, digests: Iterable[str]) -> tuple[ModelBox, ...]:
 def is_same_share(
     share: FileShare,
     boxes: Sequence[ModelBox],
-    stored: Sequence[Stored],
+    memory: Memory,
     file: File,
     backend: Backend,
     context: DigestContext,
@@ -165,14 +198,14 @@ def is_same_share(
     Args:
         share: What the rank writes.
         boxes: Boxes whose digests the rank has computed.
-        stored: Tensors of the model.
+        memory: Live memory of a box of a tensor.
         file: Model file of the checkpoint.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
         traffic: Counter of the bytes that cross to the host.
     """
     plan = SharePlan(share.copied)
-    image = ShareImage(plan, _tensors_of(share.copied, stored), traffic=traffic)
+    image = ShareImage(plan, _tensors_of(share.copied, memory), traffic=traffic)
     digests = digest_share(image, buffers_of(backend, plan.buffer_bytes, traffic), context)
     written = {(one.name, one.box): one for one in boxes}
     wanted = {(entry.name, entry.box) for entry in share.digested.entries}
@@ -180,13 +213,16 @@ def is_same_share(
         written[one.name, one.box] != one for one in boxes_of(share.copied, digests)
     ):
         return False
-    scattered = ScatteredImage(share.scattered, _scattered_of(share, stored), traffic=traffic)
+    scattered = ScatteredImage(share.scattered, _scattered_of(share, memory), traffic=traffic)
     return is_same_scattered(scattered, file)
 
 
-def _tensors_of(share: ModelShare, stored: Sequence[Stored]) -> list[torch.Tensor]:
-    live = {item.spec.name: item.tensor for item in stored}
-    return [live[entry.name] for entry in share.entries]
+def _tensors_of(share: ModelShare, memory: Memory) -> list[torch.Tensor]:
+    return [memory(entry.name, entry.box) for entry in share.entries]
+
+
+def _scattered_of(share: FileShare, memory: Memory) -> list[torch.Tensor]:
+    return [memory(one.name, one.cut.box) for one in share.scattered]
 
 
 def is_own_share(share: ModelShare, boxes: Sequence[ModelBox]) -> bool:
@@ -195,15 +231,10 @@ def is_own_share(share: ModelShare, boxes: Sequence[ModelBox]) -> bool:
     return wanted == {(one.name, one.box) for one in boxes if one.box.num_elements}
 
 
-def _scattered_of(share: FileShare, stored: Sequence[Stored]) -> list[torch.Tensor]:
-    live = {item.spec.name: item.tensor for item in stored}
-    return [live[one.name] for one in share.scattered]
-
-
 def load_share(
     share: ModelShare,
     boxes: Sequence[ModelBox],
-    stored: Sequence[Stored],
+    memory: Memory,
     file: File,
     backend: Backend,
     context: DigestContext,
@@ -214,7 +245,7 @@ def load_share(
     Args:
         share: Boxes that the rank reads.
         boxes: The same boxes with their digests; see `is_own_share`.
-        stored: Tensors of the model.
+        memory: Live memory of a box of a tensor.
         file: Model file of the checkpoint.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
@@ -226,10 +257,9 @@ def load_share(
     """
     written = {(one.name, one.box): one for one in boxes}
     digests = [d for entry in share.entries for d in written[entry.name, entry.box].digests]
-    live = {item.spec.name: item for item in stored}
     reading = ShareReading(
         [StoredShare(share, file, digests)],
-        [LiveBox(entry.name, entry.box, live[entry.name].tensor) for entry in share.entries],
+        [LiveBox(e.name, e.box, memory(e.name, e.box)) for e in share.entries],
     )
     reading.read(buffers_of(backend, reading.buffer_bytes, traffic), context)
     return reading.num_bytes

@@ -135,6 +135,7 @@ def resume(
     store, lifecycle, ranks = state.store, state.lifecycle, state.ranks
     state.know_parameters(groups)
     started = time.perf_counter()
+    store.fetch(found)
     source = _recut(state, found)
     manifest = found.manifest if source is None else source.manifest
     checkpoint = store.reader_of(found)

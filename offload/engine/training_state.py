@@ -119,12 +119,17 @@ class TrainingState:
             shards=self.ranks.shards if shards is None else shards,
         )
         self.meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
-        self.drives = Drives(directories, options, self.meter.trace, device)
+        own = directories if self.ranks.size == 1 else directories[:1]
+        self.drives = Drives(own, options, self.meter.trace, device)
         self.memory = WorkingMemory(self.drives, options, self.meter)
         self._placement = PlacementChooser(options, rule, self.pool, self.drives)
         try:
-            drives = list(zip(self.drives.backends, directories, strict=True))
+            backends = self.drives.backends
+            if self.ranks.size > 1:
+                backends = backends * len(directories)
+            drives = list(zip(backends, directories, strict=True))
             self.store = store = self.ranks.open_store(drives, keep, options, fresh=fresh)
+            self.drives.move(store.state_directories)
             newest = store.newest
             self.table.shares = newest.manifest.layout.shares if newest else self.drives.shares()
         except BaseException:

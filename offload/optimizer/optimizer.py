@@ -62,8 +62,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             ones are kept in any case. The disk holds one more slot.
         fresh: Start over in a store that has checkpoints. They are withdrawn once the first new
             checkpoint is durable.
-        process_group: Ranks that train the model together, into one directory; None for the
-            default group of torch.distributed, if there is one. All ranks make the same calls.
+        process_group: Ranks that train the model together, into one store; None for the default
+            group of torch.distributed, if there is one. All ranks make the same calls.
             `offload.SEPARATE` if this is one of several processes that each train a model of their
             own, in a directory of their own.
         options: Settings for streaming and storing; see `Options`.

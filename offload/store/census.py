@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from gds import Backend
 from offload.checkpoint.quarantine_mark import is_quarantined
-from offload.checkpoint.reading import check_files, check_name, decode_manifest
+from offload.checkpoint.reading import check_name, decode_manifest
 from offload.errors import CheckpointError
 from offload.format.manifest import Manifest
 from offload.store.opening import StoreContent, StoredCheckpoint, ids_at
@@ -45,6 +45,7 @@ class Census:
         self._checkpoints = opened.checkpoints
         self._refused = opened.refused
         self._parts = opened.parts
+        self._shared = opened.shared
         self._lock = opened.lock
         self._old_files: list[tuple[Slot, Manifest | None]] = []
         """Old files of removed or changed checkpoints, as slots that state may still be read from.
@@ -138,7 +139,7 @@ class Census:
                     f"{path}: holds another checkpoint (generation {found.generation}) than the "
                     f"one that was there (generation {known.generation})"
                 )
-            check_files(self._backend, path, found, self._parts.directories)
+            self._shared.check_files(self._backend, path, found, self._parts.directories)
         except CheckpointError as error:
             if not self._lock.is_held():
                 return

@@ -153,6 +153,31 @@ def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> 
             )
 
 
+def check_further_directories(backend: Backend, directories: Sequence[str]) -> None:
+    """Refuse directories that cannot hold parts of owners. Nothing is written.
+
+    Args:
+        backend: Backend of the directories.
+        directories: Absolute paths of the directories that ranks were given besides the first.
+
+    Raises:
+        StoreError: A directory holds other files, or belongs to a store of one process.
+        UnreadableError: A directory could not be read, so that its content is unknown.
+    """
+    for directory in directories:
+        with as_store_errors(backend, directory):
+            place = _look_at(backend, directory)
+        if place.others and not place.is_store:
+            raise StoreError(errno.ENOTEMPTY, _holds_other_things(place), directory)
+        if place.is_first or place.parts:
+            raise StoreError(
+                errno.EINVAL,
+                f"this directory is {_role(place, set())}, and was given for parts of ranks: give "
+                "each store directories of its own",
+                directory,
+            )
+
+
 def _require_not_of_owners_only(backend: Backend, place: _Place) -> None:
     """Refuse a directory with parts of owners whose first directory is on another node."""
     if not place.exists or place.is_first:

@@ -19,7 +19,6 @@ from gds import Backend
 from offload.checkpoint.file_check import kind_of
 from offload.checkpoint.owner_parts import owner_directories, usable_parts
 from offload.checkpoint.reading import (
-    check_files,
     check_name,
     checkpoint_paths,
     decode_manifest,
@@ -115,6 +114,9 @@ class StoreContent:
 
     refused: list[tuple[str, str]]
     """Paths of directories named like checkpoints that are not usable, each with the reason."""
+
+    shared: SharedStore
+    """Owners of state that other ranks serve; none in a store of one process."""
 
     leftover: list[str]
     """Paths of slots that are not checkpoints. Earlier processes left them; they may be
@@ -263,6 +265,7 @@ def _read_content(
 ) -> StoreContent:
     """Read the content of a store whose directories are locked."""
     (backend, directory), *others = drives
+    known = shared or SharedStore()
     other_directories = [path for _, path in others]
     checkpoints, refused = [], []
     claims: dict[str, frozenset[int] | None] = {}
@@ -278,7 +281,7 @@ def _read_content(
             if manifest.owners and not fresh:
                 _owners_known(shared, backend, directory, manifest).require_parts(path, manifest)
             require_number_of_directories(manifest, directory, len(drives))
-            check_files(backend, path, manifest, other_directories)
+            known.check_files(backend, path, manifest, other_directories)
         except CheckpointError as error:
             refused.append((path, str(error)))
         else:
@@ -311,6 +314,7 @@ def _read_content(
         parts=parts,
         checkpoints=checkpoints,
         refused=refused,
+        shared=known,
         leftover=leftover,
     )
 

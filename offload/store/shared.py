@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from gds import Backend
+from offload.checkpoint.reading import check_files
 from offload.errors import CheckpointError
 from offload.format.manifest import Manifest
 
@@ -20,6 +22,32 @@ class SharedStore:
     """For each owner, the digest of the table of each usable part of the store, by name of the
     part, as the ranks have found them. None if only parts on this node are compared with the
     manifests, as in a program that does not train."""
+
+    searched: tuple[str, ...] = ()
+    """Further directories of the store on this node, in which owners may have their parts."""
+
+    elsewhere: frozenset[int] = frozenset()
+    """Owners whose directory is on another node, so that nothing is looked for here."""
+
+    def check_files(
+        self, backend: Backend, path: str, manifest: Manifest, others: Sequence[str]
+    ) -> None:
+        """Check the files of a checkpoint that are on this node against its manifest.
+
+        Args:
+            backend: Backend of the checkpoint.
+            path: Directory of the checkpoint.
+            manifest: Manifest of the checkpoint.
+            others: Directories of the store on other drives, if one process has made it.
+
+        Raises the errors of `offload.checkpoint.reading.check_files`.
+        """
+        if not manifest.owners:
+            check_files(backend, path, manifest, others)
+            return
+        owners = tuple(one for one in manifest.owners if one.owner not in self.elsewhere)
+        searched = (*others, *self.searched) if owners else ()
+        check_files(backend, path, replace(manifest, owners=owners), searched)
 
     def require_parts(self, path: str, manifest: Manifest) -> None:
         """Check that ranks have found all parts that a checkpoint names.

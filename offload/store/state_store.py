@@ -126,6 +126,11 @@ class StateStore(Protocol):
         ...
 
     @property
+    def state_directories(self) -> tuple[str, ...]:
+        """Directories that have the state of this process, one on each drive."""
+        ...
+
+    @property
     def store_id(self) -> str:
         """Identity of the store."""
         ...
@@ -236,6 +241,10 @@ class StateStore(Protocol):
 
     def reader_of(self, checkpoint: StoredCheckpoint) -> Checkpoint:
         """Return a checkpoint as readers see it."""
+        ...
+
+    def fetch(self, checkpoint: StoredCheckpoint) -> None:
+        """Bring what ranks do not see of a checkpoint to them. Collective."""
         ...
 
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:

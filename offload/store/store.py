@@ -163,6 +163,11 @@ class Store:
         return (self.directory, *self._parts.directories)
 
     @property
+    def state_directories(self) -> tuple[str, ...]:
+        """Directories that have the state of this process, one on each drive: all of them."""
+        return self.directories
+
+    @property
     def newest(self) -> StoredCheckpoint | None:
         """Usable checkpoint of the highest generation, or None; superseded ones do not count."""
         return self.keeping.newest
@@ -416,6 +421,9 @@ class Store:
         """Return a checkpoint's open files; open them for reading if they are not open."""
         return open_stored(self.backend, checkpoint, self._parts, writable=False)
 
+    def fetch(self, checkpoint: StoredCheckpoint) -> None:
+        """Do nothing: this process sees the whole checkpoint."""
+
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
         """Exclude a damaged checkpoint from use, by this process and by later ones.
 
@@ -432,10 +440,27 @@ class Store:
         """
         with self._changed:
             self._lock.require()
-            self.checkpoints.remove(checkpoint)
-            self.refused.append((checkpoint.path, reason))
-            self._parts.claim(checkpoint.path, checkpoint.manifest)
+            self._exclude(checkpoint, reason)
             self._quarantine.add(checkpoint, reason)
+
+    def refuse(self, checkpoint: StoredCheckpoint, reason: str) -> None:
+        """Exclude a checkpoint from use by this process, because a rank cannot use its part of it.
+
+        Nothing is written: the rank marks its own part, if that is what is damaged.
+
+        Args:
+            checkpoint: One of `checkpoints`.
+            reason: Why it cannot be used, in words.
+        """
+        with self._changed:
+            self._exclude(checkpoint, reason)
+            checkpoint.close()
+
+    def _exclude(self, checkpoint: StoredCheckpoint, reason: str) -> None:
+        """Count a checkpoint as unusable, and keep its parts."""
+        self.checkpoints.remove(checkpoint)
+        self.refused.append((checkpoint.path, reason))
+        self._parts.claim(checkpoint.path, checkpoint.manifest)
 
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
         """Withdraw, durably, every checkpoint that is newer than the given one.

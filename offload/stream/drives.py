@@ -100,6 +100,14 @@ class Drives:
         self.backends = traced * len(directories) if options.backend else traced
         """Backends with the trace, one for each directory."""
 
+    def move(self, directories: Sequence[str]) -> None:
+        """Use equally many other directories from now on. Nothing has been measured yet.
+
+        Args:
+            directories: Directories that have the state of this process, one on each drive.
+        """
+        self.directories = directories
+
     def shares(self) -> tuple[int, ...]:
         """Return the share of a new store's state for each drive, as small whole numbers.
 

@@ -94,7 +94,7 @@ OPENING = (
         (
             gone(
                 _OPENING,
-                "            check_files(backend, path, manifest, other_directories)\n",
+                "            known.check_files(backend, path, manifest, other_directories)\n",
             ),
         ),
         (_DAMAGE, f"{_DRIVES}::TestDamage"),

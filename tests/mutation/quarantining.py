@@ -134,7 +134,7 @@ QUARANTINING = (
         (
             gone(
                 _STORE,
-                "            self.refused.append((checkpoint.path, reason))\n",
+                "        self.refused.append((checkpoint.path, reason))\n",
             ),
         ),
         (f"{_TESTS}::test_when_none_is_left", f"{_FIRST_STEP}[master-None-1]"),
@@ -145,7 +145,7 @@ QUARANTINING = (
         (
             gone(
                 _STORE,
-                "            self._parts.claim(checkpoint.path, checkpoint.manifest)\n",
+                "        self._parts.claim(checkpoint.path, checkpoint.manifest)\n",
             ),
         ),
         (

@@ -164,9 +164,12 @@ def test_copies_of_a_directory_are_refused() -> None:
     moved = replace(other, stores=(replace(other.stores[0], place="another directory"),))
     with pytest.raises(RanksError, match="2 copies of the first directory"):
         decide([one, moved])
-    copy = replace(owner_sight(1, []), place="another directory")
+    copy = replace(owner_sight(1, [3]), place="another directory")
     with pytest.raises(RanksError, match="2 copies of the directory of owner 1"):
-        decide([sight(0, owner_sight(1, []), first=()), sight(1, copy)])
+        decide([sight(0, owner_sight(1, [3]), first=()), sight(1, copy)])
+    empty = replace(owner_sight(1, []), place="another directory")
+    plan = decide([sight(0, empty, first=()), sight(1, owner_sight(1, [3]))])
+    assert plan.served_by == {0: 0, 1: 1}
 
 
 def test_the_error_of_one_rank_is_that_of_all() -> None:

@@ -22,6 +22,7 @@ _NAMES = (
     "ledger",
     "reports",
     "sights",
+    "homes",
     "opening",
     "unanimous",
     "grant",
@@ -43,6 +44,7 @@ class Wing:
     ledger: ModuleType
     reports: ModuleType
     sights: ModuleType
+    homes: ModuleType
     opening: ModuleType
     unanimous: ModuleType
     grant: ModuleType

@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offload
 from gds import PosixBackend
 from offload import DriveTuning, Options
+from offload.distributed import node
 from tests.crash.fault_backend import FaultBackend
 from tests.numerics.measure import reset_peak, resident_bytes
 from tests.numerics.reference import bits
@@ -49,8 +50,9 @@ class Setting:
     """What all calls of a rank have in common."""
 
     kind: str = "ddp"
-    """``ddp``, ``fsdp2``, ``mixed`` for FP32 shards with a mixed-precision policy, ``tp`` for
-    layers that are divided in either dimension, or ``one`` for a model that is not wrapped."""
+    """``ddp``, ``fsdp2``, ``mixed`` for FP32 shards with a mixed-precision policy, ``hybrid`` for
+    shards that are replicated once, ``tp`` for layers that are divided in either dimension, or
+    ``one`` for a model that is not wrapped."""
 
     dtype: str = "bfloat16"
     widths: Sequence[int] = (5, 7, 3)
@@ -128,9 +130,18 @@ class Calls:
             policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
             )
+        if setting.kind == "hybrid":
+            mesh = init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=("hosts", "ranks"))
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh)
+            return fully_shard(model, mesh=mesh)
         for layer in model.layers:
             fully_shard(layer, mp_policy=policy)
         return fully_shard(model, mp_policy=policy)
+
+    def host(self, name: str) -> None:
+        """Be on a host of this name from now on, as far as the ranks can tell."""
+        node.this_node = lambda: node.Node(name, f"boot of {name}")
 
     def open(self, **changes: Any) -> None:
         """Make the optimizer."""
@@ -148,6 +159,8 @@ class Calls:
         }
         arguments = {**setting.hyper, **changes}
         directory = arguments.pop("directory", self.directory)
+        if isinstance(directory, list):  # names of directories beside each other
+            directory = [self.directory.parent / name for name in directory]
         self.optimizer = offload.AdamW(
             self.model.parameters(),
             directory=directory,

@@ -30,7 +30,7 @@ def construct(directory: Any, model: torch.nn.Module | None, **changes: Any) -> 
     settings = Options(
         allow_volatile=True,
         chunk_bytes=4096,
-        drives=DriveTuning(calibrate=False),
+        drives=changes.pop("drives", DriveTuning(calibrate=False)),
         overlap=changes.pop("overlap", None),
         agreement_timeout_s=60.0,
     )
@@ -66,7 +66,9 @@ def main(root: Path, rank: int) -> dict[str, Any]:
         lambda: construct(root / f"alone-{rank}", linear(), process_group=alone)
     )
     found["overlap backward"] = said(lambda: construct(refused, linear(), overlap="backward"))
-    found["several directories"] = said(lambda: construct([refused / "a", refused / "b"], linear()))
+    shares = DriveTuning(shares=(1, 1))
+    both = [refused / "a", refused / "b"]
+    found["shares"] = said(lambda: construct(both, linear(), drives=shares))
 
     wrapped = DistributedDataParallel(linear())
     found["ddp"] = said(lambda: construct(refused / str(rank), wrapped, **separate))

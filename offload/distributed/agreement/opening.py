@@ -12,10 +12,18 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from offload.distributed.agreement.homes import (
+    deal,
+    directories,
+    homes,
+    require_same_lists,
+    without_leftovers,
+)
 from offload.distributed.agreement.messages import Json, MessageError, check_fields, pairs_of
 from offload.distributed.agreement.peers import listed
 from offload.distributed.agreement.sights import CheckpointSight, OwnerSight, Sight, StoreSight
 from offload.errors import RanksError
+from offload.format.strict_json import short
 from offload.units import many
 
 _FIELDS = {
@@ -25,6 +33,9 @@ _FIELDS = {
     "checkpoint": object,
     "served_by": list,
     "homes": list,
+    "directories": list,
+    "near": list,
+    "parts": list,
     "refused": list,
     "hosts": list,
 }
@@ -53,6 +64,16 @@ class Plan:
     """Owner into whose directory each rank writes; by rank. It is new if it is not in
     `served_by`."""
 
+    directories: tuple[str, ...]
+    """Directory of the store, on the rank's node, that has its owner's directory; by rank. For the
+    writer it is the first directory."""
+
+    near: tuple[bool, ...]
+    """Whether each rank sees the first directory; by rank."""
+
+    parts: tuple[tuple[int, str, str], ...] = ()
+    """Usable parts that ranks have found: owner, name of the part, and digest of its table."""
+
     refused: tuple[tuple[int, str], ...]
     """Checkpoints that cannot be used, newest first: step, and why."""
 
@@ -68,6 +89,9 @@ class Plan:
             "checkpoint": None if self.checkpoint is None else list(self.checkpoint),
             "served_by": [list(pair) for pair in self.served_by.items()],
             "homes": list(self.homes),
+            "directories": list(self.directories),
+            "near": list(self.near),
+            "parts": [list(part) for part in self.parts],
             "refused": [list(pair) for pair in self.refused],
             "hosts": list(self.hosts),
         }
@@ -88,8 +112,14 @@ class Plan:
             raise MessageError(f"{where} has no step and generation")
         if any(type(home) is not int for home in found["homes"]):
             raise MessageError(f"{where} has homes that are not numbers")
-        if any(type(host) is not str for host in found["hosts"]):
-            raise MessageError(f"{where} has hosts without names")
+        for field in ("hosts", "directories"):
+            if any(type(one) is not str for one in found[field]):
+                raise MessageError(f"{where} has {field} without names")
+        if any(type(one) is not bool for one in found["near"]):
+            raise MessageError(f"{where} does not say who sees the first directory")
+        for part in found["parts"]:
+            if not isinstance(part, list) or [type(one) for one in part] != [int, str, str]:
+                raise MessageError(f"{where} has the part {short(part)}")
         return cls(
             writer=found["writer"],
             store_id=found["store_id"],
@@ -97,6 +127,9 @@ class Plan:
             checkpoint=None if chosen is None else (chosen[0], chosen[1]),
             served_by=dict(pairs_of(found["served_by"], int, int, where)),
             homes=tuple(found["homes"]),
+            directories=tuple(found["directories"]),
+            near=tuple(found["near"]),
+            parts=tuple((owner, name, digest) for owner, name, digest in found["parts"]),
             refused=tuple(pairs_of(found["refused"], int, str, where)),
             hosts=tuple(found["hosts"]),
         )
@@ -113,6 +146,7 @@ def decide(sights: Sequence[Sight]) -> Plan:
             has what.
     """
     _require_no_errors(sights)
+    require_same_lists(sights)
     fresh = sights[0].fresh
     seen = {rank: _only_store(sights, rank) for rank in range(len(sights))}
     stores = {rank: store for rank, store in seen.items() if store is not None}
@@ -125,10 +159,13 @@ def decide(sights: Sequence[Sight]) -> Plan:
             checkpoint=None,
             served_by={},
             homes=tuple(range(len(sights))),
+            directories=directories(sights, range(len(sights)), {}),
+            near=tuple(sight.node == sights[0].node for sight in sights),
             refused=(),
             hosts=hosts,
         )
     store_id = _require_one_store(sights, stores)
+    stores = without_leftovers(stores)
     _require_one_place(sights, stores)
     with_first = [rank for rank, store in stores.items() if store.place]
     if not with_first:
@@ -138,7 +175,8 @@ def decide(sights: Sequence[Sight]) -> Plan:
             "least, or mount its drive"
         )
     writer = min(with_first)
-    served_by = _deal(stores, writer)
+    served_by = deal(stores, writer)
+    owners = homes(len(sights), served_by, stores[writer])
     chosen, refused = None, list[tuple[int, str]]()
     if not fresh:
         chosen, refused = _newest_whole(sights, stores, writer, served_by)
@@ -148,7 +186,17 @@ def decide(sights: Sequence[Sight]) -> Plan:
         is_new=False,
         checkpoint=None if chosen is None else (chosen.step, chosen.generation),
         served_by=served_by,
-        homes=_homes(len(sights), served_by, stores[writer]),
+        homes=owners,
+        directories=directories(sights, owners, stores),
+        near=tuple(rank in with_first for rank in range(len(sights))),
+        parts=tuple(
+            (owner.owner, part.name, part.digest)
+            for rank, store in stores.items()
+            for owner in store.owners
+            if served_by[owner.owner] == rank
+            for part in owner.parts
+            if not part.problem
+        ),
         refused=tuple(refused),
         hosts=hosts,
     )
@@ -174,6 +222,12 @@ def _only_store(sights: Sequence[Sight], rank: int) -> StoreSight | None:
         raise RanksError(
             f"{_name(sights, rank)} sees parts of several stores: {ids}. Give each store "
             "directories of its own"
+        )
+    firsts = [store.directory for store in stores if store.place]
+    if len(firsts) > 1:
+        raise RanksError(
+            f"{_name(sights, rank)} sees {len(firsts)} copies of the first directory of the store: "
+            f"{listed(firsts)}. Remove all but the one that was written last"
         )
     return stores[0] if stores else None
 
@@ -209,36 +263,6 @@ def _require_one_place(sights: Sequence[Sight], stores: Mapping[int, StoreSight]
                 f"there are {len(found)} copies of {what} of the store: {seen}. Remove all but "
                 "the one that was written last"
             )
-
-
-def _deal(stores: Mapping[int, StoreSight], writer: int) -> dict[int, int]:
-    """Return the rank that serves each owner: the one of those that see it with the least to do."""
-    candidates: dict[int, list[int]] = defaultdict(list)
-    for rank, store in sorted(stores.items()):
-        for owner in store.owners:
-            candidates[owner.owner].append(rank)
-    load: dict[int, int] = defaultdict(int)
-    candidates[0] = [writer]  # its directory is the first
-    served_by: dict[int, int] = {}
-    for number, ranks in sorted(candidates.items(), key=lambda item: (len(item[1]), item[0])):
-        server = min(ranks, key=lambda rank: (load[rank], rank != number, rank))
-        served_by[number] = server
-        load[server] += 1
-    return dict(sorted(served_by.items()))
-
-
-def _homes(size: int, served_by: Mapping[int, int], store: StoreSight) -> tuple[int, ...]:
-    named = {owner for checkpoint in store.checkpoints for owner, _, _ in checkpoint.parts}
-    unused = max({0, *served_by, *named}) + 1
-    homes: list[int] = []
-    for rank in range(size):
-        own = [owner for owner, server in served_by.items() if server == rank]
-        if own:
-            homes.append(min(own))
-        else:
-            homes.append(unused)
-            unused += 1
-    return tuple(homes)
 
 
 def _newest_whole(

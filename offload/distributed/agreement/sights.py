@@ -36,6 +36,9 @@ class OwnerSight:
     place: str
     """Text that is the same for two ranks if, and only if, they see the same directory."""
 
+    directory: str = ""
+    """Path of the directory of the store that has the owner's directory, as the rank sees it."""
+
     parts: tuple[PartSight, ...] = ()
     """All parts in the directory."""
 
@@ -68,11 +71,26 @@ class StoreSight:
     """The store's first directory, in a text that is the same for two ranks if, and only if, they
     see the same directory; empty if the rank does not see it."""
 
+    directory: str = ""
+    """Path of the store's first directory, as the rank sees it; empty if it does not see it."""
+
     checkpoints: tuple[CheckpointSight, ...] = ()
     """Checkpoints in the first directory."""
 
     owners: tuple[OwnerSight, ...] = ()
     """Owners whose directories the rank sees."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectorySight:
+    """A directory that a rank was given."""
+
+    path: str
+    """Absolute path of the directory."""
+
+    place: str
+    """Text that is the same for two ranks of one node if, and only if, they were given the same
+    directory. The directory may be missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +102,12 @@ class Sight:
 
     new_id: str
     """A new random identity, which the store gets if it is new."""
+
+    node: str = ""
+    """Text that is the same for two ranks if, and only if, one running system has both."""
+
+    directories: tuple[DirectorySight, ...] = ()
+    """Directories that the rank was given, in their order."""
 
     fresh: bool = False
     """Whether the caller asked to start over."""
@@ -112,10 +136,13 @@ class Sight:
         return _sight(value, f"{sender}: what it sees")
 
 
+_SIGHTS = (Sight, DirectorySight, StoreSight, CheckpointSight, OwnerSight, PartSight)
+
+
 def _as_json(value: object) -> Json:
     if isinstance(value, tuple):
         return [_as_json(one) for one in value]
-    if isinstance(value, (Sight, StoreSight, CheckpointSight, OwnerSight, PartSight)):
+    if isinstance(value, _SIGHTS):
         return {name: _as_json(getattr(value, name)) for name in value.__slots__}
     return value
 
@@ -127,13 +154,24 @@ def _each(value: Json, make: Callable[[Json, str], T], where: str) -> tuple[T, .
 
 
 def _sight(value: Json, where: str) -> Sight:
-    types = {"host": str, "new_id": str, "fresh": bool, "stores": list, "error": str}
+    types = {
+        "host": str, "new_id": str, "node": str, "directories": list,
+        "fresh": bool, "stores": list, "error": str,
+    }  # fmt: skip
     found = check_fields(value, types, where)
-    return Sight(**{**found, "stores": _each(found["stores"], _store, where)})
+    directories = _each(found["directories"], _directory, where)
+    stores = _each(found["stores"], _store, where)
+    return Sight(**{**found, "directories": directories, "stores": stores})
+
+
+def _directory(value: Json, where: str) -> DirectorySight:
+    return DirectorySight(**check_fields(value, {"path": str, "place": str}, where))
 
 
 def _store(value: Json, where: str) -> StoreSight:
-    types = {"store_id": str, "place": str, "checkpoints": list, "owners": list}
+    types = {
+        "store_id": str, "place": str, "directory": str, "checkpoints": list, "owners": list,
+    }  # fmt: skip
     found = check_fields(value, types, where)
     checkpoints = _each(found["checkpoints"], _checkpoint, where)
     owners = _each(found["owners"], _owner, where)
@@ -153,7 +191,8 @@ def _named_part(value: Json, where: str) -> tuple[int, str, str]:
 
 
 def _owner(value: Json, where: str) -> OwnerSight:
-    found = check_fields(value, {"owner": int, "place": str, "parts": list}, where)
+    types = {"owner": int, "place": str, "directory": str, "parts": list}
+    found = check_fields(value, types, where)
     return OwnerSight(**{**found, "parts": _each(found["parts"], _part, where)})
 
 
