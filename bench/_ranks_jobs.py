@@ -24,6 +24,9 @@ _WAIT_S: Final = 150.0
 """Longest time for a job: what takes longer hangs. Most jobs take a second or two; if the key-value
 store is lost while a rank connects to it, that rank gives up after a minute."""
 
+_GROUP_TIMEOUT_S: Final = 15.0
+"""Seconds for which torch waits for a rank that was killed, as in its own start."""
+
 _POLL_S: Final = 0.005
 _SEAL: Final[Calls] = [["step"], ["checkpoint"], ["result"]]
 _RESUMED: Final[Calls] = [["open"], ["restore"], ["bits"]]
@@ -68,17 +71,26 @@ class KilledJobs:
         self.tally = Tally()
         # Without new buckets after the first backward, a sum over three ranks or more has the same
         # bits in a new process.
-        self._case = {"kind": kind, "timeout_s": timeout_s, "find_unused": kind == "ddp"}
+        self._case = {
+            "kind": kind,
+            "timeout_s": timeout_s,
+            "group_timeout_s": _GROUP_TIMEOUT_S,
+            "find_unused": kind == "ddp",
+        }
+        self._undisturbed = {**self._case, "timeout_s": _WAIT_S, "group_timeout_s": _WAIT_S}
+        """The same for jobs that must succeed, also if the machine is busy."""
         self.label = f"{kind} on {num_ranks} ranks"
         plain: Calls = [["open"], ["bits"], *[["step"]] * num_steps]
         (folder / "undisturbed").mkdir(parents=True)
-        ended = jobs.run(folder / "undisturbed", [plain] * num_ranks, **self._case, is_plain=True)
+        ended = jobs.run(
+            folder / "undisturbed", [plain] * num_ranks, **self._undisturbed, is_plain=True
+        )
         self._bits = [[one["value"] for one in rank.outcomes[1:]] for rank in ended]
         if any(rank.status or len(rank.outcomes) != len(plain) for rank in ended):
             raise RuntimeError(f"the undisturbed run failed: {ended}")
         self._prepared = folder / "prepared"
         self._prepared.mkdir()
-        ended = jobs.run(self._prepared, [[["open"], *_SEAL * 3]] * num_ranks, **self._case)
+        ended = jobs.run(self._prepared, [[["open"], *_SEAL * 3]] * num_ranks, **self._undisturbed)
         if any(rank.status or rank.failed() for rank in ended):
             raise RuntimeError(f"no store could be prepared: {ended}")
 
@@ -88,7 +100,7 @@ class KilledJobs:
         calls: Calls = [["at_step", "", "kill"], *self._calls(begins=begins), ["steps_seen"]]
         found = []
         for rank, ended in enumerate(
-            self._jobs.run(folder, [calls] * self.num_ranks, **self._case)
+            self._jobs.run(folder, [calls] * self.num_ranks, **self._undisturbed)
         ):
             if ended.status or ended.failed():
                 raise RuntimeError(f"a job that nobody disturbs failed: {ended}")
@@ -174,7 +186,7 @@ class KilledJobs:
                 self.tally.counts["trials"] += 1
                 self.tally.counts["kills while training" if late else "kills at any moment"] += 1
             self._check_ended(ended, what)
-            is_checked = all(len(one.outcomes) >= len(_RESUMED) for one in ended)
+            is_checked = all(map(_has_resumed, ended))
             if is_checked:
                 self._check_resumed(folder, ended, durable, what)
             durable = max(durable, *map(_acknowledged, ended))
@@ -193,7 +205,7 @@ class KilledJobs:
         """
         durable = max([durable, *map(_acknowledged, ended)])
         again = self._jobs.run(
-            folder, [[*_RESUMED, *_SEAL, ["step"], ["close"]]] * self.num_ranks, **self._case
+            folder, [[*_RESUMED, *_SEAL, ["step"], ["close"]]] * self.num_ranks, **self._undisturbed
         )
         self.tally.counts["restarts"] += 1
         for number, one in enumerate(again):
@@ -282,6 +294,11 @@ class KilledJobs:
             # It serves until it is collected, when the next job has one.
             self._store, case["store_port"] = _serve_keys()
         return self._jobs.start(folder, calls, **case)
+
+
+def _has_resumed(rank: Rank) -> bool:
+    first = rank.outcomes[: len(_RESUMED)]
+    return len(first) == len(_RESUMED) and not any(one["error"] for one in first)
 
 
 def _serve_keys() -> tuple[Store, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,15 @@ _PARTS = {
     "stopped": "rank 0 stopped in a seal until the others gave up, then continued",
 }
 
-_CAMPAIGN = (
-    "fault",
+_COUNTS = (
     "trials",
-    "restarts to the end",
-    "jobs that resumed",
-    "comparisons of bits",
+    "restarts",
+    "resumed",
+    "bits compared",
     "checkpoints verified",
-    "checkpoints lost",
-    "problems",
-    "run",
+    "lost",
 )
+"""Counts of each part of a campaign, which are the columns of the table."""
 
 
 def redraw(page: str, runs: Sequence[dict[str, Any]], folder: Path) -> str:
@@ -46,15 +44,14 @@ def redraw(page: str, runs: Sequence[dict[str, Any]], folder: Path) -> str:
 
 def section(runs: Sequence[dict[str, Any]], folder: Path) -> str:
     """Return the section, without its heading; every figure in it is from a result."""
-    draw: dict[str, Callable[[dict[str, Any], str], str]] = {
-        "ranks_step": _times,
-        "ranks_campaign": campaign,
-    }
     parts = []
     for bench in BENCHES:
-        for one in (run for run in runs if run["bench"] == bench):
-            path = Path(os.path.relpath(one["path"], folder)).as_posix()
-            parts.append(draw.get(bench, _claims)(one, f"[{one['what']}]({path})"))
+        own = [(one, _link(one, folder)) for one in runs if one["bench"] == bench]
+        if bench == "ranks_campaign":
+            parts += [campaign(own)] if own else []
+        else:
+            draw = _times if bench == "ranks_step" else _claims
+            parts += [draw(one, link) for one, link in own]
     return "\n".join(parts) if parts else "Nothing has been recorded yet.\n"
 
 
@@ -102,32 +99,34 @@ def _claims(one: dict[str, Any], link: str) -> str:
     return text + _table(("", "ratio", "90 % interval", "limit"), rows)
 
 
-def campaign(one: dict[str, Any], link: str) -> str:
-    """Return the counts of a campaign of faults as a table."""
-    facts, text = one["facts"], ""
-    rows = []
-    for part, what in _PARTS.items():
-        counts = {
-            key.removeprefix(f"{part}: "): value
-            for key, value in facts.items()
-            if key.startswith(f"{part}: ")
-        }
-        if not counts:
-            continue
-        cells = ("trials", "restarts", "resumed", "bits compared", "checkpoints verified", "lost")
-        number = len(counts["problems"])
-        row = [f"{counts.get(name, 0):,}" for name in cells]
-        rows.append((what, *row, str(number), link))
-    if rows:
-        text = _table(_CAMPAIGN, rows)
-    if "files: seals" in facts:
-        text += (
-            f"\nModel files of {facts['files: seals']:,} seals by three ranks "
-            f"({facts['files: tensors compared']:,} tensors, {facts['files: bytes compared']:,} "
-            f"bytes, rows of 2 to 4,094 bytes), beside those that the safetensors library writes: "
-            f"{len(facts['files: problems'])} differ ({link}).\n"
-        )
-    return text
+def campaign(runs: Sequence[tuple[dict[str, Any], str]]) -> str:
+    """Return the counts of campaigns of faults as a table, and those of model files as text.
+
+    Args:
+        runs: Recorded campaigns, each with a link to its file.
+    """
+    rows, texts = [], []
+    for one, link in runs:
+        facts = one["facts"]
+        for part, what in _PARTS.items():
+            if f"{part}: problems" not in facts:
+                continue
+            counts = [facts.get(f"{part}: {name}", 0) for name in _COUNTS]
+            problems = len(facts[f"{part}: problems"])
+            rows.append((what, *(f"{count:,}" for count in (*counts, problems)), link))
+        if "files: problems" in facts:
+            texts.append(
+                f"\nModel files of {facts['files: seals']:,} seals by three ranks "
+                f"({facts['files: tensors compared']:,} tensors, "
+                f"{facts['files: bytes compared']:,} bytes, rows of 2 to 4,094 bytes), beside "
+                "those that the safetensors library writes: "
+                f"{len(facts['files: problems'])} differ ({link}).\n"
+            )
+    return "".join([*([_table(("fault", *_COUNTS, "problems", "run"), rows)] * bool(rows)), *texts])
+
+
+def _link(one: dict[str, Any], folder: Path) -> str:
+    return f"[{one['what']}]({Path(os.path.relpath(one['path'], folder)).as_posix()})"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -32,7 +32,6 @@ from tests.ranks_training.rank_server import Jobs
 
 PARTS = ("steps", "random", "stopped", "files")
 _KINDS = ("ddp", "fsdp2")
-_TIMEOUT_S = 3.0
 _SPAN_S = 0.8
 _STEPS_PER_KILL = 12
 """Steps of the undisturbed run for each random kill; a job takes fewer between two kills."""
@@ -80,6 +79,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ranks", default="2,3,4", help="numbers of ranks of random kills, with commas")
     add("--seals", type=int, default=50, help="seals whose files are compared")
     add("--seed", type=int, default=20261123, help="of random moments and rows")
+    add("--timeout-s", type=float, default=3.0, help="without a sign of a rank until it is lost")
     add("--workers", type=int, default=2, help="jobs at the same time (default: %(default)s)")
     quick = {"times": 1, "every": 40, "kills": 2, "ranks": "2", "seals": 2, "workers": 1}
     args = parser.read(arguments, quick=quick)
@@ -126,7 +126,7 @@ def _steps(args: argparse.Namespace) -> list[Work]:
         def work(jobs: Jobs, folder: Path) -> Tally:
             # The third time, the key-value store outlives the ranks, as torchrun's does.
             kind = _KINDS[time_ % len(_KINDS)]
-            killed = KilledJobs(jobs, folder, kind, 2, 12, _TIMEOUT_S)
+            killed = KilledJobs(jobs, folder, kind, 2, 12, args.timeout_s)
             resumes = [(False, *step) for step in killed.labels(begins=False)]
             known = {label for _, _, label in resumes}
             begins = [(True, *s) for s in killed.labels(begins=True) if s[1] not in known]
@@ -148,7 +148,7 @@ def _random(args: argparse.Namespace) -> list[Work]:
         def work(jobs: Jobs, folder: Path) -> Tally:
             num_kills = -(-args.kills // len(_KINDS))
             num_steps = num_kills * _STEPS_PER_KILL + 40
-            killed = KilledJobs(jobs, folder, kind, num_ranks, num_steps, _TIMEOUT_S)
+            killed = KilledJobs(jobs, folder, kind, num_ranks, num_steps, args.timeout_s)
             killed.kill_randomly(num_kills, args.seed, _SPAN_S)
             return killed.tally
 
@@ -160,7 +160,7 @@ def _random(args: argparse.Namespace) -> list[Work]:
 def _stopped(args: argparse.Namespace) -> list[Work]:
     def work_on(num_ranks: int, kind: str) -> Work:
         def work(jobs: Jobs, folder: Path) -> Tally:
-            killed = KilledJobs(jobs, folder, kind, num_ranks, 12, _TIMEOUT_S)
+            killed = KilledJobs(jobs, folder, kind, num_ranks, 12, args.timeout_s)
             labels = [label for rank, label in killed.labels(begins=False) if rank == 0]
             first = labels.index("seal: put seal/all-written")
             last = labels.index("seal: rename run/.slot-N")

@@ -141,8 +141,8 @@ def render(runs: list[Run], folder: Path, figures: dict[str, Path]) -> str:
             parts.extend(_same_bits_table(r, folder) for r in own)
             continue
         if bench == "ranks_campaign":
-            links = [f"[{r['what']}]({_link(r['path'], folder)})" for r in own]
-            parts.extend(map(_ranks_page.campaign, own, links))
+            links = (f"[{r['what']}]({_link(r['path'], folder)})" for r in own)
+            parts.append(_ranks_page.campaign([*zip(own, links, strict=True)]))
             continue
         parts.append(_claims_table(own, folder))
         parts.extend(_remarks(r) for r in own)

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         UnwritableError,
         VolatileStoreError,
     )
+    from offload.exchange.dcp_storage import CheckpointReader
     from offload.exchange.exporting import export_checkpoint
     from offload.exchange.hf_files import add_hf_files
     from offload.exchange.importing import import_checkpoint
@@ -89,6 +90,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointInfo",
     "CheckpointNotFoundError",
+    "CheckpointReader",
     "DamagedError",
     "DriveTuning",
     "EverySeconds",
@@ -202,6 +204,7 @@ _MODULES = {
     "offload.retention.policy": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),
     "offload.grad_scaler": ("GradScaler",),
     "offload.engine.seal": ("SealHandle",),
+    "offload.exchange.dcp_storage": ("CheckpointReader",),
     "offload.exchange.exporting": ("export_checkpoint",),
     "offload.exchange.hf_files": ("add_hf_files",),
     "offload.exchange.importing": ("import_checkpoint",),

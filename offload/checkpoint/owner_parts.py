@@ -389,8 +389,10 @@ def check_cover(path: str, manifest: Manifest, tables: Sequence[OwnerTable]) -> 
         CheckpointError: Boxes overlap, or leave elements out. The message names the tensor.
     """
     model = manifest.layout.model
-    state = [parameter_boxes(one.layout) for one in (manifest, *tables)]
-    written = [[(box.name, box.box) for box in one.model_boxes] for one in (manifest, *tables)]
+    layouts = [manifest.layout, *(table.layout for table in tables)]
+    state = [parameter_boxes(layout) for layout in layouts]
+    boxes = [manifest.model_boxes, *(table.model_boxes for table in tables)]
+    written = [[(box.name, box.box) for box in each] for each in boxes]
     for what, owned, every in (("the state", state, False), ("model.safetensors", written, True)):
         try:
             require_exact_cover(model, owned, every=every)

@@ -127,13 +127,14 @@ class WholeState:
         )
         """For each parameter of `layout`, its scalar state; None if it has no state yet."""
         tables = [owner.table for owner in self.owners if owner.table is not None]
-        self._slot = SealedSlot(self._backend, checkpoint.path, checkpoint.parts, manifest, tables)
+        self.slot = SealedSlot(self._backend, checkpoint.path, checkpoint.parts, manifest, tables)
         self._opened: OrderedDict[int, SealedOwner] = OrderedDict()
         self._reads = CheckedReads(self._backend, verify=verify)
-        self._model_ranges = sorted(self._slot.model_ranges(), key=lambda one: one.offset)
+        self._model_ranges = sorted(self.slot.model_ranges(), key=lambda one: one.offset)
         self._model_starts = [one.offset for one in self._model_ranges]
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
-        self._verify = verify
+        self.verifies = verify
+        """Whether data is compared with its digests."""
 
     @property
     def bytes_read(self) -> int:
@@ -182,7 +183,7 @@ class WholeState:
             CheckpointError: The chunk has no digest, although it has state.
             gds.StorageError: The chunk cannot be read.
         """
-        files = self._files(owner)
+        files = self.files(owner)
         size = owner.layout.formats[array].nbytes
         offset, nbytes = owner.layout.byte_range(array, chunk)
         digest = files.digests[array][chunk]
@@ -204,12 +205,12 @@ class WholeState:
             CheckpointError: The digest of a range is in a part that is not seen here.
             gds.StorageError: A range cannot be read.
         """
-        header = self._slot.layout.model_header
+        header = self.slot.layout.model_header
         first = header.data_start + header.entries[name].start
         begin, end = first + start, first + stop
-        if not self._verify:
+        if not self.verifies:
             self._reads.bytes_read += end - begin
-            return memoryview(self._slot.model.read_bytes(begin, end - begin))
+            return memoryview(self.slot.model.read_bytes(begin, end - begin))
         out = memoryview(bytearray(end - begin))
         at = begin
         while at < end:
@@ -229,23 +230,24 @@ class WholeState:
 
     def close(self) -> None:
         """Close all files. Idempotent."""
-        self._slot.close()
+        self.slot.close()
         while self._opened:
             self._opened.popitem()[1].close()
 
     def _model_range(self, number: int, sealed: SealedRange) -> memoryview:
         if number not in self._kept:
             self._kept[number] = self._reads.read(
-                self._slot.model, sealed, self._slot.context, 0, sealed.nbytes
+                self.slot.model, sealed, self.slot.context, 0, sealed.nbytes
             )
             while len(self._kept) > _KEPT_MODEL_RANGES:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(number)
         return self._kept[number]
 
-    def _files(self, owner: StateOwner) -> SealedSlot | SealedOwner:
+    def files(self, owner: StateOwner) -> SealedSlot | SealedOwner:
+        """Return the files of an owner; they are closed when those of many others are opened."""
         if owner.table is None:
-            return self._slot
+            return self.slot
         if owner.number not in self._opened:
             self._opened[owner.number] = SealedOwner(self._backend, owner.path, owner.table)
             if len(self._opened) > _MAX_OPEN_OWNERS:

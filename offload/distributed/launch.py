@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,30 @@ def join_ranks(
         model: Model that is trained; None if it was not given.
         options: Settings of the optimizer.
 
-    Raises the errors of `RankGroup`.
+    Raises the errors of `RankGroup`, and ValueError if the options' `overlap` is not possible.
     """
     group = process_group if isinstance(process_group, dist.ProcessGroup) else None
     named = all_parameters(param_groups, model)
     has_fused = any(one.get("fused") for one in param_groups)
     multiple = BLOCK_ELEMENTS if options.state_dtype == "int8" or has_fused else 1
+    if options.overlap is not None:
+        require_beside_forward(named)
     return RankGroup(group, named, multiple=multiple, timeout_s=options.agreement_timeout_s)
+
+
+def require_beside_forward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse steps beside the forward where it was not shown that they have the same bits.
+
+    Args:
+        named: Parameters with their names; all ranks have the same.
+
+    Raises:
+        ValueError: A parameter is on a device.
+    """
+    for name, tensor in named:
+        if tensor.device.type not in ("cpu", "meta"):  # the latter is refused with its own remedy
+            raise ValueError(
+                'overlap="forward" is not supported with several ranks on a device, with NCCL for '
+                f"example: {name!r} is on {tensor.device}, and this was tried in host memory with "
+                "gloo only. Leave it out"
+            )

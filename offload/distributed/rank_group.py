@@ -34,8 +34,8 @@ from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, digest_of
 from offload.distributed.ownership import Ownership
-from offload.distributed.rank_store import RankStore, require_ranks
-from offload.distributed.share_copy import ShareCopy, is_same_share, load_rows, load_share
+from offload.distributed.rank_store import RankStore
+from offload.distributed.share_copy import ShareCopy, is_own_share, is_same_share, load_share
 from offload.distributed.together import everywhere, together
 from offload.errors import OffloadError, RanksError, reason_of
 from offload.format.boxes import Box, Cut
@@ -43,9 +43,11 @@ from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.shares.file_shares import FileShare, file_share
 from offload.format.shares.model_shares import ModelShare, ModelShares, TensorBox, divide
+from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
+from offload.model.recut_model import read_recut_model
 from offload.model.shards import Shards, is_dtensor
 from offload.options import Options
 from offload.retention.policy import Retention
@@ -112,9 +114,19 @@ class RankGroup:
         self._file_shares: tuple[ModelShares, FileShare] | None = None
 
     @property
+    def gathers(self) -> bool:
+        """Whether any part of the model is on several ranks, so that steps gather new values."""
+        return self._is_replicated
+
+    @property
     def shards(self) -> Shards | None:
         """Function that returns this rank's part of a tensor."""
         return self._ownership.shard
+
+    @property
+    def cuts(self) -> Mapping[str, Cut]:
+        """Box of each parameter that this rank steps and stores, by name."""
+        return self._ownership.cuts
 
     def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
         """Decide with all ranks who steps parameters that are new; see `Ownership.know`."""
@@ -268,22 +280,24 @@ class RankGroup:
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model."""
         store, manifest = self._opened(), checkpoint.manifest
-        require_ranks(manifest, checkpoint.path, self.size)
         share = self._file_share(manifest.layout)
+        copied = share.copied
         with store.model_of(checkpoint) as file:
-            if share.through_cache:
-                return load_rows(
-                    self._divided(manifest.layout),
-                    share,
-                    store.model_boxes_of(checkpoint),
-                    stored,
-                    file,
+            if share.through_cache or not is_own_share(copied, manifest.model_boxes):
+                live = {item.spec.name: item.tensor for item in stored}
+                wanted = [LiveBox(e.name, e.box, live[e.name]) for e in copied.entries]
+                wanted += [LiveBox(s.name, s.cut.box, live[s.name]) for s in share.scattered]
+                return read_recut_model(
                     store.backend,
-                    DigestContext(manifest.store_id, manifest.generation),
+                    checkpoint.path,
+                    store.manifest_of(checkpoint),
+                    file,
+                    wanted,
                     self._traffic,
+                    parts=(),
                 )
             return load_share(
-                share.copied,
+                copied,
                 manifest.model_boxes,
                 stored,
                 file,

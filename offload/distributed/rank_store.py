@@ -7,7 +7,8 @@ also has the state of owner 0. Every other rank has the state of one other owner
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -15,6 +16,8 @@ from gds import Backend, File, StorageError
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.owner_parts import check_owner_part
 from offload.checkpoint.reading import decode_manifest
+from offload.checkpoint.recut.layout import box_of
+from offload.checkpoint.recut.source import RecutSource
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.grant import NO_SEAL, Offer
 from offload.distributed.agreement.messages import Json
@@ -25,11 +28,12 @@ from offload.distributed.rank_sealing import RankSealing, from_message, to_messa
 from offload.distributed.survey import place_of, survey
 from offload.distributed.together import together
 from offload.errors import CheckpointError, RanksError
+from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME
 from offload.format.shares.model_shares import ModelShare
-from offload.format.shares.owners import ModelBox
+from offload.format.shares.part_table import owner_sizes
 from offload.format.shares.rank_states import join_ranks
 from offload.format.train_state import EncodedState
 from offload.journal import Journal
@@ -39,6 +43,9 @@ from offload.store.opening import StoredCheckpoint, find_stored
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.slot import OwnerSlot, OwnerSlotState
 from offload.store.owners.store import OwnerStore
+from offload.store.poison import Poison
+from offload.store.quarantine import write_quarantine
+from offload.store.recut_room import remove_parts_of_former_owners, require_available
 from offload.store.shared import SharedStore
 from offload.store.slot import Slot, SlotState
 from offload.store.state_store import StateSlot
@@ -318,6 +325,13 @@ class RankStore:
                     in_place_of=last.number,
                     reason=last.reason,
                 )
+            remove_parts_of_former_owners(
+                store.backend,
+                store.directory,
+                store.store_id,
+                store.named_parts(),
+                range(1, self.agreement.peers.size),
+            )
             own = store.acquire(layout, num_groups)
             self._granted = own
             named = store.named_parts()
@@ -419,6 +433,45 @@ class RankStore:
         if known is not None:
             self._manifests[checkpoint.path] = replace(known, metrics=manifest.metrics)
 
+    def fits(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> bool:
+        """Return whether this rank has stored its state of a checkpoint in its present cut."""
+        peers, owners = self.agreement.peers, self.manifest_of(checkpoint).owners
+        if [one.owner for one in owners] != [*range(1, peers.size)]:
+            return False
+        found = cuts or {}
+        own = [(spec.name, box_of(spec)) for spec in checkpoint.manifest.layout.parameters]
+        return all(name in found and found[name].box == box for name, box in own)
+
+    def recut(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> RecutSource:
+        """Return the state of a checkpoint in the present cut of this rank, for reading."""
+        manifest = self.manifest_of(checkpoint)
+        return RecutSource(self.backend, checkpoint.path, manifest, cuts, ())
+
+    def require_recut_room(self, layout: Layout, num_groups: int) -> None:
+        """Check that there is room for the first slot of another cut, with all parts. Collective.
+
+        Raises:
+            StoreFullError: There is no room. Nothing has been changed; every rank raises it.
+        """
+        store = self._opened.store
+        if store is not None:
+            needed = store.slot_bytes(layout, num_groups)
+        else:
+            boxes = [(entry.name, entry.box) for entry in self._share_of(layout).entries]
+            needed = sum(owner_sizes(layout, boxes).values())
+
+        def make(asked: Any) -> Json:
+            if self._opened.store is None:
+                raise RuntimeError("only the writer makes offers")
+            return [sum(asked.values()), self._opened.store.available_bytes()]
+
+        agreed = self.agreement.agree("restore()", make, lambda _: None, ask=needed, asks=True)
+        require_available(self.directory, *agreed.offer)
+
+    def manifest_of(self, checkpoint: StoredCheckpoint) -> Manifest:
+        """Return the manifest of a checkpoint as it is on the drive."""
+        return self._manifests.get(checkpoint.path, checkpoint.manifest)
+
     def slot_of(self, checkpoint: StoredCheckpoint) -> StateSlot:
         """Return the open files of this rank's state in a checkpoint.
 
@@ -445,7 +498,7 @@ class RankStore:
 
     def reader_of(self, checkpoint: StoredCheckpoint) -> Checkpoint:
         """Return a checkpoint as readers see it, with the train state of this rank."""
-        manifest = self._manifests.get(checkpoint.path, checkpoint.manifest)
+        manifest = self.manifest_of(checkpoint)
         peers = self.agreement.peers
         return Checkpoint(
             self.backend, checkpoint.path, manifest, rank=peers.rank, num_ranks=peers.size
@@ -454,21 +507,6 @@ class RankStore:
     def model_of(self, checkpoint: StoredCheckpoint) -> File:
         """Return the model file of a checkpoint, open for this rank alone; the caller closes it."""
         return self.backend.open(f"{checkpoint.path}/{MODEL_NAME}")
-
-    def model_boxes_of(self, checkpoint: StoredCheckpoint) -> list[tuple[ModelBox, ...]]:
-        """Return the boxes of the model whose digests each rank has, by rank.
-
-        Raises:
-            CheckpointError: The part of a rank is missing or damaged.
-            UnreadableError: The part of a rank could not be read.
-        """
-        manifest = self._manifests.get(checkpoint.path, checkpoint.manifest)
-        boxes = [manifest.model_boxes]
-        for reference in manifest.owners:
-            part = reference.path_in(self.directory)
-            table = check_owner_part(self.backend, part, manifest, reference, checkpoint.path)
-            boxes.append(table.model_boxes)
-        return boxes
 
     def working_model(self, slot: StateSlot) -> tuple[File, Callable[[], None]]:
         """Return the model file of the working slot, open for writing, and what closes it.
@@ -486,7 +524,7 @@ class RankStore:
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
         """Exclude a damaged checkpoint from use.
 
-        The writer marks it. Another rank marks its own part, if that is what is damaged.
+        The writer marks it. Another rank marks the part that is damaged.
         """
         if self._opened.store is not None:
             self._opened.store.quarantine(checkpoint, reason)
@@ -496,6 +534,13 @@ class RankStore:
         self._refused.append((checkpoint.path, reason))
         if part is not None and slot is not None and slot.path in reason:
             part.quarantine(slot, reason)
+            return
+        # A rank that reads another cut may have read any owner's part.
+        owners = self.manifest_of(checkpoint).owners
+        for path in (checkpoint.path, *(one.path_in(self.directory) for one in owners)):
+            if f"{path}/" in reason:
+                with suppress(StorageError):  # a later process finds the damage again
+                    write_quarantine(self.backend, path, reason, Poison(path))
 
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
         """Withdraw, durably, every checkpoint that is newer than the given one. Collective."""
@@ -590,16 +635,3 @@ class RankStore:
             model_boxes=table.model_boxes,
         )
         return StoredCheckpoint(path, own, None)
-
-
-def require_ranks(manifest: Manifest, path: str, size: int) -> None:
-    """Check that a checkpoint was made by as many ranks as run now.
-
-    Raises:
-        CheckpointError: The number of ranks is another one.
-    """
-    made_by = len(manifest.owners) + 1
-    if made_by != size:
-        raise CheckpointError(
-            f"{path} was made by {made_by} ranks, and {size} run now: resume with {made_by} ranks"
-        )

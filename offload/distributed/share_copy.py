@@ -10,13 +10,12 @@ import torch
 from gds import Backend, File
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
-from offload.errors import MismatchError
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
-from offload.format.shares.file_shares import FileShare, file_share
+from offload.format.shares.file_shares import FileShare
 from offload.format.shares.model_blocks import SharePlan
-from offload.format.shares.model_shares import ModelShare, ModelShares
+from offload.format.shares.model_shares import ModelShare
 from offload.format.shares.owners import ModelBox
 from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
@@ -190,47 +189,15 @@ def _tensors_of(share: ModelShare, stored: Sequence[Stored]) -> list[torch.Tenso
     return [live[entry.name] for entry in share.entries]
 
 
+def is_own_share(share: ModelShare, boxes: Sequence[ModelBox]) -> bool:
+    """Return whether boxes with digests are those of a share."""
+    wanted = {(entry.name, entry.box) for entry in share.entries}
+    return wanted == {(one.name, one.box) for one in boxes if one.box.num_elements}
+
+
 def _scattered_of(share: FileShare, stored: Sequence[Stored]) -> list[torch.Tensor]:
     live = {item.spec.name: item.tensor for item in stored}
     return [live[one.name] for one in share.scattered]
-
-
-def load_rows(
-    shares: ModelShares,
-    share: FileShare,
-    boxes: Sequence[Sequence[ModelBox]],
-    stored: Sequence[Stored],
-    file: File,
-    backend: Backend,
-    context: DigestContext,
-    traffic: Traffic,
-) -> int:
-    """Load live boxes of tensors that the ranks have written together; return the bytes read.
-
-    A digest is of whole rows, so a rank reads the rows that have elements of its boxes.
-
-    Args:
-        shares: Boxes of all ranks.
-        share: What this rank copies.
-        boxes: For each rank, the boxes whose digests it has computed.
-        stored: Tensors of the model.
-        file: Model file of the checkpoint.
-        backend: Backend that allocates the memory for copying.
-        context: Store and generation of the digests.
-        traffic: Counter of the bytes that cross to devices.
-
-    Raises the errors of `load_share`.
-    """
-    live = {item.spec.name: item.tensor for item in stored}
-    sources = []
-    for rank, written in enumerate(boxes):
-        digested = file_share(shares, rank).digested
-        sources.append(StoredShare(digested, file, _digests_of(digested, written, file)))
-    wanted = [LiveBox(one.name, one.box, live[one.name]) for one in share.copied.entries]
-    wanted += [LiveBox(one.name, one.cut.box, live[one.name]) for one in share.scattered]
-    reading = ShareReading(sources, wanted)
-    reading.read(buffers_of(backend, reading.buffer_bytes, traffic), context)
-    return reading.num_bytes
 
 
 def load_share(
@@ -246,7 +213,7 @@ def load_share(
 
     Args:
         share: Boxes that the rank reads.
-        boxes: Boxes that the rank with the same number has written, with their digests.
+        boxes: The same boxes with their digests; see `is_own_share`.
         stored: Tensors of the model.
         file: Model file of the checkpoint.
         backend: Backend that allocates the memory for copying.
@@ -254,11 +221,11 @@ def load_share(
         traffic: Counter of the bytes that cross to devices.
 
     Raises:
-        MismatchError: The boxes are not those of the share.
         DamagedError: The file is damaged.
         gds.StorageError: The file cannot be read.
     """
-    digests = _digests_of(share, boxes, file)
+    written = {(one.name, one.box): one for one in boxes}
+    digests = [d for entry in share.entries for d in written[entry.name, entry.box].digests]
     live = {item.spec.name: item for item in stored}
     reading = ShareReading(
         [StoredShare(share, file, digests)],
@@ -266,21 +233,3 @@ def load_share(
     )
     reading.read(buffers_of(backend, reading.buffer_bytes, traffic), context)
     return reading.num_bytes
-
-
-def _digests_of(share: ModelShare, boxes: Sequence[ModelBox], file: File) -> list[str]:
-    """Return the digests of a share's pieces, in their order.
-
-    Raises:
-        MismatchError: The boxes are not those of the share.
-    """
-    written = {(one.name, one.box): one for one in boxes}
-    wanted = {(entry.name, entry.box) for entry in share.entries}
-    different = sorted(f"{name}{box.notation()}" for name, box in wanted ^ written.keys())
-    if different:
-        raise MismatchError(
-            f"{file.path}: the ranks that made the checkpoint had divided the model otherwise "
-            f"({different[0]}, and {len(different) - 1} more boxes differ): resume with as many "
-            "ranks as it was made with, and the same sharding"
-        )
-    return [d for entry in share.entries for d in written[entry.name, entry.box].digests]

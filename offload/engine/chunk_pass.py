@@ -12,7 +12,7 @@ import torch
 from offload.engine.failed_seal import FailedSeal
 from offload.engine.seal import Seal
 from offload.format.digests import Digests, Run
-from offload.store.state_store import StateSlot
+from offload.store.state_store import StateSlot, StateSource
 from offload.stream.frame import Frame
 from offload.stream.meter import Meter
 from offload.stream.passes import RingPass
@@ -91,7 +91,7 @@ class StatePass:
         updater: ChunkWork,
         *,
         step: int,
-        source: StateSlot | None,
+        source: StateSource | None,
         target: StateSlot,
         chunks: Sequence[int],
         seal: Seal | FailedSeal | None,

@@ -7,7 +7,7 @@ steps are taken. This module only coordinates the two.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
@@ -26,7 +26,7 @@ from offload.format.unreadable import as_unreadable
 from offload.store.directories import NOTHING_CHANGED
 from offload.store.frozen_space import FrozenSpace
 from offload.store.opening import StoredCheckpoint
-from offload.store.state_store import StateStore
+from offload.store.state_store import StateSlot, StateStore
 from offload.units import size
 
 T = TypeVar("T")
@@ -149,9 +149,9 @@ class Engine:
             )
         store.warn_of_lost()  # `is_usable` may just have found a loss
         store.keeping.require_replaceable(store.sealing.path_of(state.num_steps))
-        slot, moves = state.slots.present, False
-        if slot is None:
-            slot = state.slots.begin(state.layout, len(groups))
+        moves = False
+        if state.slots.present is None:
+            state.slots.begin(state.layout, len(groups))
         elif not state.slots.is_working:
             # No step was taken since the last seal, yet the new checkpoint differs from it.
             state.slots.ensure_target(state.layout, len(groups))
@@ -159,19 +159,20 @@ class Engine:
         with state.failing_seal():
             if moves:
                 move_state(state, groups)
-                slot = state.slots.present or slot
+            # Moving state makes a slot of what `restore` has found in another cut.
+            written = cast(StateSlot, state.slots.present)
             captured = capture(
                 store.sealing,
                 groups,
                 state.table,
                 state.table.stored(groups),
-                slot,
+                written,
                 state.num_steps,
                 encoded,
                 metrics or {},
                 state.update_code,
             )
-        return state.begin_seal(slot, captured)
+        return state.begin_seal(written, captured)
 
     def fail_checkpoint(self, error: Exception) -> None:
         """Let a checkpoint fail on all ranks because its content cannot be stored on this one.
@@ -288,6 +289,8 @@ class Engine:
 
     def unpin(self, name: str) -> None:
         """Remove a pin; see `OffloadedOptimizer.unpin`."""
+        if self.state.ranks.size > 1:
+            self.join()  # at the end of a step the ranks may agree on a seal
         self.state.ranks.require_same("unpin()", f"the pin {name!r}")
         self.store.keeping.unpin(name)
 

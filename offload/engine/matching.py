@@ -23,7 +23,6 @@ from offload.model.parameters import (
 )
 from offload.model.replacing import replacing
 from offload.model.shards import Shards
-from offload.store.opening import StoredCheckpoint
 from offload.units import many
 from offload.update.dtypes import DTYPE_CODES
 from offload.update.hyperparameters import check_hyperparameters, check_scalars, rules_of
@@ -39,7 +38,8 @@ _ADVICE = {
 
 
 def match_checkpoint(
-    checkpoint: StoredCheckpoint,
+    path: str,
+    manifest: Manifest,
     groups: Sequence[Mapping[str, Any]],
     model: torch.nn.Module | None,
     rule: UpdateRule,
@@ -54,7 +54,8 @@ def match_checkpoint(
     one.
 
     Args:
-        checkpoint: Checkpoint to match.
+        path: Directory of the checkpoint.
+        manifest: Manifest of the checkpoint, with the layout of this rank's cut.
         groups: ``param_groups`` of the optimizer.
         model: Model of the optimizer, or None.
         rule: Update rule of the optimizer.
@@ -69,7 +70,6 @@ def match_checkpoint(
         MismatchError: The optimizer class, the groups, or names, shapes or dtypes are different.
         CheckpointError: The class cannot have the checkpoint's hyper-parameters or scalar state.
     """
-    manifest, path = checkpoint.manifest, checkpoint.path
     if manifest.optimizer != rule.class_name:
         raise MismatchError(
             f"{path} was made with {manifest.optimizer}, this optimizer is {rule.class_name}: "

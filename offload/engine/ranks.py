@@ -6,13 +6,14 @@ implementation. The engine does not know how ranks talk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
 from gds import Backend
 from offload.device.boundary import Marks
+from offload.format.boxes import Cut
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
@@ -129,6 +130,16 @@ class Ranks(Protocol):
     @property
     def shards(self) -> Shards | None:
         """Function that returns this rank's part of a tensor; None if there is one rank."""
+        ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether steps bring new values to other ranks that hold them as well."""
+        ...
+
+    @property
+    def cuts(self) -> Mapping[str, Cut] | None:
+        """Box of each parameter that this rank steps and stores, by name; None for whole ones."""
         ...
 
     def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
@@ -263,6 +274,8 @@ class Alone:
         del what, value
 
     shards = None
+    gathers = False
+    cuts = None
 
     def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
         """Do nothing: one rank steps everything."""

@@ -1,7 +1,8 @@
 """Continuing from a checkpoint: choose one, match it with the live model, and load it.
 
 The optimizer state is not read, unless the user asks for its check: the next step reads it from the
-checkpoint.
+checkpoint. If the checkpoint was made by another number of ranks, or in another sharding, the next
+step reads it from a `RecutSource`, and writes a slot of the present cut.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from functools import partial
 from typing import Any, cast
 
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.recut.source import RecutSource
 from offload.engine.matching import match_checkpoint
 from offload.engine.training_state import Groups, TrainingState
-from offload.engine.whole_model import load_whole
+from offload.engine.whole_model import load_recut, load_whole
 from offload.errors import CheckpointError, DamagedError, MismatchError
+from offload.format.manifest import Manifest
 from offload.journal import log_event
 from offload.model.parameters import Stored, Trainable
 from offload.store.opening import StoredCheckpoint
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slot import Slot
-from offload.store.state_store import StateSlot, StateStore
+from offload.store.state_store import StateSource, StateStore
 from offload.stream.state_check import check_state
 from offload.units import duration, said_once, seen_from, size
 
@@ -131,20 +134,31 @@ def resume(
     """
     store, lifecycle, ranks = state.store, state.lifecycle, state.ranks
     state.know_parameters(groups)
-    trainables, stored = ranks.together("restore()", lambda: _match(state, groups, found))
-    compute = state.choose_device(groups, found.manifest.layout, trainables)
     started = time.perf_counter()
+    source = _recut(state, found)
+    manifest = found.manifest if source is None else source.manifest
     checkpoint = store.reader_of(found)
-    # The train state is read and checked before anything is changed.
-    ranks.together("restore()", lambda: checkpoint.train_state)
+    try:
+        trainables, stored = ranks.together(
+            "restore()", lambda: _match(state, groups, found.path, manifest)
+        )
+        compute = state.choose_device(groups, manifest.layout, trainables)
+        if source is not None:
+            store.require_recut_room(manifest.layout, len(groups))
+        # The train state is read and checked before anything is changed.
+        ranks.together("restore()", lambda: checkpoint.train_state)
+    except BaseException:
+        if source is not None:
+            source.close()
+        raise
     lifecycle.broken = f"restoring {found.path} failed half way"
     state.forget()
     state.compute = compute
 
-    def take() -> StateSlot:
+    def take() -> StateSource:
         """Make the checkpoint the present state on this rank."""
-        slot = store.slot_of(found)
-        state.table.adopt(found.manifest.layout, trainables, found.manifest.scalars)
+        slot = store.slot_of(found) if source is None else source
+        state.table.adopt(manifest.layout, trainables, manifest.scalars)
         state.meter.restore_bytes = 0
         if parameters:
             state.meter.restore_bytes = _load(state, found, slot, stored, groups)
@@ -176,6 +190,28 @@ def _warn_of_refused(store: StateStore) -> None:
     reasons = said_once([seen_from(path, reason) for path, reason in store.refused])
     for (path, _), reason in zip(store.refused, reasons, strict=True):
         warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=_CALLER)
+
+
+def _recut(state: TrainingState, found: StoredCheckpoint) -> RecutSource | None:
+    """Return the state of a checkpoint in the present cut; None if it was stored in this cut.
+
+    Raises the errors of `RecutSource`.
+    """
+    store, ranks = state.store, state.ranks
+    if ranks.all("restore()", lambda: store.fits(found, ranks.cuts)):
+        return None
+    made: list[RecutSource] = []
+
+    def open_source() -> RecutSource:
+        made.append(store.recut(found, ranks.cuts))
+        return made[0]
+
+    try:
+        return ranks.together("restore()", open_source)
+    except BaseException:
+        for source in made:
+            source.close()
+        raise
 
 
 def _choose(
@@ -233,18 +269,18 @@ def _give_up_damaged(
 
 
 def _match(
-    state: TrainingState, groups: Groups, found: StoredCheckpoint
+    state: TrainingState, groups: Groups, path: str, manifest: Manifest
 ) -> tuple[list[Trainable], list[Stored]]:
     table = state.table
     return match_checkpoint(
-        found, groups, table.model, state.rule, table.state_format, table.shards
+        path, manifest, groups, table.model, state.rule, table.state_format, table.shards
     )
 
 
 def _load(
     state: TrainingState,
     checkpoint: StoredCheckpoint,
-    slot: StateSlot,
+    slot: StateSource,
     stored: Sequence[Stored],
     groups: Sequence[dict[str, Any]],
 ) -> int:
@@ -261,7 +297,9 @@ def _load(
         DamagedError: The model file is damaged. Some parameters may have been overwritten.
     """
     num_bytes = state.ranks.load_model(checkpoint, stored)
-    if num_bytes is None:
+    if num_bytes is None and isinstance(slot, RecutSource):
+        num_bytes = load_recut(state.store, checkpoint, stored, state.meter.traffic)
+    elif num_bytes is None:
         num_bytes = load_whole(checkpoint, cast(Slot, slot), stored, state.block_buffers())
     for group, saved in zip(groups, checkpoint.manifest.groups, strict=True):
         group.update(copy.deepcopy(dict(saved)))  # a tensor learning rate is changed in place

@@ -34,6 +34,9 @@ from offload.update.coding.filler import ParameterState, StateFiller
 _LOADING = "load_state_dict()"
 """Call of the user, for messages."""
 
+_INSTEAD = "Use checkpoint() and restore()"
+"""Remedy if that call is refused."""
+
 
 def make_reference(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
     """Make a reference from torch's state dict; see `OffloadedOptimizer.state_dict`.
@@ -102,7 +105,15 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
     state.lifecycle.require_usable()
     engine.relayout(groups)
     table, layout = state.table, state.layout
-    _require_alone(state, layout, "full_state_dict()")
+    _require_alone(
+        state,
+        layout,
+        "full_state_dict(), like materialized(),",
+        "Call checkpoint(), and read the checkpoint: with torch.distributed.checkpoint.load(state, "
+        "storage_reader=offload.integrations.dcp.CheckpointReader(path)), which gives each rank "
+        "its shards under torch's own names; with offload.read_state(checkpoint, name); or with "
+        "`offload export`",
+    )
     materialized = MaterializedState(
         table.trainables,
         table.scalars,
@@ -125,8 +136,14 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
     return materialized
 
 
-def _require_alone(state: TrainingState, layout: Layout | None, call: str) -> None:
+def _require_alone(state: TrainingState, layout: Layout | None, call: str, remedy: str) -> None:
     """Refuse a call that needs the whole state in this process.
+
+    Args:
+        state: State of the training.
+        layout: Layout of this rank's state.
+        call: The call, for the message.
+        remedy: What to do instead, as a sentence without its full stop.
 
     Raises:
         MismatchError: Other ranks have parts of the state.
@@ -135,7 +152,7 @@ def _require_alone(state: TrainingState, layout: Layout | None, call: str) -> No
     if state.ranks.size > 1 or cut:
         raise MismatchError(
             f"{call} needs the whole state, of which this rank has a part only: it is not "
-            "supported with several ranks yet. Use checkpoint() and restore()"
+            f"supported with several ranks yet. {remedy}"
         )
 
 
@@ -153,7 +170,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
     """
     state = engine.state
     if state.ranks.size > 1:  # other ranks may load a reference
-        state.ranks.together(_LOADING, partial(_require_alone, state, None, _LOADING))
+        state.ranks.together(_LOADING, partial(_require_alone, state, None, _LOADING, _INSTEAD))
     if not {"state", "param_groups"} <= state_dict.keys():
         raise MismatchError(
             f"load_state_dict() got a dict with the keys {sorted(map(str, state_dict))}, "
@@ -164,7 +181,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
     state.lifecycle.require_usable()
     merged, states = read_state_dict(state_dict, groups, state.rule)
     layout, trainables = state.table.describe(merged)
-    _require_alone(state, layout, _LOADING)
+    _require_alone(state, layout, _LOADING, _INSTEAD)
     state.collect_seal(wait=True)
     engine.relayout(merged)
     found = [states.get(t.parameter, ParameterState()) for t in trainables]

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from offload.checkpoint.recut.source import RecutSource
 from offload.engine.chunk_pass import ChunkWork, StatePass
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
@@ -14,7 +15,7 @@ from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import memories
 from offload.model.watch import announce_uses
 from offload.store.quarantine_limit import try_to_quarantine
-from offload.store.state_store import StateSlot
+from offload.store.state_store import StateSource
 from offload.update.rules import Scalars
 from offload.update.step_inputs import StepInputs
 from offload.update.updater import ChunkUpdater
@@ -34,13 +35,7 @@ def step_chunks(
     Raises the errors of `StatePass.run`. The state is broken after an error.
     """
     state_pass = begin_pass(state, groups, gradients)
-    values: Values = NoValues()
-    if state.ranks.size > 1:
-        try:
-            values = _begin_values(state, groups, state_pass)
-        except BaseException:
-            state.slots.torn(state_pass.target)  # the slot is kept for the next pass
-            raise
+    values = begin_values(state, groups, state_pass)
     run_pass(state, state_pass, values)
 
 
@@ -53,19 +48,32 @@ def move_state(state: TrainingState, groups: Groups) -> None:
     run_pass(state, begin_pass(state, groups, nothing, is_step=False))
 
 
-def _begin_values(state: TrainingState, groups: Groups, state_pass: StatePass) -> Values:
-    """Agree with the other ranks on a step, before anything is changed."""
-    seal, named = state.seal, state.table.live(groups)
-    return state.ranks.begin_step(
-        Step(
-            number=state_pass.step,
-            layout=state.layout,
-            stepped=state.table.with_gradient(groups),
-            chunks=state_pass.chunks,
-            memory=named.__getitem__,
-            before_write=seal.wait_copied_of if seal is not None else _no_wait,
+def begin_values(state: TrainingState, groups: Groups, state_pass: StatePass) -> Values:
+    """Agree with the other ranks on a step, before anything is changed.
+
+    Returns:
+        What brings the new values of the pass to other ranks, and theirs to this one.
+
+    Raises:
+        RanksError: The ranks differ. Nothing has been changed.
+    """
+    if not state.ranks.gathers:
+        return NoValues()
+    try:
+        seal, named = state.seal, state.table.live(groups)
+        return state.ranks.begin_step(
+            Step(
+                number=state_pass.step,
+                layout=state.layout,
+                stepped=state.table.with_gradient(groups),
+                chunks=state_pass.chunks,
+                memory=named.__getitem__,
+                before_write=seal.wait_copied_of if seal is not None else _no_wait,
+            )
         )
-    )
+    except BaseException:
+        state.slots.torn(state_pass.target)  # the slot is kept for the next pass
+        raise
 
 
 def _no_wait(name: str) -> None:
@@ -158,7 +166,7 @@ def new_pass(
     work: ChunkWork,
     chunks: Sequence[int],
     *,
-    source: StateSlot | None,
+    source: StateSource | None,
     lock: AbstractContextManager[object] | None = None,
 ) -> StatePass:
     """Return a pass that writes the working slot, or a new slot if there is no working slot.
@@ -206,6 +214,8 @@ def pass_failed(state: TrainingState, state_pass: StatePass, error: BaseExceptio
     refusal = ""
     source = state_pass.source
     checkpoint = None if source is None else state.store.checkpoint_of(source)
+    if isinstance(source, RecutSource):
+        checkpoint = state.slots.sealed
     if checkpoint is not None:
         refusal = try_to_quarantine(state.store, checkpoint, error)
     return DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}")

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from offload.ambient import in_neutral
+from offload.checkpoint.recut.source import RecutSource
 from offload.device.boundary import HOST
 from offload.device.compute import Compute
 from offload.engine.failed_seal import FailedSeal
@@ -283,6 +284,8 @@ class TrainingState:
             SealError: Always, if there are other ranks and the state can be trained on.
         """
         slot = self.slots.present if not self.lifecycle.why_broken() else None
+        if isinstance(slot, RecutSource):
+            slot = None  # state in another cut is no part of a checkpoint of these ranks
         tell = self.ranks.fail_seal(slot, self.num_steps, error)
         if tell is None:
             return

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from gds import StorageError
+from offload.device.staging import Traffic
 from offload.engine.seal import Captured
+from offload.format.names import MODEL_NAME
+from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import WholeCopy
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
 from offload.model.model_writing import CloneSource, TensorRanges
 from offload.model.parameters import Stored
+from offload.model.recut_model import read_recut_model
 from offload.store.opening import StoredCheckpoint
 from offload.store.slot import Slot
 from offload.store.state_store import StateStore
@@ -68,3 +72,23 @@ def load_whole(
     digests = manifest.model_digests
     read_model(image, slot.model, buffers, slot.context, digests, slot.model_leaves)
     return image.data_bytes
+
+
+def load_recut(
+    store: StateStore, checkpoint: StoredCheckpoint, stored: Sequence[Stored], traffic: Traffic
+) -> int:
+    """Load the model of a checkpoint that several ranks have made; return the bytes read.
+
+    Args:
+        store: Store of the checkpoint.
+        checkpoint: Checkpoint to load.
+        stored: Live tensors of the model file.
+        traffic: Counter of the bytes that cross to devices.
+
+    Raises:
+        DamagedError: The model file is damaged. Some parameters may have been overwritten.
+    """
+    wanted = [LiveBox.whole(item.spec.name, item.tensor) for item in stored]
+    backend, path = store.backend, checkpoint.path
+    with backend.open(f"{path}/{MODEL_NAME}") as file:
+        return read_recut_model(backend, path, checkpoint.manifest, file, wanted, traffic, parts=())

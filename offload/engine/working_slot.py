@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from offload.checkpoint.recut.source import RecutSource
 from offload.format.layout import Layout
 from offload.store.opening import StoredCheckpoint
-from offload.store.state_store import StateSlot, StateStore
+from offload.store.owners.slot import OwnerSlot
+from offload.store.slot import Slot
+from offload.store.state_store import StateSlot, StateSource, StateStore
 
 
 class StateSlots:
@@ -17,6 +20,8 @@ class StateSlots:
     - A sealed slot: the next step reads it (the source) and writes every chunk of another slot (the
       target), which then becomes the working slot. A seal or a restore makes a sealed slot the
       present one.
+    - A checkpoint of another cut (`RecutSource`), which a restore makes the present one. The next
+      step reads it in place of a sealed slot; after that it is closed.
 
     Args:
         store: Store that has the slots.
@@ -24,7 +29,7 @@ class StateSlots:
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
-        self.present: StateSlot | None = None
+        self.present: StateSource | None = None
         self.is_working = False
         self.sealed: StoredCheckpoint | None = None
         """Checkpoint of the present state; None if it has none, as after every step."""
@@ -45,7 +50,7 @@ class StateSlots:
             SlotFullError: There is no space. Nothing has changed.
             gds.StorageError: Another operation on a file failed.
         """
-        if self.is_working and self.present is not None:
+        if self.is_working and isinstance(self.present, Slot | OwnerSlot):
             return self.present
         target = self._reserved or self._store.acquire(layout, num_groups)
         self._reserved = None
@@ -71,8 +76,8 @@ class StateSlots:
 
     def begin(self, layout: Layout, num_groups: int) -> StateSlot:
         """Acquire a slot for a model in which no parameter has state yet; its arrays stay empty."""
-        self.present = self.target(layout, num_groups)
-        return self.present
+        self.present = target = self.target(layout, num_groups)
+        return target
 
     def moved_to(self, target: StateSlot, sealing: StateSlot | None) -> StateSlot | None:
         """Record that the state is now in `target`, which steps write in place from here on.
@@ -87,6 +92,9 @@ class StateSlots:
         """
         source = self.present
         self.present, self.is_working, self.sealed = target, True, None
+        if isinstance(source, RecutSource):
+            source.close()
+            return None
         if source is None or source is target or source is sealing:
             return None
         return source if self._store.checkpoint_of(source) is None else None
@@ -100,14 +108,16 @@ class StateSlots:
         """Record that the present slot is being sealed, so that no step writes it any more."""
         self.is_working, self.sealed = False, None
 
-    def resume(self, slot: StateSlot, checkpoint: StoredCheckpoint) -> None:
+    def resume(self, slot: StateSource, checkpoint: StoredCheckpoint) -> None:
         """Make a checkpoint the present state."""
         self.present, self.is_working, self.sealed = slot, False, checkpoint
 
     def forget(self) -> None:
         """Release every slot that is not a checkpoint, for a restore."""
         for slot in (self.present, self._reserved):
-            if slot is not None and self._store.checkpoint_of(slot) is None:
+            if isinstance(slot, RecutSource):
+                slot.close()
+            elif slot is not None and self._store.checkpoint_of(slot) is None:
                 self._store.release(slot)
         self.present = self._reserved = self.sealed = None
         self.is_working = False

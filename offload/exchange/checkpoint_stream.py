@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
-from offload.checkpoint.checkpoint import Checkpoint, require_one_owner
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.sealed_slot import SealedSlot
 from offload.checkpoint.second_read import reread_and_check
+from offload.checkpoint.whole_state import WholeState
 from offload.format.arrays import MASTER
 from offload.format.layout import Layout
+from offload.format.manifest import Manifest
 from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update.coding.decoder import (
     DecodedBlock,
@@ -29,21 +30,33 @@ Progress: TypeAlias = Callable[[int, int], object]
 
 
 class CheckpointStream:
-    """Source of an export's data: one checkpoint, read in order; see `open_stream`.
+    """Source of an export's data: one checkpoint, read in order; see `opened_stream`.
 
     Args:
         checkpoint: The open checkpoint, locked against recycling.
         slot: The open files of the checkpoint.
         progress: Function that is called after each block; None for no reports.
+        state: The state of all owners.
     """
 
-    def __init__(self, checkpoint: Checkpoint, slot: SealedSlot, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        slot: SealedSlot,
+        progress: Progress | None,
+        state: WholeState,
+    ) -> None:
         self.checkpoint = checkpoint
         self.manifest = checkpoint.manifest
-        self.layout: Layout = checkpoint.manifest.layout
+        self.layout: Layout = state.layout
+        """Layout of whole parameters."""
+        self.stored_scalars: Sequence[Scalars | None] = state.scalars
+        """For each parameter, its scalar state; None if it has no state yet."""
         self._slot = slot
         self._progress = progress
         self._done_bytes = 0
+        self._blocks: Iterator[DecodedBlock] | None = None
+        self._block: DecodedBlock = (-1, 0, {})
         header = self.layout.model_header
         self._model_bytes = header.file_bytes - header.data_start
         self.total_bytes: int = self._model_bytes + sum(
@@ -57,34 +70,18 @@ class CheckpointStream:
         """Return the names of the FP32 arrays in a parameter's `blocks`: the master, then state."""
         spec = self.layout.parameters[index]
         names: tuple[str, ...] = (MASTER,) if has_master(spec) else ()
-        if self.manifest.scalars[index] is not None:
+        if self.stored_scalars[index] is not None:
             names += kept_arrays(spec, self.layout)
         return names
 
     def scalars(self, index: int) -> dict[str, Any]:
         """Return fresh objects for the scalar state of a parameter, as torch has them."""
-        values: Scalars | None = self.manifest.scalars[index]
+        values = self.stored_scalars[index]
         return write_scalars(values) if values is not None else {}
 
     def groups(self) -> list[dict[str, Any]]:
         """Return parameter groups as in torch's state dict, with parameter numbers and names."""
-        layout, out, number = self.layout, [], 0
-        for hyper, members in zip(self.manifest.groups, self._members(), strict=True):
-            group = {k: v for k, v in hyper.items() if k not in ("params", "param_names")}
-            group["params"] = list(range(number, number + len(members)))
-            group["param_names"] = [layout.model[position].name for position in members]
-            number += len(members)
-            out.append(group)
-        return out
-
-    def _members(self) -> list[list[int]]:
-        if self.manifest.order is not None:
-            return [list(group) for group in self.manifest.order]
-        positions = {tensor.name: i for i, tensor in enumerate(self.layout.model)}
-        members: list[list[int]] = [[] for _ in self.manifest.groups]
-        for spec in self.layout.parameters:
-            members[spec.group].append(positions[spec.name])
-        return members
+        return parameter_groups(self.manifest, self.layout)
 
     def blocks(self) -> Iterator[DecodedBlock]:
         """Yield the FP32 state block by block, as the next step would see it.
@@ -107,6 +104,39 @@ class CheckpointStream:
                     for block in decoder.blocks(chunk, frame.tensors()):
                         yield block
                         self._advance(sum(values.nbytes for values in block[2].values()))
+
+    def block_of_state(self, index: int, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements of a state array as FP32, which are valid until the next call.
+
+        This is quick if elements are asked for in the order of `blocks`, and in blocks that
+        `decoder.cut_by_parameter` makes of the layout's chunks. Every chunk is compared with its
+        digests. Call `finish` after the last call.
+
+        Args:
+            index: Index of the parameter.
+            name: Name of the array.
+            start: First element of the flat parameter.
+            stop: One past the last element.
+        """
+        # If the order is another, the second pass reads all again.
+        for _ in range(2):
+            if self._blocks is None:
+                self._blocks = self.blocks()
+            while True:
+                at, first, values = self._block
+                if at == index and first <= start and stop <= first + len(values[name]):
+                    return values[name][start - first : stop - first]
+                try:
+                    self._block = next(self._blocks)
+                except StopIteration:
+                    self._blocks, self._block = None, (-1, 0, {})
+                    break
+        raise RuntimeError(f"no block has elements {start} to {stop} of parameter {index}")
+
+    def finish(self) -> None:
+        """Read what `block_of_state` has not been asked for, so that the memory is freed."""
+        for _ in self._blocks or ():
+            continue
 
     def model_blocks(self) -> Iterator[tuple[int, bytes]]:
         """Yield the data of ``model.safetensors`` in order, as pairs of byte offset and bytes.
@@ -150,30 +180,32 @@ class CheckpointStream:
             self._progress(min(self._done_bytes, self.total_bytes), self.total_bytes)
 
 
-@contextmanager
-def open_stream(
-    checkpoint: Checkpoint, progress: Progress | None = None
-) -> Iterator[CheckpointStream]:
-    """Open the files of a checkpoint for streaming; they are closed at the end of the block.
+def parameter_groups(manifest: Manifest, layout: Layout) -> list[dict[str, Any]]:
+    """Return parameter groups as in torch's state dict, with parameter numbers and names.
 
     Args:
-        checkpoint: The checkpoint. It is kept from being recycled within the block.
-        progress: Function that is called after each block of data; None for no reports.
-
-    Raises:
-        RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
-        gds.StorageError: A file cannot be opened.
+        manifest: Manifest of the checkpoint.
+        layout: Layout of whole parameters.
     """
-    require_one_owner(checkpoint)
-    with checkpoint.held(), _open_stream(checkpoint, progress) as stream:
-        yield stream
+    out, number = [], 0
+    for hyper, members in zip(manifest.groups, _members(manifest, layout), strict=True):
+        group = {k: v for k, v in hyper.items() if k not in ("params", "param_names")}
+        group["params"] = list(range(number, number + len(members)))
+        group["param_names"] = [layout.model[position].name for position in members]
+        number += len(members)
+        out.append(group)
+    return out
 
 
-@contextmanager
-def _open_stream(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[CheckpointStream]:
-    with checkpoint.open_slot() as slot:
-        slot.open_all()
-        yield CheckpointStream(checkpoint, slot, progress)
+def _members(manifest: Manifest, layout: Layout) -> list[list[int]]:
+    """Return the positions of each group's parameters in the model."""
+    if manifest.order is not None:
+        return [list(group) for group in manifest.order]
+    positions = {tensor.name: i for i, tensor in enumerate(layout.model)}
+    members: list[list[int]] = [[] for _ in manifest.groups]
+    for spec in layout.parameters:
+        members[spec.group].append(positions[spec.name])
+    return members
 
 
 def _bytes_of(slot: SealedSlot, offset: int, nbytes: int) -> torch.Tensor:

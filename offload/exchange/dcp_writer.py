@@ -26,7 +26,7 @@ from offload.exchange.checkpoint_stream import CheckpointStream
 from offload.exchange.destination import torch_writing
 from offload.format.arrays import MASTER
 from offload.format.boxes import cut_range
-from offload.update.coding.decoder import STATE_BLOCK_ELEMENTS, DecodedBlock, cut_by_parameter
+from offload.update.coding.decoder import STATE_BLOCK_ELEMENTS, cut_by_parameter
 from offload.update.dtypes import DTYPES
 
 
@@ -87,7 +87,7 @@ def write_dcp(
         # The option no_dist of the save causes this warning.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         _save(value, writer, planner)
-    planner.finish()
+    stream.finish()
 
 
 def _save(value: dict[str, Any], writer: FileSystemWriter, planner: _StreamingPlanner) -> None:
@@ -127,8 +127,6 @@ class _StreamingPlanner(DefaultSavePlanner):
         super().__init__()
         self._stream = stream
         self._tensors = tensors
-        self._blocks: Iterator[DecodedBlock] | None = None
-        self._block: DecodedBlock = (-1, 0, {})
         self._written: torch.Tensor | None = None
         self._ranges: dict[tuple[str, tuple[int, ...]], tuple[_Source, int, int]] = {}
 
@@ -182,30 +180,9 @@ class _StreamingPlanner(DefaultSavePlanner):
         elif start == stop:
             flat = torch.empty(0, dtype=source.dtype, device="cpu")
         else:
-            flat = self._state(source.index, source.name, start, stop).clone()
+            flat = self._stream.block_of_state(source.index, source.name, start, stop).clone()
         self._written = flat.view(chunk.sizes)
         return self._written
-
-    def finish(self) -> None:
-        """Read the stream to its end, so that it frees its memory."""
-        for _ in self._blocks or ():
-            continue
-
-    def _state(self, index: int, name: str, start: int, stop: int) -> torch.Tensor:
-        # The writer follows the order of the plan. If it did not, the second pass reads all again.
-        for _ in range(2):
-            if self._blocks is None:
-                self._blocks = self._stream.blocks()
-            while True:
-                at, first, values = self._block
-                if at == index and first <= start and stop <= first + len(values[name]):
-                    return values[name][start - first : stop - first]
-                try:
-                    self._block = next(self._blocks)
-                except StopIteration:
-                    self._blocks, self._block = None, (-1, 0, {})
-                    break
-        raise RuntimeError(f"no block has elements {start} to {stop} of parameter {index}")
 
     def _boxes(
         self, item: WriteItem, source: _Source, start: int, stop: int

@@ -18,7 +18,7 @@ from gds import Backend, File
 from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import DamagedError, MismatchError
-from offload.exchange.checkpoint_stream import CheckpointStream, Progress, open_stream
+from offload.exchange.checkpoint_stream import CheckpointStream, Progress
 from offload.exchange.destination import atomic_output
 from offload.exchange.hf_files import (
     read_hf_files,
@@ -26,6 +26,7 @@ from offload.exchange.hf_files import (
     required_hf_files,
     write_hf_files,
 )
+from offload.exchange.opened_stream import open_stream
 from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
 from offload.exchange.torch_file import Placeholder, write_structure, write_tensor
 from offload.format.arrays import MASTER
@@ -67,7 +68,8 @@ def export_checkpoint(
       ``master``, by parameter names.
 
     The export takes the memory of three chunks of state and a constant, whatever the size of the
-    state. All data is compared with its digests.
+    state. All data is compared with its digests. If several ranks made the checkpoint, the files
+    are those of one process that had trained the same; ``dcp`` reads the state twice then.
 
     Args:
         checkpoint: The checkpoint. It is kept from being recycled during the export.
@@ -80,8 +82,8 @@ def export_checkpoint(
     Raises:
         ValueError: The format is not known, or is not ``hf`` although `config` is given.
         CheckpointNotFoundError: `config` does not exist.
-        CheckpointError: `config` has no ``config.json``, or the checkpoint does not have the
-            model's names.
+        CheckpointError: `config` has no ``config.json``, the checkpoint does not have the model's
+            names, or the part of another rank is missing or not seen on this node.
         RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
         StoreFullError: There is no room. The message states the space needed and the free space.
         StoreError: A file or directory exists at `destination` already, or it cannot be written.
@@ -176,7 +178,7 @@ def _export_safetensors(backend: Backend, stream: CheckpointStream, path: str) -
         "state": {
             name: {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
             for index, (name, values) in enumerate(names.items())
-            if stream.manifest.scalars[index] is not None
+            if stream.stored_scalars[index] is not None
         },
     }
     text = json.dumps(document, indent=1).encode()
@@ -232,7 +234,7 @@ def _require_stepped(stream: CheckpointStream) -> None:
     """
     if not stream.manifest.optimizer.endswith(".Adagrad"):
         return
-    for spec, scalars in zip(stream.layout.parameters, stream.manifest.scalars, strict=True):
+    for spec, scalars in zip(stream.layout.parameters, stream.stored_scalars, strict=True):
         if scalars is None:
             raise MismatchError(
                 f"{spec.name!r} has never been stepped, and torch's Adagrad cannot load a state "

@@ -16,12 +16,11 @@ import torch
 from offload.checkpoint.whole_state import StateOwner, StoredBox, WholeState
 from offload.format.arrays import MASTER
 from offload.format.boxes import Box, cut_range
-from offload.format.chunk_plan import Piece, Span
+from offload.format.chunk_plan import ChunkPlan, Piece, Span
 from offload.format.layout import ModelTensor
 from offload.update.coding.decoder import (
     STATE_BLOCK_ELEMENTS,
     StateDecoder,
-    cut_by_parameter,
     has_master,
     stored_arrays,
 )
@@ -168,20 +167,22 @@ def _read_owner(
     decoder = StateDecoder(layout, owner.scalars, live)
     for chunk in sorted({chunk for index in wanted for chunk in layout.chunks_of(index)}):
         spans = []
-        for span in cut_by_parameter(layout.plans[chunk]):
-            (piece,) = span.pieces
-            if piece.parameter in wanted:
-                targets = list(_targets(piece, *wanted[piece.parameter]))
-                if targets:
-                    spans.append((span, targets))
+        plan = layout.plans[chunk]
+        for number, piece in enumerate(plan.pieces):
+            if piece.parameter not in wanted:
+                continue
+            for span in plan.cut([number], most=STATE_BLOCK_ELEMENTS):
+                trimmed = _trimmed(plan, number, span, *wanted[piece.parameter])
+                if trimmed is not None:
+                    targets = list(_targets(trimmed.pieces[0], *wanted[piece.parameter]))
+                    spans.append((trimmed, targets))
         stored = StoredChunk(state, owner, chunk)
         for span, targets in spans:
             stored.want(span, {array for target in targets for array in target.arrays})
-        stored.read()
         for span, targets in spans:
             (piece,) = span.pieces
             arrays = {array for target in targets for array in target.arrays}
-            _, _, values = decoder.block(piece, stored.values(span), arrays)
+            _, _, values = decoder.block(piece, stored.values(span, arrays), arrays)
             if MASTER in arrays and not has_master(layout.parameters[piece.parameter]):
                 values[MASTER] = live.read(piece.parameter, piece.start, piece.stop)
             for target in targets:
@@ -189,7 +190,10 @@ def _read_owner(
 
 
 class StoredChunk:
-    """Stored values of one chunk: all that is wanted of an array is read at once.
+    """Stored values of one chunk.
+
+    If data is compared with its digests, everything that is wanted of an array is read at once.
+    Otherwise each span is read by itself, so that nothing else is read.
 
     Args:
         state: State of the checkpoint.
@@ -205,32 +209,84 @@ class StoredChunk:
         self._read: dict[str, torch.Tensor] = {}
 
     def want(self, span: Span, arrays: Iterable[str]) -> None:
-        """Add the values of a span to those that are read, for the given decoded arrays."""
+        """Add the values of a span to those that are wanted, for the given decoded arrays."""
+        for name in self._names(span, arrays):
+            start, stop = span.values[name]
+            low, high = self._ranges.get(name, (start, stop))
+            self._ranges[name] = (min(low, start), max(high, stop))
+
+    def values(self, span: Span, arrays: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return values of a span by stored array, with the errors of `WholeState.read_state`.
+
+        Args:
+            span: A span that was passed to `want`.
+            arrays: The arrays that were passed with it.
+        """
+        found = {}
+        for name in self._names(span, arrays):
+            start, stop = span.values[name]
+            if not self._state.verifies:
+                found[name] = self._tensor(name, start, stop)
+                continue
+            first, last = self._ranges[name]
+            if name not in self._read:
+                self._read[name] = self._tensor(name, first, last)
+            found[name] = self._read[name][start - first : stop - first]
+        return found
+
+    def _names(self, span: Span, arrays: Iterable[str]) -> list[str]:
         (piece,) = span.pieces
         if self._owner.scalars[piece.parameter] is None:
-            return  # what is stored means nothing
+            return []  # what is stored means nothing
         spec = self._owner.layout.parameters[piece.parameter]
-        for array in arrays:
-            for name in stored_arrays(spec, array):
-                start, stop = span.values[name]
-                low, high = self._ranges.get(name, (start, stop))
-                self._ranges[name] = (min(low, start), max(high, stop))
+        return [name for array in arrays for name in stored_arrays(spec, array)]
 
-    def read(self) -> None:
-        """Read everything that is wanted, with the errors of `WholeState.read_state`."""
-        formats = self._owner.layout.formats
-        for name, (start, stop) in self._ranges.items():
-            if start < stop:
-                data = self._state.read_state(self._owner, name, self._chunk, start, stop)
-                self._read[name] = torch.frombuffer(data, dtype=DTYPES[formats[name].dtype])
+    def _tensor(self, name: str, start: int, stop: int) -> torch.Tensor:
+        dtype = DTYPES[self._owner.layout.formats[name].dtype]
+        data = self._state.read_state(self._owner, name, self._chunk, start, stop)
+        return torch.frombuffer(data, dtype=dtype)
 
-    def values(self, span: Span) -> dict[str, torch.Tensor]:
-        """Return the values of a span that were read, by stored array."""
-        return {
-            name: self._read[name][start - self._ranges[name][0] : stop - self._ranges[name][0]]
-            for name, (start, stop) in span.values.items()
-            if name in self._read
-        }
+
+def _trimmed(
+    plan: ChunkPlan, number: int, span: Span, box: StoredBox, wanted: Sequence[WantedState]
+) -> Span | None:
+    """Return the part of a span from its first to its last wanted element; None if none is wanted.
+
+    Args:
+        plan: Plan of the chunk.
+        number: Number of the piece that the span is of.
+        span: A span of one piece.
+        box: Box of the piece's parameter.
+        wanted: What is wanted of the parameter.
+    """
+    (piece,) = span.pieces
+    commons = [box.box.intersection(one.box) for one in wanted]
+    starts, stops = [], []
+    for common in commons:
+        if common is not None:
+            inner = common.within(box.box)
+            starts.append(_position(box.spec.shape, inner.offsets))
+            stops.append(_position(box.spec.shape, [stop - 1 for stop in inner.stops]) + 1)
+    if not starts:
+        return None
+    # A value may stand for several elements, and begins at a multiple of as many in the piece.
+    block = max((plan.arrays[name].block for name in plan.kept[number]), default=1)
+    begin = plan.pieces[number].start
+    low = max(piece.start, min(starts))
+    low = max(piece.start, begin + (low - begin) // block * block)
+    high = min(piece.stop, max(stops))
+    high = min(piece.stop, begin - (begin - high) // block * block)
+    if low >= high:
+        return None
+    return plan.part(number, low, high)
+
+
+def _position(shape: Sequence[int], index: Sequence[int]) -> int:
+    """Return the position of an element in a contiguous tensor of a shape."""
+    position = 0
+    for size, at in zip(shape, index, strict=True):
+        position = position * size + at
+    return position
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -68,8 +68,10 @@ class _OnStorage(dict[str, Any]):
     def __missing__(self, key: str) -> NoReturn:
         raise KeyError(
             f"{key}: the state of parameters is on storage, not in optimizer.state. Within `with "
-            "optimizer.materialized():` all of it is here; offload.read_state(checkpoint, name) "
-            "reads that of one parameter from a checkpoint"
+            "optimizer.materialized():` all of it is here, in one process; "
+            "offload.read_state(checkpoint, name) reads that of one parameter from a checkpoint, "
+            "and offload.integrations.dcp.CheckpointReader loads a checkpoint into torch's own "
+            "state dicts on any number of ranks"
         )
 
 

@@ -114,6 +114,17 @@ class ChunkPlan:
             spans.append(self._span(taken, begin))
         return spans
 
+    def part(self, number: int, start: int, stop: int) -> Span:
+        """Return a span of elements of one piece.
+
+        Args:
+            number: Number of the piece.
+            start: First element, counted from the parameter's first element. If a value stands for
+                several elements, it is where one of the piece's values begins.
+            stop: One past the last element.
+        """
+        return self._span([_part(self.pieces[number], start, stop)], number)
+
     def _span(self, taken: Sequence[Piece], begin: int) -> Span:
         """Return a span, given its pieces and the number of the first."""
         end = begin + len(taken) - 1

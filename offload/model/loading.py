@@ -10,13 +10,14 @@ import torch
 
 from gds import Backend
 from offload.ambient import in_neutral
-from offload.checkpoint.checkpoint import require_one_owner
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import MismatchError
 from offload.format.layout import ModelTensor
 from offload.format.unreadable import reading
+from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
 from offload.model.parameters import Stored, describe_model
+from offload.model.recut_model import read_recut_model
 
 _NUMBERED = re.compile(r"group\d+\.param\d+")
 """Names that the library gives to parameters without a name."""
@@ -50,7 +51,6 @@ def load_parameters(
             Part of the content may already be in the model.
     """
     with open_for_parameters(checkpoint, backend=backend) as opened:
-        require_one_owner(opened)
         manifest = opened.manifest
         header = manifest.layout.model_header
         stored = describe_model(model, [], [])
@@ -63,6 +63,11 @@ def load_parameters(
         live = {n: what for n, (_, what) in tensors.items()}
         instead = "or name a checkpoint of this model"
         check_same(wanted, live, opened.path, call="load_parameters()", instead=instead)
+        if manifest.owners:
+            whole = [LiveBox.whole(n, tensor) for n, (tensor, _) in tensors.items()]
+            with reading(opened.path), opened.open_slot() as slot:
+                read_recut_model(opened.backend, opened.path, manifest, slot.model, whole)
+            return manifest.step
         image = ModelImage(header, {n: tensor for n, (tensor, _) in tensors.items()})
         with reading(opened.path), opened.open_slot() as slot:
             buffers = BlockBuffers(opened.backend, image.data_bytes)

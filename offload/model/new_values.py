@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -35,13 +36,34 @@ class Step:
 
 
 class Values(Protocol):
-    """New values of one step, on their way between ranks."""
+    """New values of one step, on their way between ranks. All methods are called by one thread."""
+
+    @property
+    def num_arrived(self) -> int:
+        """Number of messages that have been completed, in their order. Any thread may read it."""
+        ...
+
+    @property
+    def stops(self) -> Mapping[str, int]:
+        """Number of messages after which all new values of other ranks are here, by tensor.
+
+        Tensors are named as in `Step.memory`. A tensor that no other rank steps is left out. Any
+        thread may read it.
+        """
+        ...
 
     def updated(self, chunk: int) -> None:
         """Send the new values of a chunk.
 
         Raises:
             RanksError: A rank was lost.
+        """
+        ...
+
+    def advance(self) -> bool:
+        """Complete the oldest message on its way, and return whether there was one.
+
+        This waits for the rank that sends it.
         """
         ...
 
@@ -61,8 +83,15 @@ class Values(Protocol):
 class NoValues:
     """No values to send, and none to receive."""
 
+    num_arrived = 0
+    stops: Mapping[str, int] = MappingProxyType({})
+
     def updated(self, chunk: int) -> None:
         """Do nothing."""
+
+    def advance(self) -> bool:
+        """Return False."""
+        return False
 
     def finish(self) -> None:
         """Do nothing."""

@@ -80,9 +80,13 @@ class ShareReading:
                     f"{source.file.path}: {len(source.digests)} digests for the "
                     f"{len(source.share.pieces)} pieces of its boxes"
                 )
-        for wants in self._wanted.values():
+        by_name: dict[str, list[tuple[int, ShareEntry]]] = {}
+        for rank, source in enumerate(stored):
+            for entry in source.share.entries:
+                by_name.setdefault(entry.name, []).append((rank, entry))
+        for name, wants in self._wanted.items():
             for want in wants:
-                _require_stored(stored, want)
+                require_stored(by_name.get(name, ()), want)
         self._work = list(self._batches(stored))
 
     def _batches(self, stored: Sequence[StoredShare]) -> Iterator[_Work]:
@@ -120,7 +124,7 @@ class ShareReading:
         """
         memory = buffers.for_reading(len(self._work))
         reads: dict[int, list[IOFuture]] = {}
-        placer = _Placer(self._wanted, buffers)
+        placer = Placer(self._wanted, buffers)
 
         def start_reads(index: int) -> None:
             if index < len(self._work):
@@ -156,7 +160,7 @@ class ShareReading:
                         continue  # another error is being raised already
 
 
-class _Placer:
+class Placer:
     """Copies pieces into live tensors. Copies to devices are complete when its block ends."""
 
     def __init__(self, wanted: dict[str, list[LiveBox]], buffers: BlockBuffers) -> None:
@@ -257,25 +261,31 @@ def _checked(
     return data
 
 
-def _require_stored(stored: Sequence[StoredShare], want: LiveBox) -> None:
-    """Check that every element of a wanted box was written, with the dtype of its live tensor."""
+def require_stored(written: Sequence[tuple[int, ShareEntry]], want: LiveBox) -> None:
+    """Check that every element of a wanted box was written, with the dtype of its live tensor.
+
+    Args:
+        written: Boxes of the tensor that were written, each with the rank that wrote it.
+        want: The wanted box.
+
+    Raises:
+        MismatchError: The box differs from what was written, or was not written once.
+    """
     what = f"{want.box.notation()} of {want.name!r}"
     dtype, sizes = DTYPE_CODES.get(want.tensor.dtype), tuple(want.tensor.shape)
     if sizes != want.box.sizes:
         raise MismatchError(f"{what}: the live tensor's shape is {list(sizes)}")
     parts = []
-    for rank, source in enumerate(stored):
-        for index in source.share.by_name.get(want.name, ()):
-            entry = source.share.entries[index]
-            if entry.dtype != dtype or not want.box.fits(entry.cut.shape):
-                raise MismatchError(
-                    f"{what} is {want.tensor.dtype} in the model, but the checkpoint's tensor is "
-                    f"{entry.dtype} with shape {list(entry.cut.shape)}: build the model as it was "
-                    "when the checkpoint was made"
-                )
-            common = entry.box.intersection(want.box)
-            if common is not None:
-                parts.append((rank, _within(common, want.box)))
+    for rank, entry in written:
+        if entry.dtype != dtype or not want.box.fits(entry.cut.shape):
+            raise MismatchError(
+                f"{what} is {want.tensor.dtype} in the model, but the checkpoint's tensor is "
+                f"{entry.dtype} with shape {list(entry.cut.shape)}: build the model as it was "
+                "when the checkpoint was made"
+            )
+        common = entry.box.intersection(want.box)
+        if common is not None:
+            parts.append((rank, _within(common, want.box)))
     for box, ranks in uncovered(sizes, parts):
         held = Box(_sum(box.offsets, want.box.offsets), box.sizes)
         raise MismatchError(

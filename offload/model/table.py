@@ -267,6 +267,12 @@ class ParameterTable:
             return []
         return [p for group in groups for p in group["params"] if id(p) in self._elsewhere]
 
+    def named_elsewhere(self, groups: Groups) -> list[tuple[str, torch.Tensor]]:
+        """Return `stepped_elsewhere` with the names of the parameters."""
+        if not self._elsewhere:
+            return []
+        return [(name, p) for name, p in self.live(groups).items() if id(p) in self._elsewhere]
+
     def _not_given(self, groups: Groups) -> list[tuple[str, torch.nn.Parameter]]:
         """Return the parameters of the model that are in no group, with their names."""
         if self.model is None:

@@ -96,6 +96,11 @@ _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 _WATCH, _ORIGINAL = "_offload_watch", "_offload_original"
 
 
+_LOCAL = "_local_tensor"
+"""Attribute of a DTensor with the memory of this rank. FSDP2 reads it without
+``__torch_function__`` when it gathers a parameter; so do ``to_local``, ``full_tensor`` and
+``redistribute``."""
+
 _OWN_FRAMES = ("torch_function", "_fn", "inner", "wrapper")
 """Names of functions between a use and `_call`: this module's, and those of the compiler."""
 
@@ -264,6 +269,9 @@ class Watch:
             _ORIGINAL: original,
             _WATCH: watch,
         }
+        local = getattr(original, _LOCAL, None)
+        if local is not None:
+            namespace[_LOCAL] = _announced(local)
         made: type | None = None
         with suppress(TypeError):  # a metaclass may require other arguments
             made = type(original)(original.__name__, (original,), namespace)
@@ -297,6 +305,27 @@ def _watch_of(tensor: torch.Tensor) -> Watch | None:
     reference = type(tensor).__dict__.get(_WATCH)
     watch: Watch | None = None if reference is None else reference()
     return watch
+
+
+def _announced(attribute: Any) -> property:
+    """Return a property for an attribute that leads to memory; each use of it is announced."""
+
+    def announce(tensor: torch.Tensor) -> None:
+        """Announce a use, unless torch looks at the tensor on behalf of what is not announced."""
+        if torch._C._is_torch_function_enabled():
+            announce_use(tensor)
+
+    def read(tensor: torch.Tensor) -> Any:
+        """Return the attribute after an announcement."""
+        announce(tensor)
+        return attribute.__get__(tensor)
+
+    def write(tensor: torch.Tensor, value: object) -> None:
+        """Set the attribute after an announcement."""
+        announce(tensor)
+        attribute.__set__(tensor, value)
+
+    return property(read, write)
 
 
 def _restore_class(tensor: torch.Tensor) -> None:

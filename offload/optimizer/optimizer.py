@@ -127,9 +127,11 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
         self.state = StateOnStorage()
-        if several and options.overlap is not None:
+        if several and options.overlap == "backward":
             raise ValueError(
-                f"overlap={options.overlap!r} is not supported with several ranks yet: leave it out"
+                'overlap="backward" is not supported with several ranks, because it steps each '
+                "parameter with the gradient of this rank alone, before it has been averaged with "
+                'those of the others: use Options(overlap="forward"), or leave it out'
             )
         if options.overlap == "backward":
             require_no_ddp(p for group in self.param_groups for p in group["params"])

@@ -10,6 +10,8 @@ from gds.waiting import Monitor, start
 from offload.ambient import flushes_denormals, on_thread
 from offload.engine.chunk_pass import STEP_THREAD, StatePass
 from offload.errors import OffloadError
+from offload.model.new_values import NoValues, Values
+from offload.overlap.value_carrier import ValueCarrier
 from offload.stream.meter import Meter
 from offload.update.rules import Scalars
 
@@ -32,6 +34,8 @@ class RunningPass:
         failed: Function that is called on the pass's thread after a failure, with the pass and the
             error. It returns the error to report.
         meter: Meter that counts the seconds that other threads wait.
+        values: What brings new values to other ranks, and theirs to this one; None if there is
+            nothing to bring.
     """
 
     def __init__(
@@ -40,8 +44,11 @@ class RunningPass:
         ended: Callable[[StatePass, list[Scalars | None]], None],
         failed: Callable[[StatePass, BaseException], BaseException],
         meter: Meter,
+        values: Values | None = None,
     ) -> None:
         self.state_pass = state_pass
+        self._values = NoValues() if values is None else values
+        self._carrier: ValueCarrier | None = None
         self._call_ended = ended
         self._call_failed = failed
         self._meter = meter
@@ -96,17 +103,33 @@ class RunningPass:
         """Whether all parameters have their new values, or the pass has failed."""
         return self._has_ended
 
-    def wait_for(self, chunks: Iterable[int]) -> None:
-        """Wait until these chunks have been updated. Chunks outside of the pass count as updated.
+    @property
+    def has_next(self) -> bool:
+        """Whether an action has been set with `then` that has not begun."""
+        return self._next is not None
+
+    def wait_for(self, chunks: Iterable[int], names: Iterable[str] = ()) -> None:
+        """Wait until parameters have their new values.
 
         The calling thread's current streams on a device wait for the updates as well.
+
+        Args:
+            chunks: Chunks of this rank with the parameters. Chunks outside of the pass count as
+                updated.
+            names: Names of the parameters, some of whose values other ranks may send.
 
         Raises:
             BaseException: The pass failed. Only the first caller gets its error.
         """
         if not self._has_ended:
             needed = max((self._positions.get(chunk, 0) for chunk in chunks), default=0)
-            self._wait(lambda: self._num_updated >= needed or self._has_ended)
+            values, stops = self._values, self._values.stops
+            stop = max((stops.get(name, 0) for name in names), default=0) if stops else 0
+            self._wait(
+                lambda: (
+                    (self._num_updated >= needed and values.num_arrived >= stop) or self._has_ended
+                )
+            )
         self.state_pass.updater.fence()
         self.raise_error()
 
@@ -166,7 +189,7 @@ class RunningPass:
         failure: BaseException | None = None
         try:
             with self._meter.timed("beside_s"):
-                scalars = self.state_pass.run(self._updated)
+                scalars = self._carried(self.state_pass)
             self._call_ended(self.state_pass, scalars)
         except BaseException as error:  # noqa: BLE001  (the threads that wait for the pass raise it)
             failure = self._call_failed(self.state_pass, error)
@@ -183,7 +206,28 @@ class RunningPass:
             self._is_done = True
             self._changed.notify_all()
 
-    def _updated(self, _chunk: int) -> None:
+    def _carried(self, state_pass: StatePass) -> list[Scalars | None]:
+        """Run the pass, while its new values go to other ranks and theirs come here."""
+        if not isinstance(self._values, NoValues):
+            self._carrier = ValueCarrier.begin(self._values, self._arrived)
+        try:
+            scalars = state_pass.run(self._updated)
+        except BaseException as error:
+            failure = error if self._carrier is None else self._carrier.fail(error)
+            if failure is error:
+                raise
+            raise failure from error
+        if self._carrier is not None:
+            self._carrier.finish()
+        return scalars
+
+    def _updated(self, chunk: int) -> None:
+        if self._carrier is not None:
+            self._carrier.updated(chunk)
         with self._changed:
             self._num_updated += 1
+            self._changed.notify_all()
+
+    def _arrived(self) -> None:
+        with self._changed:
             self._changed.notify_all()

@@ -18,7 +18,7 @@ import torch
 
 from offload.engine.chunk_pass import StatePass
 from offload.engine.seal import Captured, SealHandle, capture
-from offload.engine.state_passes import begin_pass, pass_ended, pass_failed
+from offload.engine.state_passes import begin_pass, begin_values, pass_ended, pass_failed
 from offload.engine.strategy import Metrics
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OffloadError, SealError, reason_of
@@ -97,16 +97,18 @@ class BesideForward:
             if not table.is_current(groups) and state.relayout(groups):
                 self.laid_out()
             gradients = table.gradients(groups)
-            if all(gradient is None for gradient in gradients):
-                self._clear_elsewhere(groups)
+            if not table.has_gradient(groups):
                 state.num_steps += 1
                 return
-            must_wait = self._hooks.plan(state.layout, table.trainables, gradients)
+            elsewhere = table.named_elsewhere(groups) if state.ranks.gathers else []
+            must_wait = self._hooks.plan(state.layout, table.trainables, gradients, elsewhere)
             state.order.learned = self._hooks.order
             num_copied = copy_shared_gradients(gradients)
             state_pass = begin_pass(state, groups, gradients)
-            failed = partial(pass_failed, state)
-            running = RunningPass(state_pass, self._pass_ended, failed, state.meter)
+            values = begin_values(state, groups, state_pass)
+            running = RunningPass(
+                state_pass, self._pass_ended, self._pass_failed, state.meter, values
+            )
             try:
                 self._move(gradients, num_copied)
                 self._clear_elsewhere(groups)
@@ -120,7 +122,7 @@ class BesideForward:
                 if running.cancel():
                     self._running = None
                     self._hooks.release()
-                    pass_failed(state, state_pass, error)
+                    self._pass_failed(state_pass, values.fail(error))
                 raise
             self._hooks.wait_for(must_wait)
 
@@ -133,7 +135,7 @@ class BesideForward:
             None if only an engine at rest can capture the checkpoint. The step has ended then.
         """
         running = self._running
-        if running is not None and not running.ended and self._late_error is None:
+        if running is not None and self._may_seal_early(running, groups):
             with self._hooks.suspended():
                 target = running.state_pass.target
                 captured = self._capture_early(target, groups, train_state, metrics)
@@ -141,6 +143,28 @@ class BesideForward:
                 return captured.handle
         self.raise_pending()
         return None
+
+    def _may_seal_early(self, running: RunningPass, groups: Groups) -> bool:
+        """Return whether a checkpoint may be captured before the running step has ended.
+
+        With several ranks, on some of which the step may have ended, all of them must begin the
+        seal, or none, and make the same collective calls before. So each waits for the seal before
+        this one, whose outcome is the same on all ranks. What has to be laid out anew is left to
+        `checkpoint`, when the step has ended.
+        """
+        if running.ended or running.has_next or self._late_error is not None:
+            return False
+        state = self._state
+        if state.ranks.size == 1:
+            return True
+        try:
+            if state.seal is not None:
+                with state.meter.timed("wait_seal_s"):
+                    state.seal.handle.result()
+        except SealError:
+            return False  # `checkpoint` raises it when the step has ended
+        state.know_parameters(groups)
+        return state.table.is_agreed(groups)
 
     def give_up(self) -> None:
         """Wait for the running step. If it failed, warn of its error."""
@@ -176,6 +200,10 @@ class BesideForward:
         pass_ended(self._state, state_pass, scalars)
         # This comes before any thread that waits for the pass can edit a parameter.
         self._versions = {t.spec.name: t.memory._version for t in self._state.table.trainables}
+
+    def _pass_failed(self, state_pass: StatePass, error: BaseException) -> BaseException:
+        self._state.ranks.failed(error)
+        return pass_failed(self._state, state_pass, error)
 
     def _move(self, gradients: Sequence[torch.Tensor | None], num_copied: int) -> None:
         """Remove the gradients from their parameters, and count their bytes.
@@ -220,6 +248,7 @@ class BesideForward:
         if any(
             item.is_alias or (item.by_value and id(item.parameter) not in buffers)
             for item in stored
+            if item.is_here
         ):
             return None
         return capture(

@@ -19,7 +19,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,8 @@ from offload.model.watch import Watch
 from offload.overlap import compiling
 from offload.overlap.background_pass import RunningPass
 from offload.overlap.forward_order import ForwardOrder
-from offload.overlap.forward_plan import ForwardPlan, make_plan, own_parameters
+from offload.overlap.forward_plan import ForwardPlan, make_plan
+from offload.overlap.gathered import begins_lazily, needed_by, put_first
 
 _MAX_RECORDS = 3
 """Largest number of recorded steps. A step after the first is recorded if a parameter gets a
@@ -72,6 +73,10 @@ class ForwardHooks:
         self._key = compiling.follow(self)
         self._watch = Watch(self._before_use, f"awaited by optimizer {self._key}")
         self._handles: list[RemovableHandle] = []
+        self._first: list[tuple[torch.nn.Module, int]] = []
+        """Modules, with the ids of the hooks that wait before FSDP2 gathers."""
+        self._is_in_order = False
+        """Whether the place of these hooks has been checked since the last step."""
         self._modules: list[torch.nn.Module] = []
         self._record = ForwardOrder()
         self._recording = False
@@ -88,6 +93,8 @@ class ForwardHooks:
         self._layout: Layout | None = None
         """Layout that the plan was made for; None if the plan is out of date."""
         self._plan = ForwardPlan()
+        self._elsewhere: list[int] = []
+        """Ids of the plan's parameters that only other ranks step."""
         self._subtrees: dict[int, list[int]] = {}
         """Numbers of the parameters that a module and its submodules own, by number of the
         module."""
@@ -108,8 +115,12 @@ class ForwardHooks:
         for number, module in enumerate(self._modules):
             hooked: Any = module  # torch does not type its hooks
             state = _OnStateDict(self, self._key, number)
+            before = hooked.register_forward_pre_hook(
+                _Before(self, self._key, number), prepend=True
+            )
+            self._first.append((module, before.id))
             self._handles += [
-                hooked.register_forward_pre_hook(_Before(self, self._key, number), prepend=True),
+                before,
                 hooked.register_forward_hook(_After(self, self._key, number), always_call=True),
                 hooked.register_state_dict_pre_hook(state),
                 hooked.register_load_state_dict_pre_hook(state),
@@ -125,6 +136,7 @@ class ForwardHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._first.clear()
         self._recording = False
         self._watch.release_all()
 
@@ -138,63 +150,63 @@ class ForwardHooks:
         layout: Layout,
         trainables: Sequence[Trainable],
         gradients: Sequence[torch.Tensor | None],
+        elsewhere: Sequence[tuple[str, torch.Tensor]] = (),
     ) -> list[int]:
-        """Set `order` for a step, and return the chunks that the step itself must wait for.
+        """Set `order` for a step, and return the parameters that the step itself must wait for.
 
         Args:
             layout: Layout of the state.
             trainables: Trained parameters, in element-space order.
             gradients: Gradient of each parameter in the step; None for a parameter without one.
+            elsewhere: Parameters that only other ranks step, with their names. They have their
+                gradients still.
+
+        Returns:
+            Numbers of parameters, for `wait_for`.
         """
         if self._has_new_record:
             self._num_records += 1
-        if self._has_new_record or layout is not self._layout:
-            self._plan = make_plan(layout, trainables, self._modules, self._record)
-            self._layout, self._subtrees = layout, {}
+        ids = [id(parameter) for _, parameter in elsewhere]
+        if self._has_new_record or layout is not self._layout or ids != self._elsewhere:
+            self._plan = make_plan(layout, trainables, self._modules, self._record, elsewhere)
+            self._layout, self._elsewhere, self._subtrees = layout, ids, {}
         self._has_new_record = False
-        self._changing = [n for n, gradient in enumerate(gradients) if gradient is not None]
-        unobserved = [number for number in self._plan.unobserved if gradients[number] is not None]
+        changes = [gradient is not None for gradient in gradients]
+        changes += [parameter.grad is not None for _, parameter in elsewhere]
+        self._changing = [number for number, is_changed in enumerate(changes) if is_changed]
+        unobserved = [number for number in self._plan.unobserved if changes[number]]
         self._recording = not self._compiled and (
             self._num_records == 0 or (bool(unobserved) and self._num_records < _MAX_RECORDS)
         )
         known = self._root_entered if self._compiled else self._entered and self._num_records > 0
         if not known or self._is_read_by_compiled:
-            return list(self._plan.order)
-        if self._compiled:
-            return []
-        return [c for number in unobserved for c in self._plan.spans[number]]
+            return [*range(len(changes))]
+        return [] if self._compiled else unobserved
 
     def begin(self, running: RunningPass) -> list[int]:
         """Make readers wait for this pass from now on. Call this before the pass is started.
 
         Returns:
-            More chunks that the step itself must wait for, since their parameters cannot be
-            watched.
+            More parameters that the step itself must wait for, since they cannot be watched.
         """
         self._watch.release_all()
         self._owner = threading.get_ident()
         self._num_steps += 1  # makes the `_Calls` of an interrupted call stale
-        self._entered = self._root_entered = False
+        self._entered = self._root_entered = self._is_in_order = False
         self._record.start_over()
         self._running = running
         if self._compiled or self._is_read_by_compiled:
             return []
         compiling.listen()
         stuck = self._watch.add([self._plan.tensors[number] for number in self._changing])
-        return [c for tensor in stuck for c in self._plan.chunks_of(tensor)]
+        return [self._plan.numbers[id(tensor)] for tensor in stuck]
 
-    def wait_for(self, chunks: Sequence[int]) -> None:
-        """Wait, within the step, for the chunks that `plan` and `begin` have returned."""
-        running = self._running
-        if running is not None:
-            running.wait_for(chunks)
-            if chunks:
-                done = set(chunks)
-                self._watch.release(
-                    self._plan.tensors[n]
-                    for n in self._changing
-                    if done.issuperset(self._plan.spans[n])
-                )
+    def wait_for(self, numbers: Sequence[int]) -> None:
+        """Wait, within the step, for the parameters that `plan` and `begin` have returned."""
+        if self._running is not None:
+            self._await(self._running, numbers)
+            done = set(numbers).intersection(self._changing)
+            self._watch.release(self._plan.tensors[number] for number in done)
 
     def release(self) -> None:
         """Note that there is no pass to wait for any more."""
@@ -221,18 +233,24 @@ class ForwardHooks:
         if calls.step != self._num_steps:
             calls.step, calls.outermost = self._num_steps, -1
         try:
+            if not self._is_in_order:
+                put_first(self._first)
+                self._is_in_order = True
             # A call that was interrupted did not reset `outermost`.
             if calls.outermost in (-1, number):
                 calls.is_recorded = self._begin_outermost(number)
                 calls.outermost, calls.has_gradients = number, _has_gradients()
                 calls.stack.clear()
             elif calls.has_gradients and not _has_gradients():
-                self._wait_and_release(self._subtree(number), self._modules[number].parameters())
+                self._wait_and_release(
+                    self._subtree(number), list(self._modules[number].parameters())
+                )
+            needed = list(needed_by(self._modules[number]))
             if calls.is_recorded:
-                self._record.ran(own_parameters(self._modules[number]))
+                self._record.ran(needed)
                 calls.stack.append(number)
             needs = self._plan.needs[number] if self._layout is not None else []
-            self._wait_and_release(needs, own_parameters(self._modules[number]))
+            self._wait_and_release(needs, needed)
         except BaseException:
             calls.outermost = -1
             raise
@@ -320,7 +338,7 @@ class ForwardHooks:
             torch.is_inference_mode_enabled(),
             threading.get_ident(),
         )
-        records = self._recording and _has_gradients()
+        records = self._recording and _has_gradients() and not begins_lazily(self._modules[number])
         if records or self._compiled or kind not in self._recorded:
             self.wait_unwatched()
         if records:
@@ -356,22 +374,37 @@ class ForwardHooks:
             stack = self._calls.stack if self._calls.step == self._num_steps else []
             self._record.used(parameter, stack[-1] if stack else None)
         if running is not None and id(parameter) in self._plan.numbers:
-            running.wait_for(self._plan.chunks_of(parameter))
+            self._await(running, [self._plan.numbers[id(parameter)]])
         return True
 
-    def _wait_and_release(self, numbers: Sequence[int], parameters: Iterable[torch.Tensor]) -> None:
-        """Wait for parameters by number, and stop watching them and further parameters."""
-        running = self._running
+    def _await(self, running: RunningPass, numbers: Collection[int]) -> None:
+        """Wait for parameters by number."""
+        plan = self._plan
+        chunks = (chunk for number in numbers for chunk in plan.spans[number])
+        running.wait_for(chunks, (plan.names[number] for number in numbers))
+
+    def _wait_and_release(
+        self, numbers: Sequence[int], parameters: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Wait for parameters, and stop watching them.
+
+        Args:
+            numbers: Numbers of parameters.
+            parameters: More parameters, some of which may have numbers.
+        """
+        running, plan = self._running, self._plan
         if running is not None:
-            running.wait_for(c for number in numbers for c in self._plan.spans[number])
+            also = (plan.numbers.get(id(p)) for p in parameters)
+            self._await(running, {*numbers, *(number for number in also if number is not None)})
         if self._watch:
-            self._watch.release(self._plan.tensors[number] for number in numbers)
+            self._watch.release(plan.tensors[number] for number in numbers)
             self._watch.release(parameters)
 
     def _subtree(self, number: int) -> list[int]:
         if number not in self._subtrees:
-            own = (self._plan.numbers.get(id(p)) for p in self._modules[number].parameters())
-            self._subtrees[number] = [n for n in own if n is not None]
+            below = (p for m in self._modules[number].modules() for p in needed_by(m))
+            own = (self._plan.numbers.get(id(p)) for p in below)
+            self._subtrees[number] = sorted({n for n in own if n is not None})
         return self._subtrees[number]
 
 

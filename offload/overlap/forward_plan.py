@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from offload.format.layout import Layout
 from offload.model.parameters import Trainable
 from offload.overlap.forward_order import ForwardOrder
+from offload.overlap.gathered import needed_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,24 +22,23 @@ class ForwardPlan:
     """All chunks, in the order of their first use."""
 
     tensors: Sequence[torch.Tensor] = ()
-    """Trained parameters, in element-space order."""
+    """Trained parameters, in element-space order; after them, those that only other ranks step."""
+
+    names: Sequence[str] = ()
+    """Names of these parameters in files."""
 
     numbers: Mapping[int, int] = field(default_factory=dict)
     """Index of each parameter in `tensors`, by id of the parameter."""
 
     spans: Sequence[range] = ()
-    """Chunks of each parameter, by number of the parameter."""
+    """Chunks of this rank with each parameter, by number of the parameter."""
 
     needs: Sequence[Sequence[int]] = ()
     """Numbers of the parameters that each module needs, by number of the module: those that it
-    owns, and those that it reads before their own module has run."""
+    owns or gathers, and those that it reads before their own module has run."""
 
     unobserved: Sequence[int] = ()
     """Numbers of parameters whose readers were not observed."""
-
-    def chunks_of(self, tensor: torch.Tensor) -> range:
-        """Return the chunks of a trained parameter."""
-        return self.spans[self.numbers[id(tensor)]]
 
 
 def make_plan(
@@ -46,6 +46,7 @@ def make_plan(
     trainables: Sequence[Trainable],
     modules: Sequence[torch.nn.Module],
     record: ForwardOrder,
+    elsewhere: Sequence[tuple[str, torch.Tensor]] = (),
 ) -> ForwardPlan:
     """Return the plan for a layout.
 
@@ -54,14 +55,17 @@ def make_plan(
         trainables: Trained parameters, in element-space order.
         modules: All modules of the model, by number.
         record: Record of the forwards that were observed.
+        elsewhere: Parameters that only other ranks step, with their names.
     """
     spans = [layout.chunks_of(number) for number in range(len(layout.parameters))]
-    tensors = [trainable.parameter for trainable in trainables]
+    spans += [range(0)] * len(elsewhere)
+    tensors = [t.parameter for t in trainables] + [parameter for _, parameter in elsewhere]
+    names = [t.spec.name for t in trainables] + [name for name, _ in elsewhere]
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     readers = record.readers(numbers)
     needs = [
         sorted(
-            {numbers[id(p)] for p in own_parameters(module) if id(p) in numbers}
+            {numbers[id(p)] for p in needed_by(module) if id(p) in numbers}
             | set(readers.get(number, ()))
         )
         for number, module in enumerate(modules)
@@ -76,9 +80,4 @@ def make_plan(
         for chunk in spans[number]:
             first_use[chunk] = min(first_use[chunk], turn)
     order = sorted(range(layout.num_chunks), key=first_use.__getitem__)
-    return ForwardPlan(order, tensors, numbers, spans, needs, unobserved)
-
-
-def own_parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Return the parameters that a module owns itself, without those of its submodules."""
-    return (p for p in module._parameters.values() if p is not None)
+    return ForwardPlan(order, tensors, names, numbers, spans, needs, unobserved)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from gds import Backend
 from offload.checkpoint.file_check import kind_of
+from offload.checkpoint.owner_parts import owner_directories, usable_parts
 from offload.checkpoint.reading import (
     check_files,
     check_name,
@@ -26,7 +27,12 @@ from offload.checkpoint.reading import (
 from offload.errors import CheckpointError, CheckpointNotFoundError, StoreError
 from offload.format.known_leaves import KnownLeaves
 from offload.format.manifest import Manifest
-from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME, is_slot_name
+from offload.format.names import (
+    MANIFEST_NAME,
+    TRAIN_STATE_NAME,
+    is_slot_name,
+    owner_name,
+)
 from offload.format.unreadable import as_unreadable
 from offload.store.directories import (
     NOTHING_CHANGED,
@@ -270,7 +276,7 @@ def _read_content(
             claims[path] = part_numbers(manifest)
             owners.claim(path, [manifest])
             if manifest.owners and not fresh:
-                _require_shared(shared, directory, manifest).require_parts(path, manifest)
+                _owners_known(shared, backend, directory, manifest).require_parts(path, manifest)
             require_number_of_directories(manifest, directory, len(drives))
             check_files(backend, path, manifest, other_directories)
         except CheckpointError as error:
@@ -309,17 +315,28 @@ def _read_content(
     )
 
 
-def _require_shared(shared: SharedStore | None, directory: str, manifest: Manifest) -> SharedStore:
-    """Refuse a store of several ranks to a process that does not know of their parts."""
+def _owners_known(
+    shared: SharedStore | None, backend: Backend, directory: str, manifest: Manifest
+) -> SharedStore:
+    """Return what is known of the parts of owners; a process that is alone looks for them itself.
+
+    Raises:
+        StoreError: The process is alone, and the directory of an owner is not here.
+    """
     if shared is not None:
         return shared
-    raise StoreError(
-        errno.EINVAL,
-        f"step {manifest.step} of this store was made by {len(manifest.owners) + 1} ranks, each of "
-        "which holds a part of its state, and this process is alone: start it with torchrun, as "
-        "before. fresh=True starts over",
-        directory,
-    )
+    here = owner_directories(backend, directory)
+    missing = [owner_name(one.owner) for one in manifest.owners if one.owner not in here]
+    if missing:
+        raise StoreError(
+            errno.ENOENT,
+            f"step {manifest.step} of this store was made by {len(manifest.owners) + 1} ranks, and "
+            f"{', '.join(missing)} with parts of its state "
+            f"{'is' if len(missing) == 1 else 'are'} not here: mount the drive, or start all "
+            "ranks with torchrun, as before. fresh=True starts over",
+            directory,
+        )
+    return SharedStore(seen=usable_parts(backend, directory).get(manifest.store_id, {}))
 
 
 def _leftover_slots(backend: Backend, directory: str) -> list[str]:

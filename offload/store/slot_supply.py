@@ -87,6 +87,10 @@ class SlotSupply:
         """Check that there is room for all slots that are sure to be needed; see `Store`."""
         require_room(self._rooms(layout, num_groups), self._keeping, self._checkpoints)
 
+    def slot_bytes(self, layout: Layout, num_groups: int) -> int:
+        """Return the size in bytes of a slot in the first directory."""
+        return sum(self._sizes(layout, num_groups).values())
+
     def acquire(self, layout: Layout, num_groups: int) -> Slot:
         """Return a slot to write the next generation into; see `Store.acquire`."""
         reader_wait = ReaderWait(self._directory, self._reader_timeout_s)

@@ -6,11 +6,13 @@ rank, in which these calls are agreed with all other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from gds import Backend
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.recut.source import RecutSource
+from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.train_state import EncodedState
@@ -23,6 +25,9 @@ from offload.store.slot import Slot
 
 StateSlot: TypeAlias = Slot | OwnerSlot
 """Slot that holds the state of this process: the whole state, or that of one owner."""
+
+StateSource: TypeAlias = StateSlot | RecutSource
+"""What a step reads: a slot, or a checkpoint that was made in another cut."""
 
 
 class Keeper(Protocol):
@@ -202,6 +207,23 @@ class StateStore(Protocol):
 
     def replace_manifest(self, checkpoint: StoredCheckpoint, manifest: Manifest) -> None:
         """Replace a checkpoint's manifest atomically; durable on return."""
+        ...
+
+    def fits(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> bool:
+        """Return whether this process has stored its state of a checkpoint in its present cut.
+
+        Args:
+            checkpoint: One of `checkpoints`.
+            cuts: Box of each parameter that this process steps, by name; None for whole ones.
+        """
+        ...
+
+    def recut(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> RecutSource:
+        """Return the state of a checkpoint in the present cut of this process, for reading."""
+        ...
+
+    def require_recut_room(self, layout: Layout, num_groups: int) -> None:
+        """Check that there is room for the first slot of another cut. Collective."""
         ...
 
     def slot_of(self, checkpoint: StoredCheckpoint) -> StateSlot:

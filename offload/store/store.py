@@ -23,13 +23,15 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from gds import Backend, StorageError
 from gds.waiting import Monitor
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.recut.source import RecutSource
 from offload.errors import StoreBusyError
+from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
@@ -45,6 +47,11 @@ from offload.store.owners.claims import NamedParts
 from offload.store.part_pool import PartLeftovers
 from offload.store.poison import Poison
 from offload.store.quarantine import Quarantine
+from offload.store.recut_room import (
+    available_bytes,
+    remove_parts_of_former_owners,
+    require_available,
+)
 from offload.store.sealing import Sealing, pack_train_state
 from offload.store.shared import SharedStore
 from offload.store.slot import Slot
@@ -96,6 +103,7 @@ class Store:
     ) -> None:
         self.backend = backend
         self.directory = os.path.abspath(directory)
+        self._is_shared = shared is not None
         self._changed = Monitor()
         self._poison = Poison(self.directory)
         further = [(other, os.path.abspath(path)) for other, path in others]
@@ -240,7 +248,51 @@ class Store:
             StoreError: This process may not write to the store any more, or not at this moment.
             gds.StorageError: Another operation on a file failed.
         """
+        if not self._is_shared:
+            remove_parts_of_former_owners(
+                self.backend, self.directory, self.store_id, self.named_parts()
+            )
         return self._supply.acquire(layout, num_groups)
+
+    def slot_bytes(self, layout: Layout, num_groups: int) -> int:
+        """Return the size in bytes of a slot in the first directory."""
+        return self._supply.slot_bytes(layout, num_groups)
+
+    def available_bytes(self) -> int:
+        """Return the bytes that the next slot may take on the drive of the first directory.
+
+        Raises:
+            UnreadableError: The drive could not be examined.
+        """
+        with self._changed:
+            expired = [checkpoint.path for checkpoint in self.keeping.expired()]
+            return available_bytes(
+                self.backend,
+                self.directory,
+                self.store_id,
+                self.named_parts(leaving_out=expired),
+                [*self._free.paths(), *expired],
+            )
+
+    def fits(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> bool:
+        """Return whether the state of a checkpoint lies in the cut of this process, as a whole."""
+        return cuts is None and not checkpoint.manifest.owners
+
+    def recut(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> RecutSource:
+        """Return the state of a checkpoint of several ranks as one process has it.
+
+        Raises the errors of `RecutSource`.
+        """
+        return RecutSource(self.backend, checkpoint.path, checkpoint.manifest, cuts, ())
+
+    def require_recut_room(self, layout: Layout, num_groups: int) -> None:
+        """Check that there is room for the first slot of another cut.
+
+        Raises:
+            StoreFullError: There is no room. Nothing has been changed.
+        """
+        needed = self.slot_bytes(layout, num_groups)
+        require_available(self.directory, needed, self.available_bytes())
 
     def release(self, slot: Slot) -> None:
         """Take back a slot that was acquired and will not be sealed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
@@ -136,6 +136,18 @@ class Frame:
         share = plan.arrays[array]
         pad = share.offset % ALIGNMENT
         return self._bytes[array][pad : pad + share.nbytes]
+
+    def fill(self, plan: ChunkPlan, write: Callable[[Mapping[str, memoryview]], None]) -> None:
+        """Let a function write a chunk, in host memory, instead of reading the chunk from files.
+
+        Args:
+            plan: Plan of the chunk, in the layout of what is written.
+            write: Function that is called with the bytes of the chunk in each state array.
+        """
+        tensors = {name: self.bytes_of(plan, name) for name in plan.arrays}
+        fetched = self._memory.fetch(tensors)
+        write({name: data.numpy().data for name, data in fetched.items()})
+        self._memory.send(fetched, tensors)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the present chunk as one flat tensor per state array, in its stored dtype."""

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from offload.store.state_store import StateSlot
+from offload.store.state_store import StateSource
 from offload.stream.meter import Meter
 from offload.stream.passes import RingPass
 from offload.stream.streamer import Streamer
@@ -14,7 +14,7 @@ from offload.stream.streamer import Streamer
 _log = logging.getLogger("offload")
 
 
-def check_state(streamer: Streamer, slot: StateSlot, chunks: Sequence[int], meter: Meter) -> int:
+def check_state(streamer: Streamer, slot: StateSource, chunks: Sequence[int], meter: Meter) -> int:
     """Compare all state in a slot with its digests, so that the first pass need not do so.
 
     The check needs no memory beyond the ring. Resident chunks stay in memory.

@@ -27,6 +27,7 @@ from functools import partial
 
 from gds import IOFuture
 from gds.waiting import Monitor
+from offload.checkpoint.recut.source import RecutSource
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.format.digests import Run, one_by_one
 from offload.format.layout import Layout
@@ -136,7 +137,9 @@ class Streamer:
                 for future in frame.futures:
                     future.result()
                 source = self._source
-                if source is not None and (source.unchecked or self._verify_reads):
+                if isinstance(source, RecutSource):
+                    _fill(frame, source)
+                elif source is not None and (source.unchecked or self._verify_reads):
                     check_read(frame, source)
         except BaseException:
             with self._changed:
@@ -385,6 +388,8 @@ class Streamer:
         source = self._source
         if source is None or chunk >= source.layout.num_chunks:
             return
+        if isinstance(source, RecutSource):
+            return  # `take` fills the frame
         plan, files, digests = source.layout.plans[chunk], source.files_of(chunk), source.digests
         for name, (buffer, offset) in frame.buffers(plan).items():
             if digests[name][chunk] is None:
@@ -434,6 +439,12 @@ class Flush:
             streamer._flushing.difference_update(self._chunks)
             streamer._dirty.update(self._chunks)
             streamer._changed.notify_all()
+
+
+def _fill(frame: Frame, source: RecutSource) -> None:
+    chunk = frame.chunk
+    if chunk < source.layout.num_chunks:
+        frame.fill(source.layout.plans[chunk], lambda arrays: source.fill(chunk, arrays))
 
 
 def _spread(num: int, layout: Layout) -> list[int]:

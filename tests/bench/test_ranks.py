@@ -79,7 +79,7 @@ def test_campaign(measured: Measured) -> None:  # noqa: F811
         assert facts[f"{part}: bits compared"] > 0
     assert facts["stopped: others: InDoubtError"] >= 4
     assert facts["files: files compared"] == facts["files: seals"] == 2
-    text = _ranks_page.campaign(found, "[x](y)")
+    text = _ranks_page.campaign([(found, "[x](y)")])
     assert "| 0 | 0 | [x](y) |" in text
     assert "0 differ ([x](y))" in text
 

@@ -26,7 +26,7 @@ from gds.contract import File, Lock, Stat
 from offload import DriveTuning, list_checkpoints, load_parameters, open_checkpoint
 from offload.cli import main
 from offload.errors import RecycledError
-from offload.exchange.checkpoint_stream import open_stream
+from offload.exchange.opened_stream import open_stream
 from tests.command_line import Run, runner
 from tests.crash import beside
 from tests.eventually import eventually

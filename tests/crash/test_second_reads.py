@@ -22,7 +22,7 @@ from offload import (
     open_checkpoint,
 )
 from offload.errors import DamagedError, UnreliableReadError
-from offload.exchange.checkpoint_stream import open_stream
+from offload.exchange.opened_stream import open_stream
 from offload.format.names import QUARANTINE_NAME
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend

@@ -65,7 +65,7 @@ OVERLAPPING = (
         (
             Edit(
                 _HOOKS,
-                "            running.wait_for(self._plan.chunks_of(parameter))\n",
+                "            self._await(running, [self._plan.numbers[id(parameter)]])\n",
                 "            pass\n",
             ),
         ),

@@ -74,7 +74,7 @@ RESTORING = (
         (
             gone(
                 _RESUME,
-                '    ranks.together("restore()", lambda: checkpoint.train_state)\n',
+                '        ranks.together("restore()", lambda: checkpoint.train_state)\n',
             ),
         ),
         (_LOST, _DAMAGE),

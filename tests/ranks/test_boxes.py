@@ -100,3 +100,25 @@ def test_state_files_name_the_box_of_a_parameter() -> None:
         ["w[2:6, 0:3]", "v[5:3005,][0:1012]", "v[5:3005,][2036:3000]"],
         ["v[5:3005,][1012:2036]"],
     ]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_runs_of_a_box_have_its_elements_in_order(shape: tuple[int, ...]) -> None:
+    whole = numbered(shape)
+    for box in boxes_of(shape):
+        runs = list(box.runs(shape))
+        found = [element for start, stop in runs for element in range(start, stop)]
+        assert found == whole[box.slices].flatten().tolist()
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(runs))  # each is as long as it can be
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_box_counted_from_another_is_the_same_elements(shape: tuple[int, ...]) -> None:
+    whole = numbered(shape)
+    for box in boxes_of(shape):
+        inner = whole[box.slices]
+        for number, other in enumerate(boxes_of(shape)):
+            common = box.intersection(other)
+            if common is not None and number % 3 == 0:
+                assert torch.equal(inner[common.within(box).slices], whole[common.slices])
+                assert common.within(box).shifted(box.offsets) == common

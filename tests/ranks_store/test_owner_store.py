@@ -368,9 +368,9 @@ class TestJob:
             job.seal(4)
             assert "step-00000003" in one.reopened().list_dir(ONE)
 
-    def test_a_process_alone_is_refused_by_name(self) -> None:
+    def test_a_process_alone_that_does_not_see_all_owners_is_refused_by_name(self) -> None:
         one, _ = self.job()
-        with pytest.raises(StoreError, match=r"made by 2 ranks.*start it with torchrun"):
+        with pytest.raises(StoreError, match=r"made by 2 ranks, and owner-1 .* is not here"):
             Store(one, ONE, keep=_keep(), train_state_bytes=8192, allow_volatile=True)
 
     def test_starting_over_needs_no_ranks(self) -> None:

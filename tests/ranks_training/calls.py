@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from threading import get_ident
@@ -23,13 +24,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from gds import PosixBackend
 from offload import DriveTuning, Options
 from tests.crash.fault_backend import FaultBackend
+from tests.numerics.measure import reset_peak, resident_bytes
 from tests.numerics.reference import bits
 from tests.ranks_training.program import Case, Masters, local
 from tests.ranks_training.protocol_steps import ProtocolSteps, kill
@@ -40,8 +49,8 @@ class Setting:
     """What all calls of a rank have in common."""
 
     kind: str = "ddp"
-    """``ddp``, ``fsdp2``, ``mixed`` for FP32 shards with a mixed-precision policy, or ``one`` for a
-    model that is not wrapped."""
+    """``ddp``, ``fsdp2``, ``mixed`` for FP32 shards with a mixed-precision policy, ``tp`` for
+    layers that are divided in either dimension, or ``one`` for a model that is not wrapped."""
 
     dtype: str = "bfloat16"
     widths: Sequence[int] = (5, 7, 3)
@@ -49,6 +58,11 @@ class Setting:
     hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
     options: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 20.0
+    given: bool = False
+    """Whether gradients are given, so that they do not depend on the number of ranks."""
+    group_timeout_s: float = 1800.0
+    """Seconds for which torch itself waits for a rank; torchrun would end the others at once."""
+
     is_plain: bool = False
     """Whether steps are taken in memory; nothing is stored."""
 
@@ -83,6 +97,7 @@ class Calls:
         self.directory = folder / "run"
         self.rank, self.size, self.setting = rank, size, setting
         self.num_steps = 0
+        self.before_bytes = 0
         self.backend = FaultBackend(PosixBackend())
         self.model = self._wrapped() if setting.kind else None
         self.optimizer: Any = None
@@ -101,6 +116,12 @@ class Calls:
             return model
         if setting.kind == "ddp":
             return DistributedDataParallel(model, find_unused_parameters=setting.find_unused)
+        if setting.kind == "tp":
+            styles = (ColwiseParallel(), RowwiseParallel())
+            mesh = init_device_mesh("cpu", (self.size,))
+            for number, layer in enumerate(model.layers):
+                parallelize_module(layer, mesh, styles[number % 2])
+            return model
         policy = MixedPrecisionPolicy()
         if setting.kind == "mixed":
             model.float()
@@ -149,6 +170,9 @@ class Calls:
     def backward(self, uses_all: bool = True, synced: bool = True) -> None:
         """Compute gradients from data that differ between the ranks."""
         generator = torch.Generator().manual_seed(1000 * (self.num_steps + 1) + self.rank)
+        if self.setting.given:
+            self._give_gradients()
+            return
         dtype = next(self.model.parameters()).dtype
         x = torch.randn(4, self.setting.widths[0], generator=generator).to(dtype)
         if isinstance(self.model, DistributedDataParallel):
@@ -157,6 +181,50 @@ class Calls:
             self.model.set_requires_gradient_sync(synced)
         loss = self.model(x, uses_all=uses_all).float().square().mean()
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def _give_gradients(self) -> None:
+        """Set gradients that are the same for any number of ranks and any sharding."""
+        generator = torch.Generator().manual_seed(self.num_steps + 1)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+                if isinstance(parameter, DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    parameter.grad = distribute_tensor(whole, mesh, placements)
+                else:
+                    parameter.grad = whole
+
+    def at(self, step: int) -> None:
+        """Count as if so many steps had been taken, for the gradients that are given."""
+        self.num_steps = step
+
+    def reset_peak(self) -> None:
+        """Begin to measure how much memory is needed."""
+        self.before_bytes = resident_bytes("VmRSS")
+        if not reset_peak():
+            raise RuntimeError("the kernel does not reset the peak of memory")
+
+    def grown(self) -> int:
+        """Return by how many bytes memory has grown at most since `reset_peak`."""
+        return resident_bytes("VmHWM") - self.before_bytes
+
+    def fill_drive(self, free_bytes: int) -> None:
+        """Let the drive have so little free space from now on."""
+
+        def free(directory: str) -> int:
+            del directory
+            return free_bytes
+
+        self.backend.free_bytes = free  # type: ignore[method-assign]
+
+    def whole(self) -> dict[str, str]:
+        """Return a digest of each parameter as a whole; with shards, all ranks call this."""
+        found = {}
+        for name, tensor in self.model.named_parameters():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            data = bits(whole.detach()).contiguous().numpy().tobytes()
+            found[name.removeprefix("module.")] = hashlib.sha256(data).hexdigest()[:16]
+        return found
 
     def update(self) -> None:
         """Call `step` with the gradients that there are."""
@@ -393,13 +461,18 @@ def record(call: str, *, value: Any = None, **more: Any) -> None:
     _record({"call": call, "value": value, "error": "", "message": "", **more})
 
 
+def record_into(folder: Path) -> None:
+    """Record the outcomes of this rank in a file of its own."""
+    global _record
+    file = os.open(f"{folder}/outcomes-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
+    _record = lambda outcome: os.write(file, (json.dumps(outcome) + "\n").encode())  # noqa: E731
+
+
 def run_calls(
     folder: Path, rank: int, size: int, calls: Sequence[Sequence[Any]], setting: dict[str, Any]
 ) -> None:
     """Make the calls of a rank, and record what came of each."""
-    global _record
-    file = os.open(f"{folder}/outcomes-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
-    _record = lambda outcome: os.write(file, (json.dumps(outcome) + "\n").encode())  # noqa: E731
+    record_into(folder)
     torch.use_deterministic_algorithms(mode=True)
     made_setting = Setting(**setting)
     if made_setting.store_port:
@@ -407,7 +480,8 @@ def run_calls(
         os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     if size > 1:
-        dist.init_process_group("gloo")
+        limit = timedelta(seconds=made_setting.group_timeout_s)
+        dist.init_process_group("gloo", timeout=limit)
     made = Calls(folder, rank, size, made_setting)
     for name, *arguments in calls:
         keywords = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}

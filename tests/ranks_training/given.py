@@ -11,11 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import offload
 from offload import DriveTuning, Options
-from tests.ranks_training.calls import Calls, Setting
+from tests.ranks_training.calls import Calls, Model, Setting
 
 CHUNK_BYTES = 4096
 
@@ -76,8 +84,44 @@ def steps(calls: Calls, times: int, skip: str = "") -> None:
         calls.model.zero_grad()
 
 
-def train(calls: Calls, times: int = 3, *, skip: str = "", **how: Any) -> None:
-    """Make an optimizer, take steps, and seal a checkpoint."""
+def model_of(widths: Sequence[int], dtype: str, layout: str, seed: int) -> torch.nn.Module:
+    """Return a model with the random values of a seed, laid out over all ranks."""
+    torch.manual_seed(seed)
+    model = Model(widths).to(getattr(torch, dtype))
+    num = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = None
+    if layout in ("tp", "fsdp-tp"):
+        shape = (num,) if layout == "tp" else (num // 2, 2)
+        whole = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+        parallelize_module(
+            model,
+            whole["tp"],
+            {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()},
+        )
+        mesh = whole["dp"] if layout == "fsdp-tp" else None
+    elif layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, num // 2), mesh_dim_names=("copies", "shards"))
+    elif layout == "fsdp2":
+        mesh = init_device_mesh("cpu", (num,))
+    if mesh is not None:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def train(calls: Calls, times: int = 3, *, skip: str = "", layout: str = "", **how: Any) -> None:
+    """Make an optimizer, take steps, and seal a checkpoint.
+
+    Args:
+        calls: The rank.
+        times: Number of steps.
+        skip: Part of the names of parameters that have no gradients.
+        layout: Layout of `model_of`; empty for the model that the rank has.
+        how: Arguments of `open_optimizer`.
+    """
+    if layout:
+        calls.model = model_of(calls.setting.widths, calls.setting.dtype, layout, seed=7)
     open_optimizer(calls, **how)
     steps(calls, times, skip)
     calls.optimizer.checkpoint({"step": calls.num_steps}).result()
@@ -87,6 +131,7 @@ def train(calls: Calls, times: int = 3, *, skip: str = "", **how: Any) -> None:
 def train_alone(folder: Path, setting: dict[str, Any], **how: Any) -> Path:
     """Do the same in this process; return the store."""
     folder.mkdir(exist_ok=True)
+    how.pop("layout", None)
     alone = Calls(folder, 0, 1, Setting(**{**setting, "kind": "one"}))
     train(alone, **how)
     return folder / "run"

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -128,3 +129,23 @@ class Uneven(Both):
     """The same, with sizes that FSDP2 does not divide."""
 
     inner, width = 10, 9
+
+
+class SequenceToo(Both):
+    """The same with sequence parallelism, whose norms are DTensors on both dimensions."""
+
+    def data(self, step: int, number: int = 0) -> torch.Tensor:
+        whole = super().data(step, number).reshape(2, 2, self.width)
+        rank = torch.distributed.get_rank() % 2
+        return whole[:, rank : rank + 1]
+
+    def parallel(self, model: Any, mesh: Any) -> Any:
+        for block in model.blocks:
+            plan = {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1)),
+            }
+            parallelize_module(block, mesh, plan)
+        plan = {"head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+        return parallelize_module(model, mesh, plan)

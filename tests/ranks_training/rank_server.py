@@ -9,6 +9,7 @@ to a file. So a test also knows what a rank had done that was killed.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import signal
@@ -79,9 +80,13 @@ class Job:
         """Wait until all ranks have ended; one that has not after the timeout is killed."""
         statuses = self._jobs.ask("wait", self.pids, timeout_s)
         return [
-            Rank(status, self.outcomes(rank), (self._folder / f"errors-{pid}").read_text())
-            for rank, (pid, status) in enumerate(zip(self.pids, statuses, strict=True))
+            Rank(status, self.outcomes(rank), self._errors(rank))
+            for rank, status in enumerate(statuses)
         ]
+
+    def _errors(self, rank: int) -> str:
+        path = self._folder / f"errors-{self.pids[rank]}"
+        return path.read_text() if path.exists() else ""  # it may have been killed before
 
 
 class Jobs:
@@ -103,7 +108,8 @@ class Jobs:
         Args:
             folder: Folder of the test; the store is ``folder/run``.
             calls: Calls of each rank: lists of a name and arguments.
-            case: Fields of `tests.ranks_training.calls.Setting`.
+            case: Fields of `tests.ranks_training.calls.Setting`; or ``program``, the module with
+                another ``run_calls``.
         """
         return Job(self, self.ask("start", str(folder), calls, case), folder)
 
@@ -146,7 +152,7 @@ def main() -> None:
     """Fork ranks on request. A rank returns from here as well, and ends like any program."""
     import torch
 
-    from tests.ranks_training.calls import run_calls, warm_up
+    from tests.ranks_training.calls import warm_up
 
     torch.set_num_threads(1)
     warm_up()
@@ -169,6 +175,8 @@ def main() -> None:
                             "MASTER_ADDR": "127.0.0.1",
                             "MASTER_PORT": str(port),
                         }
+                        program = setting.pop("program", "tests.ranks_training.calls")
+                        run_calls = importlib.import_module(program).run_calls
                         run_calls(Path(folder), rank, len(calls), own, setting)
                         return
                     pids.append(pid)

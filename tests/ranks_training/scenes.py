@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from gds import PosixBackend
+from offload import SealError
+from tests.crash.fault_backend import FaultBackend
 from tests.ranks_training.fsdp2_trainings import Fsdp2
+from tests.ranks_training.mesh_trainings import Tensor
+from tests.ranks_training.trainings import take_step
 
 
 def _training() -> Fsdp2:
@@ -54,3 +61,39 @@ def on_meta(folder: Path, name: str) -> None:
         model = training.build()
     training.shard(model)
     training.offloaded(model.parameters(), folder / name, model)
+
+
+def columns_that_cannot_be_written(folder: Path, name: str) -> None:
+    """Let a rank fail in the middle of its columns; the seal fails on all, and training goes on."""
+    training, backend = Tensor(dist.get_rank(), dist.get_world_size()), FaultBackend(PosixBackend())
+    training.options = {"backend": backend}
+    model = training.wrap(training.build())
+    optimizer = training.offloaded(model.parameters(), folder / name, model)
+    for step, fails in ((1, True), (2, False)):
+        take_step(training, model, optimizer, step, None)
+        if fails and training.rank == 1:
+            num_writes = 0
+
+            def is_tenth(kind: str, path: str) -> bool:
+                nonlocal num_writes
+                num_writes += kind == "write_bytes" and path.endswith("model.safetensors")
+                return num_writes == 10
+
+            backend.fail_if(is_tenth)
+        handle = optimizer.checkpoint()
+        if fails:
+            with pytest.raises(SealError, match="sealing step 1 failed"):
+                handle.result()
+            with suppress(SealError):
+                optimizer.synchronize()
+        else:
+            handle.result()
+    optimizer.close()
+
+
+def damaged_columns(folder: Path, name: str) -> None:
+    """Continue from a checkpoint whose model file has been damaged."""
+    training = Tensor(dist.get_rank(), dist.get_world_size())
+    model = training.wrap(training.build())
+    with training.offloaded(model.parameters(), folder / name, model) as optimizer:
+        optimizer.restore()

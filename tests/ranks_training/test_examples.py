@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import offload
 from tests.ranks_training.launch import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
@@ -74,3 +77,48 @@ def test_the_page_about_ranks_shows_the_scripts_that_are_run(name: str) -> None:
     """The page has the lines of the examples that concern ranks, as they are there."""
     page = (ROOT / "docs/ranks.md").read_text()
     assert f"(examples/{name}.py)" in page
+
+
+def test_the_example_of_plain_torch_goes_on_from_the_masters(tmp_path: Path) -> None:
+    """Two ranks of the example have the losses of one process that goes on in torch."""
+    example = ROOT / "docs/examples/dcp_load.py"
+    found: dict[str, Any] = {}
+    exec(compile(example.read_text(), str(example), "exec"), found)
+    torch.manual_seed(3)
+    live = found["make_model"]().bfloat16()
+    drives = offload.DriveTuning(calibrate=False)
+    with offload.AdamW(
+        live.named_parameters(), lr=1e-3, directory=tmp_path / "run", model=live,
+        options=offload.Options(drives=drives),
+    ) as optimizer:  # fmt: skip
+        for _ in range(3):
+            live(torch.randn(16, found["WIDTH"]).bfloat16()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.checkpoint().result()
+        state = optimizer.full_state_dict()
+    model = found["make_model"]()
+    masters = dict(zip(dict(model.named_parameters()), state["master"].values(), strict=True))
+    model.load_state_dict(masters)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plain.load_state_dict(state)
+    expected = []
+    torch.manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(16, found["WIDTH"])
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        expected.append(loss.item())
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         str(example), f"--directory={tmp_path / 'run'}", "--steps=3"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        text=True, capture_output=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[0] == "loaded step 3"
+    found_losses = losses(ended.stdout.splitlines())
+    assert list(found_losses) == [4, 5, 6]
+    assert [float(loss) for loss in found_losses.values()] == pytest.approx(expected, rel=1e-5)

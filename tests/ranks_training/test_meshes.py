@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+import offload
 from tests.ranks_training.rank_server import Jobs
 
 
@@ -14,7 +16,7 @@ from tests.ranks_training.rank_server import Jobs
     ("num_ranks", "trainings"),
     [
         pytest.param(2, ["Tensor"], id="tensor parallelism"),
-        pytest.param(4, ["Hsdp", "Both", "Uneven"], id="two dimensions"),
+        pytest.param(4, ["Hsdp", "Uneven", "SequenceToo"], id="two dimensions"),
     ],
 )
 def test_a_stopped_and_resumed_run_has_the_bits_of_one_in_memory(
@@ -22,3 +24,36 @@ def test_a_stopped_and_resumed_run_has_the_bits_of_one_in_memory(
 ) -> None:
     """Layers are cut by columns as well; each checkpoint has one whole `model.safetensors`."""
     jobs.compare(tmp_path, "mesh_trainings", trainings, num_ranks)
+
+
+def test_a_rank_that_cannot_write_its_columns_fails_the_seal_on_all(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """The next checkpoint is whole; damage in a column is found, and no rank continues from it."""
+    name = "columns_that_cannot_be_written"
+    for rank in jobs.run(tmp_path, [[["scene", name]]] * 2, kind=""):
+        assert rank.failed() == [], rank.outcomes
+    directory = (tmp_path / name).rename(tmp_path / "damaged_columns")
+    with offload.open_checkpoint(directory) as checkpoint:
+        assert checkpoint.step == 2
+        assert checkpoint.verify().ok
+        path = Path(checkpoint.path) / "model.safetensors"
+    place = _last_byte(path, "blocks.0.down.weight")
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 1]))
+    with offload.open_checkpoint(directory) as checkpoint:
+        (problem,) = checkpoint.verify().problems
+        assert "model.safetensors" in problem
+    for rank in jobs.run(tmp_path, [[["scene", "damaged_columns"]]] * 2, kind=""):
+        assert rank.failed() == ["DamagedError"], rank.outcomes
+
+
+def _last_byte(path: Path, name: str) -> int:
+    """Return the place of the last byte of a tensor in a file."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(size))
+    return 8 + size + int(entries[name]["data_offsets"][1]) - 1

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
-from offload import Checkpoint, CheckpointError, DamagedError, open_checkpoint, read_state
+from offload import (
+    Checkpoint,
+    CheckpointError,
+    DamagedError,
+    export_checkpoint,
+    open_checkpoint,
+    read_state,
+)
 from tests.numerics.reference import assert_same_bits
 from tests.ranks_training.given import train_alone
 from tests.ranks_training.rank_server import Jobs
@@ -22,6 +30,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "fsdp2-2-split": (2, {"kind": "fsdp2", "options": {"master": "split"}}, {}),
     "fsdp2-3-bf16-state": (3, {"kind": "fsdp2", "options": {"state_dtype": "bfloat16"}}, {}),
     "fsdp2-3-momentum": (3, {"kind": "fsdp2"}, {"optimizer": "SGD", "momentum": 0.9}),
+    "fsdp-tp-4": (4, {"kind": ""}, {"layout": "fsdp-tp"}),
     "fsdp2-2-fp32-amsgrad": (2, {"kind": "fsdp2", "dtype": "float32"}, {"amsgrad": True}),
 }
 """Ranks, settings and arguments of each training."""
@@ -62,6 +71,53 @@ def test_state_of_each_parameter_is_that_of_one_process(
             assert found.keys() == whole.keys()
             for array, value in whole.items():
                 assert_same_bits(found[array], value, f"{array} of {name}")
+
+
+EXPORTED = ("ddp-2-bf16", "fsdp2-3-momentum", "fsdp-tp-4")
+
+
+@pytest.mark.parametrize("case", EXPORTED)
+def test_exports_are_byte_for_byte_those_of_one_process(
+    jobs: Jobs, tmp_path: Path, case: str
+) -> None:
+    num_ranks, setting, how = CASES[case]
+    store = trained(jobs, tmp_path / "ranks", num_ranks, setting, how)
+    alone = train_alone(tmp_path / "alone", {**setting, "widths": WIDTHS}, **how)
+    for kind in ("pt", "hf", "safetensors", "dcp"):
+        contents = []
+        for path in (store, alone):
+            told: list[tuple[int, int]] = []
+            with open_checkpoint(path) as opened:
+                export_checkpoint(
+                    opened, path / kind, kind, progress=lambda *now, told=told: told.append(now)
+                )
+            assert told == sorted(told)
+            assert told[-1][0] == told[-1][1]
+            contents.append(content(path / kind))
+        ours, expected = contents
+        if kind == "dcp":  # torch puts a random number into the file
+            found, wanted = (
+                FileSystemReader(path / kind).read_metadata() for path in (store, alone)
+            )
+            assert found.state_dict_metadata == wanted.state_dict_metadata
+            assert found.storage_data == wanted.storage_data
+            del ours[".metadata"], expected[".metadata"]
+        assert ours.keys() == expected.keys()
+        assert [name for name in ours if ours[name] != expected[name]] == [], kind
+
+
+def content(path: Path) -> dict[str, bytes]:
+    """Return the content of a file, or of each file in a directory."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    return {file.name: file.read_bytes() for file in files}
+
+
+def test_an_export_without_an_owner_is_refused(jobs: Jobs, tmp_path: Path) -> None:
+    store = trained(jobs, tmp_path / "ranks", 2, {"kind": "fsdp2"}, {})
+    (store / "owner-1").rename(tmp_path / "owner-1")
+    with open_checkpoint(store) as opened, pytest.raises(CheckpointError, match="owner 1"):
+        export_checkpoint(opened, tmp_path / "out", "safetensors")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_missing_or_damaged_is_named(jobs: Jobs, tmp_path: Path) -> None:

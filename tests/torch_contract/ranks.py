@@ -65,7 +65,7 @@ def main(root: Path, rank: int) -> dict[str, Any]:
     found["a group of one"] = said(
         lambda: construct(root / f"alone-{rank}", linear(), process_group=alone)
     )
-    found["overlap"] = said(lambda: construct(refused, linear(), overlap="forward"))
+    found["overlap backward"] = said(lambda: construct(refused, linear(), overlap="backward"))
     found["several directories"] = said(lambda: construct([refused / "a", refused / "b"], linear()))
 
     wrapped = DistributedDataParallel(linear())

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import offload
 from gds import MemoryBackend, PosixBackend, StorageError, WrapperBackend
 from offload import AdamW, open_checkpoint
+from offload.distributed.launch import require_beside_forward
 from offload.errors import OffloadError, ProcessGroupError, StoreError
 from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
 from tests.threads import one_thread
@@ -81,10 +83,17 @@ def test_ranks_without_a_process_group_are_refused_with_the_remedy(ranks: Any) -
 
 def test_what_ranks_cannot_do_yet_is_refused_before_anything_is_touched(ranks: Any) -> None:
     for found in ranks[1]:
-        assert found["overlap"].startswith("ValueError: overlap='forward' is not supported with")
+        assert found["overlap backward"].startswith('ValueError: overlap="backward" is not supp')
         assert found["several directories"].startswith("ValueError: directory= names 2 directories")
         assert "one directory in this version" in found["several directories"]
         assert found["made"] == []
+
+
+def test_steps_beside_the_forward_are_refused_where_they_were_not_tried() -> None:
+    with FakeTensorMode():
+        parameter = torch.empty(1, device="cuda:1")
+    with pytest.raises(ValueError, match=r"with NCCL for example: 'w' is on cuda:1"):
+        require_beside_forward([("v", torch.empty(1)), ("w", parameter)])
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ into live memory directly. Small pieces are packed in a bounce buffer of constan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -148,6 +148,9 @@ class Gathering:
         self._arrived = arrived
         self._rank = groups.rank
         self._transfers = plan.of(groups.rank)
+        self.num_arrived = 0
+        """Number of this rank's transfers that were completed, in the order of the plan. It stays
+        as it is after an error of this rank."""
         self._num_issued = 0
         self._num_rounds_begun = 0
         self._max_in_flight = _TRANSFERS_IN_FLIGHT * plan.num_ranks
@@ -189,6 +192,22 @@ class Gathering:
             raise self._lost
         if self._error is not None:
             raise self._error
+
+    @property
+    def stops(self) -> Mapping[str, int]:
+        """Number of transfers after which all values of other ranks are here, by tensor."""
+        return self._plan.stops(self._rank)
+
+    @in_neutral
+    def advance(self) -> bool:
+        """Complete the oldest transfer in flight, and return whether there was one.
+
+        An error is raised by the next call of `updated`, or by `finish`.
+        """
+        if not self._in_flight or self._lost is not None:
+            return False
+        self._complete_oldest()
+        return True
 
     @in_neutral
     def finish(self) -> None:
@@ -296,6 +315,8 @@ class Gathering:
             self._try(self._receive, transfer, oldest.slot)
         if oldest.slot is not None:
             self._buffer.give(oldest.slot)
+        if self._error is None:
+            self.num_arrived += 1
 
     def _direct(self, transfer: Transfer) -> torch.Tensor | None:
         """Return the live memory of a transfer, uint8; None if a slot must be used."""

@@ -132,6 +132,7 @@ class GatherPlan:
         self._rounds = [
             {chunk.number: position for position, chunk in enumerate(own)} for own in chunks
         ]
+        self._stops: dict[int, Mapping[str, int]] = {}
         found: list[tuple[int, int, Transfer]] = []
         for owner, own in enumerate(chunks):
             for number, pieces in enumerate(_postponed(own, late)):
@@ -147,6 +148,20 @@ class GatherPlan:
     def of(self, rank: int) -> tuple[Transfer, ...]:
         """Return the broadcasts that a rank issues, in their order."""
         return tuple(transfer for transfer in self.transfers if rank in transfer.holders)
+
+    def stops(self, rank: int) -> Mapping[str, int]:
+        """Return how many of a rank's broadcasts bring it all new values of a tensor, by name.
+
+        Tensors of which the rank receives nothing are left out.
+        """
+        if rank not in self._stops:
+            self._stops[rank] = {
+                piece.name: number
+                for number, transfer in enumerate(self.of(rank), start=1)
+                if transfer.owner != rank
+                for piece in transfer.pieces
+            }
+        return self._stops[rank]
 
     def round_of(self, rank: int, number: int) -> int | None:
         """Return the round of a rank's chunk; None if the chunk is not in the plan."""

@@ -1,0 +1,192 @@
+"""Boxes of a rank in terms of the boxes that the owners of a checkpoint have stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from offload.checkpoint.recut.owners import SourceOwner
+from offload.errors import CheckpointError, MismatchError
+from offload.format._manifest_fields import ScalarValue
+from offload.format.arrays import BLOCK_ELEMENTS
+from offload.format.boxes import Box, Cut
+from offload.format.layout import Layout, ParameterSpec
+from offload.format.manifest import Manifest
+from offload.format.shares.box_ranges import hull
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredBox:
+    """A box of a parameter that an owner has stored."""
+
+    owner: SourceOwner
+
+    index: int
+    """Index of the box among the parameters of the owner's layout."""
+
+    box: Box
+    """Elements of the whole parameter that the box has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Elements that are neighbours both in a stored box and in a wanted one."""
+
+    source: int
+    """First element, counted from the first element of the stored box."""
+
+    target: int
+    """First element, counted from the first element of the wanted box."""
+
+    num: int
+    """Number of elements."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recut:
+    """The state of a checkpoint as one rank wants it."""
+
+    layout: Layout
+    """Layout of the rank's boxes."""
+
+    scalars: tuple[tuple[ScalarValue, ...] | None, ...]
+    """For each parameter of the layout, its scalar state; None if it has no state yet."""
+
+    stored: Mapping[str, Sequence[StoredBox]]
+    """All stored boxes of each parameter, by the parameter's name."""
+
+
+def recut(
+    path: str, manifest: Manifest, owners: Sequence[SourceOwner], cuts: Mapping[str, Cut] | None
+) -> Recut:
+    """Describe the state of a checkpoint in the cut of one rank.
+
+    Args:
+        path: Directory of the checkpoint, for messages.
+        manifest: Manifest of the checkpoint.
+        owners: All owners of its state.
+        cuts: Box of each parameter that the rank steps, by name; None for whole parameters.
+
+    Raises:
+        MismatchError: The rank's cut is not possible with this state; names the parameter.
+        CheckpointError: The owners contradict each other.
+    """
+    stored: dict[str, list[StoredBox]] = {}
+    for owner in owners:
+        for index, spec in enumerate(owner.layout.parameters):
+            stored.setdefault(spec.name, []).append(StoredBox(owner, index, box_of(spec)))
+    specs: list[ParameterSpec] = []
+    scalars: list[tuple[ScalarValue, ...] | None] = []
+    for tensor in manifest.layout.model:
+        found = stored.get(tensor.name)
+        if not found or (cuts is not None and tensor.name not in cuts):
+            continue
+        spec, scalar = _common(path, found)
+        cut = Cut(tensor.shape, Box.whole(tensor.shape)) if cuts is None else cuts[tensor.name]
+        if cut.shape != tensor.shape:
+            raise MismatchError(
+                f"{path}: {tensor.name!r} has the shape {list(tensor.shape)}, and the model has "
+                f"{list(cut.shape)}: build the model as it was when the checkpoint was made"
+            )
+        if cuts is not None and not cut.box.num_elements:
+            continue
+        kept = None if cut.box.sizes == cut.shape else cut
+        specs.append(replace(spec, shape=cut.box.sizes, cut=kept))
+        scalars.append(scalar)
+        _require_cover(path, tensor.name, cut.box, found)
+        if manifest.layout.state_dtype == "int8":
+            _require_blocks(path, tensor.name, cut.box, found)
+    first = manifest.layout
+    layout = Layout(tuple(specs), first.model, first.chunk_elements, first.state_dtype)
+    return Recut(layout, tuple(scalars), stored)
+
+
+def box_of(spec: ParameterSpec) -> Box:
+    """Return the elements of the whole parameter that a parameter of a layout has."""
+    return Box.whole(spec.shape) if spec.cut is None else spec.cut.box
+
+
+def stretches(stored: Box, wanted: Box, part: Box) -> Iterator[Stretch]:
+    """Yield the common elements of a stored box and a part of a wanted one.
+
+    Args:
+        stored: The stored box.
+        wanted: The wanted box.
+        part: Part of the wanted box.
+    """
+    common = stored.intersection(part)
+    if common is not None:
+        yield from _stretches(stored, wanted, common)
+
+
+def _stretches(stored: Box, wanted: Box, common: Box) -> Iterator[Stretch]:
+    num = common.num_elements
+    (source, source_stop), (target, target_stop) = hull(stored, common), hull(wanted, common)
+    if source_stop - source == num == target_stop - target:
+        yield Stretch(source, target, num)
+        return
+    dim = next(d for d, size in enumerate(common.sizes) if size > 1)
+    for offset in range(common.offsets[dim], common.stops[dim]):
+        offsets = (*common.offsets[:dim], offset, *common.offsets[dim + 1 :])
+        sizes = (*common.sizes[:dim], 1, *common.sizes[dim + 1 :])
+        yield from _stretches(stored, wanted, Box(offsets, sizes))
+
+
+def _common(
+    path: str, found: Sequence[StoredBox]
+) -> tuple[ParameterSpec, tuple[ScalarValue, ...] | None]:
+    """Return what all owners of a parameter say of it; the shape and the cut are one owner's.
+
+    Raises:
+        CheckpointError: The owners differ.
+    """
+    specs = [one.owner.layout.parameters[one.index] for one in found]
+    scalars = [one.owner.scalars[one.index] for one in found]
+    for one, spec, scalar in zip(found, specs, scalars, strict=True):
+        if (spec.dtype, spec.group, spec.arrays, scalar) != (
+            specs[0].dtype,
+            specs[0].group,
+            specs[0].arrays,
+            scalars[0],
+        ):
+            raise CheckpointError(
+                f"{path}: the owners {found[0].owner.number} and {one.owner.number} differ in "
+                f"dtype, group, arrays or scalar state of {spec.name!r}: resume with as many "
+                "ranks as it was made with, and the same sharding"
+            )
+    return specs[0], scalars[0]
+
+
+def _require_cover(path: str, name: str, box: Box, found: Sequence[StoredBox]) -> None:
+    common = [one.box.intersection(box) for one in found]
+    num = sum(one.num_elements for one in common if one is not None)
+    if num != box.num_elements:
+        raise CheckpointError(
+            f"{path}: the owners have stored {num} elements of {box.notation()} of {name!r}, "
+            f"expected {box.num_elements}"
+        )
+
+
+def _require_blocks(path: str, name: str, box: Box, found: Sequence[StoredBox]) -> None:
+    """Refuse a cut through a block of 8-bit values, which have one scale.
+
+    Raises:
+        MismatchError: A stored or a wanted box begins or ends within a block.
+    """
+    for one in found:
+        has_blocks = one.owner.layout.counts_from == "parameter"
+        for run in stretches(one.box, box, box):
+            ends = run.source + run.num, run.target + run.num
+            at_end = ends == (one.box.num_elements, box.num_elements)
+            if (
+                not has_blocks
+                or run.source % BLOCK_ELEMENTS
+                or run.target % BLOCK_ELEMENTS
+                or (run.num % BLOCK_ELEMENTS and not at_end)
+            ):
+                raise MismatchError(
+                    f"{path}: its 8-bit state has one scale for {BLOCK_ELEMENTS} neighbouring "
+                    f"elements, and the new cut of {name!r} ({box.notation()}; stored is "
+                    f"{one.box.notation()}) falls between such neighbours: resume with as many "
+                    "ranks as it was made with, and the same sharding"
+                )

@@ -1,0 +1,103 @@
+"""Owners of a checkpoint's state, opened for reading by one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from gds import Backend
+from offload.checkpoint.file_check import PartDirectories
+from offload.checkpoint.owner_parts import OwnerPart, find_owner_parts, lock_owner_parts
+from offload.checkpoint.reading import part_paths
+from offload.checkpoint.sealed_slot import SealedOwner, SealedSlot
+from offload.errors import CheckpointError
+from offload.format._manifest_fields import ScalarValue
+from offload.format.layout import Layout
+from offload.format.manifest import Manifest
+from offload.format.shares.owners import ModelBox
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceOwner:
+    """One owner of a checkpoint's state."""
+
+    number: int
+    """Number of the owner; 0 for the first directory."""
+
+    layout: Layout
+    """Layout of the owner's boxes. Its `Layout.model` is the whole model."""
+
+    scalars: Sequence[tuple[ScalarValue, ...] | None]
+    """For each parameter of the layout, its scalar state; None if it has no state yet."""
+
+    files: SealedSlot | SealedOwner
+    """Files of the owner's state, each opened when it is first needed."""
+
+
+def open_owners(
+    backend: Backend,
+    path: str,
+    manifest: Manifest,
+    parts: PartDirectories = None,
+    *,
+    resources: ExitStack,
+) -> list[SourceOwner]:
+    """Open the state of all owners of a checkpoint, and lock their parts against rewriting.
+
+    The caller keeps the checkpoint itself from being recycled.
+
+    Args:
+        backend: Storage backend of the checkpoint.
+        path: Directory of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        parts: Directories of the store on other drives, or directories to search for owners; None
+            for those that the manifest names.
+        resources: Stack that closes the files and releases the locks.
+
+    Returns:
+        The owners, owner 0 first.
+
+    Raises:
+        CheckpointError: A part is not seen here, is damaged, or is not that of the checkpoint.
+        StoreBusyError: A rank is about to rewrite a part.
+        UnreadableError: A part could not be read.
+    """
+    slot = SealedSlot(backend, path, part_paths(manifest, parts, path), manifest)
+    resources.callback(slot.close)
+    owners = [SourceOwner(0, manifest.layout, manifest.scalars, slot)]
+    found = find_owner_parts(backend, path, manifest, parts)
+    for lock in lock_owner_parts(backend, found):
+        resources.callback(lock.release)
+    for part in found:
+        if part.table is None:
+            raise _missing(path, part)
+        files = SealedOwner(backend, part.path, part.table)
+        resources.callback(files.close)
+        owner = SourceOwner(part.reference.owner, part.table.layout, part.table.scalars, files)
+        owners.append(owner)
+    return owners
+
+
+def boxes_of_owners(
+    backend: Backend, path: str, manifest: Manifest, parts: PartDirectories = None
+) -> list[tuple[ModelBox, ...]]:
+    """Return the boxes of the model that each owner of a checkpoint has written, owner 0 first.
+
+    Raises:
+        CheckpointError: A part is not seen here, is damaged, or is not that of the checkpoint.
+        UnreadableError: A part could not be read.
+    """
+    boxes = [manifest.model_boxes]
+    for part in find_owner_parts(backend, path, manifest, parts):
+        if part.table is None:
+            raise _missing(path, part)
+        boxes.append(part.table.model_boxes)
+    return boxes
+
+
+def _missing(path: str, part: OwnerPart) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the part of owner {part.reference.owner} of its state is not seen here (it was "
+        f"sealed at {part.path}): resume on a host that sees the parts of all owners"
+    )

@@ -1,0 +1,91 @@
+"""Room for the first slot of another cut, beside the checkpoints of the cut before."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+
+from gds import Backend, StorageError
+from offload.checkpoint.owner_parts import owner_directories
+from offload.errors import OffloadError, StoreFullError
+from offload.format.unreadable import as_unreadable
+from offload.store.directories import NOTHING_CHANGED
+from offload.store.owners.claims import NamedParts
+from offload.store.owners.store import remove_unnamed_parts, unnamed_parts
+from offload.units import size
+
+
+def available_bytes(
+    backend: Backend, directory: str, store_id: str, named: NamedParts, others: Iterable[str]
+) -> int:
+    """Return the bytes that the next slot may take on the drive of a store's first directory.
+
+    They are the free space, and that of slots and parts which nobody needs any more.
+
+    Args:
+        backend: Backend of the directory.
+        directory: The store's first directory.
+        store_id: Identity of the store.
+        named: Parts that any checkpoint that stays names.
+        others: Paths of slots and checkpoints that nobody needs any more.
+
+    Raises:
+        UnreadableError: The drive could not be examined.
+    """
+    with as_unreadable(NOTHING_CHANGED):
+        paths = [*others]
+        for path in owner_directories(backend, directory).values():
+            paths += unnamed_parts(backend, path, store_id, named)
+        return backend.free_bytes(directory) + sum(_bytes_of(backend, path) for path in paths)
+
+
+def require_available(directory: str, needed_bytes: int, available: int) -> None:
+    """Check that a drive has room for the first slot of another cut.
+
+    Args:
+        directory: The store's first directory.
+        needed_bytes: Bytes of the slot, with the parts of all ranks.
+        available: What `available_bytes` has returned.
+
+    Raises:
+        StoreFullError: There is no room. Nothing has been changed.
+    """
+    if needed_bytes > available:
+        raise StoreFullError(
+            errno.ENOSPC,
+            "to go on with another number of ranks, or another sharding, the first step writes a "
+            f"new slot of {size(needed_bytes)} beside the present checkpoints, and there is room "
+            f"for {size(available)}. Nothing has been changed: make room, or resume as before",
+            directory,
+        )
+
+
+def remove_parts_of_former_owners(
+    backend: Backend,
+    directory: str,
+    store_id: str,
+    named: NamedParts,
+    served: Collection[int] = (),
+) -> None:
+    """Remove the parts of owners that no rank serves any more, and that no checkpoint names.
+
+    What cannot be removed now stays; the next call tries it again.
+
+    Args:
+        backend: Backend of the directory.
+        directory: The store's first directory.
+        store_id: Identity of the store.
+        named: Parts that any checkpoint of the store names at this moment.
+        served: Numbers of the owners that ranks serve.
+    """
+    with suppress(StorageError, OffloadError):
+        former = {*owner_directories(backend, directory)} - {*served}
+        if former:
+            remove_unnamed_parts(backend, directory, store_id=store_id, named=named, served=served)
+
+
+def _bytes_of(backend: Backend, path: str) -> int:
+    """Return the size in bytes of the files in a directory."""
+    stats = [backend.stat(f"{path}/{name}") for name in backend.list_dir(path)]
+    return sum(stat.size_bytes for stat in stats if stat is not None and stat.kind == "file")
