@@ -136,10 +136,12 @@ def _tests(folder: str, directory: str) -> Step:
     themselves.
     """
     scratch = os.path.join(directory, f"offload-gpu-tests-{folder}-{os.getpid()}")
-    arguments = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider")
-    arguments += ("--continue-on-collection-errors", "--basetemp", scratch)
-    path = str(_ROOT / "tests" / folder)
-    return Step(f"tests-{folder}", (*arguments, path), TESTS[folder], scratch=scratch)
+    arguments = (
+        *("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"),
+        *("--continue-on-collection-errors", "--basetemp", scratch),
+        str(_ROOT / "tests" / folder),
+    )
+    return Step(f"tests-{folder}", arguments, TESTS[folder], scratch=scratch)
 
 
 def perform(step: Step, folder: Path, hidden: dict[str, str], left_s: float = math.inf) -> Outcome:
@@ -342,8 +344,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say(f"{len(ended) - len(failed)} of {len(ended)} succeeded")
     if failed:
         say(f"failed: {', '.join(failed)}; what they printed is in {output}")
-    names = {outcome.name for outcome in ended}
-    if left := [step.name for step in chosen if step.name not in names]:
+    finished = {outcome.name for outcome in ended}
+    if left := [step.name for step in chosen if step.name not in finished]:
         say(f"left for the next call: {', '.join(left)}")
         return 3
     return 1 if failed else 0

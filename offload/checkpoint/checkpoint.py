@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from gds import Backend, StorageError
 from offload.checkpoint.file_check import PartDirectories
-from offload.checkpoint.owner_parts import OwnerPart, find_owner_part, find_owner_parts
+from offload.checkpoint.owner_parts import (
+    OwnerPart,
+    check_cover,
+    find_owner_part,
+    find_owner_parts,
+)
 from offload.checkpoint.quarantine_mark import is_quarantined, read_quarantine
 from offload.checkpoint.reader_lock import held, recycled, was_recycled
 from offload.checkpoint.reading import (
@@ -366,6 +371,11 @@ class Checkpoint:
                 findings.add(error, marks=marks_parts)
             found_owners = self._find_each_owner(findings)
             tables = [owner.table for owner in found_owners if owner.table is not None]
+            if tables and len(tables) == len(self.manifest.owners):
+                try:
+                    check_cover(self.path, self.manifest, tables)
+                except CheckpointError as error:
+                    findings.add(error)
             with ExitStack() as opened:
                 slot = opened.enter_context(self.open_slot(tables))
                 owners = [

@@ -26,7 +26,11 @@ from offload.format.names import (
     owner_number,
     part_number,
 )
-from offload.format.shares.owners import OwnerReference
+from offload.format.shares.owners import (
+    OwnerReference,
+    parameter_boxes,
+    require_exact_cover,
+)
 from offload.format.shares.part_table import (
     MAX_TABLE_BYTES,
     OwnerTable,
@@ -371,6 +375,32 @@ def check_owner_part(
         for name, header in table.layout.array_headers[0].items():
             check_header(backend, f"{part}/{array_file_name(name)}", header)
         return table
+
+
+def check_cover(path: str, manifest: Manifest, tables: Sequence[OwnerTable]) -> None:
+    """Check that a checkpoint has each element of the model, and of the state, exactly once.
+
+    Args:
+        path: Directory of the checkpoint, for messages.
+        manifest: Manifest of the checkpoint.
+        tables: Tables of the parts of all its owners.
+
+    Raises:
+        CheckpointError: Boxes overlap, or leave elements out. The message names the tensor.
+    """
+    model = manifest.layout.model
+    layouts = [manifest.layout, *(table.layout for table in tables)]
+    state = [parameter_boxes(layout) for layout in layouts]
+    boxes = [manifest.model_boxes, *(table.model_boxes for table in tables)]
+    written = [[(box.name, box.box) for box in each] for each in boxes]
+    for what, owned, every in (("the state", state, False), ("model.safetensors", written, True)):
+        try:
+            require_exact_cover(model, owned, every=every)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path}: the parts of {what} do not have each element once: {error}. The "
+                "checkpoint was written wrongly, and cannot be mended: use another one"
+            ) from error
 
 
 def _quarantined(part: str, reason: str) -> str:

@@ -6,6 +6,8 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -34,8 +36,8 @@ from offload.distributed.gathering.step_agreement import StepAgreement, StepTerm
 from offload.distributed.ownership import Ownership
 from offload.distributed.rank_store import RankStore
 from offload.distributed.share_copy import ShareCopy, is_own_share, is_same_share, load_share
-from offload.distributed.together import together
-from offload.errors import RanksError
+from offload.distributed.together import everywhere, together
+from offload.errors import OffloadError, RanksError, reason_of
 from offload.format.boxes import Box, Cut
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
@@ -173,13 +175,31 @@ class RankGroup:
         """Do something on every rank, and return when it has succeeded on all of them."""
         return together(self._agreement, what, action)
 
-    def all(self, what: str, value: bool) -> bool:
-        """Return whether a value is true on all ranks."""
+    def all(self, what: str, test: Callable[[], bool]) -> bool:
+        """Return whether a test is true on all ranks."""
+        return all(everywhere(self._agreement, what, test).values())
 
-        def make(asked: Mapping[int, Json]) -> Json:
-            return all(asked.values())
+    def begin_call(self, what: str) -> None:
+        """Record which call of the user begins, for messages."""
+        if self._store is not None:
+            self._store.call = what
 
-        return bool(self._agreement.agree(what, make, lambda _: None, ask=value, asks=True).offer)
+    def fail_seal(
+        self, slot: StateSlot | None, step: int, error: Exception
+    ) -> Callable[[], None] | None:
+        """Begin a seal with the other ranks although it has failed on this one."""
+        sealing = self._opened().sealing
+        sealing.begin_failed(slot, step)
+        return partial(sealing.abandon, error)
+
+    def refuse_step(self, number: int, error: Exception, *, needs_slot: bool) -> None:
+        """Take part, with an error, in a step that begins on all ranks."""
+        with suppress(OffloadError, RuntimeError):  # the caller raises the error of this rank
+            if needs_slot:
+                self._opened().refuse(error)
+            if not self._is_replicated:
+                return  # no rank waits for another one in a step
+            self._steps.agree(StepTerms(number, [], [], refusal=reason_of(error)))
 
     def require_same(self, what: str, value: str) -> None:
         """Check that a value is the same on all ranks."""

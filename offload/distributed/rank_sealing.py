@@ -76,8 +76,8 @@ class RankSealing:
         """Number of the seal in flight that this rank has not reported yet."""
         self._has_met = False
         """Whether this rank has said in the seal in flight that it has written its blocks."""
-        self._manifest: Manifest | None = None
-        """Manifest of the seal in flight, with the layout of this rank."""
+        self._position = (0, 0)
+        """Step and generation of the seal in flight."""
         self._train_state = EncodedState("null")
         self._slot: StateSlot | None = None
         """Slot of this rank in the seal in flight."""
@@ -96,12 +96,31 @@ class RankSealing:
 
     def begin(self, manifest: Manifest) -> None:
         """Announce a seal. Collective; never waits."""
+        self._begin(manifest.step, manifest.generation)
+        if self._store is not None:
+            self._store.sealing.begin(manifest)
+
+    def begin_failed(self, slot: StateSlot | None, step: int) -> None:
+        """Announce a seal that has failed on this rank already; `abandon` must follow.
+
+        Collective; never waits.
+
+        Args:
+            slot: Slot of this rank, on which training goes on; None if its state is torn.
+            step: Number of optimizer steps taken.
+        """
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.close()
+        self._slot = slot
+        self._name = slot.name if isinstance(slot, OwnerSlot) else ""
+        self._begin(step, 0 if slot is None else slot.context.generation)
+
+    def _begin(self, step: int, generation: int) -> None:
         self._number = self._agreement.begin_seal(self._name)
         self._has_met = False
         self.last_aborted = None  # its slot belongs to this seal now, and may become a checkpoint
-        self._manifest = manifest
-        if self._store is not None:
-            self._store.sealing.begin(manifest)
+        self._position = step, generation
 
     def end(self) -> None:
         """Announce that the seal has ended on this rank."""
@@ -171,7 +190,7 @@ class RankSealing:
         store = self._store
         if store is None:
             raise RuntimeError("this rank has neither the store nor a part of it")
-        slot.sync()  # while the other ranks do the same
+        store.sealing.sync(slot)  # while the other ranks do the same
         done: list[Prepared] = []
         stored: list[StoredCheckpoint] = []
 
@@ -243,11 +262,11 @@ class RankSealing:
 
     def abandon(self, error: BaseException) -> None:
         """Report that this rank's part of the seal has failed. Never raises."""
-        number, manifest, self._number = self._number, self._manifest, None
-        if number is None or manifest is None:
+        number, self._number = self._number, None
+        if number is None:
             return  # the outcome is known already, or no seal has begun
-        text = reason_of(error)
-        report = Report(step=manifest.step, generation=manifest.generation, error=text)
+        step, generation = self._position
+        report = Report(step=step, generation=generation, error=reason_of(error))
         try:
             if not self._has_met:
                 self._agreement.meet(number)  # the other ranks wait for this one

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from gds import Backend, File, StorageError
 from offload.checkpoint.checkpoint import Checkpoint
@@ -53,6 +53,13 @@ from offload.store.store import Store
 
 _UNKNOWN = -1
 """Number in an offer that stands for a checkpoint whose manifest cannot be read."""
+
+_LOST = (
+    "this rank's part of the last seal could not be made durable, so its state is lost: call "
+    "restore() on every rank, which goes on from the newest checkpoint in another part, or restart "
+    "the job"
+)
+"""What a rank says that cannot go on in the slot of an aborted seal."""
 
 ShareOf = Callable[[Layout], ModelShare]
 """Function that returns the boxes of the model that this rank writes, given a layout."""
@@ -110,6 +117,8 @@ class RankStore:
         self.directory = os.path.abspath(directory)
         self._share_of = share_of
         self._opened = _Opened()
+        self.call = "the constructor"
+        """Call of the user that the ranks make, for messages."""
         self._granted: StateSlot | None = None
         self._working = ""
         """Name of the working slot in the first directory."""
@@ -265,7 +274,7 @@ class RankStore:
 
         self.sealing.last_aborted = None  # a restore gives its slot up
         # A rank that announced an error before goes on with this call.
-        self.agreement.agree("restore()", make, self._learn, heeds_errors=False)
+        self.agreement.agree(self.call, make, self._learn, heeds_errors=False)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
         """Return whether a checkpoint with open files is unchanged and not quarantined."""
@@ -301,6 +310,8 @@ class RankStore:
             if store is None:
                 raise RuntimeError("only the writer makes offers")
             last = self.sealing.last_aborted
+            if last is not None and store.poisoned:
+                raise RanksError(f"{self.agreement.peers.name(0)}: {_LOST}")
             if (
                 last is not None
                 and last.slot.state is SlotState.WORKING
@@ -339,10 +350,7 @@ class RankStore:
             if found.in_place_of != NO_SEAL:
                 last = self.sealing.last_aborted
                 if last is None or last.slot.state is not OwnerSlotState.WORKING:
-                    raise RanksError(
-                        "this rank's part of the last seal could not be made durable, so that it "
-                        "cannot be written again: restart the job"
-                    )
+                    raise RanksError(_LOST)
                 self._granted = last.slot
                 return None
             self._release_older(part)
@@ -359,7 +367,7 @@ class RankStore:
 
         self._granted = None
         try:
-            granted = self.agreement.grant(offer, ready)
+            granted = self.agreement.grant(offer, ready, self.call)
         except BaseException:
             slot, self._granted = self._granted, None
             if slot is not None and (aborted is None or slot is not aborted.slot):
@@ -372,6 +380,19 @@ class RankStore:
             self.sealing.warn_of_aborted(granted.offer.reason)
         self.sealing.last_aborted = None
         return slot
+
+    def refuse(self, error: Exception) -> None:
+        """Take part in `acquire` of all ranks with an error of this one. Collective.
+
+        Raises:
+            RanksError: Always, on every rank.
+        """
+
+        def fail(*_: object) -> NoReturn:
+            """Raise the error of this rank."""
+            raise error
+
+        self.agreement.grant(fail, fail, self.call)
 
     def release(self, slot: Any) -> None:
         """Take back a slot that was acquired and will not be sealed."""
@@ -528,7 +549,7 @@ class RankStore:
             if self._opened.store is not None:
                 self._opened.store.withdraw_newer(checkpoint)
 
-        together(self.agreement, "restore()", withdraw)
+        together(self.agreement, self.call, withdraw)
         generation = checkpoint.manifest.generation
         self._own = [c for c in self._own if c.manifest.generation <= generation]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import offload.errors
@@ -30,24 +30,38 @@ def together(agreement: Agreement, what: str, action: Callable[[], T]) -> T:
             is one of this package.
     """
     results: list[T] = []
+    everywhere(agreement, what, lambda: results.append(action()))
+    return results[0]
+
+
+def everywhere(agreement: Agreement, what: str, action: Callable[[], Json]) -> Mapping[int, Json]:
+    """Do something on every rank, and return what it returns on each of them. Collective.
+
+    Args:
+        agreement: Agreement of all ranks.
+        what: Call of the user, for messages.
+        action: What this rank does. It makes no collective call.
+
+    Raises the errors of `together`.
+    """
     failures: list[Exception] = []
 
     def ready(_: Json) -> Json:
+        """Do it, and return the result or the error as the note of this rank."""
         try:
-            results.append(action())
+            return {"result": action()}
         except Exception as error:  # noqa: BLE001  (raised below, when all ranks know of it)
             failures.append(error)
-            return [type(error).__name__, reason_of(error)]
-        return None
+            return {"class": type(error).__name__, "error": reason_of(error)}
 
     # A rank that announced an error before goes on with this call.
     notes = agreement.agree(what, lambda _: None, ready, heeds_errors=False).notes
     if failures:
         raise failures[0]
     for rank, note in sorted(notes.items()):
-        if note is not None:
-            raise _class_of(note[0])(f"{agreement.peers.name(rank)}: {note[1]}")
-    return results[0]
+        if "error" in note:
+            raise _class_of(note["class"])(f"{agreement.peers.name(rank)}: {note['error']}")
+    return {rank: note["result"] for rank, note in notes.items()}
 
 
 def _class_of(name: str) -> type[OffloadError]:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from offload.engine.failed_seal import FailedSeal
 from offload.engine.seal import Seal
 from offload.format.digests import Digests, Run
 from offload.store.state_store import StateSlot, StateSource
@@ -93,7 +94,7 @@ class StatePass:
         source: StateSource | None,
         target: StateSlot,
         chunks: Sequence[int],
-        seal: Seal | None,
+        seal: Seal | FailedSeal | None,
         meter: Meter,
         run: Run,
         lock: AbstractContextManager[object] | None = None,

@@ -6,8 +6,8 @@ steps are taken. This module only coordinates the two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
@@ -19,15 +19,17 @@ from offload.engine.state_passes import move_state
 from offload.engine.stats import Stats, collect_stats
 from offload.engine.strategy import Metrics, StepStrategy
 from offload.engine.training_state import Groups, TrainingState
+from offload.errors import BrokenOptimizerError
 from offload.format.layout import Layout
 from offload.format.train_state import encode
 from offload.format.unreadable import as_unreadable
-from offload.model.parameters import Stored
 from offload.store.directories import NOTHING_CHANGED
 from offload.store.frozen_space import FrozenSpace
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateSlot, StateStore
 from offload.units import size
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -133,46 +135,88 @@ class Engine:
         if later is not None:
             return later
         state, store = self.state, self.store
-        state.lifecycle.require_usable()
-        state.collect_seal(wait=True)
-        encoded = encode(train_state)
+        encoded = self._begin_checkpoint(lambda: encode(train_state))
         store.warn_of_lost()
         self.relayout(groups)
-        stored = state.table.stored(groups)
         sealed = state.slots.sealed
         if (
             sealed is not None
             and sealed.manifest.step == state.num_steps
-            and state.ranks.all("checkpoint()", self._is_unchanged(sealed, groups, stored))
+            and state.ranks.all("checkpoint()", lambda: self._is_unchanged(sealed, groups))
         ):
             return replace_train_state(
                 store, sealed, encoded, metrics, several=state.ranks.size > 1
             )
         store.warn_of_lost()  # `is_usable` may just have found a loss
         store.keeping.require_replaceable(store.sealing.path_of(state.num_steps))
+        moves = False
         if state.slots.present is None:
-            slot = state.slots.begin(state.layout, len(groups))
-        else:
-            if not state.slots.is_working:
-                # No step was taken since the last seal, yet the new checkpoint differs from it.
+            state.slots.begin(state.layout, len(groups))
+        elif not state.slots.is_working:
+            # No step was taken since the last seal, yet the new checkpoint differs from it.
+            state.slots.ensure_target(state.layout, len(groups))
+            moves = True
+        with state.failing_seal():
+            if moves:
                 move_state(state, groups)
-            slot = cast(StateSlot, state.slots.present)
-        captured = capture(
-            store.sealing,
-            groups,
-            state.table,
-            stored,
-            slot,
-            state.num_steps,
-            encoded,
-            metrics or {},
-            state.update_code,
-        )
-        return state.begin_seal(slot, captured)
+            # Moving state makes a slot of what `restore` has found in another cut.
+            written = cast(StateSlot, state.slots.present)
+            captured = capture(
+                store.sealing,
+                groups,
+                state.table,
+                state.table.stored(groups),
+                written,
+                state.num_steps,
+                encoded,
+                metrics or {},
+                state.update_code,
+            )
+        return state.begin_seal(written, captured)
 
-    def _is_unchanged(
-        self, sealed: StoredCheckpoint, groups: Groups, stored: Sequence[Stored]
-    ) -> bool:
+    def fail_checkpoint(self, error: Exception) -> None:
+        """Let a checkpoint fail on all ranks because its content cannot be stored on this one.
+
+        Returns if there is no other rank.
+
+        Args:
+            error: Error of this rank.
+
+        Raises:
+            OffloadError: There are other ranks.
+        """
+
+        def fail() -> None:
+            """Raise the error of this rank."""
+            raise error
+
+        if self.state.ranks.size > 1:
+            self._begin_checkpoint(fail)
+
+    def _begin_checkpoint(self, prepare: Callable[[], T]) -> T:
+        """Check that the state can be sealed, and return the result of `prepare`.
+
+        An error of this rank alone is raised on all ranks: by the seal that the others begin, or,
+        if ranks exchange something before that, at once.
+
+        Args:
+            prepare: Makes content of the checkpoint, without any exchange.
+        """
+        state = self.state
+        try:
+            state.lifecycle.require_usable()
+        except BrokenOptimizerError as error:
+            if state.ranks.size > 1:
+                state.collect_seal(wait=True)
+                state.fail_seal(error)
+            raise
+        state.collect_seal(wait=True)
+        if not state.slots.is_working:
+            return state.ranks.together("checkpoint()", prepare)
+        with state.failing_seal():
+            return prepare()
+
+    def _is_unchanged(self, sealed: StoredCheckpoint, groups: Groups) -> bool:
         """Return whether a checkpoint of the present state holds all of the present content."""
         state, store = self.state, self.store
         # In a poisoned store, a failed seal may have left a newer checkpoint, now abandoned.
@@ -180,6 +224,7 @@ class Engine:
             return False
         if not have_same_groups(sealed, groups):
             return False
+        stored = state.table.stored(groups)
         is_same = state.ranks.has_same_model(sealed, stored)
         if is_same is None:
             is_same = has_same_model(sealed, stored, state.block_buffers())
@@ -193,22 +238,61 @@ class Engine:
         *,
         discard_newer: bool,
         verify: bool | None = None,
+        require: Callable[[], None],
     ) -> Checkpoint | None:
-        """Continue from a checkpoint; see `OffloadedOptimizer.restore`."""
+        """Continue from a checkpoint; see `OffloadedOptimizer.restore`.
+
+        `require` raises an error if the checkpoint that the user means has been replaced.
+        """
         self.state.lifecycle.require_alive()
         self.strategy.give_up()
-        checkpoint = restore(self.state, groups, which, discard_newer=discard_newer, verify=verify)
+        checkpoint = restore(
+            self.state,
+            groups,
+            which,
+            discard_newer=discard_newer,
+            verify=verify,
+            require=require,
+        )
         self.strategy.restored()
         return checkpoint
 
-    def pin(self, name: str, which: int | str | None) -> None:
-        """Pin a checkpoint; see `OffloadedOptimizer.pin`."""
+    def pin(self, name: str, which: int | str | None, *, require: Callable[[], None]) -> None:
+        """Pin a checkpoint; see `OffloadedOptimizer.pin`.
+
+        `require` raises an error if the checkpoint that the user means has been replaced.
+        """
         state = self.state
         state.lifecycle.require_alive()
+        if state.ranks.size == 1:
+            require()
         self.join()
         state.collect_seal(wait=True)
         self.store.refresh()
+        if state.ranks.size > 1:
+            self._require_same_pin(name, which, require)
         self.store.keeping.pin(name, which)
+
+    def _require_same_pin(
+        self, name: str, which: int | str | None, require: Callable[[], None]
+    ) -> None:
+        """Check that all ranks pin the same checkpoint, by the same name. Collective."""
+
+        def find() -> str:
+            """Return the path of the checkpoint that this rank is asked for."""
+            require()
+            found = self.store.newest if which is None else self.store.find(which)
+            return "no checkpoint" if found is None else found.path
+
+        path = self.state.ranks.together("pin()", find)
+        self.state.ranks.require_same("pin()", f"the pin {name!r} of {path}")
+
+    def unpin(self, name: str) -> None:
+        """Remove a pin; see `OffloadedOptimizer.unpin`."""
+        if self.state.ranks.size > 1:
+            self.join()  # at the end of a step the ranks may agree on a seal
+        self.state.ranks.require_same("unpin()", f"the pin {name!r}")
+        self.store.keeping.unpin(name)
 
     def synchronize(self) -> None:
         """Wait until every transfer and seal in flight has ended; raise their errors."""

@@ -72,12 +72,46 @@ class Ranks(Protocol):
         """
         ...
 
-    def all(self, what: str, value: bool) -> bool:
-        """Return whether a value is true on all ranks. Collective.
+    def all(self, what: str, test: Callable[[], bool]) -> bool:
+        """Return whether a test is true on all ranks. Collective.
 
         Args:
             what: Call of the user, for messages.
-            value: Value of this rank.
+            test: Test of this rank. It makes no collective call.
+
+        Raises the errors of `together`.
+        """
+        ...
+
+    def begin_call(self, what: str) -> None:
+        """Record which call of the user begins, for messages: ``step()``."""
+        ...
+
+    def fail_seal(
+        self, slot: StateSlot | None, step: int, error: Exception
+    ) -> Callable[[], None] | None:
+        """Begin a seal with the other ranks although it has failed on this one. Never waits.
+
+        Args:
+            slot: Slot that holds the state, on which training goes on; None if the state is torn.
+            step: Optimizer steps taken.
+            error: Error of this rank.
+
+        Returns:
+            What tells all ranks of the error, and waits until they have ended the seal; another
+            thread may call it. None if there is no other rank.
+        """
+        ...
+
+    def refuse_step(self, number: int, error: Exception, *, needs_slot: bool) -> None:
+        """Take part, with an error, in a step that begins on all ranks. Collective, never raises.
+
+        The other ranks raise an error that names this one, and no rank has taken the step.
+
+        Args:
+            number: Number of the step.
+            error: Error of this rank.
+            needs_slot: Whether the ranks agree on a slot to write before they begin the step.
         """
         ...
 
@@ -215,10 +249,25 @@ class Alone:
         del what
         return action()
 
-    def all(self, what: str, value: bool) -> bool:
-        """Return the value."""
+    def all(self, what: str, test: Callable[[], bool]) -> bool:
+        """Return the result of the test."""
         del what
-        return value
+        return test()
+
+    def begin_call(self, what: str) -> None:
+        """Do nothing: no message names the call."""
+        del what
+
+    def fail_seal(
+        self, slot: StateSlot | None, step: int, error: Exception
+    ) -> Callable[[], None] | None:
+        """Return None: no other rank begins a seal."""
+        del slot, step, error
+        return None
+
+    def refuse_step(self, number: int, error: Exception, *, needs_slot: bool) -> None:
+        """Do nothing: no other rank waits for the step."""
+        del number, error, needs_slot
 
     def require_same(self, what: str, value: str) -> None:
         """Do nothing: there is one value."""

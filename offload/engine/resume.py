@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from offload.checkpoint.checkpoint import Checkpoint
@@ -41,6 +42,7 @@ def restore(
     *,
     discard_newer: bool,
     verify: bool | None = None,
+    require: Callable[[], None],
 ) -> Checkpoint | None:
     """Continue from a checkpoint of the store, or from the one before it if it is damaged.
 
@@ -50,6 +52,7 @@ def restore(
         which: Step number, or path or name of the checkpoint's directory; None for the newest.
         discard_newer: Whether newer checkpoints may be given up.
         verify: Whether the state is read and checked at once; None to follow the options.
+        require: Function that raises an error if the checkpoint that is meant has been replaced.
 
     Returns:
         The checkpoint; None if the store has none and none was asked for.
@@ -65,8 +68,18 @@ def restore(
     """
     store, lifecycle = state.store, state.lifecycle
     state.collect_seal(wait=True, errors=False)
+    if state.ranks.size == 1:
+        require()
     store.refresh(warn_of_refused=False)
-    found = _choose(store, which, discard_newer=discard_newer)
+    _warn_of_refused(store)
+
+    def choose() -> StoredCheckpoint | None:
+        """Return the checkpoint that this rank is asked for."""
+        if state.ranks.size > 1:
+            require()
+        return _choose(store, which, discard_newer=discard_newer)
+
+    found = state.ranks.together("restore()", choose)
     state.ranks.require_same("restore()", "no checkpoint" if found is None else found.path)
     if found is None:
         if lifecycle.broken:
@@ -79,9 +92,17 @@ def restore(
         try:
             return resume(state, groups, found, verify=verify)
         except DamagedError as error:
-            older = _give_up_damaged(store, found, error, which)
+            give_up = partial(_give_up_damaged, store, found, error, which)
+            older = state.ranks.together("restore()", give_up)
+            state.ranks.require_same("restore()", "no older one" if older is None else older.path)
             if older is None:
                 raise DamagedError(f"{error}; {lifecycle.remedy()}") from error
+            warnings.warn(
+                f"{error}. {found.path} is quarantined; continuing from the one before it, "
+                f"{older.path}",
+                RuntimeWarning,
+                stacklevel=_CALLER - 1,
+            )
             log_event(
                 f"{found.path}: fell back to step {older.manifest.step} after "
                 f"{duration(time.perf_counter() - started)}: this checkpoint is damaged and "
@@ -164,13 +185,20 @@ def resume(
     return checkpoint
 
 
+def _warn_of_refused(store: StateStore) -> None:
+    """Warn about directories that look like checkpoints but cannot be used."""
+    reasons = said_once([seen_from(path, reason) for path, reason in store.refused])
+    for (path, _), reason in zip(store.refused, reasons, strict=True):
+        warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=_CALLER)
+
+
 def _recut(state: TrainingState, found: StoredCheckpoint) -> RecutSource | None:
     """Return the state of a checkpoint in the present cut; None if it was stored in this cut.
 
     Raises the errors of `RecutSource`.
     """
     store, ranks = state.store, state.ranks
-    if ranks.all("restore()", store.fits(found, ranks.cuts)):
+    if ranks.all("restore()", lambda: store.fits(found, ranks.cuts)):
         return None
     made: list[RecutSource] = []
 
@@ -191,8 +219,6 @@ def _choose(
 ) -> StoredCheckpoint | None:
     """Return the checkpoint to restore; None if there is none and none was asked for.
 
-    Warns about directories that look like checkpoints but cannot be used.
-
     Args:
         store: Store of the optimizer.
         which: Step number, or path or name of the checkpoint's directory; None for the newest.
@@ -203,9 +229,6 @@ def _choose(
         CheckpointError: There are checkpoints, but none can be used.
         MismatchError: There are newer checkpoints, and `discard_newer` is not set.
     """
-    reasons = said_once([seen_from(path, reason) for path, reason in store.refused])
-    for (path, _), reason in zip(store.refused, reasons, strict=True):
-        warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=_CALLER)
     newest = store.newest
     found = newest if which is None else store.find(which)
     if found is None and store.refused:
@@ -226,7 +249,7 @@ def _choose(
 def _give_up_damaged(
     store: StateStore, damaged: StoredCheckpoint, error: DamagedError, which: int | str | None
 ) -> StoredCheckpoint | None:
-    """Quarantine a damaged checkpoint, and choose the newest one left, with a warning.
+    """Quarantine a damaged checkpoint, and choose the newest one left.
 
     Args:
         store: Store of the optimizer.
@@ -242,15 +265,7 @@ def _give_up_damaged(
     """
     if refusal := try_to_quarantine(store, damaged, error):
         raise DamagedError(f"{error}. {refusal}") from error
-    newest = store.newest
-    if which is not None or newest is None:
-        return None
-    warnings.warn(
-        f"{error}. {damaged.path} is quarantined; continuing from the one before it, {newest.path}",
-        RuntimeWarning,
-        stacklevel=_CALLER,
-    )
-    return newest
+    return store.newest if which is None else None
 
 
 def _match(

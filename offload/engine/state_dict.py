@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from offload.device.boundary import HOST
@@ -24,10 +25,17 @@ from offload.exchange.torch_dicts import (
 )
 from offload.format.layout import Layout
 from offload.model.parameters import memories
+from offload.store.opening import StoredCheckpoint
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.stream.passes import RingPass
 from offload.update.coding.decoder import StateDecoder, kept_arrays
 from offload.update.coding.filler import ParameterState, StateFiller
+
+_LOADING = "load_state_dict()"
+"""Call of the user, for messages."""
+
+_INSTEAD = "Use checkpoint() and restore()"
+"""Remedy if that call is refused."""
 
 
 def make_reference(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
@@ -60,11 +68,20 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
         MismatchError: The reference names another state, or does not fit the optimizer.
         DamagedError: The state of the checkpoint is damaged.
     """
-    wanted, hyper = read_reference(reference)
-    if not engine.position.is_same_as(wanted):
+    state = engine.state
+
+    def choose() -> tuple[list[dict[str, Any]], StoredCheckpoint | None]:
+        """Return the hyper-parameters, and the checkpoint to load if it is not the present one."""
+        wanted, hyper = read_reference(reference)
+        if engine.position.is_same_as(wanted):
+            return hyper, None
         found = find_referenced(engine.store, wanted, engine.position)
         check_groups(groups, hyper)
-        state = engine.state
+        return hyper, found
+
+    hyper, found = state.ranks.together(_LOADING, choose)
+    state.ranks.require_same(_LOADING, "the present state" if found is None else found.path)
+    if found is not None:
         state.lifecycle.require_alive()
         state.collect_seal(wait=True, errors=False)
         try:
@@ -119,7 +136,7 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
     return materialized
 
 
-def _require_alone(state: TrainingState, layout: Layout, call: str, remedy: str) -> None:
+def _require_alone(state: TrainingState, layout: Layout | None, call: str, remedy: str) -> None:
     """Refuse a call that needs the whole state in this process.
 
     Args:
@@ -131,7 +148,7 @@ def _require_alone(state: TrainingState, layout: Layout, call: str, remedy: str)
     Raises:
         MismatchError: Other ranks have parts of the state.
     """
-    cut = [p.stored_name for p in layout.parameters if p.cut is not None]
+    cut = [p for p in layout.parameters if p.cut is not None] if layout is not None else []
     if state.ranks.size > 1 or cut:
         raise MismatchError(
             f"{call} needs the whole state, of which this rank has a part only: it is not "
@@ -151,18 +168,20 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
     Raises:
         MismatchError: The state dict does not fit the optimizer.
     """
+    state = engine.state
+    if state.ranks.size > 1:  # other ranks may load a reference
+        state.ranks.together(_LOADING, partial(_require_alone, state, None, _LOADING, _INSTEAD))
     if not {"state", "param_groups"} <= state_dict.keys():
         raise MismatchError(
             f"load_state_dict() got a dict with the keys {sorted(map(str, state_dict))}, "
             "expected a state dict of an optimizer: of this class, or of torch with 'state' "
             "and 'param_groups'"
         )
-    state = engine.state
     said = stated_steps(state_dict)
     state.lifecycle.require_usable()
     merged, states = read_state_dict(state_dict, groups, state.rule)
     layout, trainables = state.table.describe(merged)
-    _require_alone(state, layout, "load_state_dict()", "Use checkpoint() and restore()")
+    _require_alone(state, layout, _LOADING, _INSTEAD)
     state.collect_seal(wait=True)
     engine.relayout(merged)
     found = [states.get(t.parameter, ParameterState()) for t in trainables]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -18,6 +18,7 @@ from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.state_store import StateSource
 from offload.update.rules import Scalars
 from offload.update.step_inputs import StepInputs
+from offload.update.updater import ChunkUpdater
 from offload.update.updaters import device_updater, host_updater
 
 
@@ -43,7 +44,8 @@ def move_state(state: TrainingState, groups: Groups) -> None:
 
     Raises the errors of `StatePass.run`. The state is broken after an error.
     """
-    run_pass(state, begin_pass(state, groups, [None] * len(state.table.trainables)))
+    nothing = [None] * len(state.table.trainables)
+    run_pass(state, begin_pass(state, groups, nothing, is_step=False))
 
 
 def begin_values(state: TrainingState, groups: Groups, state_pass: StatePass) -> Values:
@@ -107,9 +109,35 @@ def run_pass(state: TrainingState, state_pass: StatePass, values: Values | None 
 
 
 def begin_pass(
-    state: TrainingState, groups: Groups, gradients: Sequence[torch.Tensor | None]
+    state: TrainingState,
+    groups: Groups,
+    gradients: Sequence[torch.Tensor | None],
+    *,
+    is_step: bool = True,
 ) -> StatePass:
-    """Prepare a step over every chunk that needs it, or over all chunks if the state moves."""
+    """Prepare a step over every chunk that needs it, or over all chunks if the state moves.
+
+    Args:
+        state: The state.
+        groups: ``param_groups`` of the optimizer.
+        gradients: Gradient of each parameter in element-space order; None if it has none.
+        is_step: Whether all ranks step; False if the state moves without a step.
+    """
+    with state.refusing_step() if is_step else nullcontext():
+        updater = _updater(state, groups, gradients)
+        state.ring()  # an error in allocating it comes before the ranks agree on the step
+    chunks = state.chunks()
+    if state.slots.is_working:
+        chunks = [c for c in chunks if updater.touched(c)]
+    return new_pass(
+        state, groups, updater, chunks, source=state.slots.present, lock=state.update_lock
+    )
+
+
+def _updater(
+    state: TrainingState, groups: Groups, gradients: Sequence[torch.Tensor | None]
+) -> ChunkUpdater:
+    """Return what updates the chunks of a step, on the device that was chosen for it."""
     table, traffic = state.table, state.meter.traffic
     announce_uses(t.parameter for t in table.trainables)
     inputs = StepInputs(
@@ -124,17 +152,12 @@ def begin_pass(
     )
     if state.compute is None:
         kernel = state.kernel.kernel
-        updater = host_updater(state.rule, state.pool, inputs, kernel=kernel, traffic=traffic)
-        state.update_code = updater.code(state.kernel.code)
-    else:
-        updater = device_updater(state.rule, state.pool, inputs, compute=state.compute)
-        state.update_code = updater.code(f"kernels ({state.compute.device})")
-    chunks = state.chunks()
-    if state.slots.is_working:
-        chunks = [c for c in chunks if updater.touched(c)]
-    return new_pass(
-        state, groups, updater, chunks, source=state.slots.present, lock=state.update_lock
-    )
+        host = host_updater(state.rule, state.pool, inputs, kernel=kernel, traffic=traffic)
+        state.update_code = host.code(state.kernel.code)
+        return host
+    updater = device_updater(state.rule, state.pool, inputs, compute=state.compute)
+    state.update_code = updater.code(f"kernels ({state.compute.device})")
+    return updater
 
 
 def new_pass(

@@ -168,13 +168,15 @@ def take_step(state: TrainingState, groups: Groups) -> None:
         SealError: The seal before this step failed. The step has not been taken.
         BrokenOptimizerError: An earlier step failed half way.
     """
-    state.lifecycle.require_usable()
+    with state.refusing_step():
+        state.lifecycle.require_usable()
     state.collect_seal()
     table, meter = state.table, state.meter
     with meter.timed("step_s"):
         if not table.is_current(groups):
             state.relayout(groups)
-        gradients = table.gradients(groups)
+        with state.refusing_step():
+            gradients = table.gradients(groups)
         if table.has_gradient(groups):
             step_chunks(state, groups, gradients)
             meter.steps += 1

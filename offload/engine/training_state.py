@@ -10,22 +10,24 @@ from __future__ import annotations
 import os
 import uuid
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
 
 from offload.ambient import in_neutral
+from offload.checkpoint.recut.source import RecutSource
 from offload.device.boundary import HOST
 from offload.device.compute import Compute
+from offload.engine.failed_seal import FailedSeal
 from offload.engine.lifecycle import Lifecycle
 from offload.engine.ranks import Alone, Ranks
 from offload.engine.seal import Captured, Seal, SealHandle
 from offload.engine.whole_model import whole_copy
 from offload.engine.working_slot import StateSlots
-from offload.errors import OffloadError
+from offload.errors import OffloadError, RanksError, SealError, reason_of
 from offload.format.layout import Layout
 from offload.model.all_parameters import all_parameters
 from offload.model.model_copy import ModelCopy
@@ -133,12 +135,14 @@ class TrainingState:
         self.slots = StateSlots(store)
         self.compute: Compute | None = None
         """Runs work on the device that state is updated on; None for the CPU."""
-        self.seal: Seal | None = None
+        self.seal: Seal | FailedSeal | None = None
         """The seal that has begun, until `collect_seal` has recorded its end."""
         self.run_id = uuid.uuid4().hex
         """Identity of this object among all optimizers that have used the store."""
         self.num_steps = 0
         """Optimizer steps taken."""
+        self.call = "the constructor"
+        """Call of the user that is running, or was the last one, for messages."""
         self.gradient_factors: tuple[float, ...] = ()
         """Factors by which steps that begin now multiply gradients, one after the other."""
         self.order = ChunkOrder()
@@ -200,11 +204,11 @@ class TrainingState:
         """
         self.know_parameters(groups)
         before, present = self.table.layout, self.slots.present
-        if self.ranks.size > 1 and before is not None and not self.table.is_agreed(groups):
+        if self.ranks.size > 1 and (before is None or not self.table.is_agreed(groups)):
             # What is new may concern this rank's part of the model, or only that of other ranks.
             describe = partial(self.table.describe, groups)
-            layout, trainables = self.ranks.together("step()", describe)
-            is_same = self.ranks.all("step()", layout == before)
+            layout, trainables = self.ranks.together(self.call, describe)
+            is_same = before is not None and self.ranks.all(self.call, lambda: layout == before)
         else:
             layout, trainables = self.table.describe(groups)
             is_same = layout == before
@@ -237,14 +241,22 @@ class TrainingState:
                 action = partial(self.drives.calibrate, layout.state_bytes)
             else:
                 action = partial(self.drives.calibrate, 0)
-            self.ranks.together("step()", action)
+            self.ranks.together(self.call, action)
+
+    def begin_call(self, what: str) -> None:
+        """Record which call of the user begins, for messages: ``step()``."""
+        self.call = what
+        self.ranks.begin_call(what)
 
     def begin_seal(self, slot: StateSlot, captured: Captured) -> SealHandle:
         """Begin to seal the state, which is in `slot`."""
-        ring, seal = self.ring(), None
-        model = self._model_copy(slot, captured)
+        seal = None
+        with self.failing_seal():
+            ring = self.ring()
+            model = self._model_copy(slot, captured)
+            flush = ring.flush()
         try:
-            seal = Seal(self.store, slot, captured, model, ring.flush(), self.meter)
+            seal = Seal(self.store, slot, captured, model, flush, self.meter)
             self.store.sealing.begin(captured.manifest)
             self.slots.sealed_now()
             self.lifecycle.steps_in_seal = self.meter.steps
@@ -258,6 +270,60 @@ class TrainingState:
                 self.slots.is_working = True
             raise
         return seal.handle
+
+    def fail_seal(self, error: Exception) -> None:
+        """Take part, with an error, in a seal that the other ranks begin now. Never waits.
+
+        All ranks learn of the error, and training goes on in the slots that they have. Nothing
+        happens if there is no other rank.
+
+        Args:
+            error: Error of this rank.
+
+        Raises:
+            SealError: Always, if there are other ranks and the state can be trained on.
+        """
+        slot = self.slots.present if not self.lifecycle.why_broken() else None
+        if isinstance(slot, RecutSource):
+            slot = None  # state in another cut is no part of a checkpoint of these ranks
+        tell = self.ranks.fail_seal(slot, self.num_steps, error)
+        if tell is None:
+            return
+        failure = SealError(
+            f"sealing step {self.num_steps} failed, so it is not a checkpoint on any rank; earlier "
+            f"checkpoints are untouched: rank {self.ranks.rank}: {reason_of(error)}"
+        )
+        failure.__cause__ = error
+        self.slots.sealed_now()
+        self.seal = FailedSeal(slot, self.num_steps, tell, failure)
+        self.seal.start()
+        if slot is not None:
+            raise failure
+
+    @contextmanager
+    def failing_seal(self) -> Iterator[None]:
+        """Take part, with an error that the block raises, in the seal that all ranks begin.
+
+        An error that the ranks have agreed on is raised on all of them, so no seal begins then.
+        """
+        try:
+            yield
+        except (RanksError, SealError):
+            raise
+        except Exception as error:
+            self.fail_seal(error)
+            raise
+
+    @contextmanager
+    def refusing_step(self) -> Iterator[None]:
+        """Take part, with an error that the block raises, in the step that all ranks begin."""
+        try:
+            yield
+        except Exception as error:
+            if self.table.layout is not None:
+                needs_slot = self.slots.needs_target
+                self.ranks.refuse_step(self.num_steps + 1, error, needs_slot=needs_slot)
+            raise
 
     def _model_copy(self, slot: StateSlot, captured: Captured) -> ModelCopy:
         """Return the copy of the model that a seal makes: of all of it, or of this rank's share."""
@@ -290,10 +356,13 @@ class TrainingState:
         try:
             seal.handle.result()
         except OffloadError as error:
-            if slots.present is not seal.slot:
+            if seal.slot is None:
+                pass  # the state is torn
+            elif slots.present is not seal.slot:
                 self.store.release(seal.slot)
             elif self.store.poisoned:
                 lifecycle.broken = f"the state of step {self.num_steps} could not be made durable"
+                slots.is_working = self.ranks.size > 1  # as on the other ranks
             else:  # if files of the slot were replaced, the state moves to another slot
                 slots.is_working = self.store.is_in_place(seal.slot)
             if errors:
@@ -301,7 +370,7 @@ class TrainingState:
             warnings.warn(str(error), RuntimeWarning, stacklevel=4)
         else:
             lifecycle.steps_settled = lifecycle.steps_in_seal
-            if slots.present is seal.slot:
+            if slots.present is seal.slot and seal.slot is not None:
                 slots.sealed = self.store.checkpoint_of(seal.slot)
 
     def forget(self) -> None:

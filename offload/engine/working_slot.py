@@ -37,6 +37,11 @@ class StateSlots:
         """Slot of a new layout, acquired in advance so that a full disk is noticed before a pass
         begins; or the target of a pass that failed half way."""
 
+    @property
+    def needs_target(self) -> bool:
+        """Whether `target` has to acquire a slot."""
+        return self._reserved is None and (not self.is_working or self.present is None)
+
     def target(self, layout: Layout, num_groups: int) -> StateSlot:
         """Return the slot that the next pass writes: the working, a reserved or a new slot.
 
@@ -60,6 +65,14 @@ class StateSlots:
         if self._reserved is not None:
             self._store.release(self._reserved)
         self._reserved, self.is_working = reserved, False
+
+    def ensure_target(self, layout: Layout, num_groups: int) -> None:
+        """Acquire a slot now, if the next pass needs one.
+
+        Raises the errors of `target`.
+        """
+        if self.needs_target:
+            self._reserved = self._store.acquire(layout, num_groups)
 
     def begin(self, layout: Layout, num_groups: int) -> StateSlot:
         """Acquire a slot for a model in which no parameter has state yet; its arrays stay empty."""

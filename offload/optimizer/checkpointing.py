@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
 
 from offload.ambient import neutral
@@ -16,7 +17,7 @@ from offload.engine.inventory import describe_checkpoints, find_checkpoint, pinn
 from offload.engine.reference import Position
 from offload.engine.seal import SealHandle
 from offload.engine.stats import Stats
-from offload.errors import CheckpointNotFoundError
+from offload.errors import CheckpointNotFoundError, OffloadError
 from offload.format.metrics import take_metrics
 from offload.format.train_state import require_state
 from offload.optimizer.store_owner import StoreOwner
@@ -63,8 +64,13 @@ class CheckpointingOptimizer(StoreOwner):
                 class is that of `offload.format`.
             OverlapError: With ``overlap="backward"``, a backward has begun since the last step.
         """
-        checked = None if metrics is None else take_metrics(metrics)
-        require_state(train_state)
+        try:
+            checked = None if metrics is None else take_metrics(metrics)
+            require_state(train_state)
+        except (OffloadError, TypeError, ValueError) as error:
+            with self._exclusive("checkpoint") as engine:
+                engine.fail_checkpoint(error)
+            raise
         with self._exclusive("checkpoint") as engine:
             engine.store.keeping.warn_unranked(engine.num_steps, metrics or {})
             if engine.frozen_space.is_due:
@@ -119,9 +125,12 @@ class CheckpointingOptimizer(StoreOwner):
         """
         which = _which(checkpoint)
         with self._exclusive("restore") as engine:
-            _require_generation(engine, checkpoint)
             return engine.restore(
-                self.param_groups, which, discard_newer=discard_newer, verify=verify
+                self.param_groups,
+                which,
+                discard_newer=discard_newer,
+                verify=verify,
+                require=partial(_require_generation, engine, checkpoint),
             )
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
@@ -142,8 +151,9 @@ class CheckpointingOptimizer(StoreOwner):
             gds.StorageError: The pin could not be written durably.
         """
         with self._exclusive("pin") as engine:
-            _require_generation(engine, checkpoint)
-            engine.pin(name, _which(checkpoint))
+            engine.pin(
+                name, _which(checkpoint), require=partial(_require_generation, engine, checkpoint)
+            )
 
     def unpin(self, name: str) -> None:
         """Remove a pin, durably. If nothing else keeps its checkpoint, that is recycled later.
@@ -153,9 +163,7 @@ class CheckpointingOptimizer(StoreOwner):
             gds.StorageError: The pin could not be removed durably.
         """
         with self._exclusive("unpin") as engine:
-            if engine.state.ranks.size > 1:
-                engine.join()  # at the end of a step the ranks may agree on a seal
-            engine.store.keeping.unpin(name)
+            engine.unpin(name)
 
     @property
     def directories(self) -> tuple[str, ...]:

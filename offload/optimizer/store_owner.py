@@ -100,8 +100,10 @@ class StoreOwner(torch.optim.Optimizer):
             )
         self._running = name
         try:
+            engine = self._live_engine()
+            engine.state.begin_call(f"{name}()")
             with neutral(keep_denormals=name == "step"):
-                yield self._live_engine()
+                yield engine
         finally:
             self._running = ""
 

@@ -331,6 +331,15 @@ class Sealing:
             raise
         return prepared
 
+    def sync(self, slot: Slot) -> None:
+        """Make the data of a written slot durable before `prepare`, which then has less to do.
+
+        Raises:
+            gds.StorageError: A file could not be made durable. The store is poisoned.
+        """
+        with self._poison.fatal(_NOT_DURABLE):
+            slot.sync()
+
     def publish(self, prepared: Prepared) -> StoredCheckpoint:
         """Make a prepared slot the newest checkpoint; durable on return.
 

@@ -118,8 +118,8 @@ MEDDLING = (
             gone(_EXPIRY, "            self._census.update()\n"),
             Edit(
                 _ENGINE,
-                "        self.store.refresh()\n        self.store.keeping.pin(name, which)\n",
-                "        self.store.keeping.pin(name, which)\n",
+                "        self.store.refresh()\n        if state.ranks.size > 1:\n",
+                "        if state.ranks.size > 1:\n",
             ),
         ),
         (f"{_TESTS}::test_what_was_marked_or_removed_cannot_be_pinned",),

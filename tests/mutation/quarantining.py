@@ -193,8 +193,8 @@ QUARANTINING = (
         (
             Edit(
                 _RESUME,
-                "    if which is not None or newest is None:\n",
-                "    if newest is None or newest is not None:\n",
+                "    return store.newest if which is None else None\n",
+                "    return None\n",
             ),
         ),
         (f"{_AT_ONCE}[model]",),
@@ -205,8 +205,8 @@ QUARANTINING = (
         (
             Edit(
                 _RESUME,
-                "    if which is not None or newest is None:\n",
-                "    if newest is None:\n",
+                "    return store.newest if which is None else None\n",
+                "    return store.newest\n",
             ),
         ),
         (f"{_TESTS}::test_one_that_was_asked_for_is_not_replaced_by_another",),

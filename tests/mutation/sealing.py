@@ -428,8 +428,8 @@ SEALING = (
         (
             Edit(
                 _ENGINE,
-                "        state.collect_seal(wait=True)\n        encoded = encode(train_state)\n",
-                "        encoded = encode(train_state)\n",
+                "        state.collect_seal(wait=True)\n        if not state.slots.is_working:\n",
+                "        if not state.slots.is_working:\n",
             ),
         ),
         (_BEHIND, f"{_CONCURRENCY}::TestFailedSeal"),

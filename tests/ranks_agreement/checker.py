@@ -264,7 +264,8 @@ def _perform(
         case "Await":
             values = {rank: keys[key] for rank, key in effect.wanted if key in keys}
             label = f"await {[key for _, key in effect.wanted]}"
-            arrived = model.wing.effects.Arrived(values)
+            missing = frozenset(rank for rank, _ in effect.wanted if rank not in values)
+            arrived = model.wing.effects.Arrived(values, lost=missing)
             if len(values) == len(effect.wanted):
                 yield state, arrived, label
             elif is_silent:

@@ -85,3 +85,10 @@ class TimedChannel(MemoryChannel):
 
     def now(self) -> float:
         return self.time_s
+
+
+class CommonClock(TimedChannel):
+    """A connection whose clones have its clock, for a rank whose calls are made one by one."""
+
+    def clone(self) -> CommonClock:
+        return self

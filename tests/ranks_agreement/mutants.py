@@ -31,7 +31,7 @@ _KILLED = "2 ranks, killed twice, store lost"
 
 _DECIDED_TWICE = """    if problem:
         yield Put(key(scope, "decision"), decision.encode(own.step))
-        reports, problem = yield from _gather(peers, number, own)
+        reports, problem, lost = yield from _gather(peers, number, own)
     if not problem:
         try:
             yield Act(complete"""

@@ -216,16 +216,15 @@ def test_a_grant_in_place_waits_for_the_seal_of_this_rank() -> None:
             writer.decide(0, lambda _: None, lambda: None)
 
     def late() -> None:
-        assert eventually(lambda: "seal/0/decision" in ranks.memory.values)
         other.report(0, Report(step=1, generation=1))
         with pytest.raises(SealError):
             other.decision(0)
 
     other.report(0, Report(step=1, generation=1))
     threads = [threading.Thread(target=one) for one in (abort, late)]
-    for thread in threads:
-        thread.start()
+    threads[0].start()
     assert eventually(lambda: "seal/0/decision" in ranks.memory.values)
+    threads[1].start()  # when all have read the decision, its key is deleted
     found = ranks.all(lambda a: granted(a, in_place_of=0))
     assert all(one.offer.is_in_place for one in found), found
     for thread in threads:

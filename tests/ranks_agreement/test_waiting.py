@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
+from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.driver import Driver, announcement
 from offload.distributed.agreement.effects import Arrived, Await, Program
 from offload.distributed.agreement.peers import error_key, names, sign_key
+from offload.distributed.agreement.quiet import QuietRanks
+from offload.distributed.agreement.reports import Report
 from offload.distributed.agreement.signs import SIGNS_PER_LIMIT, Signs
-from tests.ranks_agreement.memory_channel import Memory, TimedChannel
+from offload.errors import InDoubtError, RanksError, SealError
+from tests.ranks_agreement.memory_channel import CommonClock, Memory, TimedChannel
 
 LIMIT_S = 60.0
 LOOK_S = 4.0
@@ -23,7 +29,7 @@ def waiting(*ranks: int) -> Program[Arrived]:
 
 
 def driver_of(channel: TimedChannel) -> Driver:
-    return Driver(channel, Silent(), LIMIT_S)
+    return Driver(channel, Silent(), LIMIT_S, QuietRanks())
 
 
 def signs_at(channel: TimedChannel, rank: int, *times_s: float) -> None:
@@ -35,7 +41,7 @@ def signs_at(channel: TimedChannel, rank: int, *times_s: float) -> None:
 
 def test_a_rank_without_a_sign_is_given_up_after_the_limit() -> None:
     channel = TimedChannel(Memory())
-    assert driver_of(channel).run(waiting(1)) == Arrived({})
+    assert driver_of(channel).run(waiting(1)) == Arrived({}, lost=frozenset({1}))
     assert LIMIT_S <= channel.time_s <= LIMIT_S + 2 * LOOK_S
 
 
@@ -49,21 +55,21 @@ def test_a_slow_rank_is_waited_for_as_long_as_it_gives_signs() -> None:
 def test_the_limit_counts_from_the_last_sign() -> None:
     channel = TimedChannel(Memory())
     signs_at(channel, 1, 0, 50, 100, 150)
-    assert driver_of(channel).run(waiting(1)) == Arrived({})
+    assert driver_of(channel).run(waiting(1)) == Arrived({}, lost=frozenset({1}))
     assert 150 + LIMIT_S <= channel.time_s <= 150 + LIMIT_S + 2 * LOOK_S
 
 
 def test_signs_of_one_rank_do_not_prolong_the_wait_for_another() -> None:
     channel = TimedChannel(Memory())
     signs_at(channel, 1, *range(0, 1000, 20))
-    assert driver_of(channel).run(waiting(1, 2)) == Arrived({})
+    assert driver_of(channel).run(waiting(1, 2)) == Arrived({}, lost=frozenset({2}))
     assert channel.time_s <= LIMIT_S + 2 * LOOK_S
 
 
 def test_what_has_arrived_is_returned_when_another_rank_is_given_up() -> None:
     channel = TimedChannel(Memory())
     channel.put("key/2", "here")
-    assert driver_of(channel).run(waiting(1, 2, 3)) == Arrived({2: "here"})
+    assert driver_of(channel).run(waiting(1, 2, 3)) == Arrived({2: "here"}, lost=frozenset({1, 3}))
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
@@ -116,6 +122,61 @@ def test_a_sign_never_raises() -> None:
     signs = Signs(channel, 3, LIMIT_S)
     signs.begin("a")
     signs.give()
+
+
+def agreement_of(rank: int, size: int = 2) -> tuple[Agreement, CommonClock]:
+    channel = CommonClock(Memory())
+    return Agreement(channel, rank, size, timeout_s=LIMIT_S), channel
+
+
+def seal(agreement: Agreement) -> None:
+    number = agreement.begin_seal("part-1")
+    agreement.meet(number)
+    agreement.report(number, Report(step=7, generation=3))
+    if agreement.peers.rank == 0:
+        agreement.decide(number, lambda _: None, lambda: None)
+    else:
+        agreement.decision(number)
+
+
+def exchange(agreement: Agreement) -> None:
+    agreement.agree("step()", lambda _: None, lambda _: None)
+
+
+def test_the_writer_waits_one_limit_for_a_rank_that_does_not_seal_nor_step() -> None:
+    agreement, channel = agreement_of(0)
+    with pytest.raises(SealError, match=r"rank 1 did not call checkpoint\(\)"):
+        seal(agreement)
+    with pytest.raises(RanksError, match="no answer of rank 1"):
+        exchange(agreement)
+    assert LIMIT_S <= channel.time_s <= LIMIT_S + 4 * LOOK_S
+
+
+def test_a_rank_waits_one_limit_for_a_writer_that_does_not_seal() -> None:
+    agreement, channel = agreement_of(1)
+    with pytest.raises(InDoubtError, match=r"has not called checkpoint\(\)"):
+        seal(agreement)
+    assert LIMIT_S <= channel.time_s <= LIMIT_S + 4 * LOOK_S
+
+
+def test_ranks_that_are_lost_one_after_the_other_are_waited_for_at_the_same_time() -> None:
+    agreement, channel = agreement_of(0, 3)
+    key = sign_key("seal/0", 1)
+    channel.at = [(0.3 * LIMIT_S, lambda: channel.put(key, "0"))]
+    with pytest.raises(SealError, match=r"rank 2 did not call checkpoint\(\)"):
+        seal(agreement)
+    assert 1.3 * LIMIT_S <= channel.time_s <= 1.3 * LIMIT_S + 6 * LOOK_S
+
+
+def test_a_rank_that_comes_late_is_waited_for_again() -> None:
+    agreement, channel = agreement_of(0)
+    with pytest.raises(SealError):
+        seal(agreement)
+    came_s = channel.time_s + 1
+    channel.at = [(came_s, lambda: channel.put(sign_key("exchange/0", 1), "0"))]
+    with pytest.raises(RanksError):
+        exchange(agreement)
+    assert came_s + LIMIT_S <= channel.time_s <= came_s + LIMIT_S + 3 * LOOK_S
 
 
 def test_ranks_in_words() -> None:

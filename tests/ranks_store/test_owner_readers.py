@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from offload import list_checkpoints, load_parameters, open_checkpoint
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import CheckpointError, CheckpointNotFoundError, DamagedError
 from offload.format.document import digest_of
+from offload.format.layout import Layout
 from offload.store.maintenance.pruning import prune
 from offload.store.poison import Poison
 from offload.store.quarantine import verify_and_mark, write_quarantine
@@ -24,6 +27,7 @@ from tests.format.spec_reader import (
     owner_parts,
     read_manifest,
 )
+from tests.ranks_store import job
 from tests.ranks_store.job import LAYOUTS, MODEL, SHAPES, Job, values
 from tests.stores.files import flip_on_disk
 
@@ -94,6 +98,38 @@ def test_a_flipped_bit_is_found_wherever_it_is(store: Path, place: str) -> None:
         assert opened.quarantined
         assert not verify_and_mark(opened).quarantined
     assert [*store.rglob("damaged.txt")] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"LAYOUTS": (40, 90)}, "the state .*'embed': the owners hold 2000 elements of 1800"),
+        ({"LAYOUTS": (60, 90)}, "the state .*'embed': the owners hold 1600 elements of 1800"),
+        ({"WHOLE": 2}, "model.safetensors .*'head': the owners hold 0 elements of 1200"),
+    ],
+    ids=["overlap", "gap", "model"],
+)
+def test_boxes_that_overlap_or_leave_a_gap_are_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run: Run,
+    change: dict[str, Any],
+    reason: str,
+) -> None:
+    """Every digest is right, and the ranks have divided the tensors wrongly."""
+    if "LAYOUTS" in change:
+        cut = job.rows("embed", *change["LAYOUTS"])
+        wrong = Layout((cut, job.rows("head", 0, 40)), MODEL, 1024)
+        monkeypatch.setattr(job, "LAYOUTS", (LAYOUTS[0], wrong))
+    else:
+        monkeypatch.setattr(job, "WHOLE", job.WHOLE[: change["WHOLE"]])
+    made(tmp_path / "run", tmp_path / "run")
+    with open_checkpoint(tmp_path / "run") as checkpoint:
+        (problem,) = checkpoint.verify().problems
+    assert re.search(reason, problem)
+    status, _, errors = run("verify", tmp_path / "run")
+    assert status == 1
+    assert "do not have each element once" in errors
 
 
 def test_a_copy_marks_nothing_in_the_original(nodes: tuple[Path, Path]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +46,8 @@ class Case:
     """What a run does."""
 
     wrap: str = "block"
-    """``block``, ``layer``, ``root`` or ``pair`` for FSDP2; ``ddp``."""
+    """``block``, ``layer``, ``root`` or ``pair`` for FSDP2; ``hsdp`` for blocks that two halves of
+    the ranks replicate; ``ddp``."""
 
     optimizer: str = "AdamW"
     last: int = 4
@@ -146,6 +148,9 @@ class Training:
         if case.mixed:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         sharding: dict[str, Any] = {"mp_policy": policy, "reshard_after_forward": case.reshard}
+        if case.wrap == "hsdp":
+            shape = (2, dist.get_world_size() // 2)
+            sharding["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("copy", "shard"))
         offloaded = directory is not None
         arguments = (directory, options) if offloaded else (None, {})
         if case.made == "before" and offloaded:

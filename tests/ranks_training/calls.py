@@ -237,6 +237,10 @@ class Calls:
         self.num_steps += 1
         self.model.zero_grad()
 
+    def attempt(self) -> None:
+        """Call `step` without any record of it, as it is expected to fail."""
+        self.optimizer.step()
+
     def step(self, times: int = 1, **how: Any) -> str:
         """Take steps; the value is the bits afterwards."""
         for _ in range(times):
@@ -258,9 +262,44 @@ class Calls:
             **{"train_state": {"step": self.num_steps, "rank": self.rank}, **how}
         )
 
-    def bad_checkpoint(self) -> None:
-        """Ask for a checkpoint whose train state cannot be stored."""
-        self.optimizer.checkpoint(train_state={"what": object()})
+    def bad_checkpoint(self, content: str = "object") -> None:
+        """Ask for a checkpoint of which some content cannot be stored."""
+        how: dict[str, Any] = {
+            "object": {"train_state": {"what": object()}},
+            "path": {"train_state": "a path"},
+            "metric": {"metrics": {"loss": "a text"}},
+        }[content]
+        self.optimizer.checkpoint(**how)
+
+    def settle(self) -> str:
+        """Wait for everything in flight; the value is the error of the last seal."""
+        try:
+            self.optimizer.synchronize()
+        except offload.SealError as error:
+            return str(error)
+        return ""
+
+    def verify(self) -> list[str]:
+        """Verify the newest checkpoint; the value is what is wrong with it."""
+        with offload.open_checkpoint(self.directory) as checkpoint:
+            return [str(problem) for problem in checkpoint.verify().problems]
+
+    def sparse_gradient(self) -> None:
+        """Give the parameters of this rank gradients that no step can apply."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_sparse()
+
+    def zero(self) -> None:
+        """Forget the gradients."""
+        self.model.zero_grad()
+
+    def load(self, kind: str) -> None:
+        """Load a state dict: a ``reference`` to the present state, or one of ``torch``."""
+        found = self.optimizer.state_dict()
+        if kind == "torch":
+            found = {"state": {}, "param_groups": found["param_groups"]}
+        self.optimizer.load_state_dict(found)
 
     def result(self) -> int:
         """Wait for the checkpoint; the value is its step."""

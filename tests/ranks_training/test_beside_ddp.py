@@ -1,4 +1,4 @@
-"""DistributedDataParallel with steps beside the forward: the bits of training in memory."""
+"""Ranks that hold the same parameters, with steps beside the forward: DDP, and HSDP of FSDP2."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ SAME_BITS: dict[str, tuple[int, list[dict[str, Any]]]] = {
             DDP | {"optimizer": "SGD", "hyper": {"lr": 0.1, "momentum": 0.9}, "hidden": 192},
         ],
     ),
+    "HSDP": (4, [{"wrap": "hsdp", "hidden": 192, "evaluates": True}]),
 }
 
 

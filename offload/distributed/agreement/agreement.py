@@ -16,6 +16,7 @@ from offload.distributed.agreement.ledger import EMPTY, Outcome
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.opening import Plan, decide
 from offload.distributed.agreement.peers import Peers, error_key, exchange_scope, seal_scope
+from offload.distributed.agreement.quiet import QuietRanks
 from offload.distributed.agreement.reports import Report
 from offload.distributed.agreement.sights import Sight
 from offload.distributed.agreement.signs import Signs
@@ -47,8 +48,9 @@ class Agreement:
     The same holds for `begin_seal`. The three calls that follow it, `report`, then `decide` on the
     writer or `decision` on another rank, may be made by another thread beside training.
 
-    No call waits much longer than the limit after the last sign of progress of the rank that it
-    waits for. After a rank was lost, or a seal is in doubt, every further call raises the same
+    All calls together wait no longer than about one limit for a rank that gives no sign of progress
+    any more: a call that follows one which has waited in vain fails at once, unless the rank has
+    come meanwhile. After a rank was lost, or a seal is in doubt, every further call raises the same
     error: the job has to be restarted.
 
     Args:
@@ -71,8 +73,9 @@ class Agreement:
         # A connection for each thread: a wait on one holds up every other call on the same one.
         self._channels = [channel, channel.clone(), channel.clone()]
         self._signs = Signs(self._channels[2], rank, timeout_s)
-        self._exchanges = Driver(self._channels[0], self._signs, timeout_s)
-        self._seals = Driver(self._channels[1], self._signs, timeout_s)
+        quiet = QuietRanks()
+        self._exchanges = Driver(self._channels[0], self._signs, timeout_s, quiet)
+        self._seals = Driver(self._channels[1], self._signs, timeout_s, quiet)
         self._changed = Monitor()
         self._ledger = EMPTY
         self._reports: dict[int, Report] = {}

@@ -18,6 +18,7 @@ from offload.distributed.agreement.effects import (
 )
 from offload.distributed.agreement.messages import MessageError, decode, encode
 from offload.distributed.agreement.peers import error_key, sign_key
+from offload.distributed.agreement.quiet import Quiet, QuietRanks
 
 T = TypeVar("T")
 
@@ -46,12 +47,16 @@ class Driver:
         channel: A channel that nothing else uses.
         signs: Receives signs of progress while this rank waits.
         timeout_s: Seconds without a sign of progress after which a rank counts as lost.
+        quiet: Ranks that were waited for in vain, by this or another driver of the rank.
     """
 
-    def __init__(self, channel: Channel, signs: GivesSigns, timeout_s: float) -> None:
+    def __init__(
+        self, channel: Channel, signs: GivesSigns, timeout_s: float, quiet: QuietRanks
+    ) -> None:
         self._channel = channel
         self._signs = signs
         self._timeout_s = timeout_s
+        self._quiet = quiet
         self._look_s = min(timeout_s / _LOOKS_PER_LIMIT, _LONGEST_LOOK_S)
 
     def run(self, program: Program[T]) -> T:
@@ -94,7 +99,7 @@ class Driver:
         missing = dict(effect.wanted)
         values: dict[int, str] = {}
         signs: dict[int, str | None] = {}
-        quiet_s = dict.fromkeys(missing, 0.0)
+        quiet_s: dict[int, float] = {}
         while missing:
             started_s = self._channel.now()
             first = min(missing)
@@ -108,22 +113,51 @@ class Driver:
                 if rank in values:
                     continue
                 sign = self._channel.get(sign_key(effect.scope, rank))
-                quiet_s[rank] = quiet_s[rank] + passed_s if signs.get(rank) == sign else 0.0
+                if rank not in quiet_s:
+                    quiet_s[rank] = self._quiet_before(rank, effect.scope, sign)
+                    is_quiet = sign is None or quiet_s[rank] > 0
+                else:
+                    is_quiet = sign == signs[rank]
+                quiet_s[rank] = quiet_s[rank] + passed_s if is_quiet else 0.0
                 signs[rank] = sign
             self._signs.give()
             if effect.heeds_errors and (error := self._announced(effect.scope, missing)):
                 return Arrived(values, error)
-            if any(quiet_s[rank] >= self._timeout_s for rank in missing):
-                return Arrived(values)
+            lost = {rank for rank in missing if quiet_s[rank] >= self._timeout_s}
+            if lost:
+                for rank in missing:
+                    self._quiet.note(rank, Quiet(effect.scope, signs[rank], quiet_s[rank]))
+                return Arrived(values, lost=frozenset(lost))
         return Arrived(values)
 
-    @staticmethod
+    def _quiet_before(self, rank: int, scope: str, sign: str | None) -> float:
+        """Return how long a rank has been silent already, as an earlier wait has seen it.
+
+        Args:
+            rank: The rank, whose message has not come.
+            scope: Exchange or seal in which it is awaited now.
+            sign: Its newest sign of progress there.
+        """
+        before = self._quiet.of(rank)
+        if before is None:
+            return 0.0
+        if before.scope != scope:
+            newest = None if sign is not None else self._channel.get(sign_key(before.scope, rank))
+            is_same = sign is None and newest == before.sign
+        else:
+            is_same = sign == before.sign
+        if not is_same:
+            self._quiet.forget(rank)
+            return 0.0
+        return before.quiet_s
+
     def _take(
-        missing: dict[int, str], values: dict[int, str], rank: int, value: str | None
+        self, missing: dict[int, str], values: dict[int, str], rank: int, value: str | None
     ) -> None:
         if value is not None:
             values[rank] = value
             del missing[rank]
+            self._quiet.forget(rank)
 
     def _announced(self, scope: str, missing: dict[int, str]) -> str:
         """Return the error that one of the missing ranks has announced, if any."""

@@ -43,7 +43,7 @@ class Await:
     """Wait until each of some ranks has put its key. The result is an `Arrived`.
 
     The wait ends early if one of the ranks that are awaited gives no sign of progress for the
-    agreed limit, or if a rank has announced an error.
+    agreed limit, or if a rank has announced an error. Silence that an earlier wait has seen counts.
     """
 
     wanted: tuple[tuple[int, str], ...]
@@ -65,6 +65,10 @@ class Arrived:
 
     error: str = ""
     """Error that a rank has announced, in words, if the wait ended because of it."""
+
+    lost: frozenset[int] = frozenset()
+    """Ranks that gave no sign of progress for the limit, if the wait ended because of them. Others
+    may be missing as well, which were only not waited for any longer."""
 
 
 @dataclass(frozen=True, slots=True)

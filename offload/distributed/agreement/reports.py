@@ -84,7 +84,11 @@ _SAME = (
 
 
 def disagreement(
-    peers: Peers, reports: Mapping[int, Report], refused: Mapping[int, str], begun: Collection[int]
+    peers: Peers,
+    reports: Mapping[int, Report],
+    refused: Mapping[int, str],
+    begun: Collection[int],
+    lost: Collection[int] = (),
 ) -> str:
     """Return why a checkpoint must not be made of some reports, in words; empty if it may.
 
@@ -93,8 +97,10 @@ def disagreement(
         reports: Report of each rank from which one came.
         refused: Reason for each rank whose report cannot be read.
         begun: Ranks that have called ``checkpoint()``, as far as it is known.
+        lost: Ranks that were waited for in vain. Further ranks may have no report yet.
     """
     missing = {*range(peers.size)} - reports.keys() - refused.keys()
+    missing = missing & {*lost} or missing
     problems = [refused[rank] for rank in sorted(refused)]
     problems += [
         f"{peers.name(rank)}: {report.error}"

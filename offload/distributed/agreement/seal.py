@@ -152,7 +152,7 @@ def decide(
         The decision. All ranks have read it, or the limit has passed.
     """
     scope = seal_scope(number)
-    reports, problem = yield from _gather(peers, number, own)
+    reports, problem, lost = yield from _gather(peers, number, own)
     decision = Decision(Outcome.ABORTED, problem)
     interrupt: BaseException | None = None
     if not problem:
@@ -175,7 +175,7 @@ def decide(
     if isinstance(decision.error, INTERRUPTS):
         interrupt = decision.error
     yield Act(settle, (number, decision.outcome))
-    yield from _announce(peers, scope, decision.encode(own.step), reports.keys() - {peers.rank})
+    yield from _announce(peers, scope, decision.encode(own.step), {*peers.others} - lost)
     if interrupt is not None:
         raise interrupt
     return decision
@@ -222,8 +222,10 @@ def await_decision(
     return decision
 
 
-def _gather(peers: Peers, number: int, own: Report) -> Program[tuple[dict[int, Report], str]]:
-    """Return the reports, and why no checkpoint can be made of them, in words."""
+def _gather(
+    peers: Peers, number: int, own: Report
+) -> Program[tuple[dict[int, Report], str, frozenset[int]]]:
+    """Return the reports, why no checkpoint can be made of them, in words, and the ranks lost."""
     scope = seal_scope(number)
     reports, refused = {peers.rank: own}, dict[int, str]()
     wanted = tuple((rank, key(scope, "report", rank)) for rank in peers.others)
@@ -234,13 +236,13 @@ def _gather(peers: Peers, number: int, own: Report) -> Program[tuple[dict[int, R
             if rank not in arrived.values and (yield Get(sign_key(scope, rank))) is not None:
                 begun.add(rank)
     except ChannelLostError as error:
-        return reports, str(error)
+        return reports, str(error), frozenset(peers.others)
     for rank, text in arrived.values.items():
         try:
             reports[rank] = Report.decode(text, peers.name(rank))
         except MessageError as error:
             refused[rank] = str(error)
-    return reports, disagreement(peers, reports, refused, begun)
+    return reports, disagreement(peers, reports, refused, begun, arrived.lost), arrived.lost
 
 
 def _rename(rename: Callable[[], object]) -> Program[Decision]:
@@ -252,14 +254,14 @@ def _rename(rename: Callable[[], object]) -> Program[Decision]:
     return Decision(Outcome.PUBLISHED)
 
 
-def _announce(peers: Peers, scope: str, decision: str, reported: Collection[int]) -> Program[None]:
-    """Announce a decision, and stay until all that reported have read it or the limit has passed.
+def _announce(peers: Peers, scope: str, decision: str, others: Collection[int]) -> Program[None]:
+    """Announce a decision, and stay until other ranks have read it or the limit has passed.
 
     The keys are deleted only if every rank has read it: a slow rank may still come.
     """
     try:
         yield Put(key(scope, "decision"), decision)
-        wanted = tuple((rank, key(scope, "read", rank)) for rank in sorted(reported))
+        wanted = tuple((rank, key(scope, "read", rank)) for rank in sorted(others))
         arrived: Arrived = yield Await(wanted, scope)
         if arrived.values.keys() == {*peers.others}:
             per_rank = ("written", "report", "read", "sign")

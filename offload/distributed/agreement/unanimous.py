@@ -225,10 +225,10 @@ def _missing(
         return "", False
     if arrived.error:
         return arrived.error, True
+    lost = names(missing & arrived.lost or missing)
     text = (
-        f"no {what} of {names(missing)} came within {peers.timeout_s:g} s of the last sign of "
-        f"progress. A process may have ended or hang, or may not have called {exchange.what} as "
-        "the other ranks did"
+        f"no {what} of {lost} came within {peers.timeout_s:g} s of the last sign of progress. A "
+        f"process may have ended or hang, or may not have called {exchange.what} as the others did"
     )
     return text, True
 

@@ -203,13 +203,17 @@ def model_box_bytes(boxes: Iterable[tuple[str, Box, int]]) -> int:
 
 
 def require_exact_cover(
-    model: Iterable[ModelTensor], owned: Iterable[Sequence[tuple[str, Box]]]
+    model: Iterable[ModelTensor],
+    owned: Iterable[Sequence[tuple[str, Box]]],
+    *,
+    every: bool = False,
 ) -> None:
     """Check that owners together hold each element of the tensors that they name exactly once.
 
     Args:
         model: All tensors of the model.
         owned: For each owner, names and boxes of what it holds. A box need not be contiguous.
+        every: Whether a tensor that no owner names is refused as well.
 
     Raises:
         ValueError: Boxes overlap, leave elements out, or are not within their tensor. The message
@@ -220,6 +224,8 @@ def require_exact_cover(
         for name, one in owner:
             boxes.setdefault(name, []).append(one)
     shapes = {tensor.name: tensor.shape for tensor in model}
+    if every:
+        boxes = {name: [] for name in shapes} | boxes
     for name, found in boxes.items():
         shape = shapes.get(name)
         if shape is None or not all(one.fits(shape) for one in found):
