@@ -32,8 +32,9 @@ class Tier:
     """URL of the tier: ``s3://bucket/folder``, ``gs://...``, ``az://...`` or ``file:///folder``."""
 
     max_slowdown: float = 0.05
-    """Largest share by which uploads may slow training down, as measured on its steps. A checkpoint
-    that would exceed it is not uploaded, unless the tier would become older than `max_age_s`."""
+    """Largest share by which uploads may slow training down, as measured on its steps. If they slow
+    it down by more, a checkpoint is uploaded only if the newest in the tier would else become older
+    than `max_age_s`."""
 
     max_age_s: float | None = None
     """Age in seconds that the newest checkpoint in the tier should not exceed: no more checkpoints
@@ -41,12 +42,11 @@ class Tier:
 
     check: Literal["read", "size"] = "read"
     """How an object is checked after it was sent: it is read back and compared with its digests, or
-    only its size is compared, which takes half of the traffic and a quarter of the processor
-    time."""
+    only its size is compared, which takes half of the traffic and less processor time."""
 
     finish_s: float = 60.0
-    """Longest time in seconds that ``close()`` waits for uploads. Those that are not complete by
-    then end after a part; ``offload push`` goes on with them."""
+    """Longest time in seconds that ``close()`` waits for an upload. If it is not complete by then,
+    it ends after the part that it is sending; ``offload push`` goes on with it."""
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for values that are not possible."""
@@ -216,8 +216,8 @@ class Options:
     thread, updates, reads and writes. Perfetto can open it. None for no trace."""
 
     tier: Tier | str | None = None
-    """Place to which sealed checkpoints are copied in the background, or its URL. None copies
-    nothing. It is not supported with several ranks yet."""
+    """Place to which sealed checkpoints are copied in the background, or the URL of the place. None
+    copies nothing. A tier is not supported with several ranks yet."""
 
     backend: Backend | None = None
     """Storage backend to use instead of the built-in choice. The optimizer does not close it."""

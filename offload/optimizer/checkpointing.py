@@ -53,7 +53,8 @@ class CheckpointingOptimizer(StoreOwner):
             A handle; its ``result()`` returns when the checkpoint is durable.
 
         Raises:
-            SealError: The checkpoint before this one could not be sealed.
+            SealError: The checkpoint before this one could not be sealed; or, with several ranks,
+                this rank cannot store its content, so that there is no checkpoint on any rank.
             MetricError: A metric is not a number. The message names it. Nothing has been done.
             PinError: Another checkpoint of this step is pinned, and would be replaced.
             SlotFullError: The disk is full, because of pins or checkpoints that are kept for good.
@@ -93,7 +94,8 @@ class CheckpointingOptimizer(StoreOwner):
         their digests. The optimizer state is read and compared in the first step, or in this call
         with `verify`. Hyper-parameters become those of the checkpoint. Parameters are matched by
         name. A parameter that is frozen now keeps its state; a parameter that was frozen in the
-        checkpoint joins with the next step.
+        checkpoint joins with the next step. Another number of ranks than now, or another sharding,
+        may have made the checkpoint; the next step then writes the state as it is divided now.
 
         Data with a wrong digest is read a second time. A checkpoint that is found damaged is
         quarantined: marked on the drive as unusable. If `checkpoint` is None, the previous one is
@@ -118,6 +120,10 @@ class CheckpointingOptimizer(StoreOwner):
             MismatchError: Model or optimizer differ from those of the checkpoint, or there are
                 newer checkpoints. Nothing has been changed.
             PinError: A newer checkpoint is pinned. Nothing has been changed.
+            StoreFullError: Another number of ranks made the checkpoint, and there is no room for
+                the state as it is divided now. Nothing has been changed.
+            RanksError: The ranks ask for different checkpoints, or one of them failed or was lost;
+                or the ranks are on several hosts, and the state was divided in another way.
             CheckpointNotFoundError: The checkpoint does not exist.
             DamagedError: The damaged checkpoint was asked for, or is the last one left, or is the
                 second damaged one in a row.

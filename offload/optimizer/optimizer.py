@@ -53,7 +53,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         directory: Directory of the store, on a local drive, used by one process at a time. It is
             created if missing. Nothing is written to it before the first step or checkpoint, but
             free space is checked in the constructor. A list of directories on several drives
-            spreads the state over them; the first is the store, and holds the parameters.
+            spreads the state over them; the first is the store, and holds the parameters. With
+            several ranks, each rank keeps its share of the state in one of the directories.
         model: Module that gives parameters the names of its state dict. Its buffers and frozen
             parameters are put into checkpoints, so that ``model.safetensors`` is the whole state
             dict. None for parameters only.
@@ -74,9 +75,9 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             is not in the group, or `model` is wrapped in a way that is not supported.
         RanksError: The ranks differ, in their directory for example, or one of them was lost.
         UnsupportedOptimizerError: The class or a flag needs more than one element at a time.
-        UnsupportedParameterError: A parameter is complex, sparse, FP64, a DTensor, or on a device
-            that is neither the CPU nor a CUDA device; or it shares memory with another trained
-            parameter.
+        UnsupportedParameterError: A parameter is complex, sparse, FP64, or on a device that is
+            neither the CPU nor a CUDA device; or it is a DTensor and this process trains alone; or
+            it shares memory with another trained parameter.
         StoreLockedError: Another process trains in this directory.
         VolatileStoreError: The content of the directory would be lost at power-off.
         RemoteStoreError: Another machine, or a program, serves the files of the directory.
@@ -298,6 +299,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         ``offload export`` does without.
 
         Raises:
+            MismatchError: Several ranks train the model. The message says what to do instead.
             gds.StorageError: The state cannot be read.
             DamagedError: The state differs from the data that was written.
         """
@@ -313,6 +315,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
 
         Raises:
             OffloadError: The block is within another one.
+            MismatchError: Several ranks train the model. The message says what to do instead.
             gds.StorageError: The state cannot be read.
             DamagedError: The state differs from the data that was written.
         """
@@ -365,7 +368,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         Raises:
             ValueError: The numbers of groups or parameters differ, in torch's own words.
             MismatchError: The reference names another state, or the dict is of another class, or
-                has other shapes or names. Nothing has been changed.
+                has other shapes or names; or it is a torch state dict, and several ranks train the
+                model. Nothing has been changed.
             NotRestoredError: The store has checkpoints, and neither `restore` nor ``fresh=True``
                 has decided about them.
         """

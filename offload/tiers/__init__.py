@@ -1,7 +1,7 @@
 """Tiers: copies of sealed checkpoints in object stores and on parallel file systems.
 
 This wing may know `checkpoint`, `retention`, `format`, `gds`, and how `store` seals. It never
-imports torch, nor the engine or what streams for it.
+imports torch, the engine, or `stream`.
 """
 
 from offload.tiers.catalog import TierCopy

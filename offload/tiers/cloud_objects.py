@@ -31,8 +31,8 @@ class CloudObjects:
     Credentials, the region and the endpoint come from the environment, by the names that the
     services' own tools use: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
     ``GOOGLE_APPLICATION_CREDENTIALS``, ``AZURE_STORAGE_ACCOUNT_NAME``, and so on. Payloads sent to
-    S3 are not signed, because that costs as much processor time as sending them: the connection,
-    and the digests that are read back, protect them.
+    S3 are not signed, which saves processor time: the connection, and the digests that are read
+    back, protect them.
 
     Args:
         address: Place of the tier.
