@@ -333,7 +333,8 @@ class RankStore:
         """Return whether a checkpoint with open files is unchanged and not quarantined."""
         if self._opened.store is not None:
             return self._opened.store.is_usable(checkpoint)
-        return checkpoint in self._own
+        known = {(each.path, each.manifest.generation) for each in self._own}
+        return (checkpoint.path, checkpoint.manifest.generation) in known
 
     def is_in_place(self, slot: Any) -> bool:
         """Return whether a slot's open files are under its name."""
@@ -378,13 +379,14 @@ class RankStore:
                     in_place_of=last.number,
                     reason=last.reason,
                 )
-            remove_parts_of_former_owners(
-                store.backend,
-                store.directory,
-                store.store_id,
-                store.named_parts(),
-                {*self._plan.homes},
-            )
+            for directory in self.directories:
+                remove_parts_of_former_owners(
+                    store.backend,
+                    directory,
+                    store.store_id,
+                    store.named_parts(),
+                    {*self._plan.homes},
+                )
             own = store.acquire(layout, num_groups)
             self._granted = own
             named = store.named_parts()
@@ -410,7 +412,13 @@ class RankStore:
             names = {name for owner, name in found.named if owner == part.owner} | held
             unknown = tuple(path for owner, path in found.named if owner == _UNKNOWN)
             if not self.is_near:
-                self._own = [c for c in self._own if self._reference_of(c).name in names]
+                gone = {
+                    path
+                    for path, manifest in self._manifests.items()
+                    for one in manifest.owners
+                    if one.owner == self.owner and one.name not in names
+                }
+                self._own = [c for c in self._own if c.path not in gone]
             self._granted = part.ready(
                 layout,
                 found.generation,
@@ -477,6 +485,7 @@ class RankStore:
 
         ask = to_message(train_state)
         self.agreement.agree("checkpoint()", make, lambda _: None, ask=ask, asks=True)
+        self._train_states.pop((checkpoint.path, checkpoint.manifest.generation), None)
 
     def replace_manifest(self, checkpoint: StoredCheckpoint, manifest: Manifest) -> None:
         """Replace a checkpoint's manifest, on the writer; metrics are the writer's."""
@@ -510,7 +519,13 @@ class RankStore:
                 "sharding, and these ranks are on several hosts, which do not see all of it: "
                 "go on with as many ranks as made it, in the same sharding"
             )
-        return RecutSource(self.backend, checkpoint.path, manifest, cuts, self.directories[1:])
+        return RecutSource(
+            self.backend, checkpoint.path, manifest, cuts, self._searched_for(manifest)
+        )
+
+    def _searched_for(self, manifest: Manifest) -> tuple[str, ...]:
+        """Return the directories to search for parts of owners; none if one process made it."""
+        return self.directories[1:] if manifest.owners else ()
 
     def require_recut_room(self, layout: Layout, num_groups: int) -> None:
         """Check that there is room for the first slot of another cut, with all parts. Collective.
@@ -613,7 +628,7 @@ class RankStore:
             self.backend,
             checkpoint.path,
             manifest,
-            self.directories[1:],
+            self._searched_for(manifest),
             rank=peers.rank,
             num_ranks=peers.size,
         )

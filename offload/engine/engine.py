@@ -6,7 +6,8 @@ steps are taken. This module only coordinates the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 from offload.ambient import in_neutral
@@ -108,6 +109,27 @@ class Engine:
         """
         self.strategy.settle("state_dict()")
 
+    def join_all(self, call: str) -> None:
+        """Wait for a step that runs beside the model; all ranks raise its error. Collective.
+
+        Args:
+            call: Call of the user, for messages.
+        """
+        failed: list[Exception] = []
+        try:
+            self.join()
+        except Exception as error:
+            if self.state.ranks.size == 1:
+                raise
+            failed.append(error)
+
+        def tell() -> None:
+            """Raise the error of this rank."""
+            if failed:
+                raise failed[0]
+
+        self.state.ranks.together(call, tell)
+
     def step(self, groups: Groups) -> None:
         """Take a step, or begin it; see `OffloadedOptimizer.step`."""
         self.strategy.step(groups)
@@ -131,7 +153,8 @@ class Engine:
         self, groups: Groups, train_state: object, metrics: Metrics = None
     ) -> SealHandle:
         """Seal the present state; see `OffloadedOptimizer.checkpoint`."""
-        later = self.strategy.seal_at_end(groups, train_state, metrics)
+        with self._failing_torn():
+            later = self.strategy.seal_at_end(groups, train_state, metrics)
         if later is not None:
             return later
         state, store = self.state, self.store
@@ -191,7 +214,24 @@ class Engine:
             raise error
 
         if self.state.ranks.size > 1:
+            with self._failing_torn():
+                self.strategy.settle("checkpoint()")
             self._begin_checkpoint(fail)
+
+    @contextmanager
+    def _failing_torn(self) -> Iterator[None]:
+        """Take part in the seal of the other ranks if the step before it has failed here.
+
+        Ranks that send nothing to each other in a step do not know of its failure.
+        """
+        state = self.state
+        try:
+            yield
+        except Exception as error:
+            if state.ranks.size > 1 and state.lifecycle.why_broken():
+                state.collect_seal(wait=True)  # its error is raised on all ranks: then no seal
+                state.fail_seal(error)
+            raise
 
     def _begin_checkpoint(self, prepare: Callable[[], T]) -> T:
         """Check that the state can be sealed, and return the result of `prepare`.
@@ -266,7 +306,7 @@ class Engine:
         state.lifecycle.require_alive()
         if state.ranks.size == 1:
             require()
-        self.join()
+        self.join_all("pin()")
         state.collect_seal(wait=True)
         self.store.refresh()
         if state.ranks.size > 1:
@@ -290,7 +330,7 @@ class Engine:
     def unpin(self, name: str) -> None:
         """Remove a pin; see `OffloadedOptimizer.unpin`."""
         if self.state.ranks.size > 1:
-            self.join()  # at the end of a step the ranks may agree on a seal
+            self.join_all("unpin()")  # at the end of a step the ranks may agree on a seal
         self.state.ranks.require_same("unpin()", f"the pin {name!r}")
         self.store.keeping.unpin(name)
 

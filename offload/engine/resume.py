@@ -169,10 +169,15 @@ def resume(
             state.meter.restore_bytes += check_state(state.ring(), slot, chunks, state.meter)
         return slot
 
-    slot = ranks.together("restore()", take)
-    if parameters:
-        ranks.share_model(stored)
-    store.withdraw_newer(found)  # now that the older one has proved to be readable
+    try:
+        slot = ranks.together("restore()", take)
+        if parameters:
+            ranks.share_model(stored)
+        store.withdraw_newer(found)  # now that the older one has proved to be readable
+    except BaseException:
+        if source is not None:
+            source.close()
+        raise
     state.num_steps = found.manifest.step
     state.slots.resume(slot, found)
     lifecycle.decided, lifecycle.broken = True, ""

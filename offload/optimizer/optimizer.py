@@ -378,7 +378,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         with self._exclusive("load_state_dict") as engine:
-            engine.join()
+            engine.join_all("load_state_dict()")
             if is_reference(state_dict):
                 load_reference(engine, self.param_groups, state_dict)
             else:

@@ -91,19 +91,22 @@ class BesideForward:
         """
         self.raise_pending()
         state, table = self._state, self._state.table
-        state.lifecycle.require_usable()
+        with state.refusing_step():
+            state.lifecycle.require_usable()
         state.collect_seal()
         with state.meter.timed("step_s"):
             if not table.is_current(groups) and state.relayout(groups):
                 self.laid_out()
-            gradients = table.gradients(groups)
+            with state.refusing_step():
+                gradients = table.gradients(groups)
             if not table.has_gradient(groups):
                 state.num_steps += 1
                 return
-            elsewhere = table.named_elsewhere(groups) if state.ranks.gathers else []
-            must_wait = self._hooks.plan(state.layout, table.trainables, gradients, elsewhere)
-            state.order.learned = self._hooks.order
-            num_copied = copy_shared_gradients(gradients)
+            with state.refusing_step():
+                elsewhere = table.named_elsewhere(groups) if state.ranks.gathers else []
+                must_wait = self._hooks.plan(state.layout, table.trainables, gradients, elsewhere)
+                state.order.learned = self._hooks.order
+                num_copied = copy_shared_gradients(gradients)
             state_pass = begin_pass(state, groups, gradients)
             values = begin_values(state, groups, state_pass)
             running = RunningPass(
@@ -281,6 +284,10 @@ class BesideForward:
         """
         try:
             if failure is not None:
+                if self._state.ranks.size > 1 and isinstance(failure, Exception):
+                    # The step may have ended well on other ranks.
+                    self._state.collect_seal(wait=True, errors=False)
+                    self._state.fail_seal(failure)  # the state is torn, so this does not raise
                 raise failure
             try:
                 self._state.collect_seal(wait=True)
@@ -300,5 +307,5 @@ class BesideForward:
             )
             reason.__cause__ = error
             captured.handle.fail(reason)
-            if failure is None:
+            if failure is None and self._state.seal is None:  # else `collect_seal` raises it
                 self._late_error = self._late_error or reason

@@ -47,6 +47,8 @@ class FrozenSpace:
             return
         store = self._store
         num_slots = store.keeping.num_slots()
+        if not num_slots:
+            return  # another rank writes the store, and warns
         space = size(num_slots * frozen)
         if store.backend.capabilities(store.directory).clones:
             space = (

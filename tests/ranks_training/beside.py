@@ -454,8 +454,19 @@ def sealed_apart(folder: Path, rank: int, *, fails: bool, **changes: Any) -> dic
     return found
 
 
-def torn(folder: Path, rank: int, *, failing: int, **changes: Any) -> dict[str, Any]:
-    """Let a step fail on one rank; all ranks restore the checkpoint before it and go on."""
+def torn(
+    folder: Path, rank: int, *, failing: int, then: str = "synchronize", **changes: Any
+) -> dict[str, Any]:
+    """Let a step fail on one rank; all ranks restore the checkpoint before it and go on.
+
+    Args:
+        folder: Folder of the run.
+        rank: Number of this rank.
+        failing: Rank on which the step fails.
+        then: Call after the step: ``synchronize``, ``checkpoint``, ``checkpoint amid`` while the
+            step still runs on that rank, or ``pin``.
+        changes: Changes of the case.
+    """
     run = TwoTrainings(folder, rank, 2, **changes)
     run.optimizer.checkpoint({"step": 2, "rank": rank}).result()
     run.live.backward(3)
@@ -464,17 +475,32 @@ def torn(folder: Path, rank: int, *, failing: int, **changes: Any) -> dict[str, 
     run.optimizer.step()
     run.live.model.zero_grad()
     run.live.losses.pop()
-    run.gate.release(StorageError(errno.EIO, "injected", "state"))
     found: dict[str, Any] = {"error": ""}
+    error = StorageError(errno.EIO, "injected", "state")
     try:
-        run.optimizer.synchronize()
-    except Exception as error:  # noqa: BLE001  (the test looks at it)
-        found["error"] = f"{type(error).__name__}: {error}"
+        if then == "checkpoint amid":
+            handle = run.optimizer.checkpoint({"step": 3, "rank": rank})
+            run.gate.release(error)
+            handle.result()
+        else:
+            run.gate.release(error)
+            assert eventually(lambda: run.running.ended)
+            if then == "checkpoint":
+                run.optimizer.checkpoint({"step": 3, "rank": rank}).result()
+            elif then == "pin":
+                run.optimizer.pin("kept")
+            else:
+                run.optimizer.synchronize()
+    except Exception as raised:  # noqa: BLE001  (the test looks at it)
+        found["error"] = f"{type(raised).__name__}: {raised}"
     run.gate.hold()
-    found["restored"] = run.optimizer.restore().step
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a seal that failed
+        found["restored"] = run.optimizer.restore().step
     for step in (3, 4):
         run.both(step)
     found["different"] = run.different()
+    found["sealed"] = run.optimizer.checkpoint({"step": 4, "rank": rank}).result().step
     run.optimizer.close()
     return found
 

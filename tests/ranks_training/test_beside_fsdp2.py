@@ -85,4 +85,16 @@ def test_a_step_that_fails_on_one_rank_and_a_close_amid_a_step(jobs: Jobs, tmp_p
     torn, closed = run(jobs, tmp_path, 2, [("torn", {"failing": 1}), ("closed", {})])
     assert [rank["error"].split(":")[0] for rank in torn] == ["", "StorageError"]
     assert [(rank["restored"], rank["different"]) for rank in torn] == [(2, [])] * 2
+    assert [rank["sealed"] for rank in torn] == [4, 4]
     assert closed == [{"restored": 4, "different": []}] * 2
+
+
+@pytest.mark.parametrize("then", ["checkpoint", "checkpoint amid", "pin"])
+def test_a_call_after_a_step_that_failed_on_one_rank_fails_on_all(
+    jobs: Jobs, tmp_path: Path, then: str
+) -> None:
+    """FSDP2 sends nothing in a step, so the other ranks learn of it in this call."""
+    (torn,) = run(jobs, tmp_path, 2, [("torn", {"failing": 1, "then": then})])
+    assert all("injected" in rank["error"] for rank in torn), torn
+    assert [(rank["restored"], rank["different"]) for rank in torn] == [(2, [])] * 2
+    assert [rank["sealed"] for rank in torn] == [4, 4]
