@@ -183,6 +183,18 @@ def test_drives_of_a_store_of_one_process_are_not_mixed_with_those_of_ranks(
     run_all(jobs, tmp_path, again("c", "d"))
 
 
+def test_ranks_with_several_drives_go_on_from_one_process_with_one(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Its store is the first directory; other drives get their parts with the first step."""
+    run_all(jobs, tmp_path, begin("a"), 1, kind="one")
+    for rank in run_all(jobs, tmp_path, again()):
+        assert rank.of("restore")["value"][0] == 1
+    assert (tmp_path / "b" / "owner-1").is_dir()
+    for rank in run_all(jobs, tmp_path, again()):
+        assert rank.of("restore")["value"][0] == 2
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_of_an_earlier_job_keeps_its_part(
     jobs: Jobs, tmp_path: Path, stopped: int
