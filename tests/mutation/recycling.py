@@ -176,7 +176,7 @@ RECYCLING = (
         (
             gone(
                 "offload/engine/resume.py",
-                "    store.withdraw_newer(found)"
+                "        store.withdraw_newer(found)"
                 "  # now that the older one has proved to be readable\n",
             ),
         ),

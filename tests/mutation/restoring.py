@@ -91,7 +91,7 @@ RESTORING = (
         (
             gone(
                 _RESUME,
-                "    store.withdraw_newer(found)"
+                "        store.withdraw_newer(found)"
                 "  # now that the older one has proved to be readable\n",
             ),
             Edit(
