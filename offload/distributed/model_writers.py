@@ -1,4 +1,4 @@
-"""Which rank writes which box of the model into the common ``model.safetensors``."""
+"""Assignment of the boxes of ``model.safetensors`` to the ranks that write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank serves which owner of parts, and in which directory. Pure."""
+"""Assignment of owners of parts to the ranks that serve them, and to directories. Pure."""
 
 from __future__ import annotations
 
