@@ -1,0 +1,343 @@
+"""What a rank knows of the store's checkpoints: the writer finds them, and tells the others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from gds import StorageError
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.owner_parts import check_owner_part
+from offload.checkpoint.reading import decode_manifest
+from offload.distributed.agreement.messages import Json
+from offload.distributed.far import (
+    FarCheckpoint,
+    manifest_of_message,
+    manifest_texts,
+    sealed_manifest,
+)
+from offload.distributed.rank_opening import Opened
+from offload.distributed.rank_sealing import from_message, to_message
+from offload.errors import CheckpointError, OffloadError
+from offload.format.manifest import Manifest
+from offload.format.shares.owners import OwnerReference
+from offload.format.train_state import EncodedState
+from offload.store.opening import StoredCheckpoint
+from offload.store.owners.slot import OwnerSlot
+from offload.store.owners.store import OwnerStore
+from offload.store.poison import Poison
+from offload.store.quarantine import write_quarantine
+from offload.store.state_store import StateSlot
+
+
+class RankCheckpoints:
+    """The checkpoints of a store of several ranks, on one of them.
+
+    On the writer they are those of its `Store`. Every other rank has a list of its own, in which
+    each checkpoint has the layout of that rank's state, and open files of its own parts.
+
+    Args:
+        opened: What this rank has opened.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self._own: list[StoredCheckpoint] = []
+        self._refused: list[tuple[str, str]] = []
+        self._slots: dict[int, OwnerSlot] = {}
+        """Open parts of checkpoints, by generation."""
+        self._manifests: dict[str, Manifest] = {}
+        """Manifests of checkpoints as they are on the drive, by path."""
+        self._train_states: dict[tuple[str, int], EncodedState] = {}
+        """Train states that were sent to this rank, by path and generation of the checkpoint."""
+
+    @property
+    def checkpoints(self) -> list[StoredCheckpoint]:
+        """All usable checkpoints, oldest first, with the layout of this rank's state."""
+        return self._opened.store.checkpoints if self._opened.store is not None else self._own
+
+    @property
+    def refused(self) -> list[tuple[str, str]]:
+        """Paths of directories that look like checkpoints but are not usable, with the reasons."""
+        return self._opened.store.refused if self._opened.store is not None else self._refused
+
+    @property
+    def newest(self) -> StoredCheckpoint | None:
+        """Usable checkpoint of the highest generation; superseded ones do not count."""
+        if self._opened.store is not None:
+            return self._opened.store.newest
+        current = [c for c in self._own if not c.superseded]
+        return max(current, key=lambda c: c.manifest.generation, default=None)
+
+    def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
+        """Return whether a checkpoint with open files is unchanged and not quarantined."""
+        if self._opened.store is not None:
+            return self._opened.store.is_usable(checkpoint)
+        known = {(each.path, each.manifest.generation) for each in self._own}
+        return (checkpoint.path, checkpoint.manifest.generation) in known
+
+    def manifest_of(self, checkpoint: StoredCheckpoint) -> Manifest:
+        """Return the manifest of a checkpoint as it is on the drive."""
+        return self._manifests.get(checkpoint.path, checkpoint.manifest)
+
+    def slot_of(self, checkpoint: StoredCheckpoint) -> StateSlot:
+        """Return the open files of this rank's state in a checkpoint.
+
+        Raises:
+            CheckpointError: The rank's part is missing, or not that of the checkpoint.
+            gds.StorageError: A file cannot be opened.
+        """
+        if self._opened.store is not None:
+            return self._opened.store.slot_of(checkpoint)
+        generation = checkpoint.manifest.generation
+        if generation not in self._slots and self._opened.part is not None:
+            manifest = self._manifests[checkpoint.path]
+            reference = self._reference_of(checkpoint)
+            self._slots[generation] = self._opened.part.open(reference, manifest)
+        return self._slots[generation]
+
+    def _reference_of(self, checkpoint: StoredCheckpoint) -> OwnerReference:
+        """Return the reference of a checkpoint to the part of this rank, which is not the writer.
+
+        Raises:
+            CheckpointError: The checkpoint has no part of this rank's owner.
+        """
+        manifest = self._manifests[checkpoint.path]
+        found = next((one for one in manifest.owners if one.owner == self._opened.owner), None)
+        if found is None:
+            raise CheckpointError(f"{checkpoint.path} has no part of owner {self._opened.owner}")
+        return found
+
+    def checkpoint_of(self, slot: Any) -> StoredCheckpoint | None:
+        """Return the usable checkpoint that a slot belongs to; None if it belongs to none."""
+        if self._opened.store is not None:
+            return self._opened.store.checkpoint_of(slot)
+        generations = [g for g, own in self._slots.items() if own is slot]
+        return next((c for c in self._own if c.manifest.generation in generations), None)
+
+    def reader_of(self, checkpoint: StoredCheckpoint) -> Checkpoint:
+        """Return a checkpoint as readers see it, with the train state of this rank."""
+        manifest = self.manifest_of(checkpoint)
+        peers = self._opened.agreement.peers
+        if not self._opened.is_near:
+            return FarCheckpoint(
+                self._opened.backend,
+                checkpoint.path,
+                manifest,
+                self._opened.further,
+                self._train_states.get((checkpoint.path, manifest.generation)),
+                rank=peers.rank,
+                num_ranks=peers.size,
+            )
+        return Checkpoint(
+            self._opened.backend,
+            checkpoint.path,
+            manifest,
+            self.further_of(manifest),
+            rank=peers.rank,
+            num_ranks=peers.size,
+        )
+
+    def fetch(self, checkpoint: StoredCheckpoint) -> None:
+        """Send the train states of a checkpoint to the ranks that do not see them. Collective."""
+        if all(self._opened.plan.near):
+            return
+        key = checkpoint.path, checkpoint.manifest.generation
+
+        def make(_: object) -> Json:
+            """Read the train states on the writer."""
+            try:
+                return to_message(self.reader_of(checkpoint).read_train_state())
+            except OffloadError:  # the caller reads it on all ranks, and raises the error
+                return None
+
+        def ready(message: Json) -> None:
+            """Keep them on a rank that does not see the first directory."""
+            if not self._opened.is_near and message is not None:
+                self._train_states[key] = from_message(message)
+
+        self._train_states.clear()
+        self._opened.agreement.agree("restore()", make, ready, heeds_errors=False)
+
+    def replace_manifest(self, checkpoint: StoredCheckpoint, manifest: Manifest) -> None:
+        """Replace a checkpoint's manifest, on the writer; metrics are the writer's."""
+        if self._opened.store is not None:
+            self._opened.store.replace_manifest(checkpoint, manifest)
+        else:
+            checkpoint.manifest = manifest
+        known = self._manifests.get(checkpoint.path)
+        if known is not None:
+            self._manifests[checkpoint.path] = replace(known, metrics=manifest.metrics)
+
+    def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
+        """Exclude a damaged checkpoint from use.
+
+        The writer marks it. Another rank marks the part that is damaged.
+        """
+        if self._opened.store is not None:
+            self._opened.store.quarantine(checkpoint, reason)
+            return
+        part, slot = self._opened.part, self._slots.get(checkpoint.manifest.generation)
+        self._own = [one for one in self._own if one is not checkpoint]
+        self._refused.append((checkpoint.path, reason))
+        if part is not None and slot is not None and slot.path in reason:
+            part.quarantine(slot, reason)
+            return
+        # A rank that reads another cut may have read any owner's part.
+        owners = self.manifest_of(checkpoint).owners
+        parts = [one.path_in(where) for one in owners for where in self._opened.directories]
+        for path in (checkpoint.path, *parts):
+            if f"{path}/" in reason:
+                with suppress(StorageError):  # a later process finds the damage again
+                    write_quarantine(self._opened.backend, path, reason, Poison(path))
+
+    def forget_newer(self, checkpoint: StoredCheckpoint) -> None:
+        """Forget the checkpoints that are newer than the given one; they have been withdrawn."""
+        generation = checkpoint.manifest.generation
+        self._own = [c for c in self._own if c.manifest.generation <= generation]
+
+    def forget_recycled(self, names: Collection[str]) -> None:
+        """Forget the checkpoints whose part on this host may be written again.
+
+        A rank that sees the first directory is told of them there.
+
+        Args:
+            names: Names of the parts of this rank's owner that have to stay.
+        """
+        if self._opened.is_near:
+            return
+        owner = self._opened.owner
+        gone = {
+            path
+            for path, manifest in self._manifests.items()
+            for one in manifest.owners
+            if one.owner == owner and one.name not in names
+        }
+        self._own = [c for c in self._own if c.path not in gone]
+
+    def forget_train_state(self, checkpoint: StoredCheckpoint) -> None:
+        """Forget the train states of a checkpoint, which have been replaced."""
+        self._train_states.pop((checkpoint.path, checkpoint.manifest.generation), None)
+
+    def further_of(self, manifest: Manifest) -> tuple[str, ...]:
+        """Return the directories to search for parts of owners; none if one process made it."""
+        return self._opened.further if manifest.owners else ()
+
+    def published(
+        self, path: str, slot: OwnerSlot, composed: Manifest, reference: OwnerReference
+    ) -> StoredCheckpoint:
+        """Record, on a rank that is not the writer, that its slot belongs to a checkpoint now.
+
+        Args:
+            path: Path of the checkpoint.
+            slot: Slot with this rank's state.
+            composed: Manifest that this rank has composed.
+            reference: Reference to this rank's part.
+        """
+        if self._opened.is_near:
+            manifest = decode_manifest(self._opened.backend, path)
+        else:
+            owners = sorted(self._opened.owners)
+            manifest = sealed_manifest(composed, reference, owners)
+        self._slots[manifest.generation] = slot
+        self._own = [
+            c
+            for c in self._own
+            if c.path != path and (not self._opened.is_near or self._opened.backend.stat(c.path))
+        ]
+        checkpoint = self._adopt(path, manifest)
+        self._own.append(checkpoint)
+        return checkpoint
+
+    def release_older(self, part: OwnerStore) -> None:
+        """Close the parts of checkpoints before the newest, so that they can be written again.
+
+        The next step reads the part of the newest checkpoint, or one that is being sealed.
+        """
+        newest = self.newest
+        for generation in [*self._slots]:
+            if newest is None or generation < newest.manifest.generation:
+                part.release(self._slots.pop(generation))
+
+    def offer(self) -> Json:
+        """Return what the writer tells all ranks of the checkpoints."""
+        store = self._opened.writer
+        return {
+            "store_id": store.store_id,
+            "directory": self._opened.directory,
+            "checkpoints": [
+                [c.path, c.manifest.generation, c.superseded] for c in store.checkpoints
+            ],
+            "refused": [list(pair) for pair in store.refused],
+            "manifests": {}
+            if all(self._opened.plan.near)
+            else manifest_texts(self._opened.backend, store.checkpoints),
+        }
+
+    def learn(self, offer: Json) -> Json:
+        """Take over the checkpoints that the writer has found.
+
+        Returns:
+            Path of each that this rank cannot use, with the reason.
+        """
+        unusable: list[list[str]] = []
+        for path in [*self._manifests]:
+            if path not in {found for found, _, _ in offer["checkpoints"]}:
+                del self._manifests[path]
+        if self._opened.store is not None:
+            return unusable
+        known = {(c.path, c.manifest.generation): c for c in self._own}
+        self._own = []
+        self._refused = [(path, reason) for path, reason in offer["refused"]]
+        for path, generation, superseded in offer["checkpoints"]:
+            checkpoint = known.get((path, generation)) if self._opened.is_near else None
+            if checkpoint is None:
+                if self._opened.is_near:
+                    manifest = decode_manifest(self._opened.backend, path)
+                else:
+                    manifest = manifest_of_message(offer["manifests"], path)
+                if manifest.generation != generation:
+                    raise CheckpointError(
+                        f"{path} is of generation {manifest.generation}, expected {generation}: "
+                        "another program has replaced it"
+                    )
+                try:
+                    checkpoint = self._adopt(path, manifest)
+                except CheckpointError as error:
+                    unusable.append([path, str(error)])
+                    continue
+            checkpoint.superseded = superseded
+            self._own.append(checkpoint)
+        return unusable
+
+    def pass_over(self, notes: Mapping[int, Json]) -> None:
+        """Pass over the checkpoints that a rank cannot use, on all ranks."""
+        for rank, unusable in sorted(notes.items()):
+            for path, reason in unusable:
+                text = f"{self._opened.agreement.peers.name(rank)}: {reason}"
+                store = self._opened.store
+                if store is None:
+                    self._own = [one for one in self._own if one.path != path]
+                    self._refused.append((path, text))
+                    continue
+                for checkpoint in [one for one in store.checkpoints if one.path == path]:
+                    store.refuse(checkpoint, text)
+
+    def _adopt(self, path: str, manifest: Manifest) -> StoredCheckpoint:
+        """Return a checkpoint with the description of this rank's state in it."""
+        self._manifests[path] = manifest
+        reference = next((one for one in manifest.owners if one.owner == self._opened.owner), None)
+        if reference is None:
+            return StoredCheckpoint(path, manifest, None)  # it does not fit, which `restore` says
+        part = reference.path_in(self._opened.home)
+        table = check_owner_part(self._opened.backend, part, manifest, reference, path)
+        own = replace(
+            manifest,
+            layout=table.layout,
+            scalars=table.scalars,
+            digests=table.digests,
+            model_boxes=table.model_boxes,
+        )
+        return StoredCheckpoint(path, own, None)

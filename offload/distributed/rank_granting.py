@@ -1,0 +1,208 @@
+"""How a rank gets a slot to write the next generation into: when all ranks have one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+
+from gds import StorageError
+from offload.distributed.agreement.grant import NO_SEAL, Offer
+from offload.distributed.agreement.messages import Json
+from offload.distributed.rank_checkpoints import RankCheckpoints
+from offload.distributed.rank_opening import Opened
+from offload.distributed.rank_sealing import RankSealing
+from offload.errors import RanksError
+from offload.format.layout import Layout
+from offload.format.shares.model_shares import ModelShare
+from offload.store.owners.claims import NamedParts
+from offload.store.owners.slot import OwnerSlotState
+from offload.store.owners.store import OwnerStore
+from offload.store.recut_room import remove_parts_of_former_owners
+from offload.store.slot import SlotState
+from offload.store.state_store import StateSlot
+
+_UNKNOWN: Final = -1
+"""Number in an offer that stands for a checkpoint whose manifest cannot be read."""
+
+_LOST: Final = (
+    "this rank's part of the last seal could not be made durable, so its state is lost: call "
+    "restore() on every rank, which goes on from the newest checkpoint in another part, or restart "
+    "the job"
+)
+"""What a rank says that cannot go on in the slot of an aborted seal."""
+
+
+class RankGranting:
+    """The grants of slots, on one rank. After an aborted seal all ranks go on in its slots.
+
+    Args:
+        opened: What this rank has opened.
+        checkpoints: The checkpoints that this rank knows.
+        sealing: Seals of this rank, which know whether the last one was aborted.
+        share_of: Function that returns the boxes of the model that this rank writes, given a
+            layout.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        checkpoints: RankCheckpoints,
+        sealing: RankSealing,
+        share_of: Callable[[Layout], ModelShare],
+    ) -> None:
+        self._opened = opened
+        self._checkpoints = checkpoints
+        self._sealing = sealing
+        self._share_of = share_of
+        self._granted: StateSlot | None = None
+        """Slot of this rank in the grant that is in progress."""
+        self.working = ""
+        """Name of the working slot in the first directory, on ranks that are not the writer."""
+
+    def acquire(self, layout: Layout, num_groups: int, call: str) -> StateSlot:
+        """Return a slot to write the next generation into, when all ranks have one. Collective.
+
+        Args:
+            layout: Layout of this rank's state.
+            num_groups: Number of parameter groups.
+            call: Call of the user that the ranks make, for messages.
+
+        Raises:
+            RanksError: A rank has no slot. Nothing has changed.
+            InDoubtError: It is not known what became of the last seal.
+        """
+        aborted = self._sealing.last_aborted
+
+        def offer() -> Offer:
+            """Choose the slots of all ranks, on the writer."""
+            return self._again() or self._new_slot(layout, num_groups)
+
+        def ready(found: Offer, held: frozenset[str]) -> Json:
+            """Get the slot of this rank ready, if it is not the writer."""
+            part = self._opened.part
+            if part is not None:
+                self._granted = self._ready(part, found, held, layout)
+            return None
+
+        self._granted = None
+        try:
+            granted = self._opened.agreement.grant(offer, ready, call)
+        except BaseException:
+            slot, self._granted = self._granted, None
+            if slot is not None and (aborted is None or slot is not aborted.slot):
+                self.release(slot)
+            raise
+        slot, self._granted = self._granted, None
+        if slot is None:
+            raise RanksError("this rank was granted no slot: restart the job")
+        if granted.offer.is_in_place:
+            self._sealing.warn_of_aborted(granted.offer.reason)
+        self._sealing.last_aborted = None
+        return slot
+
+    def refuse(self, error: Exception, call: str) -> None:
+        """Take part in `acquire` of all ranks with an error of this one. Collective.
+
+        Raises:
+            RanksError: Always, on every rank.
+        """
+
+        def fail(*_: object) -> NoReturn:
+            """Raise the error of this rank."""
+            raise error
+
+        self._opened.agreement.grant(fail, fail, call)
+
+    def release(self, slot: Any) -> None:
+        """Take back a slot that was acquired and will not be sealed."""
+        last = self._sealing.last_aborted
+        if last is not None and last.slot is slot:
+            self._sealing.last_aborted = None
+        if self._opened.store is not None:
+            self._opened.store.release(slot)
+        elif self._opened.part is not None and self._checkpoints.checkpoint_of(slot) is None:
+            self._opened.part.release(slot)
+
+    def _again(self) -> Offer | None:
+        """Return the writer's offer of the slots of an aborted seal; None if a new one is due.
+
+        Raises:
+            RanksError: The writer's part of that seal is lost.
+        """
+        last, store = self._sealing.last_aborted, self._opened.writer
+        if last is None:
+            return None
+        if store.poisoned:
+            raise RanksError(f"{self._opened.agreement.peers.name(0)}: {_LOST}")
+        if last.slot.state is not SlotState.WORKING or not is_in_place(last.slot):
+            return None
+        self._granted = last.slot
+        return Offer(
+            slot=os.path.basename(last.slot.path),
+            generation=last.slot.context.generation,
+            in_place_of=last.number,
+            reason=last.reason,
+        )
+
+    def _new_slot(self, layout: Layout, num_groups: int) -> Offer:
+        """Return the writer's offer of new slots, with all parts that checkpoints name."""
+        opened, store = self._opened, self._opened.writer
+        for directory in opened.directories:
+            remove_parts_of_former_owners(
+                store.backend,
+                directory,
+                store.store_id,
+                store.named_parts(),
+                {*opened.plan.homes},
+            )
+        own = store.acquire(layout, num_groups)
+        self._granted = own
+        named = store.named_parts()
+        pairs = [(owner, name) for owner, names in named.names.items() for name in names]
+        pairs += [(_UNKNOWN, path) for path in named.unknown]
+        return Offer(
+            slot=os.path.basename(own.path),
+            generation=own.context.generation,
+            named=tuple(pairs),
+        )
+
+    def _ready(
+        self, part: OwnerStore, found: Offer, held: frozenset[str], layout: Layout
+    ) -> StateSlot:
+        """Return the slot of a rank that is not the writer.
+
+        Args:
+            part: Parts of the rank's owner.
+            found: Offer of the writer.
+            held: Names of parts that a seal of this rank holds.
+            layout: Layout of this rank's state.
+
+        Raises:
+            RanksError: The rank's part of the aborted seal is lost.
+        """
+        if found.in_place_of != NO_SEAL:
+            last = self._sealing.last_aborted
+            if last is None or last.slot.state is not OwnerSlotState.WORKING:
+                raise RanksError(_LOST)
+            return last.slot
+        self._checkpoints.release_older(part)
+        names = {name for owner, name in found.named if owner == part.owner} | held
+        unknown = tuple(path for owner, path in found.named if owner == _UNKNOWN)
+        self._checkpoints.forget_recycled(names)
+        slot = part.ready(
+            layout,
+            found.generation,
+            NamedParts({part.owner: frozenset(names)}, unknown),
+            written=[(entry.name, entry.box) for entry in self._share_of(layout).entries],
+        )
+        self.working = found.slot
+        return slot
+
+
+def is_in_place(slot: Any) -> bool:
+    """Return whether a slot's open files are under its name."""
+    try:
+        return bool(slot.is_in_place())
+    except StorageError:
+        return False
