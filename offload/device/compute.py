@@ -19,7 +19,8 @@ import torch
 from gds import Buffer
 from offload.device.boundary import PRIORITY, Event, named_errors, pinned
 from offload.device.kernels import digest, update
-from offload.device.kernels.forms import DeviceRun, Form
+from offload.device.kernels.forms import Form
+from offload.device.kernels.launches import DeviceRun
 
 _cuda: Any = torch.cuda  # torch.cuda has only partial types
 

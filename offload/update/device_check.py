@@ -18,7 +18,8 @@ import torch
 
 from offload.ambient import in_neutral
 from offload.device.compute import Compute
-from offload.device.kernels.forms import DeviceRun, Form
+from offload.device.kernels.forms import Form
+from offload.device.kernels.launches import DeviceRun
 from offload.format.arrays import MASTER
 from offload.update.pool import BlockContext
 from offload.update.rules import UpdateRule

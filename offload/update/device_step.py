@@ -19,7 +19,8 @@ from torch.autograd.graph import increment_version
 
 from offload.device.compute import Compute
 from offload.device.flat_tensors import FlatTensors
-from offload.device.kernels.forms import KERNEL_DTYPES, DeviceRun, form_for, moment_names
+from offload.device.kernels.forms import KERNEL_DTYPES, form_for, moment_names
+from offload.device.kernels.launches import DeviceRun
 from offload.format import rounding_keys
 from offload.format.arrays import MASTER_LOW
 from offload.format.chunk_plan import Piece

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from offload.device.kernels.forms import DeviceRun, Form
+from offload.device.kernels.forms import Form
+from offload.device.kernels.launches import DeviceRun
 from offload.format import rounding_keys
 from offload.update.coding import codecs
 from offload.update.coding.codecs import Scratch

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload.device.kernels.forms import ARGUMENTS, DeviceRun, Form, Launch, launches
+from offload.device.kernels.forms import Form
+from offload.device.kernels.launches import ARGUMENTS, DeviceRun, Launch, launches
 from offload.device.kernels.sources import digest_source, update_source
 from offload.format.digests import LEAF_BYTES
 from tests.device.blocks import DeviceBlock

@@ -12,7 +12,8 @@ import torch
 from bench import device_calls, kernel
 from bench._harness import Result
 from offload.device.kernels import digest
-from offload.device.kernels.forms import form_of_run, why_no_kernel
+from offload.device.kernels.forms import why_no_kernel
+from offload.device.kernels.launches import form_of_run
 from tests.device.test_gpu import flags_of
 from tests.device.test_update_arithmetic import ADAM, CLASSES, SGD, group_of
 

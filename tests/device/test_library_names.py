@@ -24,7 +24,7 @@ from gds.buffers.cuda import Cuda, _Handle
 from gds.buffers.device import DeviceBytes
 from gds.errors import RefusedError
 from gds.probe import direct_io
-from offload.device.kernels.forms import ARGUMENTS
+from offload.device.kernels.launches import ARGUMENTS
 
 ALIGNMENT = 4096
 

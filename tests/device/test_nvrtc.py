@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from offload.device.kernels.forms import ARGUMENTS, Form
+from offload.device.kernels.forms import Form
+from offload.device.kernels.launches import ARGUMENTS
 from offload.device.kernels.sources import OPTIONS, defines, digest_source, update_source
 from tests.device import nvrtc
 from tests.device.blocks import BF16, FP16, FP32

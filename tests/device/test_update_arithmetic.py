@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.device.kernels.forms import form_of_run
+from offload.device.kernels.launches import form_of_run
 from tests.device.blocks import DeviceBlock, State, bits, same_numbers, ulps
 
 NUM = 3001

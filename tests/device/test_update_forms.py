@@ -15,16 +15,8 @@ from functools import partial
 import pytest
 import torch
 
-from offload.device.kernels.forms import (
-    ARGUMENTS,
-    GROUPS_PER_TURN,
-    MAX_PIECES,
-    DeviceRun,
-    Form,
-    form_of_run,
-    launches,
-    why_no_kernel,
-)
+from offload.device.kernels.forms import GROUPS_PER_TURN, Form, why_no_kernel
+from offload.device.kernels.launches import ARGUMENTS, MAX_PIECES, DeviceRun, form_of_run, launches
 from offload.format import rounding_keys
 from offload.update.coding import codecs
 from offload.update.coding.codecs import Scratch

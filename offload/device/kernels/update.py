@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from offload.device.kernels.forms import THREADS, DeviceRun, Form, launches
+from offload.device.kernels.forms import THREADS, Form
+from offload.device.kernels.launches import DeviceRun, launches
 from offload.device.kernels.loading import Kernel, load
 from offload.device.kernels.sources import defines, update_source
 
