@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offload
 from gds import File, PosixBackend, StorageError, WrapperBackend
 from offload import DriveTuning, Options, SealError
+from offload.distributed import ownership
 from offload.overlap.background_pass import RunningPass
 from offload.overlap.forward import BesideForward
 from offload.overlap.forward_hooks import _Before
@@ -75,6 +77,9 @@ class Case:
 
     first: int = 1
     """First step of this run; the run continues from the checkpoint before it."""
+
+    span: int | None = None
+    """Elements of each span for each rank, if parameters are dealt; None for those of users."""
 
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -201,13 +206,15 @@ class Training:
             **case.options,
             **options,
         }
-        self.optimizer = getattr(offload, case.optimizer)(
-            self.model.parameters(),
-            directory=directory,
-            model=self.model,
-            options=Options(**settings),
-            **case.hyper,
-        )
+        spans = case.span or ownership.SPAN_ELEMENTS
+        with mock.patch.object(ownership, "SPAN_ELEMENTS", spans):  # for so small a model
+            self.optimizer = getattr(offload, case.optimizer)(
+                self.model.parameters(),
+                directory=directory,
+                model=self.model,
+                options=Options(**settings),
+                **case.hyper,
+            )
 
     def loss(self, step: int, number: int = 0) -> torch.Tensor:
         """Run the forward on data that differ between ranks."""
@@ -352,12 +359,12 @@ class TwoTrainings:
         return found if self.live.losses == self.plain.losses else [*found, "losses"]
 
 
-def hidden(folder: Path, rank: int, **changes: Any) -> dict[str, Any]:
-    """Hold back the chunk that is needed last, and look at what runs before it is released."""
+def hidden(folder: Path, rank: int, block: int = 0, **changes: Any) -> dict[str, Any]:
+    """Hold back the chunk that is needed last, until a block has run."""
     run = TwoTrainings(folder, rank, 3, **changes)
-    # The first ranks step the first layers, which the forward needs first, in DDP.
+    # In DDP, the first ranks step the first layers of a span, which the forward needs first.
     is_last = rank == dist.get_world_size() - 1
-    run.step_held(4, held=run.case.wrap != "ddp" or is_last)
+    run.step_held(4, held=run.case.wrap != "ddp" or run.case.span is not None or is_last)
     seen: dict[str, bool] = {}
 
     def ran(*_: Any) -> None:
@@ -365,7 +372,7 @@ def hidden(folder: Path, rank: int, **changes: Any) -> dict[str, Any]:
         run.gate.release()
 
     module = run.live.model.module if run.case.wrap == "ddp" else run.live.model
-    module.blocks[0].register_forward_hook(ran)
+    module.blocks[block].register_forward_hook(ran)
     run.both(5)
     found = {"different": run.different(), **seen}
     run.optimizer.close()
