@@ -39,8 +39,10 @@ from gds import PosixBackend
 from offload import DriveTuning, Options
 from offload.distributed import node
 from tests.crash.fault_backend import FaultBackend
+from tests.crash.test_open_files import open_below
 from tests.numerics.measure import reset_peak, resident_bytes
 from tests.numerics.reference import bits
+from tests.ranks_training.host_backend import HostBackend
 from tests.ranks_training.program import Case, Masters, local
 from tests.ranks_training.protocol_steps import ProtocolSteps, kill
 
@@ -140,8 +142,13 @@ class Calls:
         return fully_shard(model, mp_policy=policy)
 
     def host(self, name: str) -> None:
-        """Be on a host of this name from now on, as far as the ranks can tell."""
+        """Be on a host of this name from now on, as far as the ranks can tell.
+
+        It has the directories beside the store whose names begin with its own. The others are
+        missing.
+        """
         node.this_node = lambda: node.Node(name, f"boot of {name}")
+        self.backend = FaultBackend(HostBackend(self.directory.parent, name))
 
     def open(self, **changes: Any) -> None:
         """Make the optimizer."""
@@ -337,6 +344,10 @@ class Calls:
     def fail(self, kind: str, text: str, number: int | None = None) -> None:
         """Let the next operation of a kind fail whose path contains a text."""
         self.backend.fail_if(lambda one, path: one == kind and text in path, number)
+
+    def open_files(self, text: str) -> list[str]:
+        """Return the paths of the store's files that this process has open, if they have a text."""
+        return [path for path in open_below(self.directory) if text in path]
 
     def num_failed(self) -> int:
         """Return how many operations have failed."""

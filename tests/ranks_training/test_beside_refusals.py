@@ -42,7 +42,7 @@ def test_a_metric_that_one_rank_refuses_amid_a_step_fails_the_checkpoint_on_all(
     bad = {"train_state": {"what": "a generator"}, "metrics": {"loss": "a text"}}
     calls = both("refused_content", [DDP, {}], victim=victim, bad=bad)
     for found in run(jobs, tmp_path, 2, calls, "beside_refusals"):
-        for number, rank in enumerate(found):
+        for rank in found:
             assert "a text" in rank["error"], rank
             assert rank["error"].startswith("SealError: sealing step 3 failed"), rank
             assert f"rank {victim}" in rank["error"]

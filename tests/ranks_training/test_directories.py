@@ -195,6 +195,19 @@ def test_ranks_with_several_drives_go_on_from_one_process_with_one(
         assert rank.of("restore")["value"][0] == 2
 
 
+def test_parts_of_former_owners_are_removed_from_all_drives(jobs: Jobs, tmp_path: Path) -> None:
+    """Checkpoints of four ranks stay until retention withdraws them; then their parts go."""
+    run_all(jobs, tmp_path, begin(), 4)
+    assert [*(tmp_path / "b/owner-3").glob("part-*")]
+    run_all(jobs, tmp_path, again(), 2)
+    with offload.open_checkpoint(tmp_path / "a" / "step-00000001", parts=[tmp_path / "b"]) as one:
+        assert one.verify().ok
+    run_all(jobs, tmp_path, [*again(), *[["step"], ["checkpoint"], ["result"]] * 2], 2)
+    parts = [*tmp_path.glob("*/owner-*/part-*")]
+    assert {str(path.parent.relative_to(tmp_path)) for path in parts} == {"b/owner-1"}
+    run_all(jobs, tmp_path, again(), 3)
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_of_an_earlier_job_keeps_its_part(
     jobs: Jobs, tmp_path: Path, stopped: int
