@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-
 from tests.numerics.test_overlap_forward_waits import when_waiting
 from tests.ranks_training.beside import TwoTrainings, run_functions
 from tests.ranks_training.program import local

@@ -110,6 +110,8 @@ class Calls:
         self.scaler: Any = None
         self.call = ""
         """Name of the call that is being made."""
+        self.errors: list[Exception] = []
+        """Errors that are kept."""
         self._steps: ProtocolSteps | None = None
 
     def _wrapped(self) -> Any:
@@ -288,8 +290,11 @@ class Calls:
             "object": {"train_state": {"what": object()}},
             "path": {"train_state": "a path"},
             "metric": {"metrics": {"loss": "a text"}},
+            "warning": {"metrics": {"loss": float("nan")}},
         }[content]
-        self.optimizer.checkpoint(**how)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.optimizer.checkpoint(**how)
 
     def settle(self) -> str:
         """Wait for everything in flight; the value is the error of the last seal."""
@@ -344,6 +349,15 @@ class Calls:
     def fail(self, kind: str, text: str, number: int | None = None) -> None:
         """Let the next operation of a kind fail whose path contains a text."""
         self.backend.fail_if(lambda one, path: one == kind and text in path, number)
+
+    def keep_error(self, name: str, *arguments: Any) -> str:
+        """Make a call that fails; return the name of its error, and keep all that it refers to."""
+        try:
+            getattr(self, name)(*arguments)
+        except Exception as error:  # noqa: BLE001  (the test looks at it)
+            self.errors.append(error)
+            return type(error).__name__
+        return ""
 
     def open_files(self, text: str) -> list[str]:
         """Return the paths of the store's files that this process has open, if they have a text."""

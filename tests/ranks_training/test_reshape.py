@@ -200,12 +200,13 @@ def test_a_damaged_part_of_another_owner_is_found_in_the_first_step(
 def test_a_restore_into_another_cut_that_fails_leaves_no_file_open(
     jobs: Jobs, tmp_path: Path, num: int, kind: str
 ) -> None:
+    """A lock on a part that stays would keep others from ever writing it again."""
     go_on(jobs, tmp_path, 3, "ddp", 0)
     file = newest(tmp_path) / "model.safetensors"
     flip_on_disk(file, file.stat().st_size - 100)
-    calls: Any = [["open"], ["restore"], ["open_files", "exp_avg"]]
+    calls: Any = [["open"], ["keep_error", "restore"], ["open_files", "owner-2"]]
     for rank in job(jobs, tmp_path, num, kind, calls):
-        assert rank.of("restore")["error"] == "DamagedError"
+        assert rank.of("keep_error")["value"] == "DamagedError"
         assert rank.of("open_files")["value"] == []
 
 
