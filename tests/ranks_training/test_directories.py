@@ -78,6 +78,17 @@ def test_owners_are_dealt_over_the_drives_and_the_bits_are_those_of_one(
         assert [Path(part.path).parts[-3] for part in checkpoint.owners] == ["b", "a"]
 
 
+def test_each_directory_is_measured_by_one_rank_and_no_two_at_a_time(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Rank 3 reads what rank 1 has measured in the directory that both have."""
+    measure = ["do", "tests.ranks_training.drive_calls:measure_drives"]
+    run_all(jobs, tmp_path, [measure, *begin()], 4)
+    assert (tmp_path / "measured").read_text() == "0 a\n1 b\n"
+    run_all(jobs, tmp_path, [measure, *again("b", "a")], 4)
+    assert (tmp_path / "measured").read_text() == "0 a\n1 b\n"
+
+
 def test_drives_that_have_changed_their_places_are_found_by_what_is_on_them(
     jobs: Jobs, tmp_path: Path
 ) -> None:
