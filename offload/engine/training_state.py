@@ -233,20 +233,10 @@ class TrainingState:
         self.table.adopt(layout, trainables)
         self.table.note_agreed(groups)
         if before is None and self.ranks.size > 1:
-            self._calibrate_once(layout)
+            # Ranks that measure a drive at the same time measure each other.
+            directory, measure = self.drives.directories[0], self.drives.calibrate
+            self.ranks.measure(self.call, directory, layout.state_bytes, measure)
         return before is not None
-
-    def _calibrate_once(self, layout: Layout) -> None:
-        """Measure the drives on one rank, and let the others read the result. Collective.
-
-        Ranks that measure a drive at the same time measure each other.
-        """
-        for is_first in (True, False):
-            if is_first is (self.ranks.rank == 0):
-                action = partial(self.drives.calibrate, layout.state_bytes)
-            else:
-                action = partial(self.drives.calibrate, 0)
-            self.ranks.together(self.call, action)
 
     def begin_call(self, what: str) -> None:
         """Record which call of the user begins, for messages: ``step()``."""

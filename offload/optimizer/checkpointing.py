@@ -17,7 +17,7 @@ from offload.engine.inventory import describe_checkpoints, find_checkpoint, pinn
 from offload.engine.reference import Position
 from offload.engine.seal import SealHandle
 from offload.engine.stats import Stats
-from offload.errors import CheckpointNotFoundError, OffloadError
+from offload.errors import CheckpointNotFoundError
 from offload.format.metrics import take_metrics
 from offload.format.train_state import require_state
 from offload.optimizer.store_owner import StoreOwner
@@ -68,14 +68,18 @@ class CheckpointingOptimizer(StoreOwner):
         try:
             checked = None if metrics is None else take_metrics(metrics)
             require_state(train_state)
-        except (OffloadError, TypeError, ValueError) as error:
+        except Exception as error:  # also of a user's object, or of a warning that is an error
             with self._exclusive("checkpoint") as engine:
                 engine.fail_checkpoint(error)
             raise
         with self._exclusive("checkpoint") as engine:
-            engine.store.keeping.warn_unranked(engine.num_steps, metrics or {})
-            if engine.frozen_space.is_due:
-                engine.frozen_space.warn(engine.lay_out(self.param_groups))
+            try:
+                engine.store.keeping.warn_unranked(engine.num_steps, metrics or {})
+                if engine.frozen_space.is_due:
+                    engine.frozen_space.warn(engine.lay_out(self.param_groups))
+            except Exception as error:
+                engine.fail_checkpoint(error)
+                raise
             handle = engine.checkpoint(self.param_groups, train_state, checked)
         if self._uploads is not None:
             handle.when_sealed(self._uploads.offer)

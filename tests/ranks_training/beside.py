@@ -11,7 +11,7 @@ import errno
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -125,9 +125,17 @@ class Gate(Held):
         super().__init__()
         WrapperBackend.__init__(self, PosixBackend())
         self.fails = False
+        """Whether writes to model files fail."""
+        self.fails_opening = False
+        """Whether model files cannot be opened."""
 
     def wrap_file(self, file: File) -> File:
         return GateFile(file, self)
+
+    def open(self, path: str, *, writable: bool = False) -> File:
+        if self.fails_opening and path.endswith("model.safetensors"):
+            raise StorageError(errno.EIO, "injected", path)
+        return super().open(path, writable=writable)
 
 
 class GateFile(HeldFile):
@@ -541,6 +549,23 @@ def run_calls(
 ) -> None:
     """Make the calls of a rank, and record what came of each; see `calls.run_calls`."""
     del size, setting
+    run_functions(CALLS, folder, rank, called)
+
+
+def run_functions(
+    functions: Mapping[str, Callable[..., Any]],
+    folder: Path,
+    rank: int,
+    called: Sequence[Sequence[Any]],
+) -> None:
+    """Make calls of functions, each with a folder of its own; warnings are errors.
+
+    Args:
+        functions: Functions by name. They take the folder, the rank, and the changes of a case.
+        folder: Folder of the test.
+        rank: This rank.
+        called: Name and changes of each call.
+    """
     torch.use_deterministic_algorithms(mode=True)
     dist.init_process_group("gloo")
     calls.record_into(folder)
@@ -550,7 +575,7 @@ def run_calls(
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             try:
-                outcome: dict[str, Any] = {"value": CALLS[name](own, rank, **changes)}
+                outcome: dict[str, Any] = {"value": functions[name](own, rank, **changes)}
             except Exception as error:  # noqa: BLE001  (the test looks at it)
                 traceback.print_exc()
                 outcome = {"error": type(error).__name__, "message": str(error)}
