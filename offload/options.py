@@ -217,7 +217,8 @@ class Options:
 
     tier: Tier | str | None = None
     """Place to which sealed checkpoints are copied in the background, or the URL of the place. None
-    copies nothing. A tier is not supported with several ranks yet."""
+    copies nothing. In a directory without checkpoints, `restore` takes the newest complete one of
+    the tier. A tier is not supported with several ranks yet."""
 
     backend: Backend | None = None
     """Storage backend to use instead of the built-in choice. The optimizer does not close it."""

@@ -106,6 +106,11 @@ class CheckpointingOptimizer(StoreOwner):
         then taken, with a warning. If that one is damaged as well, it is not marked, and this
         raises, since bad memory would condemn one checkpoint after another.
 
+        If the store has no checkpoint, `checkpoint` is None, and the options name a tier, this
+        takes the newest complete checkpoint of the tier. The call returns when the parameters have
+        arrived. The state follows, the first step waits for each chunk of it, and the checkpoint
+        appears in the store when all of it is there.
+
         Args:
             checkpoint: Step number or path of a checkpoint, a `Checkpoint`, or one of
                 `checkpoints`; None for the newest.
@@ -118,7 +123,7 @@ class CheckpointingOptimizer(StoreOwner):
 
         Returns:
             The checkpoint, with ``.step``, ``.train_state`` and ``.path``. None if the store has
-            no checkpoint; training then starts from the beginning.
+            no checkpoint, nor its tier; training then starts from the beginning.
 
         Raises:
             MismatchError: Model or optimizer differ from those of the checkpoint, or there are
@@ -132,6 +137,7 @@ class CheckpointingOptimizer(StoreOwner):
             DamagedError: The damaged checkpoint was asked for, or is the last one left, or is the
                 second damaged one in a row.
             CheckpointError: No checkpoint in the store is usable.
+            TierError: The store has no checkpoint, and its tier cannot be used.
         """
         which = _which(checkpoint)
         with self._exclusive("restore") as engine:
