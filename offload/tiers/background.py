@@ -23,7 +23,8 @@ from offload.tiers.address import parse_address
 from offload.tiers.measuring import Measurements
 from offload.tiers.opening import DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.policy import Decision, Situation, decide
-from offload.tiers.upload import Check, Upload, UploadStoppedError
+from offload.tiers.sending import Check, UploadStoppedError
+from offload.tiers.upload import Upload
 from offload.units import duration, size
 
 _RETRY_S = 30.0
