@@ -126,7 +126,7 @@ def find_copy(objects: Objects, address: TierAddress, step: int | None = None) -
         )
     newest = max(copy.identity.generation for copy in wanted)
     equal = [copy for copy in wanted if copy.identity.generation == newest]
-    if len({copy.marker.manifest_digest for copy in equal if copy.marker}) > 1:
+    if len({copy.marker.content for copy in equal if copy.marker}) > 1:
         raise TierError(
             errno.EINVAL,
             f"generation {newest} is here from two runs that went on from the same store, and they "

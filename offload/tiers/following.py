@@ -53,7 +53,7 @@ class FollowingUploads:
         retry_s: Seconds for which a request that failed is tried again.
 
     Raises:
-        TierError: The URL is none of a tier, or the library that it needs is missing.
+        TierError: The URL is none of a tier.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class FollowingUploads:
         retry_s: float,
     ) -> None:
         self._address = parse_address(url)
-        open_objects(self._address).close()  # a missing library is an error now, not in an hour
         self._serving = serving
         self._check: Check = check
         self._backend = backend
@@ -204,7 +203,9 @@ class FollowingUploads:
                     0, f"generation {order.generation} is not known here", self._address.url
                 )
 
-    def _send(self, checkpoint: Checkpoint, order: Order, is_stopped: Callable[[], bool]) -> ShareSent:
+    def _send(
+        self, checkpoint: Checkpoint, order: Order, is_stopped: Callable[[], bool]
+    ) -> ShareSent:
         manifest = checkpoint.manifest
         reference = self._reference_in(checkpoint)
         path = reference.path_in(self._serving.directory)

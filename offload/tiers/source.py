@@ -39,7 +39,8 @@ class Source:
 
     Args:
         checkpoint: Checkpoint to read. It need not be locked.
-        owners: Parts of all its owners of state besides the first, with their tables.
+        owners: Parts of its owners of state besides the first. Those on other hosts have no table
+            here, and none of the model's digests.
 
     Raises:
         CheckpointError: The tables do not describe all of the checkpoint.
@@ -48,7 +49,7 @@ class Source:
     def __init__(self, checkpoint: Checkpoint, owners: Sequence[OwnerPart] = ()) -> None:
         self.tables: list[OwnerTable] = [one.table for one in owners if one.table is not None]
         """Tables of the owners besides the first."""
-        if checkpoint.manifest.owners:
+        if self.tables and len(self.tables) == len(checkpoint.manifest.owners):
             check_cover(checkpoint.path, checkpoint.manifest, self.tables)
         self._checkpoint = checkpoint
         self._manifest = checkpoint.manifest

@@ -31,7 +31,7 @@ from offload.tiers.contents import (
     wrong_sizes,
 )
 from offload.tiers.ledger import Ledger, Unrecorded, UploadKey
-from offload.tiers.marker import MOST_BYTES, Identity, Marker, encode_writer
+from offload.tiers.marker import MOST_BYTES, Identity, Marker, content_digest, encode_writer
 from offload.tiers.objects import Objects
 from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.owner_share import OwnerShare, ShareSent
@@ -53,8 +53,10 @@ class PushReport:
     """Whether the tier had a complete copy, so that nothing was sent."""
 
     num_sent: int
+    """Number of objects that this process sent."""
+
     bytes_sent: int
-    """Size in bytes of the objects that this call sent."""
+    """Size in bytes of the objects that this upload sent."""
 
     num_kept: int
     bytes_kept: int
@@ -126,6 +128,11 @@ def push(
 class Others(Protocol):
     """The other ranks of an upload, each of which sends the part that it serves."""
 
+    @property
+    def bytes_sent(self) -> int:
+        """Size in bytes of the objects that they have sent in this upload."""
+        ...
+
     def begin(self, writer: str, object_bytes: int) -> None:
         """Tell all ranks to send their parts, under the name that the upload has in the tier."""
         ...
@@ -147,6 +154,8 @@ class Others(Protocol):
 
 class NoOthers:
     """One process, which sends everything."""
+
+    bytes_sent = 0
 
     def begin(self, writer: str, object_bytes: int) -> None:
         """Do nothing."""
@@ -224,12 +233,13 @@ class Upload:
                 refuses, sending = self._send_all(copy)
             ledger.forget()
         sent, kept = (sending.sent, sending.kept) if sending else ({}, {})
+        of_others = self._others.bytes_sent
         return PushReport(
             url or self._url_of(ledger.writer),
             self._manifest.step,
             url is not None,
             len(sent),
-            sum(sent.values()),
+            sum(sent.values()) + of_others,
             len(kept),
             sum(kept.values()),
             refuses,
@@ -257,11 +267,12 @@ class Upload:
 
     def _find_complete(self, key: UploadKey) -> str | None:
         """Return the URL of a complete copy of just this checkpoint; None if there is none."""
+        content = content_digest(self._manifest)
         for copy in copies_of(self._objects, key.store_id, key.generation):
             marker = copy.marker
             if (
                 marker is not None
-                and marker.manifest_digest == key.manifest_digest
+                and content in (marker.content, marker.manifest_digest)
                 and marker.digests.get(TRAIN_STATE_NAME) == key.train_state_digest
             ):
                 return copy.url
@@ -324,6 +335,7 @@ class Upload:
             sizes,
             digests,
             dict(manifest.metrics),
+            content_digest(manifest),
         )
         self._require_sizes(folder, marker)
         self._put_checked(f"{folder}/{MARKER_NAME}", marker.encode())  # offers the copy

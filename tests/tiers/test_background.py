@@ -102,7 +102,7 @@ def test_the_slowdown_is_that_of_steps_beside_uploads() -> None:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that fail are given up soon."""
-    monkeypatch.setattr(background, "_RETRY_S", 0.2)
+    monkeypatch.setattr(background, "RETRY_S", 0.2)
 
 
 def optimizer_with(store: Path, tier: str | Tier, **changes: Any) -> offload.OffloadedOptimizer:

@@ -138,7 +138,7 @@ def test_a_damaged_object_of_an_owner_is_found(store: Path, tmp_path: Path) -> N
 def test_a_download_that_was_interrupted_goes_on(store: Path, tmp_path: Path) -> None:
     tier = tmp_path / "tier"
     push(store, f"file://{tier}", object_bytes=SMALL)
-    victim = sorted(tier.rglob("owner-1/state/*"))[-1]
+    victim = max(tier.rglob("owner-1/state/*"))
     data = victim.read_bytes()
     victim.write_bytes(bytes(len(data)))
     with pytest.raises(DamagedError):
@@ -150,24 +150,27 @@ def test_a_download_that_was_interrupted_goes_on(store: Path, tmp_path: Path) ->
 
 
 def test_a_part_that_is_recycled_ends_the_upload(store: Path, tmp_path: Path) -> None:
-    with Job([PosixBackend()] * 2, keep=1, directories=[str(store)] * 2) as job:
-        with open_checkpoint(store) as found, PosixBackend() as backend:
-            checkpoint = Checkpoint(backend, found.path, found.manifest)
-            found.close()
-            source = OwnerSource(backend, checkpoint.owners[0])
-            (first, *_) = state_objects(source.table, SMALL)
-            buffer = backend.allocate(1 << 20, "host")
-            assert source.read_object(first, buffer).nbytes == first.nbytes
-            job.seal(3)
-            job.seal(4)
-            with pytest.raises(RecycledError):
-                source.read_object(first, buffer)
-            source.close()
-            with (
-                open_objects(f"file://{tmp_path}/tier") as objects,
-                pytest.raises((RecycledError, CheckpointError)),
-            ):
-                Upload(objects, checkpoint, object_bytes=SMALL).run()
+    with (
+        Job([PosixBackend()] * 2, keep=1, directories=[str(store)] * 2) as job,
+        open_checkpoint(store) as found,
+        PosixBackend() as backend,
+    ):
+        checkpoint = Checkpoint(backend, found.path, found.manifest)
+        found.close()
+        source = OwnerSource(backend, checkpoint.owners[0])
+        (first, *_) = state_objects(source.table, SMALL)
+        buffer = backend.allocate(1 << 20, "host")
+        assert source.read_object(first, buffer).nbytes == first.nbytes
+        job.seal(3)
+        job.seal(4)
+        with pytest.raises(RecycledError):
+            source.read_object(first, buffer)
+        source.close()
+        with (
+            open_objects(f"file://{tmp_path}/tier") as objects,
+            pytest.raises((RecycledError, CheckpointError)),
+        ):
+            Upload(objects, checkpoint, object_bytes=SMALL).run()
     assert list_tier(f"file://{tmp_path}/tier") == []
 
 
