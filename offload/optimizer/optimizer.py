@@ -175,7 +175,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             state.close()
             raise
         self._engine = engine
-        self._uploads = self._open_tier(options, retention, ranks.serving())
+        self._uploads = self._open_tier(options, retention, engine, ranks.serving())
         if self._uploads is not None:
             weakref.finalize(self, self._uploads.stop)
         # A garbage-collected optimizer releases its store, without reporting on its last seal.
@@ -191,7 +191,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             require_tier(tier.url)
 
     def _open_tier(
-        self, options: Options, retention: Retention, serving: Serving | None
+        self, options: Options, retention: Retention, engine: Engine, serving: Serving | None
     ) -> BackgroundUploads | FollowingUploads | None:
         """Return the uploads to the tier of the options; None if there is no tier."""
         tier = options.tier_settings
@@ -209,6 +209,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             num_kept=lambda: retention.most,
             backend=options.backend,
             serving=serving,
+            leaving=engine.store.keeping.leaving,
         )
 
     @overload

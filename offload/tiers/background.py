@@ -21,6 +21,7 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import OffloadError, RecycledError, TierError
 from offload.format.manifest import Manifest
 from offload.journal import log_event
+from offload.retention.leaving import Leaving
 from offload.store.serving import Mailbox, Serving
 from offload.tiers.address import parse_address
 from offload.tiers.measuring import Measurements
@@ -57,6 +58,7 @@ class BackgroundUploads:
         backend: Storage backend of the store; None for the local file system.
         serving: Which rank serves what, on the rank that writes the store; None for one process.
             The other ranks have `FollowingUploads`.
+        leaving: Where retention looks for checkpoints that are leaving; None if nothing looks.
         measurements: Measurements to go by; for tests.
 
     Raises:
@@ -73,6 +75,7 @@ class BackgroundUploads:
         num_kept: Callable[[], int | None],
         backend: Backend | None = None,
         serving: Serving | None = None,
+        leaving: Leaving | None = None,
         measurements: Measurements | None = None,
     ) -> None:
         self._address = parse_address(url)
@@ -82,6 +85,7 @@ class BackgroundUploads:
         self._num_kept = num_kept
         self._backend = backend
         self._serving = serving
+        self._leaving = leaving or Leaving()
         self._box: Mailbox | None = None
         self._num_uploads = 0
         self.measured = measurements or Measurements()
@@ -112,12 +116,15 @@ class BackgroundUploads:
         with self._changed:
             if self._stopped:
                 return
+            self._leaving.begin(checkpoint.generation, "waiting")
             dropped, self._offered = self._offered, offered
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="offload-tier", daemon=True)
                 start(self._thread)
             self._changed.notify_all()
         if dropped is not None:
+            if dropped.checkpoint.generation != checkpoint.generation:
+                self._leaving.end(dropped.checkpoint.generation)
             self._note(dropped, Decision("skip", "a newer one has come before its turn"))
 
     def stats(self) -> TierStats:
@@ -144,7 +151,9 @@ class BackgroundUploads:
         """End uploads at the end of their parts. Idempotent."""
         with self._changed:
             self._stopped = True
-            self._offered = None
+            offered, self._offered = self._offered, None
+            if offered is not None:
+                self._leaving.end(offered.checkpoint.generation)
             self._changed.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -179,16 +188,23 @@ class BackgroundUploads:
                 if self._stopped or offered is None:
                     return
                 self._active = True
-            decision = decide(self._situation(offered))
-            event = self._note(offered, decision)
-            if decision.choice == "upload":
-                self._upload(offered, event)
-            else:
-                self._unmeasured += 1
+            generation = offered.checkpoint.generation
+            try:
+                decision = decide(self._situation(offered))
+                event = self._note(offered, decision)
+                if decision.choice == "upload":
+                    self._leaving.begin(generation, "sending")
+                    self._upload(offered, event)
+                else:
+                    self._unmeasured += 1
+            finally:
+                self._leaving.end(generation)
 
     def _situation(self, offered: _Offered) -> Situation:
         measured = self.measured
         interval_s, kept = measured.interval_s, self._num_kept()
+        if self._leaving.has_room is not False:
+            kept = None  # retention keeps it until it is sent
         newest = self._newest
         return Situation(
             nbytes=_size_of(offered.checkpoint.manifest),
@@ -240,7 +256,8 @@ class BackgroundUploads:
         except RecycledError:
             outcome, text = (
                 "recycled",
-                "gave way to a step that needed its slot; a larger keep= helps",
+                "gave way to a step that needed its slot; a larger keep=, or room for one more "
+                "slot, helps",
             )
         except (TierError, OffloadError, StorageError) as error:
             text = f"failed: {error}"
