@@ -37,6 +37,9 @@ RETRY_S = 30.0
 """Seconds for which a request that failed is tried again; the next checkpoint is another chance."""
 
 _NUM_TRANSFERS = 2
+_GAVE_WAY = (
+    "gave way to a step that needed its slot; a larger keep=, or room for one more slot, helps"
+)
 _JOIN_S = 5.0
 
 
@@ -254,11 +257,7 @@ class BackgroundUploads:
         except UploadStoppedError:
             outcome, text = "stopped", "stopped with the optimizer; `offload push` goes on with it"
         except RecycledError:
-            outcome, text = (
-                "recycled",
-                "gave way to a step that needed its slot; a larger keep=, or room for one more "
-                "slot, helps",
-            )
+            outcome, text = "recycled", _GAVE_WAY
         except (TierError, OffloadError, StorageError) as error:
             text = f"failed: {error}"
         except Exception as error:  # noqa: BLE001  (training goes on)
