@@ -217,11 +217,17 @@ class Options:
 
     tier: Tier | str | None = None
     """Place to which sealed checkpoints are copied in the background, or the URL of the place. None
-    copies nothing. In a directory without checkpoints, `restore` takes the newest complete one of
-    the tier. A tier is not supported with several ranks yet."""
+    copies nothing. With several ranks, each of them copies the part that it stores; give the same
+    tier on every rank. In a directory without checkpoints, `restore` of one process takes the
+    newest complete one of the tier."""
 
     backend: Backend | None = None
     """Storage backend to use instead of the built-in choice. The optimizer does not close it."""
+
+    @property
+    def tier_settings(self) -> Tier | None:
+        """The tier with its limits; None if there is none."""
+        return Tier(self.tier) if isinstance(self.tier, str) else self.tier
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for values that are not possible."""

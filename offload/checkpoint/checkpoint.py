@@ -311,6 +311,10 @@ class Checkpoint:
                 raise recycled(self.path) from error
             raise
 
+    def unlocked(self, backend: Backend) -> Checkpoint:
+        """Return the same checkpoint without its lock, to be read through another backend."""
+        return Checkpoint(backend, self.path, self.manifest, self._part_directories)
+
     def open_slot(self, tables: Sequence[OwnerTable] = ()) -> SealedSlot:
         """Return the tensor files, to be read in a ``with`` block; opened when they are needed.
 

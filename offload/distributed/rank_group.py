@@ -61,6 +61,7 @@ from offload.model.shards import Shards, is_dtensor
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint
+from offload.store.serving import Serving
 from offload.store.state_store import StateSlot, StateStore
 
 T = TypeVar("T")
@@ -98,8 +99,9 @@ class RankGroup:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group, self._timeout_s = group, timeout_s
-        prefix = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
-        channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
+        self._name = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
+        """Text before the keys of all notes of this optimizer's ranks."""
+        channel = TorchChannel(_get_default_store(), self._name, timeout_s=timeout_s)
         self._agreement = Agreement(channel, self.rank, self.size, timeout_s=timeout_s)
         self._traffic = Traffic()
         self._store: RankStore | None = None
@@ -233,6 +235,21 @@ class RankGroup:
             return None
 
         self._agreement.agree(what, make, lambda _: None, ask=value, asks=True)
+
+    def serving(self) -> Serving | None:
+        """Return which rank serves which part of the open store."""
+        store = self._opened()
+        return Serving(
+            self.rank,
+            store.plan.writer,
+            tuple(store.plan.homes),
+            store.state_directories[0],
+            self._connect,
+        )
+
+    def _connect(self) -> TorchChannel:
+        """Return a mailbox of all ranks, which the agreement does not use."""
+        return TorchChannel(_get_default_store(), f"{self._name}tier/", timeout_s=self._timeout_s)
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that a step has failed here."""

@@ -8,6 +8,7 @@ from gds import Backend
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.together import together
 from offload.errors import RanksError
+from offload.retention.leaving import Leaving
 from offload.retention.pins import FoundPins, read_pins
 from offload.store.opening import StoredCheckpoint
 from offload.store.store import Store
@@ -41,11 +42,17 @@ class RankKeeping:
         self._checkpoints = checkpoints
         self._is_near = is_near
         self._keeping = None if store is None else store.keeping
+        self._idle = Leaving()
 
     @property
     def current(self) -> list[StoredCheckpoint]:
         """Usable checkpoints that no fresh start has given up."""
         return [c for c in self._checkpoints() if not c.superseded]
+
+    @property
+    def leaving(self) -> Leaving:
+        """Checkpoints that are being copied to a tier, as the writer's store knows them."""
+        return self._idle if self._keeping is None else self._keeping.leaving
 
     def pins(self) -> FoundPins:
         """Read the pins from the drive.

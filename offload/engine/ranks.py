@@ -21,6 +21,7 @@ from offload.model.shards import Shards
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint
+from offload.store.serving import Serving
 from offload.store.state_store import StateSlot, StateStore
 from offload.store.store import Store
 
@@ -229,6 +230,10 @@ class Ranks(Protocol):
         """
         ...
 
+    def serving(self) -> Serving | None:
+        """Return which rank serves which part of the open store; None for one process."""
+        ...
+
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that a step has failed here. Never waits, never raises."""
         ...
@@ -329,6 +334,10 @@ class Alone:
 
     def share_model(self, stored: Sequence[Stored]) -> None:
         """Do nothing."""
+
+    def serving(self) -> Serving | None:
+        """Return None: one process serves everything."""
+        return None
 
     def failed(self, error: BaseException) -> None:
         """Do nothing."""

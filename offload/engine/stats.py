@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from offload.format.layout import Layout
     from offload.stream.drives import Drives
     from offload.stream.streamer import Streamer
-    from offload.tiers.background import TierStats
+    from offload.tiers.tier_stats import TierStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -7,6 +7,7 @@ behind it, and the first step waits for it chunk by chunk.
 from __future__ import annotations
 
 import time
+import warnings
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.arrival import Arrival
@@ -29,8 +30,8 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
         groups: ``param_groups`` of the optimizer.
 
     Returns:
-        The checkpoint; None if there is no tier, or none that this call looks at, or if it has no
-        complete checkpoint.
+        The checkpoint; None if there is no tier, or if it has no complete checkpoint. Several
+        ranks get None and a warning: the tier is not looked into.
 
     Raises:
         TierError: The tier cannot be used.
@@ -39,7 +40,16 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
         DamagedError: An object of the tier has other bytes than were sent.
     """
     store, lifecycle, url = state.store, state.lifecycle, state.lifecycle.tier_url
-    if not url or not isinstance(store, Store) or store.checkpoints or store.refused:
+    if not url or store.checkpoints or store.refused:
+        return None
+    if not isinstance(store, Store):
+        warnings.warn(
+            f"{store.directory} has no checkpoint, and restore() of several ranks does not look "
+            f"into the tier, so training starts from the beginning. If {url} has checkpoints of "
+            "this training, stop, bring the newest here with `offload pull`, and start again",
+            RuntimeWarning,
+            stacklevel=5,
+        )
         return None
     started = time.perf_counter()
     incoming = find_incoming(url, store.backend, len(store.directories))

@@ -141,13 +141,16 @@ class CheckpointingOptimizer(StoreOwner):
         """
         which = _which(checkpoint)
         with self._exclusive("restore") as engine:
-            return engine.restore(
+            found = engine.restore(
                 self.param_groups,
                 which,
                 discard_newer=discard_newer,
                 verify=verify,
                 require=partial(_require_generation, engine, checkpoint),
             )
+        if self._uploads is not None and found is not None:
+            self._uploads.offer(found, restored=True)  # its upload may have been interrupted
+        return found
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
         """Keep a checkpoint until `unpin`, regardless of `keep`. The pin is durable on return.

@@ -31,12 +31,15 @@ from offload.exchange.torch_dicts import (
 from offload.model.parameters import check_given_once, check_iterable, describe_parameters
 from offload.model.process_groups import ProcessGroup, are_several
 from offload.optimizer.checkpointing import CheckpointingOptimizer
-from offload.options import Options, Overlap, Tier
+from offload.options import Options, Overlap
 from offload.overlap.ddp_refusal import require_no_ddp
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
+from offload.store.serving import Serving
 from offload.stream.drives import Directory, as_directories
-from offload.tiers.background import BackgroundUploads
+from offload.tiers.background import RETRY_S, BackgroundUploads
+from offload.tiers.following import FollowingUploads
+from offload.tiers.opening import require_tier
 from offload.update.rules import UpdateRule
 from offload.update.steppable import require_steppable
 
@@ -136,7 +139,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
                 "parameter with the gradient of this rank alone, before it has been averaged with "
                 'those of the others: use Options(overlap="forward"), or leave it out'
             )
-        uploads = self._open_tier(options, retention, several=several)
+        self._check_tier(options)
         if options.overlap == "backward":
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse unsupported formats before making a directory
@@ -172,24 +175,32 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             state.close()
             raise
         self._engine = engine
-        if uploads is not None:
-            self._uploads = uploads
-            weakref.finalize(self, uploads.stop)
+        self._uploads = self._open_tier(options, retention, engine, ranks.serving())
+        if self._uploads is not None:
+            weakref.finalize(self, self._uploads.stop)
         # A garbage-collected optimizer releases its store, without reporting on its last seal.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
         optimizer = weakref.ref(self)
         engine.strategy.attach(lambda: getattr(optimizer(), "param_groups", None))
 
-    def _open_tier(
-        self, options: Options, retention: Retention, *, several: bool
-    ) -> BackgroundUploads | None:
-        """Return the uploads to the tier of the options; None if there is no tier."""
-        tier = Tier(options.tier) if isinstance(options.tier, str) else options.tier
+    def _check_tier(self, options: Options) -> None:
+        """Refuse a tier that cannot be, before anything is opened."""
+        tier = options.tier_settings
         self._finish_s = 0.0 if tier is None else tier.finish_s
+        if tier is not None:
+            require_tier(tier.url)
+
+    def _open_tier(
+        self, options: Options, retention: Retention, engine: Engine, serving: Serving | None
+    ) -> BackgroundUploads | FollowingUploads | None:
+        """Return the uploads to the tier of the options; None if there is no tier."""
+        tier = options.tier_settings
         if tier is None:
             return None
-        if several:
-            raise ValueError("tier= is not supported with several ranks yet: leave it out")
+        if serving is not None and not serving.is_writer:
+            return FollowingUploads(
+                tier.url, serving, check=tier.check, backend=options.backend, retry_s=RETRY_S
+            )
         return BackgroundUploads(
             tier.url,
             max_slowdown=tier.max_slowdown,
@@ -197,6 +208,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             check=tier.check,
             num_kept=lambda: retention.most,
             backend=options.backend,
+            serving=serving,
+            leaving=engine.store.keeping.leaving,
         )
 
     @overload

@@ -15,6 +15,7 @@ from offload.engine.engine import Engine
 from offload.engine.finalizer import close_quietly
 from offload.errors import OffloadError
 from offload.tiers.background import BackgroundUploads
+from offload.tiers.following import FollowingUploads
 
 
 class StoreOwner(torch.optim.Optimizer):
@@ -26,7 +27,7 @@ class StoreOwner(torch.optim.Optimizer):
     _finalizer: weakref.finalize[..., Any]
     """Closes the engine if the optimizer is garbage-collected."""
 
-    _uploads: BackgroundUploads | None
+    _uploads: BackgroundUploads | FollowingUploads | None
     """Uploads of checkpoints to a tier; None if there is no tier."""
 
     _finish_s: float

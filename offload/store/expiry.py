@@ -11,6 +11,7 @@ from gds.waiting import Monitor
 from offload.errors import CheckpointNotFoundError, PinError
 from offload.format.manifest import Manifest
 from offload.format.unreadable import as_unreadable
+from offload.retention.leaving import Leaving
 from offload.retention.pins import FoundPins, Pin, read_pins, remove_pin, sync_pins, write_pin
 from offload.retention.policy import (
     BestBy,
@@ -61,6 +62,7 @@ class Keeping:
         self._poison = poison
         self._lock = opened.lock
         self._census = census
+        self._leaving = Leaving()
         self._ranked: set[str] = set()
         """Metrics of the policy that need no warning: a checkpoint has had the metric, or a warning
         has been given."""
@@ -71,6 +73,11 @@ class Keeping:
     def current(self) -> list[StoredCheckpoint]:
         """All checkpoints except superseded ones, oldest first."""
         return [c for c in self._checkpoints if not c.superseded]
+
+    @property
+    def leaving(self) -> Leaving:
+        """Checkpoints that are being copied to a tier, or wait for it."""
+        return self._leaving
 
     @property
     def newest(self) -> StoredCheckpoint | None:

@@ -15,11 +15,13 @@ from offload.checkpoint.reading import decode_manifest
 from offload.errors import CheckpointError, StoreBusyError
 from offload.format.layout import Layout
 from offload.format.names import slot_name
+from offload.journal import log_event
 from offload.store.full_disk import FULL, naming_free_space
 from offload.store.part_pool import PartPool
 from offload.store.poison import Poison
 from offload.store.slot import Slot, SlotState, adopt_slot, create_slot, directories_in, remove_slot
 from offload.store.space import Room, has_room
+from offload.units import size
 
 _log = logging.getLogger("offload")
 
@@ -156,14 +158,19 @@ class FreeSlots:
         return slot
 
     def create_spare(
-        self, layout: Layout, sizes: Mapping[str, int], rooms: Sequence[Room]
+        self,
+        layout: Layout,
+        sizes: Mapping[str, int],
+        rooms: Sequence[Room],
+        holders: str = "readers",
     ) -> Slot | None:
-        """Create an additional slot beside those that readers hold.
+        """Create an additional slot beside those that readers, or uploads, hold.
 
         Args:
             layout: Layout of the slot.
             sizes: Size in bytes of each file of the slot, by name.
             rooms: Space in each directory of the store.
+            holders: What holds the expired checkpoints: "readers", or "the tier".
 
         Returns:
             The slot, or None if the drives have no room for it.
@@ -179,12 +186,19 @@ class FreeSlots:
             if error.errno not in FULL:
                 raise
             return None  # another program has taken the space
-        _log.warning(
-            "%s: readers hold every expired checkpoint, so the store has one more slot (%.1f MiB) "
-            "until they close",
-            self.directory,
-            sum(room.slot_bytes for room in rooms) / (1 << 20),
-        )
+        slot_bytes = sum(room.slot_bytes for room in rooms)
+        if holders == "readers":
+            _log.warning(
+                "%s: readers hold every expired checkpoint, so the store has one more slot "
+                "(%.1f MiB) until they close",
+                self.directory,
+                slot_bytes / (1 << 20),
+            )
+        else:
+            log_event(
+                f"{self.directory}: an expired checkpoint is leaving for {holders}, so the store "
+                f"has one more slot ({size(slot_bytes)}) until its copy is verified"
+            )
         return slot
 
     def unused_path(self) -> str:

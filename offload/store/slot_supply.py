@@ -20,7 +20,7 @@ from offload.store.part_pool import part_bytes
 from offload.store.poison import Poison
 from offload.store.sealing import Sealing
 from offload.store.slot import Slot
-from offload.store.space import Room, no_room, require_room
+from offload.store.space import Room, file_bytes, no_room, require_room
 from offload.store.store_id import write_store_id
 from offload.store.withdrawal import Withdrawal
 
@@ -125,7 +125,12 @@ class SlotSupply:
             if self._withdrawal.withdraw_expired(self._sealing.incoming):
                 slot = self._free_slot(layout, num_groups)
                 continue
-            if reader_wait.is_spare_due:
+            if self._is_expired_leaving():
+                slot = self._slot_beside_leaving(layout, num_groups)
+                if slot is None and self._withdrawal.withdraw_expired(even_leaving=True):
+                    slot = self._free_slot(layout, num_groups)
+                    continue
+            if slot is None and reader_wait.is_spare_due:
                 slot = self._spare_slot(layout, num_groups)
             break
         if slot is None:
@@ -175,8 +180,13 @@ class SlotSupply:
                 raise
             raise no_room(error, self._rooms(layout, num_groups), self._keeping) from error
 
-    def _spare_slot(self, layout: Layout, num_groups: int) -> Slot | None:
+    def _spare_slot(self, layout: Layout, num_groups: int, holders: str = "readers") -> Slot | None:
         """Create one slot more than retention needs.
+
+        Args:
+            layout: Layout of the slot.
+            num_groups: Number of parameter groups.
+            holders: What holds the expired checkpoints, for the log.
 
         Returns:
             The slot; None if the store has such a slot already, or if there is no room.
@@ -184,7 +194,42 @@ class SlotSupply:
         if len(self._checkpoints) + len(self._free) > self._keeping.num_slots():
             return None
         sizes = self._sizes(layout, num_groups)
-        return self._free.create_spare(layout, sizes, self._rooms(layout, num_groups))
+        return self._free.create_spare(layout, sizes, self._rooms(layout, num_groups), holders)
+
+    def _is_expired_leaving(self) -> bool:
+        """Return whether an expired checkpoint is being copied to a tier, or waits for it."""
+        leaving = self._keeping.leaving
+        return any(leaving.stage_of(c.manifest.generation) for c in self._keeping.expired())
+
+    def _slot_beside_leaving(self, layout: Layout, num_groups: int) -> Slot | None:
+        """Create one slot more than retention needs, so that no upload has to give way.
+
+        Returns:
+            The slot; None if the store has such a slot already, or if there is no room.
+        """
+        has_room = self._have_owners_room(layout, num_groups)
+        slot = self._spare_slot(layout, num_groups, "the tier") if has_room else None
+        self._keeping.leaving.found_room(slot is not None)
+        return slot
+
+    def _have_owners_room(self, layout: Layout, num_groups: int) -> bool:
+        """Return whether all owners of state surely have room for one more part of theirs.
+
+        It is known only if all of them have their parts in the first directory.
+        """
+        if not self._owners:
+            return True
+        if {*self._owners} != {self._directory}:
+            return False
+        needed = [
+            sum(
+                file_bytes(self._backend, reference.path_in(self._directory))
+                for reference in checkpoint.manifest.owners
+            )
+            for checkpoint in self._checkpoints
+        ]
+        own = sum(self._sizes(layout, num_groups).values())
+        return self._backend.free_bytes(self._directory) >= own + max(needed, default=0)
 
     def _rooms(self, layout: Layout, num_groups: int) -> list[Room]:
         sizes = self._sizes(layout, num_groups)

@@ -75,6 +75,18 @@ def has_room(rooms: Sequence[Room]) -> bool:
     )
 
 
+def file_bytes(backend: Backend, directory: str) -> int:
+    """Return the size in bytes of all files in a directory; 0 if it does not exist.
+
+    Raises:
+        gds.StorageError: The directory could not be examined.
+    """
+    if backend.stat(directory) is None:
+        return 0
+    stats = (backend.stat(f"{directory}/{name}") for name in backend.list_dir(directory))
+    return sum(stat.size_bytes for stat in stats if stat is not None and stat.kind == "file")
+
+
 def no_room(error: StorageError, rooms: Sequence[Room], keeping: Keeping) -> SlotFullError:
     """Return the error for a user if no disk space is left for the slot that a step needs.
 

@@ -17,6 +17,7 @@ from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.train_state import EncodedState
 from offload.journal import Journal
+from offload.retention.leaving import Leaving
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
 from offload.store.owners.slot import OwnerSlot
@@ -36,6 +37,11 @@ class Keeper(Protocol):
     @property
     def current(self) -> list[StoredCheckpoint]:
         """Usable checkpoints that no fresh start has given up."""
+        ...
+
+    @property
+    def leaving(self) -> Leaving:
+        """Checkpoints that are being copied to a tier, or wait for it."""
         ...
 
     def pins(self) -> FoundPins:

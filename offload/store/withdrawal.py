@@ -106,13 +106,17 @@ class Withdrawal:
             lock.release()
         return True
 
-    def withdraw_expired(self, sealing: Record | None = None) -> bool:
+    def withdraw_expired(
+        self, sealing: Record | None = None, *, even_leaving: bool = False
+    ) -> bool:
         """Withdraw the oldest expired checkpoint without readers; return whether there was one.
 
         The newest checkpoint is never withdrawn.
 
         Args:
             sealing: Record of the checkpoint that is being sealed; None if no seal is in flight.
+            even_leaving: Whether a checkpoint that is being copied to a tier gives way. One that
+                only waits for it gives way before one that is being sent.
         """
         # The newest durable checkpoint always stays, also while its successor is being sealed. The
         # successor displaces no checkpoint by its metrics before it is durable.
@@ -121,7 +125,28 @@ class Withdrawal:
             return False
         self._census.update()  # so that only checkpoints that still exist make others expire
         newest = self._keeping.newest
-        return any(self.withdraw(c) for c in self._keeping.expired(incoming) if c is not newest)
+        found = [c for c in self._keeping.expired(incoming) if c is not newest]
+        stages = {c.path: self._keeping.leaving.stage_of(c.manifest.generation) for c in found}
+        if not even_leaving:
+            return any(self.withdraw(c) for c in found if stages[c.path] is None)
+        return any(
+            self._give_way(c)
+            for c in sorted(found, key=lambda c: stages[c.path] == "sending")  # those come last
+        )
+
+    def _give_way(self, checkpoint: StoredCheckpoint) -> bool:
+        """Withdraw a checkpoint although it may be leaving; return whether it was withdrawn."""
+        path, step = checkpoint.path, checkpoint.manifest.step
+        stage = self._keeping.leaving.stage_of(checkpoint.manifest.generation)
+        if not self.withdraw(checkpoint):
+            return False
+        if stage is not None:
+            doing = "is being sent to" if stage == "sending" else "waits for"
+            self._journal.note(
+                f"{path}: step {step} {doing} the tier, and gives way: the next step needs its "
+                "slot, and there is no room for another one"
+            )
+        return True
 
     def trim(self) -> None:
         """After a commit, withdraw superseded and expired checkpoints, and remove spare slots."""

@@ -17,7 +17,7 @@ from functools import partial
 from gds import Backend
 from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.errors import OffloadError, TierError, reason_of
+from offload.errors import CheckpointError, OffloadError, TierError, reason_of
 from offload.format.manifest import Manifest
 from offload.store.arrivals import Arrivals
 from offload.store.opening import StoredCheckpoint
@@ -28,7 +28,7 @@ from offload.tiers.catalog import find_copy, list_copies, read_manifest
 from offload.tiers.download import on_drives
 from offload.tiers.filling import Download, DownloadStoppedError
 from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.upload import NUM_TRANSFERS
+from offload.tiers.sending import NUM_TRANSFERS
 
 _RETRY_S = DEFAULT_RETRY_S
 """Seconds for which a request that failed is tried again."""
@@ -188,7 +188,14 @@ def find_incoming(url: str, backend: Backend, num_drives: int) -> Incoming | Non
                 )
             return None
         copy = find_copy(objects, address)
-        manifest = on_drives(read_manifest(objects, copy), num_drives, copy)
+        found = read_manifest(objects, copy)
+        if found.owners:
+            raise CheckpointError(
+                f"{copy.url}: several ranks made this checkpoint, and restore() takes only "
+                "checkpoints of one process from a tier: bring it to this directory with `offload "
+                "pull` first"
+            )
+        manifest = on_drives(found, num_drives, copy)
         if copy.marker is None:
             raise TierError(errno.EINVAL, copy.reason, copy.url)
         download = Download(objects, copy, copy.marker, manifest, backend, NUM_TRANSFERS)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gds import Backend, StorageError
@@ -18,57 +19,28 @@ from gds.opening import given_or_local
 from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import OffloadError, RecycledError, TierError
+from offload.format.manifest import Manifest
 from offload.journal import log_event
+from offload.retention.leaving import Leaving
+from offload.store.serving import Mailbox, Serving
 from offload.tiers.address import parse_address
 from offload.tiers.measuring import Measurements
 from offload.tiers.opening import DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.policy import Decision, Situation, decide
-from offload.tiers.upload import Check, Upload, UploadStoppedError
+from offload.tiers.rank_notes import RankShares, put_last_order
+from offload.tiers.sending import Check, UploadStoppedError
+from offload.tiers.tier_stats import NUM_EVENTS, TierEvent, TierStats
+from offload.tiers.upload import Others, Upload
 from offload.units import duration, size
 
-_RETRY_S = 30.0
+RETRY_S = 30.0
 """Seconds for which a request that failed is tried again; the next checkpoint is another chance."""
 
 _NUM_TRANSFERS = 2
-_NUM_EVENTS = 32
+_GAVE_WAY = (
+    "gave way to a step that needed its slot; a larger keep=, or room for one more slot, helps"
+)
 _JOIN_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class TierEvent:
-    """What became of one checkpoint."""
-
-    step: int
-    choice: str
-    """Decision: ``upload``, ``keep`` or ``skip``."""
-
-    reason: str
-    outcome: str
-    """What has happened since: empty, ``complete``, ``recycled``, ``stopped`` or ``failed``."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """State of the uploads of one optimizer."""
-
-    url: str
-    bytes_sent: int
-    """Bytes of objects that were sent and checked since construction."""
-
-    num_complete: int
-    """Number of checkpoints that the tier has got since construction."""
-
-    newest_step: int | None
-    """Step of the newest checkpoint that the tier has got from this process; None if none."""
-
-    bytes_per_s: float | None
-    """Rate of the link, as measured; None if nothing was sent."""
-
-    slowdown: float | None
-    """Share by which steps beside uploads take longer, as measured; None if it is not known."""
-
-    events: tuple[TierEvent, ...]
-    """The last decisions, the newest last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +59,13 @@ class BackgroundUploads:
         check: How objects are checked after they were sent.
         num_kept: Function that returns how many of the newest checkpoints the store keeps.
         backend: Storage backend of the store; None for the local file system.
+        serving: Which rank serves what, on the rank that writes the store; None for one process.
+            The other ranks have `FollowingUploads`.
+        leaving: Where retention looks for checkpoints that are leaving; None if nothing looks.
         measurements: Measurements to go by; for tests.
 
     Raises:
-        TierError: The URL is none of a tier, or the library that it needs is missing.
+        TierError: The URL is none of a tier.
     """
 
     def __init__(
@@ -102,43 +77,57 @@ class BackgroundUploads:
         check: Check,
         num_kept: Callable[[], int | None],
         backend: Backend | None = None,
+        serving: Serving | None = None,
+        leaving: Leaving | None = None,
         measurements: Measurements | None = None,
     ) -> None:
         self._address = parse_address(url)
-        open_objects(self._address).close()  # a missing library is an error now, not in an hour
         self._max_slowdown = max_slowdown
         self._max_age_s = max_age_s
         self._check: Check = check
         self._num_kept = num_kept
         self._backend = backend
+        self._serving = serving
+        self._leaving = leaving or Leaving()
+        self._box: Mailbox | None = None
+        self._num_uploads = 0
         self.measured = measurements or Measurements()
         self._changed = threading.Condition()
         self._offered: _Offered | None = None
         self._active = False
         self._stopped = False
         self._thread: threading.Thread | None = None
-        self._events: deque[TierEvent] = deque(maxlen=_NUM_EVENTS)
+        self._events: deque[TierEvent] = deque(maxlen=NUM_EVENTS)
         self._bytes_sent = 0
         self._num_complete = 0
         self._newest: _Offered | None = None
         self._unmeasured = 0
 
-    def offer(self, checkpoint: Checkpoint) -> None:
+    def offer(self, checkpoint: Checkpoint, *, restored: bool = False) -> None:
         """Consider a checkpoint that has just been sealed. The call returns at once.
 
         If an upload is running, it goes on, and the newest checkpoint that was offered meanwhile is
         considered after it.
+
+        Args:
+            checkpoint: The checkpoint.
+            restored: Whether training goes on from it: it was sealed earlier. If its upload was
+                interrupted, the upload goes on.
         """
-        offered = _Offered(checkpoint, self.measured.sealed())
+        sealed_s = self.measured.restored() if restored else self.measured.sealed()
+        offered = _Offered(checkpoint, sealed_s)
         with self._changed:
             if self._stopped:
                 return
+            self._leaving.begin(checkpoint.generation, "waiting")
             dropped, self._offered = self._offered, offered
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="offload-tier", daemon=True)
                 start(self._thread)
             self._changed.notify_all()
         if dropped is not None:
+            if dropped.checkpoint.generation != checkpoint.generation:
+                self._leaving.end(dropped.checkpoint.generation)
             self._note(dropped, Decision("skip", "a newer one has come before its turn"))
 
     def stats(self) -> TierStats:
@@ -165,7 +154,9 @@ class BackgroundUploads:
         """End uploads at the end of their parts. Idempotent."""
         with self._changed:
             self._stopped = True
-            self._offered = None
+            offered, self._offered = self._offered, None
+            if offered is not None:
+                self._leaving.end(offered.checkpoint.generation)
             self._changed.notify_all()
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -175,11 +166,22 @@ class BackgroundUploads:
         try:
             self._work()
         finally:
+            box = self._box
+            if box is not None:
+                with suppress(OffloadError):
+                    put_last_order(box, self._num_uploads + 1)
+                box.close()
             with self._changed:
                 self._active, self._stopped = False, True
                 self._changed.notify_all()
 
     def _work(self) -> None:
+        if self._serving is not None:
+            try:
+                self._box = self._serving.connect()
+            except OffloadError as error:  # the key-value store is gone, and with it the job
+                log_event(f"{self._address.url}: nothing is uploaded: {error}")
+                return
         while True:
             with self._changed:
                 self._active = False
@@ -189,19 +191,26 @@ class BackgroundUploads:
                 if self._stopped or offered is None:
                     return
                 self._active = True
-            decision = decide(self._situation(offered))
-            event = self._note(offered, decision)
-            if decision.choice == "upload":
-                self._upload(offered, event)
-            else:
-                self._unmeasured += 1
+            generation = offered.checkpoint.generation
+            try:
+                decision = decide(self._situation(offered))
+                event = self._note(offered, decision)
+                if decision.choice == "upload":
+                    self._leaving.begin(generation, "sending")
+                    self._upload(offered, event)
+                else:
+                    self._unmeasured += 1
+            finally:
+                self._leaving.end(generation)
 
     def _situation(self, offered: _Offered) -> Situation:
-        measured, layout = self.measured, offered.checkpoint.manifest.layout
+        measured = self.measured
         interval_s, kept = measured.interval_s, self._num_kept()
+        if self._leaving.has_room is not False:
+            kept = None  # retention keeps it until it is sent
         newest = self._newest
         return Situation(
-            nbytes=layout.model_header.file_bytes + layout.state_bytes,
+            nbytes=_size_of(offered.checkpoint.manifest),
             interval_s=interval_s,
             lifetime_s=None if interval_s is None or kept is None else interval_s * kept,
             bytes_per_s=measured.bytes_per_s,
@@ -227,10 +236,10 @@ class BackgroundUploads:
             with (
                 given_or_local(self._backend) as storage,
                 open_objects(
-                    self._address, timeout_s=DEFAULT_TIMEOUT_S, retry_s=_RETRY_S
+                    self._address, timeout_s=DEFAULT_TIMEOUT_S, retry_s=RETRY_S
                 ) as objects,
             ):
-                unlocked = Checkpoint(storage, checkpoint.path, checkpoint.manifest)
+                unlocked = checkpoint.unlocked(storage)
                 report = Upload(
                     objects,
                     unlocked,
@@ -238,8 +247,9 @@ class BackgroundUploads:
                     num_transfers=_NUM_TRANSFERS,
                     progress=progress,
                     is_stopped=lambda: self._stopped,
+                    others=self._others(checkpoint.manifest),
                 ).run()
-            outcome = "complete"
+            outcome, sent = "complete", report.bytes_sent
             text = f"{report.url} is complete, after {duration(report.seconds)}"
             with self._changed:
                 self._num_complete += 1
@@ -247,10 +257,7 @@ class BackgroundUploads:
         except UploadStoppedError:
             outcome, text = "stopped", "stopped with the optimizer; `offload push` goes on with it"
         except RecycledError:
-            outcome, text = (
-                "recycled",
-                "gave way to a step that needed its slot; a larger keep= helps",
-            )
+            outcome, text = "recycled", _GAVE_WAY
         except (TierError, OffloadError, StorageError) as error:
             text = f"failed: {error}"
         except Exception as error:  # noqa: BLE001  (training goes on)
@@ -266,6 +273,20 @@ class BackgroundUploads:
                     self._events[number] = replace(event, outcome=outcome)
         log_event(f"{checkpoint.path}: upload of {size(sent)}: {text}")
 
+    def _others(self, manifest: Manifest) -> Others | None:
+        """Return the ranks that send a checkpoint with this one; None if this one sends all of it.
+
+        If the state was divided among other ranks than those that run now, this rank sends it.
+        """
+        serving, box = self._serving, self._box
+        served = [] if serving is None else sorted(owner for owner in serving.owners if owner)
+        if serving is None or box is None or served != [one.owner for one in manifest.owners]:
+            return None
+        self._num_uploads += 1
+        return RankShares(
+            box, serving, self._num_uploads, manifest.generation, lambda: self._stopped
+        )
+
     def _note(self, offered: _Offered, decision: Decision) -> TierEvent:
         event = TierEvent(offered.checkpoint.step, decision.choice, decision.reason, "")
         with self._changed:
@@ -273,3 +294,9 @@ class BackgroundUploads:
         name = os.path.basename(offered.checkpoint.path)
         log_event(f"{self._address.url}: {name}: {decision.choice}: {decision.reason}")
         return event
+
+
+def _size_of(manifest: Manifest) -> int:
+    """Return about how many bytes a checkpoint has: owners of state have about as much each."""
+    layout = manifest.layout
+    return layout.model_header.file_bytes + layout.state_bytes * (1 + len(manifest.owners))

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from offload.errors import CheckpointError, DamagedError, TierError, TierNotFoundError
 from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode
 from offload.format.names import MANIFEST_NAME
+from offload.format.shares.part_table import MAX_TABLE_BYTES, OwnerTable, decode_table
 from offload.tiers.address import TierAddress
-from offload.tiers.contents import MARKER_NAME, WRITER_NAME
+from offload.tiers.contents import MARKER_NAME, WRITER_NAME, table_name
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, decode_marker
 from offload.tiers.objects import Objects
 
@@ -125,7 +126,7 @@ def find_copy(objects: Objects, address: TierAddress, step: int | None = None) -
         )
     newest = max(copy.identity.generation for copy in wanted)
     equal = [copy for copy in wanted if copy.identity.generation == newest]
-    if len({copy.marker.manifest_digest for copy in equal if copy.marker}) > 1:
+    if len({copy.marker.content for copy in equal if copy.marker}) > 1:
         raise TierError(
             errno.EINVAL,
             f"generation {newest} is here from two runs that went on from the same store, and they "
@@ -155,6 +156,37 @@ def read_manifest(objects: Objects, copy: TierCopy) -> Manifest:
     if manifest.digest != marker.manifest_digest:
         raise DamagedError(f"{place}: not the manifest that was sent with this copy")
     return manifest
+
+
+def read_tables(objects: Objects, copy: TierCopy, manifest: Manifest) -> list[OwnerTable]:
+    """Read the tables of all owners besides the first; none if one process made the checkpoint.
+
+    Raises:
+        DamagedError: A table is missing, or is not the one that was sealed with the checkpoint.
+        TierError: A table cannot be read.
+    """
+    tables = []
+    for reference in manifest.owners:
+        name = table_name(reference.owner)
+        place = f"{copy.url}/{name}"
+        try:
+            data = objects.get(f"{copy.folder}/{name}", MAX_TABLE_BYTES)
+        except TierNotFoundError as error:
+            raise DamagedError(f"{place}: the object is missing") from error
+        try:
+            table = decode_table(
+                data,
+                place,
+                manifest.layout.model,
+                num_groups=len(manifest.groups),
+                state_dtype=manifest.layout.state_dtype,
+            )
+        except CheckpointError as error:
+            raise DamagedError(str(error)) from error
+        if (table.header.digest, table.owner) != (reference.digest, reference.owner):
+            raise DamagedError(f"{place}: not the table that was sealed with this checkpoint")
+        tables.append(table)
+    return tables
 
 
 def _require_complete(copy: TierCopy) -> Marker:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from offload.errors import DamagedError, TierNotFoundError
 from offload.format.digests import DigestContext
 from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME
-from offload.tiers.contents import Chunk, StateObject, model_chunks
+from offload.format.shares.part_table import OwnerTable
+from offload.tiers.contents import Chunk, ModelRun, StateObject, model_runs
 from offload.tiers.objects import Data, Objects
 from offload.tiers.source import whole_digest
 
@@ -53,6 +54,22 @@ class Fetcher:
         digest = partial(self._context.digest, chunk.array, chunk.index)
         return self.range(name, start, chunk.nbytes, digest, chunk.digest)
 
+    def run(self, name: str, run: ModelRun) -> Data:
+        """Return the bytes of consecutive pieces of the model; the errors are those of `chunk`."""
+        if len(run.chunks) == 1:
+            return self.chunk(name, run.offset, run.chunks[0])
+        expected = [chunk.digest for chunk in run.chunks]
+
+        def digests(data: memoryview) -> str:
+            found, start = [], 0
+            for chunk in run.chunks:
+                piece = data[start : start + chunk.nbytes]
+                found.append(self._context.digest(chunk.array, chunk.index, piece))
+                start += chunk.nbytes
+            return _joined(found)
+
+        return self.range(name, run.offset, run.nbytes, digests, _joined(expected))
+
     def range(
         self,
         name: str,
@@ -95,16 +112,26 @@ def check_state(fetcher: Fetcher, wanted: StateObject, advance: Advance) -> None
         advance(chunk.nbytes)
 
 
-def check_model(fetcher: Fetcher, manifest: Manifest, advance: Advance) -> None:
-    """Read the model's object and compare every block; the errors are those of `Fetcher.chunk`."""
+def _joined(digests: Sequence[str]) -> str:
+    """Return one digest that stands for several."""
+    return whole_digest(",".join(digests).encode())
+
+
+def check_model(
+    fetcher: Fetcher,
+    manifest: Manifest,
+    advance: Advance,
+    tables: Sequence[OwnerTable] = (),
+) -> None:
+    """Read the model's object and compare every piece; the errors are those of `Fetcher.chunk`."""
     header = manifest.layout.model_header
     fetcher.range(
         MODEL_NAME, 0, header.data_start, whole_digest, whole_digest(bytes(header.encoded))
     )
     advance(header.data_start)
-    for start, chunk in model_chunks(manifest):
-        fetcher.chunk(MODEL_NAME, start, chunk)
-        advance(chunk.nbytes)
+    for run in model_runs(manifest, tables):
+        fetcher.run(MODEL_NAME, run)
+        advance(run.nbytes)
 
 
 def check_whole(

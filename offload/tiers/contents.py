@@ -4,6 +4,10 @@ The manifest, the model and the train state are one object each, so that people 
 can open them. A state array is cut into objects of whole chunks. The manifest has a digest for
 every chunk and for every block of the model, so an object can be checked, and asked for again, by
 itself.
+
+If several ranks made the checkpoint, each owner of state besides the first has a folder of its own,
+with its table and its state. The digests of its chunks, and of the model's boxes that it has
+written, are in the table.
 """
 
 from __future__ import annotations
@@ -13,10 +17,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from offload.errors import CheckpointError
 from offload.format.digests import MODEL_ARRAY
 from offload.format.layout import Layout
 from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
-from offload.format.names import MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME
+from offload.format.names import (
+    MANIFEST_NAME,
+    MODEL_NAME,
+    TABLE_NAME,
+    TRAIN_STATE_NAME,
+    owner_name,
+)
+from offload.format.shares.owners import MODEL_PIECE_BYTES, ModelBox
+from offload.format.shares.part_table import OwnerTable
 
 OBJECT_BYTES: Final = 32 << 20
 """Least size in bytes of an object of state, if there is that much: whole chunks up to it."""
@@ -27,15 +40,17 @@ MARKER_NAME: Final = "COMPLETE.json"
 WRITER_NAME: Final = "WRITER.json"
 """Name of the object that is written first."""
 
-_STATE_NAME = re.compile(r"state/[A-Za-z_][A-Za-z0-9_]{0,63}\.[0-9]{6,}")
+_STATE_NAME = re.compile(r"(owner-[1-9][0-9]{0,8}/)?state/[A-Za-z_][A-Za-z0-9_]{0,63}\.[0-9]{6,}")
+_TABLE_NAME = re.compile(r"owner-[1-9][0-9]{0,8}/table\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A range of a file that has a digest: a chunk of a state array, or a block of the model."""
+    """A range of a file that has a digest: a chunk of a state array, or a piece of the model."""
 
     array: str
-    """Name of the state array; `MODEL_ARRAY` for a block of ``model.safetensors``."""
+    """Name of the state array. For a piece of ``model.safetensors``, `MODEL_ARRAY`, or the name
+    that stands for its box; see `ModelBox.digest_array`."""
 
     index: int
     """Index of the chunk or block."""
@@ -66,23 +81,34 @@ class StateObject:
             start += chunk.nbytes
 
 
-def state_objects(manifest: Manifest, object_bytes: int) -> list[StateObject]:
-    """Return the objects of all state arrays, in the order of the chunks that they begin with.
+def folder_of(sealed: Manifest | OwnerTable) -> str:
+    """Return the folder of an owner's objects in a copy, with a slash; empty for owner 0."""
+    return f"{owner_name(sealed.owner)}/" if isinstance(sealed, OwnerTable) else ""
+
+
+def table_name(owner: int) -> str:
+    """Return the name of the object that has the table of an owner other than the first."""
+    return f"{owner_name(owner)}/{TABLE_NAME}"
+
+
+def state_objects(sealed: Manifest | OwnerTable, object_bytes: int) -> list[StateObject]:
+    """Return the objects of an owner's state arrays, in the order of the chunks they begin with.
 
     Chunks that hold no state are in no object.
 
     Args:
-        manifest: Manifest of the checkpoint.
+        sealed: Manifest of the checkpoint, for the state of owner 0, or the table of another owner.
         object_bytes: Size in bytes from which on no further chunk is added to an object.
     """
+    folder = folder_of(sealed)
     found: list[tuple[int, StateObject]] = []
-    for array, digests in manifest.digests.items():
+    for array, digests in sealed.digests.items():
         run: list[Chunk] = []
         for index, digest in enumerate((*digests, None)):
-            nbytes = 0 if digest is None else manifest.layout.byte_range(array, index)[1]
+            nbytes = 0 if digest is None else sealed.layout.byte_range(array, index)[1]
             is_full = sum(chunk.nbytes for chunk in run) + nbytes > object_bytes
             if run and (not nbytes or is_full):
-                name = f"state/{array}.{run[0].index:06d}"
+                name = f"{folder}state/{array}.{run[0].index:06d}"
                 found.append((run[0].index, StateObject(name, tuple(run))))
                 run = []
             if nbytes and digest is not None:
@@ -90,14 +116,85 @@ def state_objects(manifest: Manifest, object_bytes: int) -> list[StateObject]:
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def model_chunks(manifest: Manifest) -> Iterator[tuple[int, Chunk]]:
-    """Yield the blocks of ``model.safetensors``, each with its first byte in the file."""
+def model_chunks(
+    manifest: Manifest, tables: Sequence[OwnerTable] = ()
+) -> Iterator[tuple[int, Chunk]]:
+    """Yield the pieces of ``model.safetensors`` that have a digest, each with its first byte there.
+
+    They are in the order of the file, and follow each other without a gap.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        tables: Tables of all owners besides the first.
+
+    Raises:
+        CheckpointError: The pieces leave bytes out, or overlap.
+    """
     header = manifest.layout.model_header
     data_bytes = header.file_bytes - header.data_start
     for block, digest in enumerate(manifest.model_digests):
         start = block * MODEL_BLOCK_BYTES
         nbytes = min(MODEL_BLOCK_BYTES, data_bytes - start)
         yield header.data_start + start, Chunk(MODEL_ARRAY, block, nbytes, digest)
+    if not manifest.owners:
+        return
+    boxes = [*manifest.model_boxes, *(box for table in tables for box in table.model_boxes)]
+    end = header.data_start
+    for offset, chunk in sorted(_box_chunks(manifest, boxes), key=lambda pair: pair[0]):
+        if offset != end:
+            raise CheckpointError(
+                f"model.safetensors: no owner has digests of exactly the bytes {end} to {offset}"
+            )
+        yield offset, chunk
+        end = offset + chunk.nbytes
+    if end != header.file_bytes:
+        raise CheckpointError(
+            f"model.safetensors: no owner has digests of the bytes {end} to {header.file_bytes}"
+        )
+
+
+def _box_chunks(manifest: Manifest, boxes: Iterable[ModelBox]) -> Iterator[tuple[int, Chunk]]:
+    header = manifest.layout.model_header
+    tensors = {tensor.name: tensor for tensor in manifest.layout.model}
+    for box in boxes:
+        first, last = box.byte_range(tensors[box.name])
+        at = header.data_start + header.entries[box.name].start
+        for piece, digest in enumerate(box.digests):
+            start = first + piece * MODEL_PIECE_BYTES
+            nbytes = min(MODEL_PIECE_BYTES, last - start)
+            if nbytes:
+                yield at + start, Chunk(box.digest_array, piece, nbytes, digest)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRun:
+    """Consecutive pieces of ``model.safetensors``, which are read and sent together."""
+
+    offset: int
+    """First byte in the file."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+
+def model_runs(manifest: Manifest, tables: Sequence[OwnerTable] = ()) -> Iterator[ModelRun]:
+    """Yield `model_chunks` in runs of at most `MODEL_BLOCK_BYTES`."""
+    run: list[Chunk] = []
+    begin = nbytes = 0
+    for offset, chunk in model_chunks(manifest, tables):
+        if run and nbytes + chunk.nbytes > MODEL_BLOCK_BYTES:
+            yield ModelRun(begin, tuple(run))
+            run = []
+        if not run:
+            begin, nbytes = offset, 0
+        run.append(chunk)
+        nbytes += chunk.nbytes
+    if run:
+        yield ModelRun(begin, tuple(run))
 
 
 def file_offset(layout: Layout, chunk: Chunk) -> int:
@@ -108,7 +205,11 @@ def file_offset(layout: Layout, chunk: Chunk) -> int:
 def is_own_name(name: str) -> bool:
     """Return whether this library gives an object of a copy this name."""
     whole = (MARKER_NAME, WRITER_NAME, MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME)
-    return name in whole or _STATE_NAME.fullmatch(name) is not None
+    return (
+        name in whole
+        or _STATE_NAME.fullmatch(name) is not None
+        or _TABLE_NAME.fullmatch(name) is not None
+    )
 
 
 def wrong_sizes(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:

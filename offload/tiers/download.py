@@ -23,12 +23,14 @@ from offload.errors import CheckpointError, StoreError
 from offload.format.manifest import Manifest
 from offload.format.names import TRAIN_STATE_NAME
 from offload.retention.policy import Record, Retention
+from offload.store.shared import SharedStore
 from offload.store.store import Store
 from offload.tiers.address import parse_address
 from offload.tiers.catalog import TierCopy, find_copy, read_manifest
+from offload.tiers.download_owners import OwnersDownload, owners_in
 from offload.tiers.filling import Download
 from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.upload import NUM_TRANSFERS, Progress
+from offload.tiers.sending import NUM_TRANSFERS, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ def pull(
         url: URL of the tier, which means its newest checkpoint, or of one copy in it.
         directory: Directory of the store: a new one, an empty one, or one with older checkpoints of
             the same store.
-        parts: Further directories of the store, on other drives.
+        parts: Further directories of the store, on other drives. A checkpoint of several ranks has
+            none: all owners of its state get their parts in `directory`.
         step: Number of steps of the checkpoint; None for the newest.
         num_transfers: Number of transfers at a time. Each takes memory for one chunk.
         timeout_s: Seconds after which one request is given up.
@@ -112,6 +115,7 @@ def pull(
         )
         copy = find_copy(objects, address, step)
         manifest = on_drives(read_manifest(objects, copy), 1 + len(parts), copy)
+        owners = owners_in(manifest, directory)
         storage = resources.enter_context(given_or_local(backend))
         marker = copy.marker
         if marker is None:
@@ -128,6 +132,7 @@ def pull(
                     allow_volatile=allow_volatile,
                     allow_remote=allow_remote,
                     store_id=manifest.store_id,
+                    shared=SharedStore(owners) if owners else None,
                 )
             )
         )
@@ -135,8 +140,14 @@ def pull(
         if present is not None:
             seconds = time.monotonic() - began_s
             return PullReport(present.path, copy.url, manifest.step, True, 0, 0, seconds)
-        download = Download(objects, copy, marker, manifest, storage, num_transfers, progress)
-        path = download.run(store)
+        given = objects, copy, marker, manifest, storage, num_transfers, progress
+        download: Download | OwnersDownload
+        if owners:
+            download = OwnersDownload(*given)
+            path = download.run(store, allow_volatile=allow_volatile, allow_remote=allow_remote)
+        else:
+            download = Download(*given)
+            path = download.run(store)
         seconds = time.monotonic() - began_s
         return PullReport(
             path,
@@ -152,10 +163,12 @@ def pull(
 def on_drives(manifest: Manifest, num_drives: int, copy: TierCopy) -> Manifest:
     """Return the manifest of the same checkpoint on a number of drives."""
     if manifest.owners:
-        raise CheckpointError(
-            f"{copy.url}: several ranks made this checkpoint, and only those of one process can be "
-            "downloaded so far"
-        )
+        if num_drives > 1:
+            raise CheckpointError(
+                f"{copy.url}: several ranks made this checkpoint, and all of it is downloaded into "
+                "one directory: leave out the others"
+            )
+        return manifest
     layout = manifest.layout
     if len(layout.shares) != num_drives:
         layout = replace(layout, shares=(1,) * num_drives)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offload.errors import DamagedError
 from offload.format import document
 from offload.format.manifest import Manifest
+from offload.format.names import part_name
 
 _VERSION = 1
 
@@ -56,6 +57,15 @@ class Marker:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the checkpoint, which policies of retention may look at."""
 
+    content_digest: str = ""
+    """Digest of the manifest's fields without those that say where the checkpoint lay; empty in
+    markers of earlier versions. See `content_digest`."""
+
+    @property
+    def content(self) -> str:
+        """Digest that is the same for copies of one checkpoint, wherever it lay."""
+        return self.content_digest or self.manifest_digest
+
     @property
     def nbytes(self) -> int:
         """Size of all objects in bytes."""
@@ -74,6 +84,7 @@ class Marker:
             "sizes": dict(self.sizes),
             "digests": dict(self.digests),
             "metrics": dict(self.metrics),
+            "content_digest": self.content_digest,
         }
         return document.signed(_VERSION, body) + b"\n"
 
@@ -102,9 +113,22 @@ def decode_marker(data: bytes, place: str) -> Marker:
             {_text(name): _count(size) for name, size in body["sizes"].items()},
             {_text(name): _text(digest) for name, digest in body["digests"].items()},
             {_text(name): float(value) for name, value in body["metrics"].items()},
+            _text(body.get("content_digest", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{place}: damaged: {error}") from error
+
+
+def content_digest(manifest: Manifest) -> str:
+    """Return a digest of a manifest without its directories, drives and names of parts.
+
+    A checkpoint that has come back from a tier may lie elsewhere, and is the same all the same.
+    """
+    owners = tuple(
+        replace(reference, directory="", name=part_name(1)) for reference in manifest.owners
+    )
+    layout = replace(manifest.layout, shares=(1,))
+    return replace(manifest, layout=layout, parts=(), owners=owners).digest
 
 
 def new_identity(manifest: Manifest, writer: str = "") -> Identity:

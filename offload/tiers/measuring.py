@@ -46,6 +46,11 @@ class Measurements:
             self._last_sealed_s = now
             return now
 
+    def restored(self) -> float:
+        """Return the time now, at which training goes on from a checkpoint."""
+        with self._lock:
+            return self._clock()
+
     def sent(self, nbytes: int, seconds: float) -> None:
         """Record how long some bytes took, from the drive to the checked copy."""
         if nbytes and seconds > 0:

@@ -40,3 +40,14 @@ def open_objects(
     from offload.tiers.cloud_objects import CloudObjects  # imports obstore, which is optional
 
     return CloudObjects(address, timeout_s=timeout_s, retry_s=retry_s)
+
+
+def require_tier(url: str) -> None:
+    """Check that a URL is that of a tier, and that the library that it needs is there.
+
+    Nothing is read or written.
+
+    Raises:
+        TierError: It is not, or the library or a setting is missing.
+    """
+    open_objects(url).close()

@@ -10,19 +10,21 @@ from __future__ import annotations
 import errno
 import hashlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from gds import ALIGNMENT, Buffer, File
-from offload.checkpoint.checkpoint import Checkpoint, require_one_owner
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.owner_parts import OwnerPart, check_cover
 from offload.checkpoint.sealed_slot import SealedSlot
 from offload.checkpoint.second_read import reread_and_check
 from offload.errors import CheckpointError, RecycledError
 from offload.format.digests import DigestContext
 from offload.format.manifest import MAX_MANIFEST_BYTES, MODEL_BLOCK_BYTES, decode
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
-from offload.tiers.contents import Chunk, StateObject, file_offset, model_chunks
+from offload.format.shares.part_table import OwnerTable
+from offload.tiers.contents import Chunk, StateObject, file_offset, model_runs
 
 
 class Documents(NamedTuple):
@@ -37,13 +39,18 @@ class Source:
 
     Args:
         checkpoint: Checkpoint to read. It need not be locked.
+        owners: Parts of its owners of state besides the first. Those on other hosts have no table
+            here, and none of the model's digests.
 
     Raises:
-        CheckpointError: Several ranks made the checkpoint.
+        CheckpointError: The tables do not describe all of the checkpoint.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        require_one_owner(checkpoint)
+    def __init__(self, checkpoint: Checkpoint, owners: Sequence[OwnerPart] = ()) -> None:
+        self.tables: list[OwnerTable] = [one.table for one in owners if one.table is not None]
+        """Tables of the owners besides the first."""
+        if self.tables and len(self.tables) == len(checkpoint.manifest.owners):
+            check_cover(checkpoint.path, checkpoint.manifest, self.tables)
         self._checkpoint = checkpoint
         self._manifest = checkpoint.manifest
         self._context = DigestContext(self._manifest.store_id, self._manifest.generation)
@@ -95,7 +102,8 @@ class Source:
         with self._checkpoint.held():
             for start, chunk in wanted.starts():
                 file = self._slot.array(chunk.array, chunk.index)
-                self._read(file, file_offset(layout, chunk), chunk, into.slice(start, chunk.nbytes))
+                piece = into.slice(start, chunk.nbytes)
+                read_chunks(file, file_offset(layout, chunk), [chunk], piece, self._context)
         return into.slice(0, wanted.nbytes).memoryview()
 
     def model_blocks(self) -> Iterator[memoryview]:
@@ -107,32 +115,52 @@ class Source:
         header = self._manifest.layout.model_header
         yield memoryview(header.encoded)
         free: list[Buffer] = []
-        for offset, chunk in model_chunks(self._manifest):
+        for run in model_runs(self._manifest, self.tables):
             if not free:
                 most = MODEL_BLOCK_BYTES + ALIGNMENT
                 free.append(self._checkpoint.backend.allocate(most, "host"))
             buffer = free.pop()
-            block = buffer.slice(offset % ALIGNMENT, chunk.nbytes)
+            block = buffer.slice(run.offset % ALIGNMENT, run.nbytes)
             with self._checkpoint.held():
-                self._read(self._slot.model, offset, chunk, block)
+                read_chunks(self._slot.model, run.offset, run.chunks, block, self._context)
             view = memoryview(block.memoryview())
             weakref.finalize(view, free.append, buffer).atexit = False
             yield view
             del view
 
-    def _read(self, file: File, offset: int, chunk: Chunk, into: Buffer) -> None:
-        file.read(into, offset).result()
-        digest = partial(self._context.digest, chunk.array, chunk.index)
-        found = digest(into.memoryview())
-        if found != chunk.digest:
-            again = reread_and_check(
-                file, offset, chunk.nbytes, digest, found=found, expected=chunk.digest
-            )
-            into.memoryview()[:] = again.memoryview()
-
     def close(self) -> None:
         """Close the files. Idempotent."""
         self._slot.close()
+
+
+def read_chunks(
+    file: File, offset: int, chunks: Sequence[Chunk], into: Buffer, context: DigestContext
+) -> None:
+    """Read chunks that follow each other in a file, and compare each with its digest.
+
+    Args:
+        file: File to read.
+        offset: First byte of the first chunk.
+        chunks: The chunks.
+        into: Memory for all of them.
+        context: Store and generation that the digests are bound to.
+
+    Raises:
+        DamagedError: A chunk is damaged: two reads of it were wrong.
+        gds.StorageError: The file cannot be read.
+    """
+    file.read(into, offset).result()
+    start = 0
+    for chunk in chunks:
+        digest = partial(context.digest, chunk.array, chunk.index)
+        piece = into.slice(start, chunk.nbytes)
+        found = digest(piece.memoryview())
+        if found != chunk.digest:
+            again = reread_and_check(
+                file, offset + start, chunk.nbytes, digest, found=found, expected=chunk.digest
+            )
+            piece.memoryview()[:] = again.memoryview()
+        start += chunk.nbytes
 
 
 def whole_digest(data: bytes | memoryview) -> str:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Protocol
 
-from gds import ALIGNMENT, Backend, Buffer
+from gds import Backend, Buffer
 from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.file_check import PartDirectories
@@ -27,28 +26,18 @@ from offload.tiers.contents import (
     OBJECT_BYTES,
     WRITER_NAME,
     StateObject,
+    is_own_name,
     state_objects,
     wrong_sizes,
 )
 from offload.tiers.ledger import Ledger, Unrecorded, UploadKey
-from offload.tiers.marker import MOST_BYTES, Identity, Marker, encode_writer
+from offload.tiers.marker import MOST_BYTES, Identity, Marker, content_digest, encode_writer
 from offload.tiers.objects import Objects
 from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
+from offload.tiers.owner_share import OwnerShare, ShareSent
+from offload.tiers.owner_source import OwnerSource
+from offload.tiers.sending import NUM_TRANSFERS, Check, Progress, Sending, Transfer
 from offload.tiers.source import Documents, Source, whole_digest
-from offload.tiers.workers import Task, run_all
-
-Check = Literal["read", "size"]
-"""How an object is checked after it was sent: it is read back and compared with its digests, or
-only its size is compared."""
-
-Progress = Callable[[int, int], object]
-"""Function that is called with the bytes done and the total."""
-
-NUM_TRANSFERS = 4
-
-
-class UploadStoppedError(TierError):
-    """An upload was told to end, and has ended after a part. Another one goes on from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +53,10 @@ class PushReport:
     """Whether the tier had a complete copy, so that nothing was sent."""
 
     num_sent: int
+    """Number of objects that this process sent."""
+
     bytes_sent: int
-    """Size in bytes of the objects that this call sent."""
+    """Size in bytes of the objects that this upload sent."""
 
     num_kept: int
     bytes_kept: int
@@ -113,7 +104,7 @@ def push(
             the next call goes on from it.
         RecycledError: Training has recycled the checkpoint.
         DamagedError: The checkpoint is damaged, or the tier returns other bytes than it was sent.
-        CheckpointError: There is no usable checkpoint, or several ranks made it.
+        CheckpointError: There is no usable checkpoint, or a part of it is not seen here.
         gds.StorageError: The checkpoint cannot be read.
     """
     with (
@@ -134,8 +125,52 @@ def push(
         return upload.run()
 
 
+class Others(Protocol):
+    """The other ranks of an upload, each of which sends the part that it serves."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Size in bytes of the objects that they have sent in this upload."""
+        ...
+
+    def begin(self, writer: str, object_bytes: int) -> None:
+        """Tell all ranks to send their parts, under the name that the upload has in the tier."""
+        ...
+
+    def finish(self) -> list[ShareSent]:
+        """Wait until all ranks have sent and checked their parts; return what they are.
+
+        Raises:
+            UploadStoppedError: The upload was told to end.
+            RecycledError: A rank's part was recycled.
+            TierError: A rank has failed, or does not answer.
+        """
+        ...
+
+    def stop(self) -> bool:
+        """Tell all ranks to end; return whether all have ended. Never raises."""
+        ...
+
+
+class NoOthers:
+    """One process, which sends everything."""
+
+    bytes_sent = 0
+
+    def begin(self, writer: str, object_bytes: int) -> None:
+        """Do nothing."""
+
+    def finish(self) -> list[ShareSent]:
+        """Return nothing."""
+        return []
+
+    def stop(self) -> bool:
+        """Return True: nobody else sends anything."""
+        return True
+
+
 class Upload:
-    """Upload of one checkpoint.
+    """Upload of one checkpoint, by the process that writes the marker.
 
     Args:
         objects: Objects of the tier.
@@ -146,6 +181,8 @@ class Upload:
         progress: Function that is called with the bytes done and the total.
         is_stopped: Function that says, before each part is read or sent, whether to end there with
             `UploadStoppedError`.
+        others: Ranks that send the parts of the owners besides the first; None if this process
+            sends them.
     """
 
     def __init__(
@@ -158,24 +195,29 @@ class Upload:
         num_transfers: int = NUM_TRANSFERS,
         progress: Progress | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
+        others: Others | None = None,
     ) -> None:
         self._is_stopped = is_stopped
         self._objects = objects
         self._checkpoint = checkpoint
         self._manifest = checkpoint.manifest
-        self._check = check
+        self._check: Check = check
         self._object_bytes = object_bytes
         self._num_transfers = num_transfers
         self._progress = progress
-        self._mutex = threading.Lock()
-        self._done = self._total = 0
-        self._sent: dict[str, int] = {}
-        self._kept: dict[str, int] = {}
+        self._others: Others = others or NoOthers()
+        self._sends_all = others is None
 
     def run(self) -> PushReport:
         """Send, check and complete the copy; the errors are those of `push`."""
         began_s = time.monotonic()
-        with closing(Source(self._checkpoint)) as source:
+        with ExitStack() as resources:
+            owners = self._checkpoint.owners if self._manifest.owners else []
+            source = resources.enter_context(closing(Source(self._checkpoint, owners)))
+            sources = [
+                resources.enter_context(closing(OwnerSource(self._checkpoint.backend, owner)))
+                for owner in (owners if self._sends_all else [])
+            ]
             documents = source.documents()
             key = UploadKey(
                 self._objects.url,
@@ -184,20 +226,22 @@ class Upload:
                 self._manifest.digest,
                 whole_digest(documents.train_state),
             )
-            with closing(self._open_ledger(key)) as ledger:
-                url = self._find_complete(key)
-                refuses = False
-                if url is None:
-                    refuses = self._send_all(source, documents, key, ledger)
-                ledger.forget()
+            ledger = resources.enter_context(closing(self._open_ledger(key)))
+            url, refuses, sending = self._find_complete(key), False, None
+            if url is None:
+                copy = _Copy(source, documents, key, ledger, sources)
+                refuses, sending = self._send_all(copy)
+            ledger.forget()
+        sent, kept = (sending.sent, sending.kept) if sending else ({}, {})
+        of_others = self._others.bytes_sent
         return PushReport(
             url or self._url_of(ledger.writer),
             self._manifest.step,
             url is not None,
-            len(self._sent),
-            sum(self._sent.values()),
-            len(self._kept),
-            sum(self._kept.values()),
+            len(sent),
+            sum(sent.values()) + of_others,
+            len(kept),
+            sum(kept.values()),
             refuses,
             time.monotonic() - began_s,
         )
@@ -223,54 +267,98 @@ class Upload:
 
     def _find_complete(self, key: UploadKey) -> str | None:
         """Return the URL of a complete copy of just this checkpoint; None if there is none."""
+        content = content_digest(self._manifest)
         for copy in copies_of(self._objects, key.store_id, key.generation):
             marker = copy.marker
             if (
                 marker is not None
-                and marker.manifest_digest == key.manifest_digest
+                and content in (marker.content, marker.manifest_digest)
                 and marker.digests.get(TRAIN_STATE_NAME) == key.train_state_digest
             ):
                 return copy.url
         return None
 
-    def _send_all(
-        self, source: Source, documents: Documents, key: UploadKey, ledger: Ledger | Unrecorded
-    ) -> bool:
+    def _send_all(self, copy: _Copy) -> tuple[bool, Sending]:
         """Send and check every object, and then the marker.
 
         Returns:
-            Whether the tier refuses conditional writes of objects that exist.
+            Whether the tier refuses conditional writes of objects that exist; and what was sent.
         """
-        identity = Identity(key.store_id, key.generation, ledger.writer)
+        ledger, manifest = copy.ledger, self._manifest
+        identity = Identity(copy.key.store_id, copy.key.generation, ledger.writer)
         folder = identity.folder
-        state = state_objects(self._manifest, ledger.object_bytes)
-        whole = {MANIFEST_NAME: documents.manifest, TRAIN_STATE_NAME: documents.train_state}
-        marker = Marker(
-            identity,
-            self._manifest.step,
-            self._manifest.created,
-            self._manifest.digest,
-            ledger.object_bytes,
-            {
-                MODEL_NAME: self._manifest.layout.model_header.file_bytes,
-                **{name: len(data) for name, data in whole.items()},
-                **{one.name: one.nbytes for one in state},
-            },
-            {name: whole_digest(data) for name, data in whole.items()},
-            dict(self._manifest.metrics),
+        state = state_objects(manifest, ledger.object_bytes)
+        shares = [OwnerShare(source, ledger.object_bytes) for source in copy.owners]
+        whole = {MANIFEST_NAME: copy.documents.manifest}
+        whole[TRAIN_STATE_NAME] = copy.documents.train_state
+        sizes = {
+            MODEL_NAME: manifest.layout.model_header.file_bytes,
+            **{name: len(data) for name, data in whole.items()},
+            **{one.name: one.nbytes for one in state},
+        }
+        digests = {name: whole_digest(data) for name, data in whole.items()}
+        for share in shares:
+            sizes |= share.sizes
+            digests |= share.digests
+        sending = Sending(
+            self._objects,
+            check=self._check,
+            num_transfers=self._num_transfers,
+            total=sum(sizes.values()),
+            progress=self._progress,
+            is_stopped=self._is_stopped,
         )
-        self._total = marker.nbytes
         refuses = self._put_writer(identity)
+        present = self._present(folder) if ledger.goes_on else {}
         try:
-            self._send_objects(source, whole, state, marker, ledger)
+            self._others.begin(ledger.writer, ledger.object_bytes)
+            transfers = self._transfers(copy, folder, whole, digests, state, shares, sending)
+            most = max([one.nbytes for one in state] + [s.most_bytes for s in shares], default=0)
+            sending.run(transfers, present, ledger, self._checkpoint.backend, most)
+            for sent in self._others.finish():
+                sizes |= sent.sizes
+                digests |= sent.digests
         except RecycledError:
-            with suppress(TierError):  # of no use to anybody without the rest
-                self._objects.delete(f"{folder}/{name}" for name in (*marker.sizes, WRITER_NAME))
+            if self._others.stop():
+                self._remove(folder, sizes)
             ledger.forget()
             raise
+        except BaseException:
+            self._others.stop()
+            raise
+        marker = Marker(
+            identity,
+            manifest.step,
+            manifest.created,
+            manifest.digest,
+            ledger.object_bytes,
+            sizes,
+            digests,
+            dict(manifest.metrics),
+            content_digest(manifest),
+        )
         self._require_sizes(folder, marker)
         self._put_checked(f"{folder}/{MARKER_NAME}", marker.encode())  # offers the copy
-        return refuses
+        return refuses, sending
+
+    def _present(self, folder: str) -> dict[str, int]:
+        """Return the objects that an earlier upload has sent, by name."""
+        self._objects.drop_unfinished(folder)
+        listed = self._objects.sizes_below(folder)
+        return {name.removeprefix(f"{folder}/"): nbytes for name, nbytes in listed.items()}
+
+    def _remove(self, folder: str, sizes: Mapping[str, int]) -> None:
+        """Remove what was sent: without the rest it is of no use to anybody."""
+        with suppress(TierError):
+            names = {f"{folder}/{name}" for name in sizes}
+            if not self._sends_all:
+                names |= {
+                    name
+                    for name in self._objects.sizes_below(folder)
+                    if is_own_name(name.removeprefix(f"{folder}/"))
+                }
+            first = f"{folder}/{WRITER_NAME}"
+            self._objects.delete([*sorted(names - {first}), first])
 
     def _put_writer(self, identity: Identity) -> bool:
         """Write the first object, and try whether a second, conditional write is refused."""
@@ -296,111 +384,53 @@ class Upload:
                 f"{self._objects.url}/{name}: the tier returns other bytes than were just written"
             )
 
-    def _send_objects(
+    def _transfers(
         self,
-        source: Source,
-        whole: dict[str, bytes],
-        state: list[StateObject],
-        marker: Marker,
-        ledger: Ledger | Unrecorded,
-    ) -> None:
-        folder = marker.identity.folder
-        present: dict[str, int] = {}
-        if ledger.goes_on:
-            self._objects.drop_unfinished(folder)
-            present = self._objects.sizes_below(folder)
-        present = {name.removeprefix(f"{folder}/"): nbytes for name, nbytes in present.items()}
-        fetcher = Fetcher(self._objects, folder, self._manifest)
+        copy: _Copy,
+        folder: str,
+        whole: Mapping[str, bytes],
+        digests: Mapping[str, str],
+        state: Sequence[StateObject],
+        shares: Sequence[OwnerShare],
+        sending: Sending,
+    ) -> Iterator[Transfer]:
+        """Yield what this process sends: parameters first."""
+        objects, source, manifest = self._objects, copy.source, self._manifest
+        fetcher = Fetcher(objects, folder, manifest)
+        model_bytes = manifest.layout.model_header.file_bytes
 
-        def transfers() -> Iterator[_Transfer]:
-            """Yield what is to be sent: parameters first."""
-            yield _Transfer(
-                MODEL_NAME,
-                partial(self._send_model, source, f"{folder}/{MODEL_NAME}"),
-                partial(check_model, fetcher, self._manifest, nothing),
-            )
-            for name, data in whole.items():
-                digests = {name: marker.digests[name]}
-                yield _Transfer(
-                    name,
-                    partial(self._send_whole, f"{folder}/{name}", data),
-                    partial(check_whole, fetcher, marker.sizes, digests, nothing),
-                )
-            for one in state:
-                yield _Transfer(
-                    one.name,
-                    partial(self._send_state, source, f"{folder}/{one.name}", one),
-                    partial(check_state, fetcher, one, nothing),
-                )
+        def send_model(_: Buffer) -> None:
+            blocks = sending.while_going_on(source.model_blocks())
+            objects.put_stream(f"{folder}/{MODEL_NAME}", blocks, model_bytes)
 
-        def tasks() -> Iterator[Task]:
-            for transfer in transfers():
-                name = transfer.name
-                is_there = present.get(name) == marker.sizes[name]
-                yield partial(self._carry_out, transfer, marker.sizes[name], is_there, ledger)
+        def send_whole(name: str, _: Buffer) -> None:
+            objects.put(f"{folder}/{name}", whole[name])
 
-        most = max((one.nbytes for one in state), default=0)
-        storage = self._checkpoint.backend
-        run_all(
-            tasks(),
-            self._num_transfers,
-            lambda: storage.allocate(most + ALIGNMENT, "host"),
-            self._require_going_on,
+        def send_state(one: StateObject, buffer: Buffer) -> None:
+            objects.put(f"{folder}/{one.name}", source.read_object(one, buffer))
+
+        yield Transfer(
+            MODEL_NAME,
+            model_bytes,
+            send_model,
+            partial(check_model, fetcher, manifest, nothing, source.tables),
         )
-
-    def _send_model(self, source: Source, name: str, _: Buffer) -> None:
-        nbytes = self._manifest.layout.model_header.file_bytes
-        self._objects.put_stream(name, self._while_going_on(source.model_blocks()), nbytes)
-
-    def _while_going_on(self, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
-        for block in blocks:
-            self._require_going_on()
-            yield block
-
-    def _require_going_on(self) -> None:
-        if self._is_stopped():
-            raise UploadStoppedError(errno.EINTR, "the upload was stopped", self._objects.url)
-
-    def _send_whole(self, name: str, data: bytes, _: Buffer) -> None:
-        self._objects.put(name, data)
-
-    def _send_state(self, source: Source, name: str, one: StateObject, buffer: Buffer) -> None:
-        self._objects.put(name, source.read_object(one, buffer))
-
-    def _carry_out(
-        self,
-        transfer: _Transfer,
-        nbytes: int,
-        is_there: bool,
-        ledger: Ledger | Unrecorded,
-        buffer: Buffer,
-    ) -> None:
-        """Send an object and check it, unless an earlier upload has sent it already."""
-        name = transfer.name
-        self._require_going_on()
-        kept = is_there and (ledger.checked.get(name) == nbytes or self._is_good(transfer))
-        if not kept:
-            transfer.send(buffer)
-            if self._check == "read" and not self._is_good(transfer):
-                transfer.send(buffer)
-                transfer.check()  # raises if it is wrong again
-        if ledger.checked.get(name) != nbytes:
-            ledger.add(name, nbytes)
-        with self._mutex:
-            (self._kept if kept else self._sent)[name] = nbytes
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-
-    def _is_good(self, transfer: _Transfer) -> bool:
-        """Return whether the tier has the right bytes; True without reading for check="size"."""
-        if self._check == "size":
-            return True
-        try:
-            transfer.check()
-        except DamagedError:
-            return False
-        return True
+        for name, data in whole.items():
+            yield Transfer(
+                name,
+                len(data),
+                partial(send_whole, name),
+                partial(check_whole, fetcher, {name: len(data)}, {name: digests[name]}, nothing),
+            )
+        for one in state:
+            yield Transfer(
+                one.name,
+                one.nbytes,
+                partial(send_state, one),
+                partial(check_state, fetcher, one, nothing),
+            )
+        for share in shares:
+            yield from share.transfers(objects, folder, fetcher)
 
     def _require_sizes(self, folder: str, marker: Marker) -> None:
         """Check that the tier lists every object with its size, before the copy is offered.
@@ -427,12 +457,12 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True)
-class _Transfer:
-    """One object of an upload."""
+class _Copy:
+    """What an upload sends."""
 
-    name: str
-    send: Callable[[Buffer], None]
-    """Function that sends the object. It may use the buffer."""
-
-    check: Callable[[], None]
-    """Function that reads the object back; it raises `DamagedError` if the bytes are wrong."""
+    source: Source
+    documents: Documents
+    key: UploadKey
+    ledger: Ledger | Unrecorded
+    owners: Sequence[OwnerSource]
+    """Parts of the owners besides the first that this process sends."""

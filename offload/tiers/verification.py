@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from gds import Buffer
 from gds.buffers.host import HostBuffer
 from offload.errors import DamagedError
+from offload.format.manifest import Manifest
+from offload.format.shares.part_table import OwnerTable
 from offload.tiers.address import TierAddress, parse_address
-from offload.tiers.catalog import TierCopy, find_copy, list_copies, read_manifest
+from offload.tiers.catalog import TierCopy, find_copy, list_copies, read_manifest, read_tables
 from offload.tiers.checking import Advance, Fetcher, check_model, check_state, check_whole
 from offload.tiers.contents import foreign_names, state_objects, wrong_sizes
 from offload.tiers.objects import Objects
 from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.upload import NUM_TRANSFERS, Progress
+from offload.tiers.sending import NUM_TRANSFERS, Progress
 from offload.tiers.workers import Task, run_all
 
 
@@ -115,6 +117,7 @@ def _verify(objects: Objects, copy: TierCopy, num_transfers: int, advance: _Sum)
     problems = [f"{copy.url}/{text}" for text in wrong_sizes(marker.sizes, found)]
     try:
         manifest = read_manifest(objects, copy)
+        tables = read_tables(objects, copy, manifest)
     except DamagedError as error:
         problems.append(str(error))
         return CopyReport(copy.url, marker.step, tuple(problems), 0, tuple(foreign))
@@ -133,9 +136,17 @@ def _verify(objects: Objects, copy: TierCopy, num_transfers: int, advance: _Sum)
 
     def tasks() -> Iterator[Task]:
         yield noting(partial(check_whole, fetcher, marker.sizes, marker.digests))
-        yield noting(partial(check_model, fetcher, manifest))
-        for one in state_objects(manifest, marker.object_bytes):
-            yield noting(partial(check_state, fetcher, one))
+        yield noting(partial(_check_model, fetcher, manifest, tables))
+        sealed_of_owners: list[Manifest | OwnerTable] = [manifest, *tables]
+        for sealed in sealed_of_owners:
+            for one in state_objects(sealed, marker.object_bytes):
+                yield noting(partial(check_state, fetcher, one))
 
     run_all(tasks(), num_transfers, lambda: HostBuffer(1))
     return CopyReport(copy.url, marker.step, tuple(problems), advance.done - before, tuple(foreign))
+
+
+def _check_model(
+    fetcher: Fetcher, manifest: Manifest, tables: Sequence[OwnerTable], advance: Advance
+) -> None:
+    check_model(fetcher, manifest, advance, tables)

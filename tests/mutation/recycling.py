@@ -121,11 +121,23 @@ RECYCLING = (
         (
             Edit(
                 _WITHDRAWAL,
-                "for c in self._keeping.expired(incoming) if c is not newest)\n",
-                "for c in self._keeping.expired(incoming))\n",
+                "for c in self._keeping.expired(incoming) if c is not newest]\n",
+                "for c in self._keeping.expired(incoming)]\n",
             ),
         ),
         _THREE,
+    ),
+    Mutation(
+        "withdraw-what-is-leaving",
+        "a checkpoint that is being copied to a tier stays while there is room",
+        (
+            Edit(
+                _WITHDRAWAL,
+                "return any(self.withdraw(c) for c in found if stages[c.path] is None)\n",
+                "return any(self.withdraw(c) for c in found)\n",
+            ),
+        ),
+        ("tests/tiers/test_leaving.py::test_nothing_is_recycled_before_its_copy_is_verified[1]",),
     ),
     Mutation(
         "withdraw-the-newest",

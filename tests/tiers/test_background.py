@@ -102,7 +102,7 @@ def test_the_slowdown_is_that_of_steps_beside_uploads() -> None:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that fail are given up soon."""
-    monkeypatch.setattr(background, "_RETRY_S", 0.2)
+    monkeypatch.setattr(background, "RETRY_S", 0.2)
 
 
 def optimizer_with(store: Path, tier: str | Tier, **changes: Any) -> offload.OffloadedOptimizer:
@@ -163,37 +163,6 @@ def test_training_never_waits_for_a_link_that_hangs(tmp_path: Path, s3: str, pro
         assert stats.num_complete == 0
         proxy.close()
     assert offload.list_checkpoints(tmp_path / "store")[-1].step == 6
-
-
-def test_an_upload_gives_way_and_the_next_checkpoint_arrives(
-    tmp_path: Path, s3: str, proxy: Proxy
-) -> None:
-    waiting, go_on = threading.Event(), threading.Event()
-
-    def rule(request: Any) -> str:
-        if "/state/" in request.path and not go_on.is_set():
-            waiting.set()
-            assert go_on.wait(60)
-        return ""
-
-    proxy.rule = rule
-    with optimizer_with(tmp_path / "store", s3, keep=1) as optimizer:
-        assert optimizer._uploads is not None
-        train(optimizer, 1)
-        assert waiting.wait(60)
-        train(optimizer, 3)  # the checkpoint of step 1 is recycled while it is being sent
-        go_on.set()
-        for _ in range(2):  # what was measured last says that the link is too slow
-            assert optimizer._uploads.wait(60)
-            train(optimizer, 1)
-        assert optimizer._uploads.wait(60)
-        stats = optimizer.stats().tier
-        assert stats is not None
-        outcomes = {(e.step, e.choice): e.outcome for e in stats.events}
-    assert outcomes[1, "upload"] == "recycled"
-    assert "complete" in outcomes.values()
-    assert list_tier(s3)[-1].marker is not None
-    assert all(report.ok for report in verify_tier(s3))
 
 
 def test_a_tier_that_is_gone_is_logged_and_training_goes_on(

@@ -1,0 +1,119 @@
+"""An owner's share of a copy: the table of its part, and its state, as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from gds import Backend, Buffer
+from offload.format.manifest import Manifest
+from offload.tiers.checking import Fetcher, check_state, check_whole, nothing
+from offload.tiers.contents import StateObject, state_objects, table_name
+from offload.tiers.ledger import Unrecorded
+from offload.tiers.objects import Objects
+from offload.tiers.owner_source import OwnerSource
+from offload.tiers.sending import Sending, Transfer
+from offload.tiers.source import whole_digest
+
+
+@dataclass(frozen=True, slots=True)
+class ShareSent:
+    """What an owner's share of a copy consists of, for the marker."""
+
+    sizes: dict[str, int]
+    """Size in bytes of each object, by name."""
+
+    digests: dict[str, str]
+    """Digest of each object that no table has digests for, by name."""
+
+    bytes_sent: int
+    """Size in bytes of the objects that were sent; the others had been sent before."""
+
+
+class OwnerShare:
+    """The objects of one owner besides the first.
+
+    Args:
+        source: Part of the owner.
+        object_bytes: Size in bytes up to which whole chunks are put together to one object.
+    """
+
+    def __init__(self, source: OwnerSource, object_bytes: int) -> None:
+        self._source = source
+        self._table = table_name(source.owner)
+        self.state: list[StateObject] = state_objects(source.table, object_bytes)
+        """Objects of the owner's state."""
+        self.sizes = {
+            self._table: len(source.document),
+            **{one.name: one.nbytes for one in self.state},
+        }
+        """Size in bytes of each object, by name."""
+        self.digests = {self._table: whole_digest(source.document)}
+        """Digest of each object that no table has digests for, by name."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Size in bytes of the largest object of state."""
+        return max((one.nbytes for one in self.state), default=0)
+
+    def transfers(self, objects: Objects, folder: str, fetcher: Fetcher) -> Iterator[Transfer]:
+        """Yield what is to be sent, the table first.
+
+        Args:
+            objects: Objects of the tier.
+            folder: Folder of the copy.
+            fetcher: Reads objects of the copy back.
+        """
+
+        def send_table(_: Buffer) -> None:
+            objects.put(f"{folder}/{self._table}", self._source.document)
+
+        def send(one: StateObject, buffer: Buffer) -> None:
+            objects.put(f"{folder}/{one.name}", self._source.read_object(one, buffer))
+
+        yield Transfer(
+            self._table,
+            self.sizes[self._table],
+            send_table,
+            partial(check_whole, fetcher, self.sizes, self.digests, nothing),
+        )
+        for one in self.state:
+            yield Transfer(
+                one.name,
+                one.nbytes,
+                partial(send, one),
+                partial(check_state, fetcher, one, nothing),
+            )
+
+
+def send_share(
+    share: OwnerShare,
+    objects: Objects,
+    folder: str,
+    manifest: Manifest,
+    sending: Sending,
+    backend: Backend,
+) -> ShareSent:
+    """Send the share of an owner that another process writes the marker for.
+
+    What the tier has already is compared and not sent again, so no record is needed.
+
+    Args:
+        share: The share.
+        objects: Objects of the tier.
+        folder: Folder of the copy.
+        manifest: Manifest of the checkpoint.
+        sending: Sends objects.
+        backend: Backend of the part.
+
+    Raises the errors of `Sending.run` and of `OwnerSource.read_object`.
+    """
+    below = f"{folder}/{next(iter(share.sizes)).partition('/')[0]}"
+    objects.drop_unfinished(below)
+    listed = objects.sizes_below(below)
+    present = {name.removeprefix(f"{folder}/"): nbytes for name, nbytes in listed.items()}
+    fetcher = Fetcher(objects, folder, manifest)
+    transfers = share.transfers(objects, folder, fetcher)
+    sending.run(transfers, present, Unrecorded(0), backend, share.most_bytes)
+    return ShareSent(share.sizes, share.digests, sum(sending.sent.values()))
