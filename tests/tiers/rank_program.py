@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def main(directory: str, case: dict[str, Any]) -> dict[str, Any]:
         ),
         lr=1e-2,
     )
-    restored = optimizer.restore()
+    with warnings.catch_warnings(record=True) as caught:
+        restored = optimizer.restore()
     for step in range(optimizer.num_steps + 1, case["last"] + 1):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
@@ -47,6 +49,7 @@ def main(directory: str, case: dict[str, Any]) -> dict[str, Any]:
     stats = optimizer.stats().tier
     return {
         "resumed": restored.step if restored else 0,
+        "warned": [str(one.message) for one in caught if "offload pull" in str(one.message)],
         "tier": dataclasses.asdict(stats) if stats is not None else None,
     }
 
