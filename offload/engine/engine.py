@@ -84,11 +84,23 @@ class Engine:
         Raises errors that the first step would otherwise raise. Warns about pins of checkpoints
         that do not exist.
         """
-        layout = self.lay_out(groups)
+        failed: list[Exception] = []
         with as_unreadable(NOTHING_CHANGED):
-            self.store.keeping.warn([path for path, _ in self.store.refused])
-            what = "the constructor"
-            self.state.ranks.together(what, lambda: self.store.require_space(layout, len(groups)))
+            try:
+                layout = self.lay_out(groups)
+                self.store.keeping.warn([path for path, _ in self.store.refused])
+            except Exception as error:
+                if self.state.ranks.size == 1:
+                    raise
+                failed.append(error)
+
+            def require() -> None:
+                """Check the space, unless this rank has an error to tell."""
+                if failed:
+                    raise failed[0]
+                self.store.require_space(layout, len(groups))
+
+            self.state.ranks.together("the constructor", require)
 
     def lay_out(self, groups: Groups) -> Layout:
         """Return the layout of the present parameters and model tensors; changes nothing."""

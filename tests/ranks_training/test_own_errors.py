@@ -87,6 +87,22 @@ def test_a_second_checkpoint_of_a_step_that_one_rank_cannot_capture_fails_on_all
     require_gone_on(jobs, tmp_path, kind, ranks, 2)
 
 
+def test_pins_that_the_writer_cannot_read_are_an_error_of_the_constructor_on_all(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    calls: Calls = [["open"], *SEAL, ["close"]]
+    run(jobs, tmp_path, "ddp", calls, calls)
+    again: Calls = [["open"], ["open"], ["restore"], *SEAL, ["verify"]]
+    ranks = run(jobs, tmp_path, "ddp", [["fail", "stat", "/pins"], *again], again)
+    for rank in ranks:
+        (failed,) = errors(rank)
+        assert failed["call"] == "open"
+        assert "injected" in failed["message"]
+        assert rank.of("result")["value"] == 2
+        assert rank.of("verify")["value"] == []
+    assert "rank 0" in errors(ranks[1])[0]["message"]
+
+
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_step_that_one_rank_cannot_take_is_taken_by_none(
     jobs: Jobs, tmp_path: Path, *, sealed: bool
