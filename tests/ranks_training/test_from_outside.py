@@ -1,0 +1,102 @@
+"""What others do to ranks that train: signals, a second job, and commands on the same store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload.cli
+from tests.ranks_training.rank_server import Jobs, Rank
+
+BEGIN: list[list[Any]] = [["open"], ["step"], ["checkpoint"], ["result"]]
+AGAIN: list[list[Any]] = [["open"], ["restore"], ["step"], ["checkpoint"], ["result"], ["verify"]]
+
+
+COMMANDS = (["ls"], ["verify"], ["pin", "a"], ["prune", "--keep", "1"], ["show"], ["unpin", "a"])
+
+
+def main() -> None:
+    """Give commands on a store, over and over, until a file is there."""
+    store, last = sys.argv[1:]
+    while True:
+        for name, *words in COMMANDS:
+            where = [store, *words] if name != "show" else [store]
+            sys.argv[:] = ["offload", name, *where]
+            try:
+                offload.cli.main()
+                status: Any = 0
+            except SystemExit as ended:
+                status = ended.code or 0
+            print("##", name, status, flush=True)
+        if Path(last).exists():
+            return
+
+
+def require_goes_on(jobs: Jobs, folder: Path, kind: str, ranks: list[Rank]) -> None:
+    """Check that all ranks resume one step that is not older than any acknowledged one."""
+    durable = [one["value"] for rank in ranks for one in rank.outcomes if one["call"] == "sealed"]
+    again = jobs.run(folder, [AGAIN] * len(ranks), kind=kind)
+    steps = {rank.of("restore")["value"][0] for rank in again}
+    assert len(steps) == 1
+    assert steps.pop() >= max(durable, default=1)
+    assert all(rank.of("verify")["value"] == [] for rank in again)
+
+
+@pytest.mark.parametrize(("kind", "number"), [("ddp", signal.SIGINT), ("fsdp2", signal.SIGTERM)])
+def test_a_signal_ends_one_rank_and_the_others_raise_in_time(
+    jobs: Jobs, tmp_path: Path, kind: str, number: signal.Signals
+) -> None:
+    calls = [*BEGIN, ["train", 400, 1]]
+    job = jobs.start(tmp_path, [calls] * 3, kind=kind, timeout_s=4.0, group_timeout_s=8.0)
+    job.until(1, len(BEGIN) + 2)
+    os.kill(job.pids[1], number)
+    ranks = job.wait()
+    assert [rank.status for rank in ranks] == [0, -number, 0]
+    assert [bool(rank.of("train")["error"]) for rank in (ranks[0], ranks[2])] == [True, True]
+    require_goes_on(jobs, tmp_path, kind, ranks)
+
+
+def test_a_second_job_is_refused_and_the_first_goes_on(jobs: Jobs, tmp_path: Path) -> None:
+    first = jobs.start(tmp_path, [[*BEGIN, ["await_file", "go"], *BEGIN[1:]]] * 2)
+    first.until(0, len(BEGIN))
+    first.until(1, len(BEGIN))
+    for rank in jobs.run(tmp_path, [[["open"]], [["open"]], [["open"]]], timeout_s=20.0):
+        assert "another process is writing to this store" in rank.of("open")["message"]
+    (tmp_path / "go").touch()
+    ranks = first.wait()
+    assert [rank.failed() for rank in ranks] == [[], []]
+    require_goes_on(jobs, tmp_path, "ddp", ranks)
+
+
+def test_commands_beside_ranks_that_train(jobs: Jobs, tmp_path: Path) -> None:
+    """Each command answers, and no rank notices."""
+    run = str(tmp_path / "run")
+    train = [*BEGIN, ["train", 40, 2], ["settle"], ["touch", "done"], ["verify"]]
+    job = jobs.start(tmp_path, [train] * 2, timeout_s=20.0)
+    job.until(0, len(BEGIN))
+    script = "from tests.ranks_training.test_from_outside import main; main()"
+    command = [sys.executable, "-c", script, run, str(tmp_path / "done")]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    ranks = job.wait()
+    assert [rank.failed() for rank in ranks] == [[], []], [rank.outcomes for rank in ranks]
+    assert all(rank.of("verify")["value"] == [] for rank in ranks)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    said = {line for line in done.stdout.splitlines() if line.startswith("##")}
+    # No pruning while ranks train; a checkpoint may go while it is listed, pinned or verified.
+    assert not {line for line in said if line.startswith("## prune 0")}
+    assert {"## ls 0", "## verify 0"} <= said
+    require_goes_on(jobs, tmp_path, "ddp", ranks)
