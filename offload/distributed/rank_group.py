@@ -156,6 +156,7 @@ class RankGroup:
         """Return what each rank says, by rank. Collective."""
 
         def make(asked: Mapping[int, Json]) -> Json:
+            """Return what all ranks say, by rank."""
             return [asked[rank] for rank in sorted(asked)]
 
         what = "the constructor" if self._store is None else "a change of parameters"
@@ -226,6 +227,7 @@ class RankGroup:
         """Check that a value is the same on all ranks."""
 
         def make(asked: Mapping[int, Json]) -> Json:
+            """Compare the values of all ranks with that of rank 0."""
             for rank, theirs in sorted(asked.items()):
                 if theirs != asked[0]:
                     raise RanksError(
@@ -354,6 +356,7 @@ class RankGroup:
         cuts = self._ownership.cuts
 
         def memory(name: str, box: Box) -> torch.Tensor:
+            """Return live memory of a box."""
             item, cut = live[name], cuts.get(name)
             is_own = item.is_here if cut is None else cut.box == box
             return item.tensor if is_own else part_of(item.parameter, box)
@@ -380,6 +383,7 @@ class RankGroup:
         plan = GatherPlan(chunks, holders)
 
         def memory(name: str, box: Box) -> torch.Tensor:
+            """Return live memory of a box."""
             return part_of(live[name].parameter, box)
 
         gathering = Gathering(plan, self._groups, memory, self._buffer)

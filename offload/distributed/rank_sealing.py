@@ -199,6 +199,7 @@ class RankSealing:
         stored: list[StoredCheckpoint] = []
 
         def complete(reports: Mapping[int, Report]) -> None:
+            """Write the manifest with the parts of all ranks, and make it durable."""
             peers = self._agreement.peers
             states = [self._train_state] * peers.size
             references = []
@@ -219,6 +220,7 @@ class RankSealing:
             )
 
         def rename() -> None:
+            """Make the slot a checkpoint."""
             stored.append(store.sealing.publish(done[0]))
 
         self._number = None

@@ -213,6 +213,7 @@ def _recut(state: TrainingState, found: StoredCheckpoint) -> RecutSource | None:
     made: list[RecutSource] = []
 
     def open_source() -> RecutSource:
+        """Open the state of the checkpoint for reading in the present cut."""
         made.append(store.recut(found, ranks.cuts))
         return made[0]
 

@@ -115,10 +115,12 @@ class Agreement:
         """
 
         def make(asked: Mapping[int, Json]) -> Json:
+            """Decide, on rank 0, by what all ranks see."""
             sights = [Sight.from_json(asked[r], self._peers.name(r)) for r in sorted(asked)]
             return decide(sights).as_json()
 
         def ready(value: Json) -> None:
+            """Open this rank's share."""
             enter(Plan.from_json(value))
 
         agreed = self.agree("open()", make, ready, ask=sight.as_json(), asks=True)
@@ -207,11 +209,13 @@ class Agreement:
         """
 
         def make(_: Mapping[int, Json]) -> Json:
+            """Return the offer of the writer, with the seals that are decided."""
             with self._changed:
                 decided = self._decided  # read first: what is published later is not named
             return replace(offer(), decided=decided).as_json()
 
         def get_ready(value: Json) -> Json:
+            """Accept the offer, or raise the reason why not."""
             found = Offer.from_json(value)
             return accept(self._peers, found, self._outcome_of, self._choosing(ready))
 
@@ -326,6 +330,7 @@ class Agreement:
 
     def _choosing(self, ready: Callable[[Offer, frozenset[str]], Json]) -> Callable[[Offer], Json]:
         def choose(offer: Offer) -> Json:
+            """Get ready without the parts that this rank holds."""
             with self._changed:
                 self._ledger = self._ledger.covered(offer.decided)
                 held = self._ledger.held
