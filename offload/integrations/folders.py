@@ -113,15 +113,18 @@ class Folders:
         name, path = f"{self._library}-{step}", os.path.abspath(folder)
         train_state = self._train_state(optimizer, step)
 
-        def entry() -> tuple[dict[str, Any], Mapping[str, float] | None]:
-            """Return the library's entry of the train state, and the metrics."""
+        def entry() -> tuple[dict[str, Any], Mapping[str, float] | None, bool]:
+            """Return the library's entry of the train state, metrics, and whether it is pinned."""
             before = self._folders_in(train_state) or {}
             folders = {other: inode for other, inode in before.items() if os.path.isdir(other)}
             folders[path] = os.stat(os.path.dirname(path)).st_ino
             self._seen.add(path)
-            return {"folders": folders} | ({"totals": dict(totals())} if totals else {}), metrics
+            kept = {"totals": dict(totals())} if totals else {}
+            return {"folders": folders, **kept}, metrics, name in optimizer.pins()
 
-        train_state[self._library], metrics = decide(optimizer, entry)
+        train_state[self._library], metrics, is_pinned = decide(optimizer, entry)
+        if is_pinned and optimizer.num_ranks > 1:  # several ranks learn of a PinError too late
+            optimizer.unpin(name)
         try:
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
         except PinError:
