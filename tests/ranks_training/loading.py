@@ -150,3 +150,15 @@ def ask_for_the_state(calls: Calls, inside: bool) -> None:
             get_optimizer_state_dict(calls.model, calls.optimizer)
     else:
         get_optimizer_state_dict(calls.model, calls.optimizer)
+
+
+def listed_after_each_step(calls: Calls, steps: int) -> list[list[int]]:
+    """Seal some steps, and return the checkpoints that this rank lists after each step and seal."""
+    found = []
+    for _ in range(steps):
+        calls.step()
+        found.append([info.step for info in calls.optimizer.checkpoints()])
+        calls.checkpoint()
+        calls.result()
+        found.append([info.step for info in calls.optimizer.checkpoints()])
+    return found
