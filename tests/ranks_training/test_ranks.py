@@ -102,12 +102,3 @@ def test_a_seal_that_fails_on_one_rank_fails_on_all_and_training_goes_on(
     with offload.open_checkpoint(tmp_path / "run") as checkpoint:
         assert checkpoint.step == 5
         assert checkpoint.verify().ok
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_each_rank_lists_the_checkpoints_that_exist(kind: str, jobs: Jobs, tmp_path: Path) -> None:
-    """A checkpoint whose slot is given out again is in the list of no rank."""
-    listed = ["do", "tests.ranks_training.loading:listed_after_each_step", 5]
-    calls = [["open", {"keep": 1}], listed, ["close"]]
-    found = [rank.of("do")["value"] for rank in jobs.run(tmp_path, [calls] * 2, kind=kind)]
-    assert found == [[[], [1], [1], [1, 2], [2], [2, 3], [3], [3, 4], [4], [4, 5]]] * 2
