@@ -99,8 +99,10 @@ def run(
     strategy: Any = DDPStrategy(process_group_backend="gloo")
     if kind != "ddp":
         strategy = ModelParallelStrategy(
-            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=kind == "shards"
-        )  # fmt: skip
+            data_parallel_size=2,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=kind == "shards",
+        )
     extra: dict[str, Any] = {"process_group": offload.SEPARATE} if separate else {}
     store = root / (f"run-{os.environ['RANK']}" if separate else "run")
     make = lightning_runs.on_ssd(store, options=OPTIONS, **extra)
