@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node=2 accelerate_ddp.py --directory run --steps 200
 
-`accelerate launch` starts it as well. Stop all processes in any way and run the command again, with
-as many processes: they go on after the newest folder. This script trains on the CPU.
+`accelerate launch --multi_gpu --num_processes 2` starts it as well. Stop all processes in any way
+and run the command again, with as many processes: they go on after the newest folder. This script
+trains on the CPU, where `accelerate launch` starts one process only, unless it is told otherwise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The examples for the Trainer and Lightning on two processes, as `torchrun` starts them."""
+"""The examples for libraries on two processes, as `torchrun` and `accelerate launch` start them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ ROOT = Path(__file__).parents[2]
 
 def torchrun(name: str, *arguments: str) -> str:
     """Run an example on two processes, and return what they print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return launch("torch.distributed.run", "--standalone", "--nproc-per-node=2", name, *arguments)
+
+
+def launch(launcher: str, *arguments: str) -> str:
+    """Run a launcher, which is a module, in the directory of examples, and return what it prints."""
     ended = subprocess.run(
-        [*command, str(ROOT / "docs/examples" / name), *arguments],
+        [sys.executable, "-m", launcher, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
+        cwd=ROOT / "docs/examples",
         capture_output=True,
         text=True,
         timeout=200,
@@ -56,3 +60,17 @@ def test_the_example_for_lightning(tmp_path: Path) -> None:
     ]  # fmt: skip
     lines = [line for text in parts for line in text.splitlines() if line.startswith("step")]
     assert sorted(lines) == sorted(line for line in whole.splitlines() if line.startswith("step"))
+
+
+@pytest.mark.slow
+def test_the_example_for_accelerate_as_accelerate_launch_starts_it(tmp_path: Path) -> None:
+    """Without ``--multi_gpu`` it starts one process on a CPU, whatever the number says."""
+    command = [
+        "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1",
+        "--mixed_precision=no", "--dynamo_backend=no", "accelerate_ddp.py", "--every=2",
+    ]  # fmt: skip
+    whole = launch(*command, f"--directory={tmp_path}/whole", "--steps=5")
+    assert (tmp_path / "whole/store/owner-1").is_dir(), "there were two processes"
+    parts = [launch(*command, f"--directory={tmp_path}/parts", f"--steps={n}") for n in (4, 5)]
+    lines = [line for text in parts for line in text.splitlines() if line.startswith("step")]
+    assert lines == [line for line in whole.splitlines() if line.startswith("step")]
