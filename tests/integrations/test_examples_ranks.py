@@ -20,7 +20,7 @@ def torchrun(name: str, *arguments: str) -> str:
 
 
 def launch(launcher: str, *arguments: str) -> str:
-    """Run a launcher, which is a module, in the directory of examples, and return what it prints."""
+    """Run a launcher, a module, in the directory of examples, and return what it prints."""
     ended = subprocess.run(
         [sys.executable, "-m", launcher, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
