@@ -24,9 +24,15 @@ def jobs() -> Iterator[RankJobs]:
 
 
 @pytest.fixture(scope="module")
-def whole(jobs: RankJobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Return what each rank says of a run that is not interrupted, for each kind."""
-    return {kind: jobs.run(tmp_path_factory.mktemp(kind), kind=kind) for kind in KINDS}
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the directories of runs that are not interrupted, for each kind."""
+    return {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def whole(jobs: RankJobs, roots: dict[str, Path]) -> dict[str, list[Any]]:
+    """Return what each rank says of these runs."""
+    return {kind: jobs.run(root, kind=kind) for kind, root in roots.items()}
 
 
 def pinned(root: Path) -> list[int]:
@@ -59,13 +65,14 @@ def test_losses_are_those_of_torchs_own_optimizer(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_folders_refer_to_one_sealed_checkpoint_each(
-    kind: str, jobs: RankJobs, tmp_path: Path
+    kind: str, whole: dict[str, list[Any]], roots: dict[str, Path]
 ) -> None:
-    jobs.run(tmp_path, kind=kind)
-    infos = offload.list_checkpoints(tmp_path / "run")
-    assert pinned(tmp_path) == [info.step for info in infos] == [2, 4, 6]
-    assert len(folders(tmp_path)) == 3
-    for info, folder in zip(infos, folders(tmp_path), strict=True):
+    assert len(whole[kind]) == 2
+    root = roots[kind]
+    infos = offload.list_checkpoints(root / "run")
+    assert pinned(root) == [info.step for info in infos] == [2, 4, 6]
+    assert len(folders(root)) == 3
+    for info, folder in zip(infos, folders(root), strict=True):
         name = "optimizer.bin" if kind == "ddp" else "offload_reference.bin"
         saved = torch.load(folder / name, weights_only=True)
         position = offload.reference_of(saved)
@@ -79,7 +86,9 @@ def test_folders_refer_to_one_sealed_checkpoint_each(
             assert not checkpoint.verify().problems
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["ddp", "SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.slow)]
+)
 def test_killed_within_a_save(
     kind: str, jobs: RankJobs, whole: dict[str, list[Any]], tmp_path: Path
 ) -> None:
@@ -95,9 +104,14 @@ def test_killed_within_a_save(
     assert pinned(tmp_path) == [2, 4, 6]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", pytest.param("SHARDED_STATE_DICT", marks=pytest.mark.slow)]
+)
 def test_an_older_folder_is_loaded_only_if_told_to(
-    kind: str, jobs: RankJobs, whole: dict[str, list[Any]], tmp_path: Path
+    kind: str,
+    jobs: RankJobs,
+    whole: dict[str, list[Any]],
+    tmp_path: Path,
 ) -> None:
     jobs.run(tmp_path, kind=kind)
     older = {"kind": kind, "steps": [2, 6], "load": str(folders(tmp_path)[0]), "save_every": 9}

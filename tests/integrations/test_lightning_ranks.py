@@ -31,9 +31,15 @@ def jobs() -> Iterator[RankJobs]:
 
 
 @pytest.fixture(scope="module")
-def whole(jobs: RankJobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Return what each rank says of a run that is not interrupted, for each kind."""
-    return {kind: jobs.run(tmp_path_factory.mktemp(kind), kind=kind) for kind in KINDS}
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the directories of runs that are not interrupted, for each kind."""
+    return {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def whole(jobs: RankJobs, roots: dict[str, Path]) -> dict[str, list[Any]]:
+    """Return what each rank says of these runs."""
+    return {kind: jobs.run(root, kind=kind) for kind, root in roots.items()}
 
 
 def files(root: Path) -> list[str]:
@@ -77,19 +83,22 @@ def test_losses_are_those_of_torchs_own_optimizer(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_name_one_sealed_checkpoint_each(kind: str, jobs: RankJobs, tmp_path: Path) -> None:
+def test_files_name_one_sealed_checkpoint_each(
+    kind: str, whole: dict[str, list[Any]], roots: dict[str, Path]
+) -> None:
     """`save_top_k` has removed a file, and with it a pin."""
-    jobs.run(tmp_path, kind=kind)
-    assert LAST in files(tmp_path)
-    require_pins(tmp_path)
-    for info in offload.list_checkpoints(tmp_path / "run"):
+    assert len(whole[kind]) == 2
+    root = roots[kind]
+    assert LAST in files(root)
+    require_pins(root)
+    for info in offload.list_checkpoints(root / "run"):
         assert "val_loss" in info.metrics
         with offload.open_checkpoint(info.path) as checkpoint:
             assert len(checkpoint.train_states) == 2
             assert not checkpoint.verify().problems
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ddp", "shards", pytest.param("whole", marks=pytest.mark.slow)])
 def test_killed_within_a_save(
     kind: str, jobs: RankJobs, whole: dict[str, list[Any]], tmp_path: Path
 ) -> None:
@@ -103,9 +112,12 @@ def test_killed_within_a_save(
     require_pins(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "shards"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("shards", marks=pytest.mark.slow)])
 def test_an_older_file_is_loaded_only_if_told_to(
-    kind: str, jobs: RankJobs, whole: dict[str, list[Any]], tmp_path: Path
+    kind: str,
+    jobs: RankJobs,
+    whole: dict[str, list[Any]],
+    tmp_path: Path,
 ) -> None:
     jobs.run(tmp_path, kind=kind)
     older = next(name for name in files(tmp_path) if name not in (LAST, "last.ckpt"))
@@ -118,6 +130,7 @@ def test_an_older_file_is_loaded_only_if_told_to(
         assert one["losses"] == {step: expected["losses"][step] for step in one["losses"]}
 
 
+@pytest.mark.slow
 def test_16_bit_parameters(jobs: RankJobs, tmp_path: Path) -> None:
     case = {"settings": {"precision": "bf16-true", "gradient_clip_val": 0.5}}
     expected = jobs.run(tmp_path / "whole", **case)

@@ -25,9 +25,15 @@ def jobs() -> Iterator[RankJobs]:
 
 
 @pytest.fixture(scope="module")
-def whole(jobs: RankJobs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Return what each rank says of a run that is not interrupted, for each kind."""
-    return {kind: jobs.run(tmp_path_factory.mktemp(kind), kind=kind) for kind in KINDS}
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the directories of runs that are not interrupted, for each kind."""
+    return {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def whole(jobs: RankJobs, roots: dict[str, Path]) -> dict[str, list[Any]]:
+    """Return what each rank says of these runs."""
+    return {kind: jobs.run(root, kind=kind) for kind, root in roots.items()}
 
 
 def pinned(root: Path) -> list[int]:
@@ -63,14 +69,15 @@ def test_losses_are_those_of_torchs_own_optimizer(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_folders_refer_to_one_sealed_checkpoint_each(
-    kind: str, jobs: RankJobs, tmp_path: Path
+    kind: str, whole: dict[str, list[Any]], roots: dict[str, Path]
 ) -> None:
-    jobs.run(tmp_path, kind=kind)
-    names = sorted(folder.name for folder in (tmp_path / "out").glob("checkpoint-*"))
+    assert len(whole[kind]) == 2
+    root = roots[kind]
+    names = sorted(folder.name for folder in (root / "out").glob("checkpoint-*"))
     assert names == ["checkpoint-6", "checkpoint-7"], "save_total_limit"
-    assert pinned(tmp_path) == [6, 7]
-    for info in offload.list_checkpoints(tmp_path / "run")[-2:]:
-        folder = tmp_path / f"out/checkpoint-{info.step}"
+    assert pinned(root) == [6, 7]
+    for info in offload.list_checkpoints(root / "run")[-2:]:
+        folder = root / f"out/checkpoint-{info.step}"
         if kind != "SHARDED_STATE_DICT":
             name = "optimizer.pt" if kind == "ddp" else "optimizer.bin"
             position = offload.reference_of(torch.load(folder / name, weights_only=True))
@@ -85,7 +92,9 @@ def test_folders_refer_to_one_sealed_checkpoint_each(
         assert (Path(info.path) / "config.json").exists() is (kind != "SHARDED_STATE_DICT")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "SHARDED_STATE_DICT"])
+@pytest.mark.parametrize(
+    "kind", ["ddp", pytest.param("SHARDED_STATE_DICT", marks=pytest.mark.slow)]
+)
 def test_killed_within_a_save(
     kind: str, jobs: RankJobs, whole: dict[str, list[Any]], tmp_path: Path
 ) -> None:
@@ -100,6 +109,7 @@ def test_killed_within_a_save(
     assert pinned(tmp_path) == [6, 7]
 
 
+@pytest.mark.slow
 def test_evaluations_and_a_given_optimizer(jobs: RankJobs, tmp_path: Path) -> None:
     case = {
         "how": "given",
