@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from offload import Position, reference_of
 
@@ -31,7 +32,7 @@ def reference_in(directory: str, optimizer: str) -> Position | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that this process reads alone
         try:
-            dcp.load({optimizer: {"param_groups": [group]}}, checkpoint_id=directory, no_dist=True)
-        except dcp.api.CheckpointException:
+            load({optimizer: {"param_groups": [group]}}, checkpoint_id=directory, no_dist=True)
+        except CheckpointException:
             return None
     return reference_of({"param_groups": [group]})
