@@ -1,6 +1,7 @@
 """Train a small network under Lightning, with the optimizer's state on SSD.
 
     python lightning_loop.py --directory run --epochs 20
+    torchrun --standalone --nproc-per-node=2 lightning_loop.py --devices 2    # two processes
 
 Stop it in any way, Ctrl-C and `kill -9` included, and run it again: it goes on after the newest
 `.ckpt`, to the same losses as if it had never been stopped.
@@ -73,6 +74,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20, help="in all, over all runs")
     parser.add_argument("--steps", type=int, default=10, help="in an epoch, which ends in a .ckpt")
     parser.add_argument("--precision", default="bf16-true", help="as Lightning's Trainer takes it")
+    parser.add_argument("--devices", type=int, default=1, help="processes")
     arguments = parser.parse_args()
 
     files = arguments.directory / "files"
@@ -86,6 +88,8 @@ def main() -> None:
         precision=arguments.precision,
         gradient_clip_val=1.0,
         accelerator="cpu",
+        devices=arguments.devices,
+        strategy="auto" if arguments.devices == 1 else "ddp",
         callbacks=[ModelCheckpoint(dirpath=files), OffloadCallback()],
         logger=CSVLogger(arguments.directory, name="logs"),
         log_every_n_steps=1,

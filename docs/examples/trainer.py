@@ -4,6 +4,7 @@ Run it, interrupt it wherever you like, and run it again: it goes on where it wa
 
     pip install '.[transformers]'      # in a checkout
     python trainer.py --directory /mnt/nvme/example --steps 200
+    torchrun --standalone --nproc-per-node=2 trainer.py     # on two processes
 """
 
 from __future__ import annotations

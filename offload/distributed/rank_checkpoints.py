@@ -199,15 +199,11 @@ class RankCheckpoints:
         self._own = [c for c in self._own if c.manifest.generation <= generation]
 
     def forget_recycled(self, names: Collection[str]) -> None:
-        """Forget the checkpoints whose part on this host may be written again.
-
-        A rank that sees the first directory is told of them there.
+        """Forget the checkpoints whose part of this rank's owner may be written again.
 
         Args:
             names: Names of the parts of this rank's owner that have to stay.
         """
-        if self._opened.is_near:
-            return
         owner = self._opened.owner
         gone = {
             path

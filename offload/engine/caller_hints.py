@@ -19,6 +19,10 @@ _SAVES = {
         "what save_state() writes cannot be loaded by another process",
         "call offload.integrations.accelerate.follow(accelerator, optimizer) before it",
     ),
+    ("accelerate.utils.fsdp_utils", "save_fsdp_optimizer"): (
+        "what accelerate is about to save with FSDP2 cannot be loaded",
+        "call offload.integrations.accelerate.follow(accelerator, optimizer) before it",
+    ),
     **{
         (f"{package}.trainer.connectors.checkpoint_connector", "dump_checkpoint"): (
             "the .ckpt files of this Trainer cannot be resumed from",

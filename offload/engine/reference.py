@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.engine.carried_reference import uncarried
 from offload.errors import MismatchError
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateStore
@@ -73,6 +74,7 @@ def reference_of(state_dict: Mapping[str, Any]) -> Position | None:
     Raises:
         MismatchError: The reference is of another version of this package, or is not complete.
     """
+    state_dict = uncarried(state_dict)
     return read_reference(state_dict)[0] if is_reference(state_dict) else None
 
 

@@ -6,6 +6,9 @@ accelerator.save_state("out/checkpoint_0")
 
 `prepare()` calls `state_dict()`, moves all tensors in it to the device, and loads it again. The
 state dict of this package's optimizer is a reference without tensors, so nothing is read or moved.
+
+With FSDP2, accelerate saves and loads the optimizer before it calls any hook. So what it saves then
+is not used: the reference to the sealed checkpoint is in a file of this module in the same folder.
 """
 
 from __future__ import annotations
@@ -16,15 +19,27 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import RNG_STATE_NAME
+from accelerate.utils import RNG_STATE_NAME, DistributedType
 
-from offload import OffloadError
+from offload import MismatchError, OffloadError
+from offload.integrations.first_rank import (
+    decide,
+    num_hosts_of_launcher,
+    require_ranks,
+)
 from offload.integrations.folders import Folders, unwrap
+
+REFERENCE_NAME = "offload_reference.bin"
+"""File with the reference in a folder of FSDP2."""
 
 _REMEDY = (
     "Pass follow(..., discard_newer=True) to withdraw them, or remove those folders, or load the "
     "newest one"
 )
+
+_UNWRAP = "pass the one that was given to accelerator.prepare()"
+_SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_ATTACH = "Call follow(accelerator, optimizer) before save_state()"
 
 
 class Following:
@@ -37,21 +52,27 @@ class Following:
     """
 
     def __init__(self, accelerator: Accelerator, optimizer: object, *, discard_newer: bool) -> None:
-        self._optimizer = unwrap(optimizer, "pass the one that was given to accelerator.prepare()")
+        self._optimizer = unwrap(optimizer, _UNWRAP)
         self._folders = Folders(
             "accelerate",
             _is_complete,
             discard_newer=discard_newer,
             remedy=_REMEDY,
-            attach="Call follow(accelerator, optimizer) before save_state()",
+            attach=_ATTACH,
         )
+        self._is_loading = False
+        self._is_sharded = bool(accelerator.is_fsdp2)
+        self._optimizer.torch_form = self._is_sharded
+        self._optimizer.warn_unsealed = not self._is_sharded
         self._handles = [
             accelerator.register_save_state_pre_hook(self._before_saving),
+            accelerator.register_load_state_pre_hook(self._after_loading_shards),
             self._optimizer.register_load_state_dict_pre_hook(self._before_loading),
         ]
 
     def stop(self) -> None:
         """Remove the hooks from the accelerator and the optimizer. Pins stay."""
+        self._optimizer.warn_unsealed = True
         for handle in self._handles:
             handle.remove()
 
@@ -61,13 +82,47 @@ class Following:
         # accelerate removes old folders before this call, and asks for the state dict after it.
         del models, weights
         self._folders.seal(self._optimizer, output_dir)
+        if self._is_sharded:
+            reference = self._optimizer.state_dict()
+            decide(
+                self._optimizer,
+                lambda: torch.save(reference, os.path.join(output_dir, REFERENCE_NAME)),
+            )
         self._folders.sync(self._optimizer)
+
+    def _after_loading_shards(self, models: list[torch.nn.Module], input_dir: str) -> None:
+        """Load the reference, if accelerate has loaded shards without calling a hook."""
+        del models
+        if not self._is_sharded:
+            return
+
+        def read() -> Any:
+            try:
+                return torch.load(os.path.join(input_dir, REFERENCE_NAME), weights_only=True)
+            except FileNotFoundError:
+                raise MismatchError(
+                    f"{input_dir} has no {REFERENCE_NAME}: it was saved without sealing the state, "
+                    f"which is lost. {_ATTACH}"
+                ) from None
+
+        reference = decide(self._optimizer, read)
+        self._folders.go_back(self._optimizer, reference)
+        self._is_loading = True
+        try:
+            self._optimizer.load_state_dict(reference)
+        finally:
+            self._is_loading = False
 
     def _before_loading(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
-    ) -> None:
+    ) -> dict[str, Any] | None:
         del optimizer
+        if self._is_loading:
+            return None
+        if self._is_sharded and "state" in state_dict:  # what accelerate has saved before the seal
+            return self._optimizer.state_dict()  # keeps the present state, until the other hook
         self._folders.go_back(self._optimizer, state_dict)
+        return None
 
 
 def follow(
@@ -78,6 +133,9 @@ def follow(
     - ``save_state()`` seals the state, and pins it as ``accelerate-<step>``, before the folder
       refers to it. If the folder has been removed, the next save removes the pin.
     - ``load_state()`` continues from exactly the checkpoint that the folder refers to.
+
+    With several processes, all of them call this, after ``prepare()``, and make the same calls of
+    the accelerator.
 
     Args:
         accelerator: Accelerator whose ``save_state`` and ``load_state`` are used.
@@ -91,12 +149,16 @@ def follow(
 
     Raises:
         TypeError: The optimizer is not one of this package.
-        OffloadError: The accelerator has several processes.
+        OffloadError: The processes of the accelerator are not the optimizer's ranks, or are on
+            several hosts; or the model is divided in a way that is not supported.
     """
-    if accelerator.num_processes > 1:
+    inner = unwrap(optimizer, _UNWRAP)
+    require_ranks(inner, accelerator.num_processes, num_hosts_of_launcher(), "accelerate")
+    kind = accelerator.distributed_type
+    if kind not in _SUPPORTED and not accelerator.is_fsdp2:
         raise OffloadError(
-            f"follow(): the accelerator has {accelerator.num_processes} processes, but a store "
-            "can have only one writer. Launch one process"
+            f"follow(): accelerate trains with {kind.value}, which is not supported: use "
+            "DistributedDataParallel, or FSDP2 by FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     return Following(accelerator, optimizer, discard_newer=discard_newer)
 

@@ -2,7 +2,8 @@
 
 The library saves files of its own, with the `state_dict()` of the optimizer in them: a small
 reference to a checkpoint. A checkpoint lists in its train state the files that it was sealed for.
-It has one pin for each of these files that still names it.
+It has one pin for each of these files that still names it. A file may be a directory, in which each
+of several ranks has written its shards.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ from offload import (
     open_checkpoint,
     reference_of,
 )
+from offload.integrations.first_rank import decide, rank_of
+from offload.integrations.sharded_files import is_sharded, reference_in
 
 PIN_PREFIX = "lightning-"
 """Prefix of the names of all pins that belong to files."""
+
+_METADATA = "meta.pt"
+"""File that Lightning writes last into a directory with shards."""
 
 _FILES = "lightning_files"
 """Key in a checkpoint's train state: its value lists the files that it was sealed for."""
@@ -46,8 +52,10 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
     newest = next(reversed(optimizer.checkpoints()), None)
     if newest is None or newest.step != optimizer.num_steps:
         return {_FILES: [file]}
-    with open_checkpoint(newest.path) as checkpoint:
-        state = {} if checkpoint.train_state is None else checkpoint.train_state
+    with open_checkpoint(newest.path, parts=optimizer.directories[1:]) as checkpoint:
+        states, rank = checkpoint.train_states, rank_of(optimizer)
+        found = states[rank] if rank < len(states) else states[0]
+        state = {} if found is None else found
     if not isinstance(state, dict):
         raise OffloadError(
             f"{file} must refer to {newest.path}, whose train state is a {type(state).__name__}, "
@@ -57,15 +65,16 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
     return {**state, _FILES: sorted({*_listed_files(state), file})}
 
 
-def files_of(checkpoint: CheckpointInfo, loaded: str) -> list[str]:
+def files_of(optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo, loaded: str) -> list[str]:
     """Return the files that may name a checkpoint; empty if it was not sealed for a file.
 
     Args:
+        optimizer: Optimizer of the store.
         checkpoint: Checkpoint with the list of files that it was sealed for.
         loaded: File that training resumes from; empty if there is none. The other files may have
             been moved to its directory.
     """
-    with open_checkpoint(checkpoint.path) as opened:
+    with open_checkpoint(checkpoint.path, parts=optimizer.directories[1:]) as opened:
         files = _listed_files(opened.train_state)
     beside = os.path.dirname(name_of_file(loaded)) if loaded else ""
     moved = [f"{beside}/{os.path.basename(file)}" for file in files if beside]
@@ -77,9 +86,9 @@ def _listed_files(train_state: Any) -> list[str]:
     return [f for f in listed if isinstance(f, str)] if isinstance(listed, list) else []
 
 
-def why_in_use(checkpoint: CheckpointInfo, loaded: str) -> str:
+def why_in_use(optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo, loaded: str) -> str:
     """Return why a checkpoint must not be withdrawn without consent; empty if it is not in use."""
-    files = files_of(checkpoint, loaded)
+    files = files_of(optimizer, checkpoint, loaded)
     if not files:
         return "made by checkpoint()"
     others = [n for n in checkpoint.pins if not n.startswith(PIN_PREFIX)]
@@ -99,6 +108,9 @@ def checkpoints_named_in(file: str) -> set[tuple[str, int, int]] | None:
     if "://" in file:
         return None  # files on a network are not read
     try:
+        if os.path.isdir(file):
+            is_whole = is_sharded(file) and os.path.isfile(os.path.join(file, _METADATA))
+            return {_identity(p) for p in _references_in(file)} if is_whole else set()
         saved = torch.load(file, map_location="meta", mmap=True, weights_only=True)
         found = map(reference_of, saved.get("optimizer_states", ()))
         return {_identity(position) for position in found if position is not None}
@@ -106,6 +118,14 @@ def checkpoints_named_in(file: str) -> set[tuple[str, int, int]] | None:
         return set()
     except Exception:  # noqa: BLE001  (a file may be damaged in any way)
         return None
+
+
+def _references_in(directory: str) -> list[Position]:
+    """Return the positions that the optimizers of a directory refer to, in their order."""
+    found: list[Position] = []
+    while (position := reference_in(directory, f"optimizer_{len(found)}")) is not None:
+        found.append(position)
+    return found
 
 
 def _identity(named: CheckpointInfo | Position) -> tuple[str, int, int]:
@@ -122,14 +142,25 @@ def mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
         optimizer: Optimizer of the store.
         loaded: File that training resumes from; empty if there is none.
     """
+    for name, path in decide(optimizer, lambda: _wrong_pins(optimizer, loaded)):
+        if path is None:
+            optimizer.unpin(name)
+        else:
+            optimizer.pin(name, path)
+
+
+def _wrong_pins(optimizer: OffloadedOptimizer, loaded: str) -> list[tuple[str, str | None]]:
+    """Return names of pins to add, with the checkpoint's path, and to remove, with None."""
+    wrong: list[tuple[str, str | None]] = []
     for checkpoint in optimizer.checkpoints():
-        for file in files_of(checkpoint, loaded):
+        for file in files_of(optimizer, checkpoint, loaded):
             name, named = pin_name(file), checkpoints_named_in(file)
             pinned = name in checkpoint.pins
             if named is not None and pinned and not os.path.lexists(file):
-                optimizer.unpin(name)
+                wrong.append((name, None))
             elif named is not None and not pinned and _identity(checkpoint) in named:
-                optimizer.pin(name, checkpoint)
+                wrong.append((name, checkpoint.path))
+    return wrong
 
 
 def pin_name(file: str) -> str:
@@ -145,11 +176,16 @@ def name_of_file(path: Any) -> str:
 
 
 def make_durable(file: str) -> None:
-    """Sync a local file and its directory, before an older file may be removed."""
-    if os.path.isfile(file):
-        for path in (file, os.path.dirname(file)):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    """Sync a local file and its directory, before an older file may be removed.
+
+    If it is a directory, all that is in it is synced as well.
+    """
+    if not os.path.exists(file):
+        return
+    within = [os.path.join(root, name) for root, _, names in os.walk(file) for name in names]
+    for path in (*within, file, os.path.dirname(file)):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

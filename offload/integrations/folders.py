@@ -6,6 +6,9 @@ needs a checkpoint of the same moment, which is durable before the folder refers
 pinned as long as the folder exists. The train state of a checkpoint lists the folders that refer to
 it, under the library's name.
 
+With several ranks, one of them writes and removes folders. So the first rank decides what each call
+is to do, see `offload.integrations.first_rank`, and all ranks make the same calls of the optimizer.
+
 A missing folder may have been removed or moved, or its file system may not be mounted. It counts as
 removed if it existed during the life of this process, or if its parent directory still has the same
 inode. The inode matters because libraries make a missing directory anew.
@@ -30,6 +33,7 @@ from offload import (
     open_checkpoint,
     reference_of,
 )
+from offload.integrations.first_rank import decide, rank_of
 
 
 def unwrap(optimizer: object, remedy: str) -> OffloadedOptimizer:
@@ -106,15 +110,21 @@ class Folders:
         """
         optimizer.synchronize()  # a seal of this step may be in flight, with the caller's own state
         step = optimizer.num_steps
-        name = f"{self._library}-{step}"
-        train_state, path = self._train_state(optimizer, step), os.path.abspath(folder)
-        before = self._folders_in(train_state) or {}
-        folders = {other: inode for other, inode in before.items() if os.path.isdir(other)}
-        folders[path] = os.stat(os.path.dirname(path)).st_ino
-        self._seen.add(path)
-        train_state[self._library] = {"folders": folders}
-        if totals is not None:
-            train_state[self._library]["totals"] = dict(totals())
+        name, path = f"{self._library}-{step}", os.path.abspath(folder)
+        train_state = self._train_state(optimizer, step)
+
+        def entry() -> tuple[dict[str, Any], Mapping[str, float] | None, bool]:
+            """Return the library's entry of the train state, metrics, and whether it is pinned."""
+            before = self._folders_in(train_state) or {}
+            folders = {other: inode for other, inode in before.items() if os.path.isdir(other)}
+            folders[path] = os.stat(os.path.dirname(path)).st_ino
+            self._seen.add(path)
+            kept = {"totals": dict(totals())} if totals else {}
+            return {"folders": folders, **kept}, metrics, name in optimizer.pins()
+
+        train_state[self._library], metrics, is_pinned = decide(optimizer, entry)
+        if is_pinned and optimizer.num_ranks > 1:  # several ranks learn of a PinError too late
+            optimizer.unpin(name)
         try:
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
         except PinError:
@@ -124,9 +134,10 @@ class Folders:
             # changed the learning rate since the last save. The library overwrites its folder, too.
             optimizer.unpin(name)
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
-        self._folders_of_generation[checkpoint.generation] = folders
+        self._folders_of_generation[checkpoint.generation] = train_state[self._library]["folders"]
         optimizer.pin(name, checkpoint)
-        _add_hf_files(checkpoint, path)
+        if rank_of(optimizer) == 0:
+            _add_hf_files(checkpoint, path)
         return checkpoint
 
     def totals(self, optimizer: OffloadedOptimizer) -> object:
@@ -144,6 +155,15 @@ class Folders:
         Raises:
             gds.StorageError: A pin could not be written or removed durably.
         """
+        for name, path in decide(optimizer, lambda: self._changed_pins(optimizer)):
+            if path is None:
+                optimizer.unpin(name)
+            else:
+                optimizer.pin(name, path)
+
+    def _changed_pins(self, optimizer: OffloadedOptimizer) -> list[tuple[str, str | None]]:
+        """Return names of pins to add, with the checkpoint's path, and to remove, with None."""
+        changed: list[tuple[str, str | None]] = []
         for checkpoint in optimizer.checkpoints():
             folders = self._folders(optimizer, checkpoint)
             if folders is None:
@@ -152,9 +172,10 @@ class Folders:
             name = f"{self._library}-{checkpoint.step}"
             is_pinned = name in checkpoint.pins
             if is_pinned and all(self._is_removed(*folder) for folder in folders.items()):
-                optimizer.unpin(name)
+                changed.append((name, None))
             elif not is_pinned and any(map(self._is_complete, folders)):
-                optimizer.pin(name, checkpoint)
+                changed.append((name, checkpoint.path))
+        return changed
 
     def go_back(self, optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
         """Restore the checkpoint that a reference names, with its parameters, if newer ones exist.
@@ -176,19 +197,35 @@ class Folders:
         wanted = reference_of(state_dict)
         if wanted is None:
             return
-        present = optimizer.position
-        if present.is_same_as(wanted):
+        present = optimizer.position  # on every rank, since it may wait for a step of all of them
+        going = decide(optimizer, lambda: self._way_back(optimizer, wanted, present))
+        if going is None:
             return
+        path, names = going
+        for name in names:
+            optimizer.unpin(name)
+        optimizer.restore(path, discard_newer=True)
+
+    def _way_back(
+        self, optimizer: OffloadedOptimizer, wanted: Position, present: Position
+    ) -> tuple[str, list[str]] | None:
+        """Return the checkpoint to restore, and the pins to remove before; None for neither.
+
+        Raises:
+            MismatchError: As in `go_back`.
+        """
+        if present.is_same_as(wanted):
+            return None
         if not wanted.sealed:  # checked before the store: without checkpoints it has no lasting id
             raise MismatchError(
                 f"load_state_dict() got a reference to {wanted}: the folder was saved without "
                 f"sealing the state, which is lost. {self._attach}"
             )
         if wanted.store != present.store:
-            return
+            return None
         found = self._find(optimizer, wanted)
         if found is None:
-            return
+            return None
         newer = [c for c in optimizer.checkpoints() if c.generation > found.generation]
         used = [use for c in newer if (use := self._describe_use(optimizer, c))]
         if used and not self._discard_newer:
@@ -196,27 +233,24 @@ class Folders:
                 f"continuing from step {wanted.step} would withdraw newer checkpoints of "
                 f"{optimizer.directories[0]}: {'; '.join(used)}. {self._remedy}"
             )
-        if newer:
-            self._withdraw_newer(optimizer, found, newer)
+        return (found.path, self._given_up(found, newer)) if newer else None
 
-    def _withdraw_newer(
-        self,
-        optimizer: OffloadedOptimizer,
-        found: CheckpointInfo,
-        newer: list[CheckpointInfo],
-    ) -> None:
+    def _given_up(self, found: CheckpointInfo, newer: list[CheckpointInfo]) -> list[str]:
+        """Return the pins of checkpoints that are about to be withdrawn, with a warning.
+
+        None are returned if there are pins of others. Then restoring raises PinError.
+        """
         own = {f"{self._library}-{c.step}" for c in newer}
         names = {name for c in newer for name in c.pins}
-        if names <= own:  # otherwise restore() raises PinError, and all pins stay
-            for name in names:
-                optimizer.unpin(name)
-            listed = ", ".join(os.path.basename(c.path) for c in newer)
-            warnings.warn(
-                f"continuing from {found.path}; the newer checkpoints are withdrawn: {listed}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        optimizer.restore(found, discard_newer=True)
+        if not names <= own:
+            return []
+        listed = ", ".join(os.path.basename(c.path) for c in newer)
+        warnings.warn(
+            f"continuing from {found.path}; the newer checkpoints are withdrawn: {listed}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return sorted(names)
 
     def _find(self, optimizer: OffloadedOptimizer, wanted: Position) -> CheckpointInfo | None:
         """Return the checkpoint that a reference names.
@@ -290,16 +324,18 @@ class Folders:
         """Return a copy of the train state of a step; empty if the step has not been sealed."""
         for checkpoint in optimizer.checkpoints():
             if checkpoint.step == step:
-                return dict(_read_train_state(optimizer, checkpoint))
+                return dict(_read_train_state(optimizer, checkpoint, rank_of(optimizer)))
         return {}
 
 
 def _read_train_state(
-    optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo
+    optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo, rank: int = 0
 ) -> Mapping[Any, Any]:
+    """Return the train state that a rank has passed; empty if it cannot be read."""
     try:
         with open_checkpoint(checkpoint.path, parts=optimizer.directories[1:]) as opened:
-            train_state = opened.train_state
+            states = opened.train_states
+            train_state = states[rank] if rank < len(states) else states[0]
     except CheckpointError:
         return {}  # the checkpoint is damaged, which a restore of it reports
     return train_state if isinstance(train_state, dict) else {}

@@ -17,13 +17,13 @@ checkpoint, so it is withdrawn if the next fit continues from an older one.
 
 from __future__ import annotations
 
-import random
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from offload import (
@@ -33,7 +33,6 @@ from offload import (
     OffloadError,
     Position,
     reference_of,
-    usable_metrics,
 )
 from offload.integrations.ckpt_files import (
     PIN_PREFIX,
@@ -43,6 +42,14 @@ from offload.integrations.ckpt_files import (
     pin_name,
     train_state,
     why_in_use,
+)
+from offload.integrations.first_rank import decide
+from offload.integrations.lightning_ranks import RankFiles, require_ranks_of
+from offload.integrations.lightning_trainer import (
+    monitored,
+    offloaded,
+    random_states,
+    set_random_states,
 )
 
 if TYPE_CHECKING:
@@ -79,6 +86,8 @@ class OffloadCallback(pl.Callback):
         self._discard_newer = discard_newer
         self._log_stats = log_stats
         self._logged_step = 0
+        self._is_late = False
+        """Whether the strategy loads files after `on_fit_start`."""
         self._references: Sequence[Any] = ()
         """State dict of each optimizer in the file that is being loaded."""
         self._random: Mapping[str, Any] | None = None
@@ -91,15 +100,14 @@ class OffloadCallback(pl.Callback):
         Optimizers of earlier fits in this process are closed.
 
         Raises:
-            OffloadError: There are several processes, or files are written asynchronously.
+            OffloadError: The Trainer's strategy for several processes is not supported, or files
+                are written asynchronously.
         """
         if stage != "fit":
             return
-        if trainer.world_size > 1:
-            raise OffloadError(
-                f"Trainer has {trainer.world_size} processes, but a store can have only one "
-                "writer: use devices=1, num_nodes=1"
-            )
+        several = trainer.world_size > 1
+        if several:
+            require_ranks_of(trainer)
         self._references, self._random = (), None
         files = trainer.strategy.checkpoint_io
         if not isinstance(files, _SealingIO):
@@ -109,7 +117,10 @@ class OffloadCallback(pl.Callback):
                     "the checkpoint that each .ckpt refers to cannot be determined: remove it. It "
                     "gains little, because the .ckpt is small without the optimizer's state"
                 )
-            trainer.strategy.checkpoint_io = _SealingIO(files, trainer)
+            if several:
+                RankFiles.install(trainer, self.state_key)
+            else:
+                trainer.strategy.checkpoint_io = _SealingIO(files, trainer)
         # These optimizers hold their stores, however their fits ended, and this fit makes new ones.
         while _optimizers_of_ended_fits:
             _optimizers_of_ended_fits.pop().close()
@@ -131,7 +142,7 @@ class OffloadCallback(pl.Callback):
             PinError: A checkpoint that would be withdrawn has a pin that is not of a file.
             OffloadError: There is no optimizer of this package.
         """
-        optimizers = dict(_offloaded(trainer))
+        optimizers = dict(offloaded(trainer))
         if not optimizers:
             raise OffloadError(
                 "configure_optimizers() returned no optimizer of this package, so OffloadCallback "
@@ -139,6 +150,19 @@ class OffloadCallback(pl.Callback):
             )
         loaded = str(trainer.ckpt_path or "")
         references, self._references = self._references, ()
+        self._is_late = trainer.strategy.restore_checkpoint_after_setup
+        for optimizer in optimizers.values():
+            if optimizer.num_ranks != trainer.world_size:
+                raise OffloadError(
+                    f"the Trainer has {trainer.world_size} processes, and the optimizer in "
+                    f"{optimizer.directories[0]} trains with {optimizer.num_ranks}: leave out "
+                    "process_group="
+                )
+            if self._is_late:  # the strategy is about to load the file, with the optimizer
+                optimizer.torch_form = True
+                optimizer.register_load_state_dict_pre_hook(
+                    partial(self._before_loading, loaded=loaded)
+                )
         found = {
             optimizers[index]: self._find(optimizers[index], wanted, loaded)
             for index, reference in enumerate(references)
@@ -149,15 +173,22 @@ class OffloadCallback(pl.Callback):
                 _go_back(optimizer, checkpoint)
         for optimizer in optimizers.values():
             optimizer.warn_unsealed = False  # `_SealingIO` seals before a file is written
-            mend_pins(optimizer, loaded)
+            if not self._is_late:
+                mend_pins(optimizer, loaded)
             if _has_readers(trainer, pl_module):
                 optimizer.register_step_post_hook(_make_steps_wait)
         if self._random is not None:
-            _set_random_states(self._random)
+            set_random_states(self._random)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note the number of steps taken so far."""
+        """Note the number of steps taken so far.
+
+        If the strategy has loaded the file only now, pins are corrected only now, too.
+        """
+        if self._is_late:
+            for _, optimizer in offloaded(trainer):
+                mend_pins(optimizer, str(trainer.ckpt_path or ""))
         self._logged_step = trainer.global_step
 
     @override
@@ -169,7 +200,7 @@ class OffloadCallback(pl.Callback):
         Making the epoch's iterator anew has drawn random numbers.
         """
         if self._random is not None and batch_idx > 0:
-            _set_random_states(self._random)
+            set_random_states(self._random)
         self._random = None
 
     @override
@@ -189,7 +220,7 @@ class OffloadCallback(pl.Callback):
         stepped, self._logged_step = trainer.global_step != self._logged_step, trainer.global_step
         if not stepped or (step + 1) % every:
             return
-        optimizers = list(_offloaded(trainer))
+        optimizers = list(offloaded(trainer))
         scalars: dict[str, float] = {}
         for index, optimizer in optimizers:
             prefix = "offload/" if len(optimizers) == 1 else f"offload{index}/"
@@ -198,14 +229,27 @@ class OffloadCallback(pl.Callback):
             logger.log_metrics(scalars, step=step)
 
     @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Note that a fit has ended. Optimizers stay open, for ``Trainer.save_checkpoint``."""
+        if trainer.world_size > 1 and stage == "fit":
+            _optimizers_of_ended_fits.update(optimizer for _, optimizer in offloaded(trainer))
+
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Return the random states, since Lightning does not save them."""
-        return {"random": _random_states()}
+        return {"random": random_states()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Note the random states of a file; they are set when training is about to begin."""
-        self._random = state_dict["random"]
+        """Note the random states of a file; they are set when training is about to begin.
+
+        If `on_fit_start` has been called already, they are set at once.
+        """
+        ranks = state_dict.get("random_of_ranks", ())
+        is_same = dist.is_initialized() and len(ranks) == dist.get_world_size()
+        self._random = ranks[dist.get_rank()] if is_same else state_dict["random"]
+        if self._is_late:
+            set_random_states(self._random)
 
     def _find(
         self, optimizer: OffloadedOptimizer, wanted: Position, loaded: str
@@ -221,8 +265,15 @@ class OffloadCallback(pl.Callback):
             MismatchError: The state was not sealed, or the checkpoint does not exist, or newer ones
                 that are still in use would be withdrawn. Nothing has been changed.
         """
-        if optimizer.position.is_same_as(wanted):
+        present = optimizer.position  # on every rank, since it may wait for a step of all of them
+        if present.is_same_as(wanted):
             return None
+        return decide(optimizer, lambda: self._find_sealed(optimizer, wanted, loaded))
+
+    def _find_sealed(
+        self, optimizer: OffloadedOptimizer, wanted: Position, loaded: str
+    ) -> CheckpointInfo:
+        """Return the checkpoint that a file names, with the arguments and errors of `_find`."""
         if not wanted.sealed:
             raise MismatchError(
                 f"{loaded} names step {wanted.step}, which was not sealed when the file was "
@@ -234,7 +285,7 @@ class OffloadCallback(pl.Callback):
             found = optimizer.find(wanted)
         except MismatchError as error:
             raise MismatchError(f"{loaded}: {error}") from error
-        reasons = {c.path: why_in_use(c, loaded) for c in _newer(optimizer, found)}
+        reasons = {c.path: why_in_use(optimizer, c, loaded) for c in _newer(optimizer, found)}
         listed = "; ".join(f"{path}, {reason}" for path, reason in reasons.items() if reason)
         if listed and not self._discard_newer:
             raise MismatchError(
@@ -243,6 +294,17 @@ class OffloadCallback(pl.Callback):
                 "OffloadCallback(discard_newer=True) to withdraw them and go on from here"
             )
         return found
+
+    def _before_loading(
+        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], *, loaded: str
+    ) -> None:
+        """Restore the checkpoint that a state dict names, if the strategy loads it by itself."""
+        wanted = reference_of(state_dict)
+        if wanted is None or not isinstance(optimizer, OffloadedOptimizer):
+            return
+        found = self._find(optimizer, wanted, loaded)
+        if found is not None:
+            _go_back(optimizer, found)
 
 
 class _SealingIO(CheckpointIO):
@@ -273,8 +335,8 @@ class _SealingIO(CheckpointIO):
         if states is None:
             self._inner.save_checkpoint(checkpoint, path, storage_options)
             return
-        optimizers = dict(_offloaded(self._trainer))
-        metrics = _monitored(self._trainer) or None
+        optimizers = dict(offloaded(self._trainer))
+        metrics = monitored(self._trainer) or None
         handles = {
             index: optimizer.checkpoint(train_state(optimizer, file), metrics=metrics)
             for index, optimizer in optimizers.items()
@@ -297,14 +359,14 @@ class _SealingIO(CheckpointIO):
         """Remove a file, and then its pin."""
         self._inner.remove_checkpoint(path)
         name = pin_name(name_of_file(path))
-        for _, optimizer in _offloaded(self._trainer):
+        for _, optimizer in offloaded(self._trainer):
             if name in optimizer.pins():
                 optimizer.unpin(name)
 
     @override
     def teardown(self) -> None:
         """Note that a fit has ended. Optimizers stay open, for ``Trainer.save_checkpoint``."""
-        _optimizers_of_ended_fits.update(optimizer for _, optimizer in _offloaded(self._trainer))
+        _optimizers_of_ended_fits.update(optimizer for _, optimizer in offloaded(self._trainer))
         self._inner.teardown()
 
 
@@ -350,38 +412,3 @@ def _has_readers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
 
 def _make_steps_wait(*_: object) -> None:
     """Do nothing: a step with post hooks waits for its end, unless it can observe readers."""
-
-
-def _offloaded(trainer: pl.Trainer) -> Iterator[tuple[int, OffloadedOptimizer]]:
-    for index, optimizer in enumerate(trainer.optimizers):
-        if isinstance(optimizer, OffloadedOptimizer):
-            yield index, optimizer
-
-
-def _monitored(trainer: pl.Trainer) -> dict[str, float]:
-    """Return the metrics that files are ranked by, so that ``offload ls`` shows them."""
-    monitors = [getattr(callback, "monitor", None) for callback in trainer.checkpoint_callbacks]
-    names = [name for name in monitors if name]
-    return usable_metrics({name: trainer.callback_metrics.get(name) for name in names}, names)
-
-
-def _random_states() -> dict[str, Any]:
-    """Return the random states as builtins and tensors, which load with ``weights_only=True``."""
-    state: Any = np.random.get_state(legacy=True)
-    kind, keys, *rest = state
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": cuda,
-    }
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["python"])
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.device_count() == len(states["cuda"]):
-        torch.cuda.set_rng_state_all(states["cuda"])

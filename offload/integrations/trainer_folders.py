@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from offload import (
@@ -21,10 +21,14 @@ from offload import (
     reference_of,
     verify_before_resume,
 )
+from offload.integrations.sharded_files import is_sharded, reference_in
 
 Directory = str | os.PathLike[str]
 Directories = Directory | Sequence[Directory]
 """Directory of a store, or its directories on several drives."""
+
+_SHARDS = "optimizer_0"
+"""Directory of a folder that accelerate writes with FSDP2, if each process saves its shards."""
 
 ATTACH = "Pass callbacks=[OffloadCallback()] to the Trainer that saves"
 """Advice for a user whose folder was saved without the callback."""
@@ -135,7 +139,11 @@ def folder_of(output_dir: str | os.PathLike[str], step: int) -> str:
 
 def _position(folder: str) -> Position | None:
     """Return the position that a complete folder refers to; None for a torch optimizer's state."""
-    return reference_of(torch.load(os.path.join(folder, OPTIMIZER_NAME), weights_only=True))
+    for name in (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path):
+            return reference_of(torch.load(path, weights_only=True))
+    return reference_in(os.path.join(folder, _SHARDS), "optimizer")
 
 
 def is_complete(folder: str) -> bool:
@@ -145,4 +153,7 @@ def is_complete(folder: str) -> bool:
             json.load(file)
     except (OSError, ValueError):
         return False
-    return os.path.isfile(os.path.join(folder, OPTIMIZER_NAME))
+    whole = (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN)
+    return any(os.path.isfile(os.path.join(folder, name)) for name in whole) or is_sharded(
+        os.path.join(folder, _SHARDS)
+    )

@@ -15,6 +15,10 @@ states, ``trainer_state.json``. Then it removes old folders, and then it calls `
 checkpoint that ``optimizer.pt`` refers to must be durable before an older folder is removed. So it
 is sealed and pinned when the Trainer asks for the state dict. At ``on_save`` the checkpoints of
 removed folders are unpinned.
+
+With several processes all of them seal, but with DistributedDataParallel only the first one asks
+for the state dict. The others seal at ``on_save``, which is the next call that they get. Until then
+the first one waits for them. With FSDP2 all of them ask.
 """
 
 from __future__ import annotations
@@ -37,9 +41,11 @@ from offload import (
     reference_of,
     usable_metrics,
 )
+from offload.integrations.first_rank import num_hosts_of_launcher, require_ranks
 from offload.integrations.folders import Folders, unwrap
 from offload.integrations.trainer_folders import ATTACH, Directories, folder_of, is_complete
 from offload.integrations.trainer_folders import latest_checkpoint as latest_checkpoint
+from offload.integrations.trainer_processes import fsdp_version, require_processes
 from offload.integrations.training_log import TrainingLog
 
 _REMEDY = (
@@ -61,6 +67,8 @@ class OffloadCallback(TrainerCallback):
       the part of the time that is spent waiting for drives, and bytes written. TensorBoard, W&B
       and other callbacks of ``report_to`` get them, too, because this callback moves itself to the
       front of the Trainer's list when training begins. Totals go on after a resume.
+
+    With several processes, each has a callback of its own.
 
     Args:
         discard_newer: Whether resuming from an older folder may withdraw checkpoints that newer
@@ -97,6 +105,8 @@ class OffloadCallback(TrainerCallback):
         """Numbers of the present optimizer for the log."""
         self._measured: dict[int, dict[str, float]] = {}
         """Metrics of the last evaluations, by their step. There is at most one step."""
+        self._sealed = ""
+        """Folder that the present state has been sealed for; empty before the first one."""
         self._args: TrainingArguments | None = None
         self._optimizer: OffloadedOptimizer | None = None
         self._created: OffloadedOptimizer | None = None
@@ -168,7 +178,8 @@ class OffloadCallback(TrainerCallback):
 
         Raises:
             TypeError: The optimizer is not one of this package.
-            OffloadError: This is a trial of a hyper-parameter search.
+            OffloadError: This is a trial of a hyper-parameter search; or there are several
+                processes, and the arguments or the optimizer do not allow that.
         """
         if state.is_hyper_param_search:
             raise OffloadError(
@@ -176,21 +187,27 @@ class OffloadCallback(TrainerCallback):
                 "Run each trial as a training of its own, with its own directory"
             )
         optimizer = _unwrap(kwargs.get("optimizer"))
+        require_processes(args)
+        require_ranks(optimizer, args.world_size, num_hosts_of_launcher(), "the Trainer")
+        if fsdp_version(args) and not optimizer.torch_form:
+            raise OffloadError(
+                "the Trainer has asked for the state of an FSDP2 model before OffloadCallback saw "
+                "the optimizer: pass the Trainer optimizer_cls_and_kwargs=offloading."
+                "optimizer_cls_and_kwargs(directory=...) of this OffloadCallback"
+            )
         log = self._follow(optimizer)
         self._remove_save_hooks()
+        self._sealed = ""
         self._measured = {}  # metrics of another training, perhaps with the same number of steps
 
         def seal(asked: torch.optim.Optimizer) -> None:
             """Seal the state for the Trainer's folder, if the Trainer asks for the state dict."""
             folder = folder_of(args.output_dir or "", state.global_step)
             # Other code may ask for the state dict, too. The Trainer first makes the folder.
-            if asked is optimizer and os.path.isdir(folder):
-                self._folders.seal(
-                    optimizer,
-                    folder,
-                    self._measured.get(state.global_step),
-                    totals=lambda: log.totals(optimizer.stats()),
-                )
+            if asked is not optimizer or not os.path.isdir(folder):
+                return
+            if optimizer.num_ranks == 1 or self._sealed != folder:
+                self._seal(optimizer, folder, state, log)
 
         self._save_hook = optimizer.register_state_dict_pre_hook(seal)
         handler = _handler()
@@ -203,16 +220,36 @@ class OffloadCallback(TrainerCallback):
         self._folders.sync(optimizer)
         log.start(optimizer.stats(), self._folders.totals(optimizer))
 
+    def _seal(
+        self, optimizer: OffloadedOptimizer, folder: str, state: TrainerState, log: TrainingLog
+    ) -> None:
+        self._folders.seal(
+            optimizer,
+            folder,
+            self._measured.get(state.global_step),
+            totals=lambda: log.totals(optimizer.stats()),
+        )
+        self._sealed = folder
+
     def on_save(
         self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,  # noqa: ARG002
+        args: TrainingArguments,
+        state: TrainerState,
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Unpin the checkpoints whose folders ``save_total_limit`` has removed."""
-        if self._optimizer is not None:
-            self._folders.sync(self._optimizer)
+        """Unpin the checkpoints whose folders ``save_total_limit`` has removed.
+
+        With several processes, those that the Trainer has not asked for the state dict seal first.
+        """
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        folder = folder_of(args.output_dir or "", state.global_step)
+        is_late = optimizer.num_ranks > 1 and self._sealed != folder
+        if is_late and self._log is not None and not args.save_only_model:
+            self._seal(optimizer, folder, state, self._log)
+        self._folders.sync(optimizer)
 
     def on_evaluate(
         self,
@@ -278,6 +315,8 @@ class OffloadCallback(TrainerCallback):
         if self._log is None or optimizer is not self._optimizer:
             self._log = TrainingLog(optimizer.stats())
         self._optimizer = optimizer
+        if self._args is not None and fsdp_version(self._args):
+            optimizer.torch_form = True
         self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_loading)
         return self._log
 
@@ -331,8 +370,10 @@ def create_optimizer(
 
     Raises:
         UnsupportedOptimizerError: The class needs more than one element at a time.
-        OffloadError: The optimizer cannot be made; see `OffloadedOptimizer`.
+        OffloadError: The optimizer cannot be made, see `OffloadedOptimizer`; or the arguments are
+            not supported with several processes.
     """
+    require_processes(args)
     if optimizer_class is None:
         named, chosen = Trainer.get_optimizer_cls_and_kwargs(args, cast(Any, model))
         optimizer_class, defaults = named, {k: v for k, v in chosen.items() if k != "fused"}

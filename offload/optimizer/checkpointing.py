@@ -256,6 +256,11 @@ class CheckpointingOptimizer(StoreOwner):
         return find_checkpoint(self._live_engine().open_store(), position, present)
 
     @property
+    def num_ranks(self) -> int:
+        """Number of processes that train the model together, this one included."""
+        return self._live_engine().state.ranks.size
+
+    @property
     def num_steps(self) -> int:
         """Number of optimizer steps that the present state has seen, including a running one."""
         return self._live_engine().num_steps

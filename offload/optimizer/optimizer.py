@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
+from offload.engine.carried_reference import carry, uncarried
 from offload.engine.engine import Engine
 from offload.engine.finalizer import close_left_open, close_quietly
 from offload.engine.ranks import Alone, Ranks
@@ -97,6 +98,12 @@ class OffloadedOptimizer(CheckpointingOptimizer):
 
     Set this to False if a program calls `checkpoint` each time before it saves a reference, as
     ``offload.integrations.lightning`` does."""
+
+    torch_form: bool = False
+    """Whether `state_dict` gives its reference the form of torch's own state dicts.
+
+    ``get_optimizer_state_dict`` of torch takes no other form. The integrations set this to True for
+    libraries that save FSDP2 models with it. `load_state_dict` takes both forms in any case."""
 
     def __init__(
         self,
@@ -300,7 +307,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             torch_dict[NUM_STEPS] = engine.num_steps
             return torch_dict
         with neutral():
-            return make_reference(engine, torch_dict, warn=self.warn_unsealed)
+            reference = make_reference(engine, torch_dict, warn=self.warn_unsealed)
+            return carry(reference) if self.torch_form else reference
 
     def full_state_dict(self) -> dict[str, Any]:
         """Read all state into memory, and return it as the state dict of the wrapped class.
@@ -390,6 +398,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        state_dict = dict(uncarried(state_dict))
         with self._exclusive("load_state_dict") as engine:
             engine.join_all("load_state_dict()")
             if is_reference(state_dict):

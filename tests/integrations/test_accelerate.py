@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DistributedType, ProjectConfiguration
 
 import offload
 from gds import MemoryBackend
@@ -269,11 +269,21 @@ def test_without_follow_nothing_is_sealed_and_loading_says_so(tmp_path: Path) ->
     again.close()
 
 
-def test_following_needs_our_optimizer_and_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_needs_our_optimizer_and_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD(make_model().parameters())
     with pytest.raises(TypeError, match=r"got torch\.optim\.sgd\.SGD: pass the one"):
         follow(accelerator, accelerator.prepare(optimizer))
+    alone = make_optimizer(make_model(), tmp_path)
+    for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):  # the former is FSDP1
+        with monkeypatch.context() as patched:
+            patched.setattr(Accelerator, "num_processes", 1)
+            patched.setattr(Accelerator, "distributed_type", kind)
+            with pytest.raises(OffloadError, match=kind.value):
+                follow(accelerator, alone)
     monkeypatch.setattr(Accelerator, "num_processes", property(lambda _: 2))
-    with pytest.raises(OffloadError, match="2 processes"):
-        follow(accelerator, optimizer)
+    with pytest.raises(OffloadError, match=r"2 processes, and the optimizer in .* with 1: constr"):
+        follow(accelerator, alone)
+    alone.close()

@@ -322,14 +322,6 @@ class TestTraps:
         assert (tmp_path / "a/files/last.ckpt").stat().st_size < held + 40_000
 
 
-def test_a_trainer_of_several_processes_is_refused(tmp_path: Path) -> None:
-    trainer = pl.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", logger=False, default_root_dir=tmp_path
-    )
-    with pytest.raises(offload.OffloadError, match=r"2 processes.*devices=1"):
-        OffloadCallback().setup(trainer, Model(in_memory), "fit")
-
-
 def test_the_callback_without_an_optimizer_of_ours_is_refused(tmp_path: Path) -> None:
     with pytest.raises(offload.OffloadError, match="OffloadCallback has nothing to do"):
         fit(tmp_path / "a", lambda m: torch.optim.AdamW(m.parameters()), callback=OffloadCallback())

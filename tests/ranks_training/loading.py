@@ -150,3 +150,20 @@ def ask_for_the_state(calls: Calls, inside: bool) -> None:
             get_optimizer_state_dict(calls.model, calls.optimizer)
     else:
         get_optimizer_state_dict(calls.model, calls.optimizer)
+
+
+def listed_while_pins_move(calls: Calls, steps: int) -> list[list[int]]:
+    """Seal and pin some steps, and unpin older ones; return what this rank lists after each step.
+
+    A checkpoint that is unpinned is withdrawn only by the step that writes into its slot.
+    """
+    found = []
+    for number in range(1, steps + 1):
+        calls.step()
+        found.append([info.step for info in calls.optimizer.checkpoints()])
+        calls.checkpoint()
+        calls.result()
+        calls.optimizer.pin(f"pin-{number}")
+        if number > 2:
+            calls.optimizer.unpin(f"pin-{number - 2}")
+    return found

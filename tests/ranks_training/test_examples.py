@@ -55,7 +55,7 @@ def losses(lines: list[str]) -> dict[int, str]:
     return {int(match[1]): match[2] for match in found if match}
 
 
-@pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py"])
+@pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py", "accelerate_ddp.py"])
 def test_an_example_that_is_stopped_and_run_again_prints_the_same_losses(
     name: str, tmp_path: Path
 ) -> None:

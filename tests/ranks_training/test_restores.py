@@ -27,3 +27,13 @@ def test_a_restore_and_more_steps_in_one_process(jobs: Jobs, tmp_path: Path, kin
         bits = [one["value"] for one in found.outcomes if one["call"] in ("step", "bits")]
         steps = [1, 2, 1, 2, 3, 4, 5, 3, 4]
         assert bits == [expected[step - 1] for step in steps]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_each_rank_lists_the_checkpoints_that_exist(kind: str, jobs: Jobs, tmp_path: Path) -> None:
+    """A checkpoint whose slot is given out again is in the list of no rank."""
+    listed = ["do", "tests.ranks_training.loading:listed_while_pins_move", 5]
+    calls: list[list[Any]] = [["open", {"keep": 1}], listed, ["close"]]
+    for rank in jobs.run(tmp_path, [calls] * 2, kind=kind):
+        assert rank.failed() == [], rank.outcomes
+        assert rank.of("do")["value"] == [[], [1], [1, 2], [2, 3], [3, 4]]

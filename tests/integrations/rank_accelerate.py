@@ -1,0 +1,127 @@
+"""A loop of accelerate's documentation on two processes; see `tests.integrations.rank_jobs`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import ProjectConfiguration
+
+import offload
+from offload.integrations.accelerate import follow
+from tests.integrations import fsdp_on_cpu
+
+OPTIONS = offload.Options(
+    chunk_bytes=4096, drives=offload.DriveTuning(calibrate=False), agreement_timeout_s=10
+)
+
+
+def run(
+    root: Path,
+    *,
+    kind: str = "ddp",
+    steps: tuple[int, int] = (0, 6),
+    load: str | bool = False,
+    save_every: int = 2,
+    total_limit: int | None = None,
+    in_memory: bool = False,
+    discard_newer: bool = False,
+    follows: bool = True,
+    separate: bool = False,
+    twice: bool = False,
+    kill_at: int = 0,
+) -> dict[str, Any]:
+    """Train, and return losses and sums of parameters.
+
+    Args:
+        root: Directory of the folders and of the store.
+        kind: ``ddp``; or the type of FSDP2's state dicts.
+        steps: First step, and the one after the last.
+        load: Folder to load first; True for the newest.
+        save_every: Steps from one folder to the next.
+        total_limit: Number of folders that accelerate keeps.
+        in_memory: Whether to train with torch's own AdamW.
+        discard_newer: As for `follow`.
+        follows: Whether to call `follow`.
+        separate: Whether the optimizer is told that each process trains a model of its own.
+        twice: Whether to save each state once more, with another learning rate.
+        kill_at: Step within whose save the processes are killed, when the state has been sealed.
+    """
+    plugin = None
+    if kind != "ddp":
+        fsdp_on_cpu.allow()
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+    config = ProjectConfiguration(
+        str(root / "out"), automatic_checkpoint_naming=True, total_limit=total_limit
+    )
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, project_config=config, fsdp_plugin=plugin
+    )
+    torch.manual_seed(3)
+    model: Any = torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
+    )
+    optimizer: Any
+    if in_memory:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    else:
+        directory = root / (f"run-{accelerator.process_index}" if separate else "run")
+        group = offload.SEPARATE if separate else None
+        optimizer = offload.AdamW(
+            model.parameters(), lr=0.02, directory=directory, model=model, keep=1,
+            options=OPTIONS, process_group=group,
+        )  # fmt: skip
+    scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+    own = optimizer
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    if not in_memory and follows:
+        follow(accelerator, optimizer, discard_newer=discard_newer)
+    if load:
+        accelerator.load_state(None if load is True else load)
+        names = (root / "out/checkpoints").iterdir()
+        config.iteration = 1 + max(int(name.name.rpartition("_")[2]) for name in names)
+    else:
+        torch.manual_seed(50 + accelerator.process_index)  # dropout differs between the ranks
+    if kill_at:
+        _kill_within_save(accelerator, own, kill_at)
+    losses = []
+    for step in range(*steps):
+        for part in range(2):
+            seed = 100 * step + 10 * part + accelerator.process_index
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+            with accelerator.accumulate(model):
+                loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        if (step + 1) % save_every == 0:
+            accelerator.save_state()
+            if twice:
+                own.param_groups[0]["lr"] *= 0.5
+                accelerator.save_state()
+    parameters = [float(_whole(p).double().sum()) for p in model.parameters()]
+    if not in_memory:
+        own.close()
+    accelerator.end_training()
+    return {"losses": losses, "parameters": parameters}
+
+
+def _whole(parameter: Any) -> torch.Tensor:
+    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return torch.as_tensor(whole).detach()
+
+
+def _kill_within_save(accelerator: Accelerator, optimizer: Any, step: int) -> None:
+    def kill(*_: object) -> None:
+        if optimizer.num_steps == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    accelerator.register_save_state_pre_hook(kill)  # called after that of `follow`
