@@ -79,6 +79,20 @@ def require_one_owner(checkpoint: Checkpoint) -> None:
         )
 
 
+def require_one_model_file(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint whose model is in shard files, for a caller that reads one model file.
+
+    Raises:
+        CheckpointError: The model is in shard files.
+    """
+    if checkpoint.manifest.layout.shard is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: its model is in shard files of ranks on several hosts, which "
+            "cannot be copied to a tier yet: copy the directories of all hosts, or export it where "
+            "they are seen (`offload export --to hf`)"
+        )
+
+
 class Checkpoint:
     """A sealed, immutable checkpoint.
 
@@ -249,7 +263,9 @@ class Checkpoint:
             sizes |= {f"{part}/{name}": nbytes for name, nbytes in found.items()}
         for owner in self.owners if self.manifest.owners else ():
             if owner.table is not None:
-                names = [*map(array_file_name, owner.table.layout.array_names), TABLE_NAME]
+                layout = owner.table.layout
+                names = [*map(array_file_name, layout.array_names), TABLE_NAME]
+                names += [] if layout.shard is None else [layout.model_name]
                 stats = {name: self._backend.stat(f"{owner.path}/{name}") for name in names}
                 sizes |= {f"{owner.path}/{n}": s.size_bytes for n, s in stats.items() if s}
         return sizes
