@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Final, Self
 
-from gds import ALIGNMENT, Backend, PosixBackend, StorageError
+from gds import ALIGNMENT, Backend, Buffer, PosixBackend, StorageError
 from gds.contract import File
 from gds.errors import message_of
 from offload.errors import TierAccessError, TierError, TierNotFoundError
