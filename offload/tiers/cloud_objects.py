@@ -27,7 +27,7 @@ _SINGLE_PUT_BYTES = 64 << 20
 """Largest size in bytes of an object from a stream that is sent in one request."""
 
 
-_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 128 << 10
 """Least size in bytes of the pieces in which an answer is read."""
 
 

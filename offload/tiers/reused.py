@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from contextlib import suppress
 
 
 class ReusedMemory:
@@ -31,6 +32,8 @@ class ReusedMemory:
         block = self._free.pop() if self._free else None
         if block is None or len(block) < nbytes:
             block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without huge pages
+                block.madvise(mmap.MADV_HUGEPAGE)
         # A memoryview keeps what it was made from, and so do its slices.
         lent = (ctypes.c_ubyte * nbytes).from_buffer(block)
         weakref.finalize(lent, self._free.append, block).atexit = False
