@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 _OBJECT_BYTES = 32 << 20
@@ -78,7 +79,7 @@ def send(bucket: str) -> None:
     endpoint = os.environ["AWS_ENDPOINT_URL"]
     store: Any = from_url(
         bucket,
-        config={"endpoint": endpoint, "unsigned_payload": True},  # type: ignore[arg-type]
+        config={"endpoint": endpoint, "unsigned_payload": True},
         client_options={"allow_http": True, "timeout": "3600s"},
     )
     data = os.urandom(_OBJECT_BYTES)
@@ -90,4 +91,5 @@ def send(bucket: str) -> None:
 
 if __name__ == "__main__":
     what, *given = json.loads(sys.argv[1])
-    print(json.dumps({"move": move, "train": train, "send": send}[what](*given)))
+    actions: dict[str, Callable[..., object]] = {"move": move, "train": train, "send": send}
+    print(json.dumps(actions[what](*given)))

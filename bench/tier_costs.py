@@ -137,7 +137,9 @@ def _measure_steps(
     store = f"{directory}/trained"
 
     def steps(tier: str = "") -> dict[str, Any]:
-        found = _child("train", store, tier, args.parameters, args.steps, args.seal_every)
+        found: dict[str, Any] = _child(
+            "train", store, tier, args.parameters, args.steps, args.seal_every
+        )
         shutil.rmtree(store)
         return found
 
