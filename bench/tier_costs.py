@@ -39,7 +39,7 @@ from bench._harness import (
     scratch,
 )
 from offload.tiers.contents import OBJECT_BYTES
-from offload.tiers.upload import NUM_TRANSFERS
+from offload.tiers.sending import NUM_TRANSFERS
 
 if TYPE_CHECKING:
     from tests.tiers.proxy import Proxy
