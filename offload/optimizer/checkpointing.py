@@ -148,7 +148,8 @@ class CheckpointingOptimizer(StoreOwner):
                 verify=verify,
                 require=partial(_require_generation, engine, checkpoint),
             )
-        if self._uploads is not None and found is not None:
+            is_arriving = engine.state.seal is not None  # then the tier has it
+        if self._uploads is not None and found is not None and not is_arriving:
             self._uploads.offer(found, restored=True)  # its upload may have been interrupted
         return found
 

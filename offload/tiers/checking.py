@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from gds import Buffer
 from offload.errors import DamagedError, TierNotFoundError
 from offload.format.digests import DigestContext
 from offload.format.manifest import Manifest
@@ -39,20 +40,21 @@ class Fetcher:
         self._folder = folder
         self._context = DigestContext(manifest.store_id, manifest.generation)
 
-    def chunk(self, name: str, start: int, chunk: Chunk) -> Data:
+    def chunk(self, name: str, start: int, chunk: Chunk, into: Buffer | None = None) -> Data:
         """Return the bytes of a chunk.
 
         Args:
             name: Name of the object that holds it.
             start: First byte of the chunk in the object.
             chunk: Chunk to fetch.
+            into: Memory for it, of at least its size; None for memory of the tier.
 
         Raises:
             DamagedError: The object is missing or too short, or holds other bytes.
             TierError: It cannot be read.
         """
         digest = partial(self._context.digest, chunk.array, chunk.index)
-        return self.range(name, start, chunk.nbytes, digest, chunk.digest)
+        return self.range(name, start, chunk.nbytes, digest, chunk.digest, into)
 
     def run(self, name: str, run: ModelRun) -> Data:
         """Return the bytes of consecutive pieces of the model; the errors are those of `chunk`."""
@@ -77,6 +79,7 @@ class Fetcher:
         nbytes: int,
         digest: Callable[[memoryview], str],
         expected: str,
+        into: Buffer | None = None,
     ) -> Data:
         """Return bytes of an object whose digest is known; the errors are those of `chunk`."""
         if not nbytes:
@@ -84,7 +87,7 @@ class Fetcher:
         found = ""
         for _ in range(2):
             try:
-                data = self._objects.get_range(f"{self._folder}/{name}", start, nbytes)
+                data = self._objects.get_range(f"{self._folder}/{name}", start, nbytes, into)
             except TierNotFoundError as error:
                 if self._objects.size(f"{self._folder}/{name}") is None:
                     raise DamagedError(f"{self._place(name)}: the object is missing") from error

@@ -10,10 +10,12 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from gds import Buffer
 from offload.errors import OffloadError, TierError, TierNotFoundError
 from offload.tiers.address import TierAddress
 from offload.tiers.cloud_errors import named_error
 from offload.tiers.objects import Data
+from offload.tiers.reused import ReusedMemory
 
 _T = TypeVar("_T")
 
@@ -23,6 +25,10 @@ _MOST_PARTS = 9_000
 
 _SINGLE_PUT_BYTES = 64 << 20
 """Largest size in bytes of an object from a stream that is sent in one request."""
+
+
+_PIECE_BYTES = 128 << 10
+"""Least size in bytes of the pieces in which an answer is read."""
 
 
 class CloudObjects:
@@ -46,6 +52,7 @@ class CloudObjects:
     def __init__(self, address: TierAddress, *, timeout_s: float, retry_s: float) -> None:
         self._obstore = _library(address.url)
         self._url = address.url
+        self._memory = ReusedMemory()
         self._prefix = f"{address.folder}/" if address.folder else ""
         from obstore.store import from_url
 
@@ -163,21 +170,30 @@ class CloudObjects:
             )
         return bytes(self.get_range(name, 0, found)) if found else b""
 
-    def get_range(self, name: str, start: int, nbytes: int) -> Data:
+    def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
         """Return bytes of an object; see `Objects.get_range`."""
-        try:
-            found = self._call(
-                name,
-                "read it",
-                lambda: self._obstore.get_range(
-                    self._store, self._prefix + name, start=start, length=nbytes
-                ),
+        memory = self._memory.take(nbytes) if into is None else into.slice(0, nbytes).memoryview()
+
+        def read() -> int:
+            """Copy the answer piece by piece, and return the number of bytes.
+
+            As one piece it would take new memory for every request, which costs twice the time.
+            """
+            end = 0
+            answer = self._obstore.get(
+                self._store, self._prefix + name, options={"range": (start, start + nbytes)}
             )
+            for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
+                end += len(piece)
+                memory[end - len(piece) : end] = memoryview(piece)
+            return end
+
+        try:
+            return memory[: self._call(name, "read it", read)]
         except TierError as error:
             if error.errno != errno.ERANGE:
                 raise
             return b""  # the object ends before the range begins
-        return memoryview(found)
 
     def size(self, name: str) -> int | None:
         """Return the size of an object; see `Objects.size`."""

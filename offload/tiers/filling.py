@@ -248,9 +248,7 @@ class Download:
         with self._using_slot():
             kept = self._may_hold_parts and self._holds(place, into)
         if not kept:
-            data = self._fetcher.chunk(place.name, place.start, chunk)
-            into.memoryview()[:] = memoryview(data)
-            del data
+            self._fetcher.chunk(place.name, place.start, chunk, into)
             with self._using_slot():
                 place.file.write(into, place.offset).result()
         self._advance(chunk.nbytes, fetched=not kept)

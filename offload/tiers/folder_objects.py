@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Final, Self
 
-from gds import ALIGNMENT, Backend, PosixBackend, StorageError
+from gds import ALIGNMENT, Backend, Buffer, PosixBackend, StorageError
 from gds.contract import File
 from gds.errors import message_of
 from offload.errors import TierAccessError, TierError, TierNotFoundError
@@ -121,11 +121,13 @@ class FolderObjects:
                 )
             return file.read_bytes(0, file.size_bytes)
 
-    def get_range(self, name: str, start: int, nbytes: int) -> Data:
+    def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
         """Return bytes of an object; see `Objects.get_range`."""
         with self._named(name, "read it"), self._open(name) as file:
             nbytes = max(0, min(nbytes, file.size_bytes - start))
-            buffer = self._backend.allocate(nbytes + ALIGNMENT).slice(start % ALIGNMENT, nbytes)
+            if into is None:
+                into = self._backend.allocate(nbytes + ALIGNMENT).slice(start % ALIGNMENT, nbytes)
+            buffer = into.slice(0, nbytes)
             if nbytes:
                 file.read(buffer, start).result()
             return buffer.memoryview()

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
 
+from gds import Buffer
+
 Data: TypeAlias = bytes | bytearray | memoryview
 """Bytes of an object."""
 
@@ -57,8 +59,15 @@ class Objects(Protocol):
         """
         ...
 
-    def get_range(self, name: str, start: int, nbytes: int) -> Data:
+    def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
         """Return bytes of an object; fewer than asked for if it is shorter.
+
+        Args:
+            name: Name of the object.
+            start: First byte.
+            nbytes: Number of bytes, at least 1.
+            into: Memory of at least that size that they are put into; None for memory that is used
+                again when the result is gone.
 
         Raises:
             TierNotFoundError: No object has the name.

@@ -110,7 +110,8 @@ def test_make_bench_runs_every_script_that_needs_nothing_special(quick: list[str
         if '__name__ == "__main__"' in path.read_text()
     }
     by_hand = {"peers", "finetune", "kernel", "device", "gpu", "crossings", "revisions", "fio_axes"}
-    by_hand |= {"update_cpu", "same_bits", "device_calls", "ranks_campaign", "tier_kills"}
+    by_hand |= {"update_cpu", "same_bits", "device_calls", "ranks_campaign"}
+    by_hand |= {"tier_kills", "tier_costs"}
     assert {name for name, _ in commands} == scripts - by_hand
     assert commands[-1][0] == "report"
     assert all(("--quick --output" in rest) == bool(quick) for _, rest in commands[:-1])
