@@ -26,6 +26,7 @@ from offload.retention.leaving import Leaving
 from offload.store.serving import Mailbox, Serving
 from offload.tiers.address import parse_address
 from offload.tiers.catalog import list_copies
+from offload.tiers.decisions import write_decisions
 from offload.tiers.ledger import UploadKey
 from offload.tiers.measuring import Measurements
 from offload.tiers.objects import Objects
@@ -347,6 +348,7 @@ class BackgroundUploads:
                 if old is event:
                     self._events[number] = replace(event, outcome=outcome)
         log_event(f"{checkpoint.path}: upload of {size(sent)}: {text}")
+        self._show(checkpoint)
 
     def _have_parameters(self, offered: _Offered) -> None:
         """Record that the tier has the parameters of a checkpoint, before its state."""
@@ -397,7 +399,15 @@ class BackgroundUploads:
             self._events.append(event)
         name = os.path.basename(offered.checkpoint.path)
         log_event(f"{self._address.url}: {name}: {decision.choice}: {decision.reason}")
+        if threading.current_thread() is self._thread:  # the thread that seals must not wait
+            self._show(offered.checkpoint)
         return event
+
+    def _show(self, checkpoint: Checkpoint) -> None:
+        """Write the last decisions where ``offload ls`` finds them."""
+        with self._changed:
+            events = [*self._events]
+        write_decisions(os.path.dirname(checkpoint.path), self._address.url, events)
 
 
 def _size_of(manifest: Manifest) -> int:

@@ -11,6 +11,7 @@ from offload.errors import TierNotFoundError
 from offload.options import Tier
 from offload.tiers import list_tier, pull, verify_tier
 from offload.tiers.measuring import Measurements
+from tests.command_line import Run
 from tests.stores.small import make_model, make_optimizer, train
 from tests.tiers.conftest import SETTINGS
 from tests.tiers.proxy import Proxy, Request
@@ -30,7 +31,7 @@ class SlowLink(Measurements):
 
 
 def test_parameters_arrive_although_the_link_is_too_slow_for_all(
-    tmp_path: Path, s3: str, proxy: Proxy
+    tmp_path: Path, s3: str, proxy: Proxy, run: Run
 ) -> None:
     waiting, go_on = threading.Event(), threading.Event()
 
@@ -68,6 +69,10 @@ def test_parameters_arrive_although_the_link_is_too_slow_for_all(
         with pytest.raises(TierNotFoundError, match=r"only its parameters are complete"):
             pull(s3, tmp_path / "back", step=4)
         assert pull(s3, tmp_path / "newest").step == 1  # a copy of parameters is no checkpoint
+        status, shown, _ = run("ls", s3)
+        assert status == 0
+        assert "parameters only" in shown
+        assert "only its parameters are complete" in shown
         go_on.set()
         link.rate = None
         assert uploads.wait(60)
@@ -77,6 +82,11 @@ def test_parameters_arrive_although_the_link_is_too_slow_for_all(
     assert events[0] == (1, "upload", "complete")
     assert (2, "parameters", "complete") in events
     assert (3, "parameters", "parameters") in events
+    _, shown, _ = run("ls", str(tmp_path / "store"))
+    assert f"tier {s3}:" in shown
+    assert "step 1: upload -> complete (the rate of the link is not known yet)" in shown
+    assert "step 2: parameters -> complete (it takes 12 s" in shown
+    assert "step 3: parameters -> parameters (those in the tier become too old" in shown
     assert all(report.ok and not report.foreign for report in verify_tier(s3))
     assert {c.marker.step for c in list_tier(s3) if c.marker is not None} >= {1, 2}
 
