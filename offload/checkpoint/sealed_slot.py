@@ -54,6 +54,13 @@ class SlotFiles:
         """
         return self._is_unchecked
 
+    def has_arrived(self, chunk: int) -> bool:  # noqa: ARG002  (a slot that is being filled)
+        """Return whether the files hold a chunk; False while it is on its way from elsewhere."""
+        return True
+
+    def wait_arrived(self, chunk: int) -> None:
+        """Wait until the files hold a chunk; raises the error of a chunk that will not arrive."""
+
     def distrust(self) -> None:
         """Require that state is compared with its digests when it is read."""
         self._is_unchecked = True

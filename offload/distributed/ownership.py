@@ -21,6 +21,12 @@ from offload.model.shards import Shard, cut_of, is_dtensor, local, own_shards
 Named: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 """Parameters with their names in files; the same on all ranks, in the same order."""
 
+SPAN_ELEMENTS = 8 << 20
+"""Elements of a span of consecutive parameters for each rank that holds them all: as many as a
+chunk has by default. All ranks step one span at the same time. So the first layers have their new
+values early, and a forward beside the step can begin. The number does not follow the size of
+chunks, because the cut of a store would then change with it."""
+
 
 class Ownership:
     """Boxes of all parameters, with their owners and holders.
@@ -137,7 +143,10 @@ class Ownership:
         owned: list[OwnedBox] = []
         for trained in (True, False):
             shapes = {n: t.shape for n, t in tensors.items() if t.requires_grad is trained}
-            for rank, boxes in enumerate(deal_rows(shapes, self._size, self._multiple)):
+            dealt = deal_rows(
+                shapes, self._size, self._multiple, span_elements=SPAN_ELEMENTS * self._size
+            )
+            for rank, boxes in enumerate(dealt):
                 owned += [OwnedBox(name, cut, rank, everyone) for name, cut in boxes]
         # The ranks compute the same, if they have the same model: a difference is an error here.
         mine = [[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()]

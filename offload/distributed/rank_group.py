@@ -21,6 +21,7 @@ from offload.device.staging import Traffic
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.torch_channel import TorchChannel
+from offload.distributed.drive_turns import measure_in_turns
 from offload.distributed.gathering.gather import BounceBuffer, Gathering
 from offload.distributed.gathering.gather_plan import (
     SLICE_BYTES,
@@ -191,6 +192,13 @@ class RankGroup:
     def all(self, what: str, test: Callable[[], bool]) -> bool:
         """Return whether a test is true on all ranks."""
         return all(everywhere(self._agreement, what, test).values())
+
+    def measure(
+        self, what: str, directory: str, state_bytes: int, action: Callable[[int], None]
+    ) -> None:
+        """Measure the drives of all ranks, each directory on one rank."""
+        backend = self._opened().backend
+        measure_in_turns(self._agreement, what, backend, directory, state_bytes, action)
 
     def begin_call(self, what: str) -> None:
         """Record which call of the user begins, for messages."""

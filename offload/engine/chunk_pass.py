@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from offload.engine.arrival import Arrival
 from offload.engine.failed_seal import FailedSeal
 from offload.engine.seal import Seal
 from offload.format.digests import Digests, Run
@@ -94,7 +95,7 @@ class StatePass:
         source: StateSource | None,
         target: StateSlot,
         chunks: Sequence[int],
-        seal: Seal | FailedSeal | None,
+        seal: Seal | FailedSeal | Arrival | None,
         meter: Meter,
         run: Run,
         lock: AbstractContextManager[object] | None = None,

@@ -24,10 +24,10 @@ from offload.errors import BrokenOptimizerError
 from offload.format.layout import Layout
 from offload.format.train_state import encode
 from offload.format.unreadable import as_unreadable
-from offload.store.directories import NOTHING_CHANGED
 from offload.store.frozen_space import FrozenSpace
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateSlot, StateStore
+from offload.store.store_errors import NOTHING_CHANGED
 from offload.units import size
 
 T = TypeVar("T")

@@ -21,10 +21,15 @@ class Lifecycle:
         memory: Memory of the state, which knows whether a transfer has failed.
         decided: Whether the user has chosen to restore or to start over, or need not choose because
             the store has no checkpoints.
+        tier_url: URL of the tier that `restore` looks at if the store is empty; empty for none.
     """
 
-    def __init__(self, store: StateStore, memory: WorkingMemory, *, decided: bool) -> None:
+    def __init__(
+        self, store: StateStore, memory: WorkingMemory, *, decided: bool, tier_url: str = ""
+    ) -> None:
         self.store = store
+        self.tier_url = tier_url
+        """URL of the tier that `restore` looks at if the store is empty; empty for none."""
         self._memory = memory
         self.decided = decided
         """Whether the user has chosen to restore or to start over, or need not choose because the
@@ -98,6 +103,8 @@ class Lifecycle:
                 f"{self.store.directory} has no usable checkpoint left: repair one of them, or "
                 "construct the optimizer again with fresh=True"
             )
+        if newest is None and self.tier_url:
+            return f"{how_to_resume()} to go on from the newest checkpoint in {self.tier_url}"
         if newest is None:
             return "there is no checkpoint yet: construct model and optimizer again"
         return f"{how_to_resume()} to continue from {newest.path}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -137,6 +138,12 @@ def match_checkpoint(
         **_ADVICE,
     )
     return trainables, stored
+
+
+def take_hyperparameters(groups: Sequence[dict[str, Any]], manifest: Manifest) -> None:
+    """Make the hyper-parameters of a checkpoint those of the groups that it was matched with."""
+    for group, saved in zip(groups, manifest.groups, strict=True):
+        group.update(copy.deepcopy(dict(saved)))  # a tensor learning rate is changed in place
 
 
 def _other_cut_error(path: str, spec: ParameterSpec, found: str) -> MismatchError:

@@ -84,6 +84,23 @@ class Ranks(Protocol):
         """
         ...
 
+    def measure(
+        self, what: str, directory: str, state_bytes: int, action: Callable[[int], None]
+    ) -> None:
+        """Measure the drives of all ranks, each directory on one rank. Collective.
+
+        Args:
+            what: Call of the user, for messages.
+            directory: Directory that has the state of this rank.
+            state_bytes: Size of the state of this rank.
+            action: Measures the directory if a state of the size that it is given is worth it.
+                The size is that of the largest state in the directory, or 0 if another rank has
+                measured it by then. No other rank measures the same drive meanwhile.
+
+        Raises the errors of `together`.
+        """
+        ...
+
     def begin_call(self, what: str) -> None:
         """Record which call of the user begins, for messages: ``step()``."""
         ...
@@ -258,6 +275,13 @@ class Alone:
         """Return the result of the test."""
         del what
         return test()
+
+    def measure(
+        self, what: str, directory: str, state_bytes: int, action: Callable[[int], None]
+    ) -> None:
+        """Measure: this process has the drives to itself."""
+        del what, directory
+        action(state_bytes)
 
     def begin_call(self, what: str) -> None:
         """Do nothing: no message names the call."""

@@ -63,10 +63,8 @@ def replace_train_state(
     Raises:
         gds.StorageError: There is no space. Whichever of the two was not replaced is unchanged.
     """
-    checkpoint = store.reader_of(sealed)
-    if several or checkpoint.read_train_state() != encoded:
+    if several or store.reader_of(sealed).read_train_state() != encoded:
         store.replace_train_state(sealed, encoded)
     if metrics is not None and metrics != sealed.manifest.metrics:
         store.replace_manifest(sealed, replace(sealed.manifest, metrics=metrics))
-        checkpoint = store.reader_of(sealed)
-    return SealHandle.finished(checkpoint)
+    return SealHandle.finished(store.reader_of(sealed))

@@ -7,7 +7,6 @@ step reads it from a `RecutSource`, and writes a slot of the present cut.
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,7 +15,8 @@ from typing import Any, cast
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.source import RecutSource
-from offload.engine.matching import match_checkpoint
+from offload.engine.matching import match_checkpoint, take_hyperparameters
+from offload.engine.tier_restore import restore_from_tier
 from offload.engine.training_state import Groups, TrainingState
 from offload.engine.whole_model import load_recut, load_whole
 from offload.errors import CheckpointError, DamagedError, MismatchError
@@ -55,11 +55,12 @@ def restore(
         require: Function that raises an error if the checkpoint that is meant has been replaced.
 
     Returns:
-        The checkpoint; None if the store has none and none was asked for.
+        The checkpoint; None if the store, and its tier, have none and none was asked for.
 
     Raises:
         CheckpointNotFoundError: No checkpoint has that step, path or name.
         CheckpointError: There are checkpoints, but none can be used.
+        TierError: The store has no checkpoint, and its tier cannot be used.
         MismatchError: The checkpoint does not fit the optimizer and the model, or there are newer
             checkpoints and `discard_newer` is not set.
         RanksError: The ranks chose different checkpoints. Nothing has changed.
@@ -82,6 +83,9 @@ def restore(
     found = state.ranks.together("restore()", choose)
     state.ranks.require_same("restore()", "no checkpoint" if found is None else found.path)
     if found is None:
+        arriving = restore_from_tier(state, groups) if which is None else None
+        if arriving is not None:
+            return arriving
         if lifecycle.broken:
             lifecycle.require_usable()
         lifecycle.decided = True
@@ -307,6 +311,5 @@ def _load(
         num_bytes = load_recut(state.store, checkpoint, stored, state.meter.traffic)
     elif num_bytes is None:
         num_bytes = load_whole(checkpoint, cast(Slot, slot), stored, state.block_buffers())
-    for group, saved in zip(groups, checkpoint.manifest.groups, strict=True):
-        group.update(copy.deepcopy(dict(saved)))  # a tensor learning rate is changed in place
+    take_hyperparameters(groups, checkpoint.manifest)
     return num_bytes

@@ -21,6 +21,7 @@ from offload.ambient import in_neutral
 from offload.checkpoint.recut.source import RecutSource
 from offload.device.boundary import HOST
 from offload.device.compute import Compute
+from offload.engine.arrival import Arrival
 from offload.engine.failed_seal import FailedSeal
 from offload.engine.lifecycle import Lifecycle
 from offload.engine.ranks import Alone, Ranks
@@ -135,12 +136,14 @@ class TrainingState:
         except BaseException:
             self.drives.close()
             raise
+        tier = "" if fresh or options.tier is None else options.tier
+        tier_url = tier if isinstance(tier, str) else tier.url
         decided = fresh or not (store.checkpoints or store.refused)
-        self.lifecycle = Lifecycle(store, self.memory, decided=decided)
+        self.lifecycle = Lifecycle(store, self.memory, decided=decided, tier_url=tier_url)
         self.slots = StateSlots(store)
         self.compute: Compute | None = None
         """Runs work on the device that state is updated on; None for the CPU."""
-        self.seal: Seal | FailedSeal | None = None
+        self.seal: Seal | FailedSeal | Arrival | None = None
         """The seal that has begun, until `collect_seal` has recorded its end."""
         self.run_id = uuid.uuid4().hex
         """Identity of this object among all optimizers that have used the store."""
@@ -233,20 +236,10 @@ class TrainingState:
         self.table.adopt(layout, trainables)
         self.table.note_agreed(groups)
         if before is None and self.ranks.size > 1:
-            self._calibrate_once(layout)
+            # Ranks that measure a drive at the same time measure each other.
+            directory, measure = self.drives.directories[0], self.drives.calibrate
+            self.ranks.measure(self.call, directory, layout.state_bytes, measure)
         return before is not None
-
-    def _calibrate_once(self, layout: Layout) -> None:
-        """Measure the drives on one rank, and let the others read the result. Collective.
-
-        Ranks that measure a drive at the same time measure each other.
-        """
-        for is_first in (True, False):
-            if is_first is (self.ranks.rank == 0):
-                action = partial(self.drives.calibrate, layout.state_bytes)
-            else:
-                action = partial(self.drives.calibrate, 0)
-            self.ranks.together(self.call, action)
 
     def begin_call(self, what: str) -> None:
         """Record which call of the user begins, for messages: ``step()``."""
@@ -363,6 +356,9 @@ class TrainingState:
         except OffloadError as error:
             if seal.slot is None:
                 pass  # the state is torn
+            elif isinstance(seal, Arrival) and slots.present is seal.slot:
+                if not lifecycle.why_broken():
+                    lifecycle.broken = f"the state of {seal.url} did not arrive"
             elif slots.present is not seal.slot:
                 self.store.release(seal.slot)
             elif self.store.poisoned:
@@ -393,11 +389,14 @@ class TrainingState:
         Raises:
             SealError: The last seal failed.
         """
+        if isinstance(self.seal, Arrival):
+            self.seal.stop()
         if self.seal is not None:
             self.seal.handle.wait()  # after an interrupt here, `close` can be called again
         self.lifecycle.closed = True
         try:
-            self.collect_seal(wait=True)
+            if not (isinstance(self.seal, Arrival) and self.seal.is_cut_short):
+                self.collect_seal(wait=True)
         finally:
             self.memory.reset()  # files must not be closed while transfers use them
             with ExitStack() as releases:  # an error in one callback does not skip the others

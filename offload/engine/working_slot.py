@@ -108,8 +108,8 @@ class StateSlots:
         """Record that the present slot is being sealed, so that no step writes it any more."""
         self.is_working, self.sealed = False, None
 
-    def resume(self, slot: StateSource, checkpoint: StoredCheckpoint) -> None:
-        """Make a checkpoint the present state."""
+    def resume(self, slot: StateSource, checkpoint: StoredCheckpoint | None) -> None:
+        """Make a checkpoint the present state; None for one whose state is still arriving."""
         self.present, self.is_working, self.sealed = slot, False, checkpoint
 
     def forget(self) -> None:

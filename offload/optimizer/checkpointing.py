@@ -17,7 +17,7 @@ from offload.engine.inventory import describe_checkpoints, find_checkpoint, pinn
 from offload.engine.reference import Position
 from offload.engine.seal import SealHandle
 from offload.engine.stats import Stats
-from offload.errors import CheckpointNotFoundError, OffloadError
+from offload.errors import CheckpointNotFoundError
 from offload.format.metrics import take_metrics
 from offload.format.train_state import require_state
 from offload.optimizer.store_owner import StoreOwner
@@ -68,14 +68,18 @@ class CheckpointingOptimizer(StoreOwner):
         try:
             checked = None if metrics is None else take_metrics(metrics)
             require_state(train_state)
-        except (OffloadError, TypeError, ValueError) as error:
+        except Exception as error:  # also of a user's object, or of a warning that is an error
             with self._exclusive("checkpoint") as engine:
                 engine.fail_checkpoint(error)
             raise
         with self._exclusive("checkpoint") as engine:
-            engine.store.keeping.warn_unranked(engine.num_steps, metrics or {})
-            if engine.frozen_space.is_due:
-                engine.frozen_space.warn(engine.lay_out(self.param_groups))
+            try:
+                engine.store.keeping.warn_unranked(engine.num_steps, metrics or {})
+                if engine.frozen_space.is_due:
+                    engine.frozen_space.warn(engine.lay_out(self.param_groups))
+            except Exception as error:
+                engine.fail_checkpoint(error)
+                raise
             handle = engine.checkpoint(self.param_groups, train_state, checked)
         if self._uploads is not None:
             handle.when_sealed(self._uploads.offer)
@@ -102,6 +106,11 @@ class CheckpointingOptimizer(StoreOwner):
         then taken, with a warning. If that one is damaged as well, it is not marked, and this
         raises, since bad memory would condemn one checkpoint after another.
 
+        If the store has no checkpoint, `checkpoint` is None, and the options name a tier, this
+        takes the newest complete checkpoint of the tier. The call returns when the parameters have
+        arrived. The state follows, the first step waits for each chunk of it, and the checkpoint
+        appears in the store when all of it is there.
+
         Args:
             checkpoint: Step number or path of a checkpoint, a `Checkpoint`, or one of
                 `checkpoints`; None for the newest.
@@ -114,7 +123,7 @@ class CheckpointingOptimizer(StoreOwner):
 
         Returns:
             The checkpoint, with ``.step``, ``.train_state`` and ``.path``. None if the store has
-            no checkpoint; training then starts from the beginning.
+            no checkpoint, nor its tier; training then starts from the beginning.
 
         Raises:
             MismatchError: Model or optimizer differ from those of the checkpoint, or there are
@@ -128,6 +137,7 @@ class CheckpointingOptimizer(StoreOwner):
             DamagedError: The damaged checkpoint was asked for, or is the last one left, or is the
                 second damaged one in a row.
             CheckpointError: No checkpoint in the store is usable.
+            TierError: The store has no checkpoint, and its tier cannot be used.
         """
         which = _which(checkpoint)
         with self._exclusive("restore") as engine:

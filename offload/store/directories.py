@@ -7,23 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gds import Backend, LockHeldError, StorageError
-from gds.probe import describe_remote
+from gds import Backend, StorageError
 from offload.checkpoint.owner_parts import usable_parts
 from offload.checkpoint.reading import checkpoint_paths, decode_manifest, read_part, stat_given_path
-from offload.errors import (
-    CheckpointError,
-    RemoteStoreError,
-    StoreError,
-    StoreFullError,
-    StoreLockedError,
-    UnreadableError,
-    VolatileStoreError,
-)
+from offload.errors import CheckpointError, StoreError
 from offload.format.layout import array_file_name
 from offload.format.manifest import Manifest
 from offload.format.names import (
@@ -39,10 +29,8 @@ from offload.format.names import (
     part_number,
     step_of,
 )
-from offload.format.unreadable import unreadable
-from offload.store.full_disk import FULL
+from offload.store.store_errors import as_store_errors
 from offload.store.store_id import read_store_id
-from offload.store.writer_lock import is_held_here
 
 _NOTHING = frozenset({"lost+found", CALIBRATION_NAME})
 """Names that an empty directory may hold, besides names that begin with a dot."""
@@ -51,17 +39,6 @@ _ARRAY_SUFFIX = array_file_name("")
 """Suffix of the names of state-array files."""
 
 _MOST_SHOWN = 3
-
-_UNSUITABLE = frozenset(
-    {
-        errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EEXIST,
-        errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOPNOTSUPP,
-        errno.ENOSYS, errno.ENODEV, errno.ENXIO,
-    }
-)  # fmt: skip
-"""Error numbers which say that a directory cannot hold a store. Other errors may be temporary."""
-
-NOTHING_CHANGED = "No checkpoint has been changed"
 
 
 @dataclass(slots=True)
@@ -217,98 +194,6 @@ def require_number_of_directories(manifest: Manifest, directory: str, num_given:
     )
 
 
-def make_directories(
-    drives: Sequence[tuple[Backend, str]], *, allow_volatile: bool, allow_remote: bool
-) -> None:
-    """Create missing directories and their parents, durably.
-
-    Args:
-        drives: Backend and absolute path of each directory, which `check_directories` has accepted.
-        allow_volatile: Accept a file system that loses its content at power-off.
-        allow_remote: Accept a file system that another machine or a program serves.
-
-    Raises:
-        VolatileStoreError: The file system of a directory loses its content at power-off. Nothing
-            has been created.
-        RemoteStoreError: Another machine or a program serves the file system of a directory.
-            Nothing has been created.
-        StoreError: A directory cannot be created.
-    """
-    for backend, directory in drives:
-        with as_store_errors(backend, directory):
-            # A new directory is on the file system of its nearest existing parent.
-            capabilities = backend.capabilities(_nearest(backend, directory))
-        if capabilities.volatile and not allow_volatile:
-            raise VolatileStoreError(
-                errno.EINVAL,
-                f"the file system ({capabilities.filesystem}) loses its content at power-off, so "
-                "checkpoints there would not survive; choose a directory on a drive, or pass "
-                "options=Options(allow_volatile=True), or --allow-volatile to `offload import`, "
-                "if that is what you want",
-                directory,
-            )
-        if capabilities.remote and not allow_remote:
-            raise RemoteStoreError(
-                errno.EINVAL,
-                f"{describe_remote(capabilities.filesystem)}, so this package guarantees nothing "
-                "for checkpoints there; choose a directory on a local drive, or pass "
-                "options=Options(allow_remote=True), or --allow-remote to `offload import`, "
-                "if that is what you want",
-                directory,
-            )
-    for backend, directory in drives:
-        with as_store_errors(backend, directory):
-            _make(backend, directory)
-
-
-@contextmanager
-def as_store_errors(backend: Backend, directory: str) -> Iterator[None]:
-    """Turn errors in the block into errors about a store in the given directory.
-
-    Raises:
-        StoreLockedError: Another writer has locked the store.
-        StoreFullError: There is no space.
-        UnreadableError: Another error, which may be temporary. It says nothing about the store.
-        StoreError: The directory cannot hold a store.
-    """
-    try:
-        yield
-    except LockHeldError as error:
-        raise StoreLockedError(error.errno, _who_writes(directory), directory) from None
-    except UnreadableError as error:
-        raise unreadable(error, then=NOTHING_CHANGED) from error
-    except StorageError as error:
-        if error.errno in FULL:
-            raise StoreFullError(
-                error.errno,
-                f"there is no space, not even for an empty store ({error.strerror}): "
-                f"{backend.free_bytes(_nearest(backend, directory))} bytes are free; free some, or "
-                "choose another directory",
-                directory,
-            ) from error
-        if error.errno not in _UNSUITABLE:
-            raise unreadable(error, then=NOTHING_CHANGED) from error
-        raise StoreError(
-            error.errno,
-            f"cannot keep a store here ({error.strerror}); choose a directory that you can create "
-            "files in",
-            directory,
-        ) from error
-
-
-def _who_writes(directory: str) -> str:
-    if is_held_here(directory):
-        return (
-            "another optimizer of this process is writing to this store (a cell of a notebook that "
-            "is run twice makes a second one): call close() of that optimizer first, or use "
-            "another directory"
-        )
-    return (
-        "another process is writing to this store: close it first, or use another directory. "
-        f"`fuser -v {directory}/{LOCK_NAME}` says which process it is"
-    )
-
-
 def _look_at(backend: Backend, directory: str) -> _Place:
     stat = stat_given_path(backend, directory)
     if stat is None:
@@ -453,39 +338,3 @@ def _order(places: Sequence[_Place]) -> list[str] | None:
         if is_its and sorted(by_drive) == list(range(1, len(places))):
             return [first[0].directory, *(by_drive[d].directory for d in sorted(by_drive))]
     return None
-
-
-def _nearest(backend: Backend, directory: str) -> str:
-    """Return a directory if it exists, else its nearest existing ancestor.
-
-    Raises:
-        gds.StorageError: The existing path is a file.
-    """
-    while (stat := backend.stat(directory)) is None:
-        directory = os.path.dirname(directory)
-    if stat.kind == "file":
-        raise StorageError(errno.ENOTDIR, "making the store's directory", directory)
-    return directory
-
-
-def _make(backend: Backend, directory: str) -> None:
-    """Create a directory and its parents, durably. Other processes may do so at the same time."""
-    missing: list[str] = []
-    path = directory
-    while backend.stat(path) is None:
-        missing.insert(0, path)
-        path = os.path.dirname(path)
-    try:
-        # A process that created the directory may have died before it synced the name.
-        backend.sync_dir(os.path.dirname(path))
-    except StorageError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
-            raise
-    for new in missing:
-        try:
-            backend.make_dir(new)
-        except StorageError as error:
-            made = backend.stat(new)
-            if error.errno != errno.EEXIST or made is None or made.kind != "directory":
-                raise
-        backend.sync_dir(os.path.dirname(new))

@@ -22,9 +22,9 @@ from offload.retention.policy import (
     num_wanted,
 )
 from offload.store.census import Census
-from offload.store.directories import NOTHING_CHANGED
 from offload.store.opening import StoreContent, StoredCheckpoint, find_stored
 from offload.store.poison import Poison
+from offload.store.store_errors import NOTHING_CHANGED
 
 
 class Keeping:

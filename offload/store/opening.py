@@ -33,19 +33,15 @@ from offload.format.names import (
     owner_name,
 )
 from offload.format.unreadable import as_unreadable
-from offload.store.directories import (
-    NOTHING_CHANGED,
-    as_store_errors,
-    check_directories,
-    make_directories,
-    require_number_of_directories,
-)
+from offload.store.directories import check_directories, require_number_of_directories
 from offload.store.file_identity import FileIds, ids_in
+from offload.store.new_directories import make_directories
 from offload.store.owners.claims import OwnerClaims
 from offload.store.part_pool import PartPool, part_numbers
 from offload.store.poison import Poison
 from offload.store.shared import SharedStore
 from offload.store.slot import Slot, open_slot
+from offload.store.store_errors import NOTHING_CHANGED, as_store_errors
 from offload.store.store_id import read_store_id
 from offload.store.writer_lock import WriterLock
 

@@ -89,6 +89,10 @@ class PartPool:
         self._withdrawn: set[str] = set()
         """Digests of the parts that withdrawn slots still name."""
 
+    def take_over(self, store_id: str) -> None:
+        """Treat sealed parts of another store as the pool's own; see `Store.take_over`."""
+        self._store_id = store_id
+
     @property
     def directories(self) -> tuple[str, ...]:
         """Directories of the further drives, in order."""

@@ -10,9 +10,9 @@ from gds import Backend, StorageError
 from offload.checkpoint.owner_parts import owner_directories
 from offload.errors import OffloadError, StoreFullError
 from offload.format.unreadable import as_unreadable
-from offload.store.directories import NOTHING_CHANGED
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.store import remove_unnamed_parts, unnamed_parts
+from offload.store.store_errors import NOTHING_CHANGED
 from offload.units import size
 
 

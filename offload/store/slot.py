@@ -23,6 +23,7 @@ from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import Manifest, invalid_manifest
 from offload.format.names import MANIFEST_NAME, MODEL_NAME, QUARANTINE_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import PartReference, SealedPart, content_digest
+from offload.store.arrivals import Arrivals
 from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
 from offload.store.full_disk import naming_free_space
 from offload.store.part import Part
@@ -79,6 +80,7 @@ class Slot(SlotFiles):
         self._model_leaves = model_leaves
         self._state = SlotState.FREE
         self._lock: Lock | None = None
+        self._arrivals: Arrivals | None = None
 
     @property
     def state(self) -> SlotState:
@@ -128,9 +130,23 @@ class Slot(SlotFiles):
             context: Store and generation that digests of the new content are bound to.
         """
         self._state = SlotState.WORKING
+        self._arrivals = None
         self._context = context
         self._digests = {name: [None] * self.layout.num_chunks for name in self.layout.array_names}
         self.trust()
+
+    def arriving(self, arrivals: Arrivals) -> None:
+        """Record that chunks of the present generation are still to come from elsewhere."""
+        self._arrivals = arrivals
+
+    def has_arrived(self, chunk: int) -> bool:
+        """Return whether the slot holds a chunk; False while it is on its way from elsewhere."""
+        return self._arrivals is None or self._arrivals.has(chunk)
+
+    def wait_arrived(self, chunk: int) -> None:
+        """Wait until the slot holds a chunk; raises the error of a chunk that will not arrive."""
+        if self._arrivals is not None:
+            self._arrivals.wait(chunk)
 
     def begin_publication(self) -> None:
         """Record that a rename begins, after which the slot may be a checkpoint."""

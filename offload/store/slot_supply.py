@@ -87,6 +87,13 @@ class SlotSupply:
         """Check that there is room for all slots that are sure to be needed; see `Store`."""
         require_room(self._rooms(layout, num_groups), self._keeping, self._checkpoints)
 
+    def take_over(self, store_id: str, generation: int) -> None:
+        """Go on with another identity, and a generation; see `Store.take_over`."""
+        if store_id != self._store_id and self._others:
+            self._is_identified = False
+        self._store_id = store_id
+        self._generation = max(self._generation, generation - 1)
+
     def slot_bytes(self, layout: Layout, num_groups: int) -> int:
         """Return the size in bytes of a slot in the first directory."""
         return sum(self._sizes(layout, num_groups).values())

@@ -30,7 +30,7 @@ from gds import Backend, StorageError
 from gds.waiting import Monitor
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.source import RecutSource
-from offload.errors import StoreBusyError
+from offload.errors import StoreBusyError, StoreError
 from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
@@ -232,6 +232,29 @@ class Store:
             StoreFullError: There is no room. The message says how much space is missing.
         """
         self._supply.require_space(layout, num_groups)
+
+    def take_over(self, store_id: str, generation: int) -> None:
+        """Go on with the identity of a store whose checkpoint is about to arrive from elsewhere.
+
+        The next slot that is acquired is for that checkpoint, and has at least its generation.
+
+        Args:
+            store_id: Identity of that store.
+            generation: Generation of its checkpoint.
+
+        Raises:
+            StoreError: This store has checkpoints of its own.
+        """
+        with self._changed:
+            if self.checkpoints or self.refused:
+                raise StoreError(
+                    errno.EEXIST,
+                    "the store has checkpoints, so that none can be taken from elsewhere",
+                    self.directory,
+                )
+            self.store_id = store_id
+            self._parts.take_over(store_id)
+            self._supply.take_over(store_id, generation)
 
     def acquire(self, layout: Layout, num_groups: int) -> Slot:
         """Return a slot to write the next generation into.

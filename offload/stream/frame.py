@@ -114,6 +114,8 @@ class Frame:
             self._buffers[name], self._bytes[name] = part
         self.chunk = -1
         self.futures: list[IOFuture] = []
+        self.is_late = False
+        """Whether no read was started, because the source does not hold the present chunk yet."""
         self.digests: Digests | None = None
         """Digests of the present chunk, if it will be stored after its update."""
 

@@ -134,9 +134,12 @@ class Streamer:
             return frame
         try:
             with self._meter.timed("wait_read_s", chunk=chunk):
+                source = self._source
+                if frame.is_late and source is not None:
+                    source.wait_arrived(chunk)
+                    self._start_reads(frame, chunk, source)
                 for future in frame.futures:
                     future.result()
-                source = self._source
                 if isinstance(source, RecutSource):
                     _fill(frame, source)
                 elif source is not None and (source.unchecked or self._verify_reads):
@@ -371,7 +374,7 @@ class Streamer:
                 break
             self._queue.popleft()
             frame = self._resident.get(chunk) or self._free.pop()
-            frame.chunk, frame.futures = chunk, []
+            frame.chunk, frame.futures, frame.is_late = chunk, [], False
             try:
                 self._read(frame, chunk)
                 self._loading[chunk] = frame
@@ -390,6 +393,12 @@ class Streamer:
             return
         if isinstance(source, RecutSource):
             return  # `take` fills the frame
+        if source.has_arrived(chunk):
+            self._start_reads(frame, chunk, source)
+        else:
+            frame.is_late = True  # `take` waits and reads; nothing is started for it before
+
+    def _start_reads(self, frame: Frame, chunk: int, source: SlotFiles) -> None:
         plan, files, digests = source.layout.plans[chunk], source.files_of(chunk), source.digests
         for name, (buffer, offset) in frame.buffers(plan).items():
             if digests[name][chunk] is None:

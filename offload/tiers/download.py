@@ -11,35 +11,26 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
 
-from gds import ALIGNMENT, Backend, Buffer, File, StorageError
+from gds import Backend
 from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import CheckpointError, StoreError
-from offload.format.digests import DigestContext
 from offload.format.manifest import Manifest
-from offload.format.names import MODEL_NAME, TRAIN_STATE_NAME
+from offload.format.names import TRAIN_STATE_NAME
 from offload.retention.policy import Record, Retention
-from offload.store.sealing import Composition
 from offload.store.shared import SharedStore
-from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.tiers.address import parse_address
 from offload.tiers.catalog import TierCopy, find_copy, read_manifest
-from offload.tiers.checking import Fetcher
-from offload.tiers.contents import Chunk, file_offset, model_chunks, state_objects
 from offload.tiers.download_owners import OwnersDownload, owners_in
-from offload.tiers.marker import Marker
-from offload.tiers.objects import Objects
+from offload.tiers.filling import Download
 from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.sending import NUM_TRANSFERS, Progress
-from offload.tiers.workers import Task, run_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +114,7 @@ def pull(
             open_objects(address, timeout_s=timeout_s, retry_s=retry_s)
         )
         copy = find_copy(objects, address, step)
-        manifest = _on_drives(read_manifest(objects, copy), 1 + len(parts), copy)
+        manifest = on_drives(read_manifest(objects, copy), 1 + len(parts), copy)
         owners = owners_in(manifest, directory)
         storage = resources.enter_context(given_or_local(backend))
         marker = copy.marker
@@ -169,7 +160,7 @@ def pull(
         )
 
 
-def _on_drives(manifest: Manifest, num_drives: int, copy: TierCopy) -> Manifest:
+def on_drives(manifest: Manifest, num_drives: int, copy: TierCopy) -> Manifest:
     """Return the manifest of the same checkpoint on a number of drives."""
     if manifest.owners:
         if num_drives > 1:
@@ -224,130 +215,3 @@ def _find_present(store: Store, manifest: Manifest) -> Checkpoint | None:
                 store.directory,
             )
     return None
-
-
-class Download:
-    """Download of one checkpoint into a slot.
-
-    Args:
-        objects: Objects of the tier.
-        copy: Copy to fetch.
-        marker: Marker of the copy.
-        manifest: Manifest of the checkpoint on the drives of the store.
-        backend: Storage backend of the store.
-        num_transfers: Number of transfers at a time.
-        progress: Function that is called with the bytes done and the total.
-    """
-
-    def __init__(
-        self,
-        objects: Objects,
-        copy: TierCopy,
-        marker: Marker,
-        manifest: Manifest,
-        backend: Backend,
-        num_transfers: int,
-        progress: Progress | None,
-    ) -> None:
-        self._marker = marker
-        self._manifest = manifest
-        self._backend = backend
-        self._num_transfers = num_transfers
-        self._progress = progress
-        self._fetcher = Fetcher(objects, copy.folder, manifest)
-        self._context = DigestContext(manifest.store_id, manifest.generation)
-        self._mutex = threading.Lock()
-        self._total = 0
-        self.bytes_fetched = 0
-        """Number of bytes fetched from the tier."""
-        self.bytes_kept = 0
-        """Number of bytes that the slot held already."""
-
-    def run(self, store: Store) -> str:
-        """Fill a slot of the store and publish it; the errors are those of `pull`.
-
-        Returns:
-            Path of the checkpoint.
-        """
-        manifest = self._manifest
-        leftover = {*store.leftovers()[0]}
-        slot = store.acquire(manifest.layout, len(manifest.groups))
-        try:
-            slot.begin_generation(self._context)
-            self._fill(slot, may_hold_parts=slot.path in leftover)
-            for array, digests in manifest.digests.items():
-                slot.digests[array][:] = digests
-            train_state = self._train_state(slot)
-            store.sealing.begin(manifest)
-            stored = store.sealing.seal(
-                slot, Composition(manifest, train_state), manifest.model_digests
-            )
-        except BaseException:
-            store.sealing.end()
-            store.release(slot)
-            raise
-        return stored.path
-
-    def _train_state(self, slot: Slot) -> bytes:
-        name = TRAIN_STATE_NAME
-        data = self._fetcher.whole(name, self._marker.sizes[name], self._marker.digests[name])
-        if len(data) != slot.train_state.size_bytes:
-            raise CheckpointError(
-                f"{slot.path}: the train state has {len(data)} bytes, and the slot "
-                f"{slot.train_state.size_bytes}"
-            )
-        self._advance(len(data), fetched=True)
-        return data
-
-    def _fill(self, slot: Slot, *, may_hold_parts: bool) -> None:
-        """Fetch all tensors: the parameters, then the state in the order of its chunks."""
-        ranges = [*self._ranges(slot)]
-        self._total = sum(chunk.nbytes for _, _, _, _, chunk in ranges)
-        self._total += self._marker.sizes[TRAIN_STATE_NAME]
-        most = max((chunk.nbytes for *_, chunk in ranges), default=0)
-        tasks: Iterator[Task] = (
-            partial(self._fill_range, one, may_hold_parts=may_hold_parts) for one in ranges
-        )
-        run_all(
-            tasks, self._num_transfers, lambda: self._backend.allocate(most + ALIGNMENT, "host")
-        )
-
-    def _ranges(self, slot: Slot) -> Iterator[tuple[File, int, str, int, Chunk]]:
-        """Yield each chunk with its file and offset here, and its object and offset there."""
-        for offset, chunk in model_chunks(self._manifest):
-            yield slot.model, offset, MODEL_NAME, offset, chunk
-        for one in state_objects(self._manifest, self._marker.object_bytes):
-            for start, chunk in one.starts():
-                file = slot.array(chunk.array, chunk.index)
-                offset = file_offset(self._manifest.layout, chunk)
-                yield file, offset, one.name, start, chunk
-
-    def _fill_range(
-        self, place: tuple[File, int, str, int, Chunk], buffer: Buffer, *, may_hold_parts: bool
-    ) -> None:
-        """Fetch a chunk and write it, unless the slot holds it."""
-        file, offset, name, start, chunk = place
-        into = buffer.slice(offset % ALIGNMENT, chunk.nbytes)
-        if may_hold_parts and self._holds(file, offset, chunk, into):
-            self._advance(chunk.nbytes, fetched=False)
-            return
-        data = self._fetcher.chunk(name, start, chunk)
-        into.memoryview()[:] = memoryview(data)
-        file.write(into, offset).result()
-        self._advance(chunk.nbytes, fetched=True)
-
-    def _holds(self, file: File, offset: int, chunk: Chunk, into: Buffer) -> bool:
-        try:
-            file.read(into, offset).result()
-        except StorageError:
-            return False  # a sector that cannot be read may well be written
-        return self._context.digest(chunk.array, chunk.index, into.memoryview()) == chunk.digest
-
-    def _advance(self, nbytes: int, *, fetched: bool) -> None:
-        with self._mutex:
-            if fetched:
-                self.bytes_fetched += nbytes
-            else:
-                self.bytes_kept += nbytes
-            if self._progress is not None:
-                self._progress(self.bytes_fetched + self.bytes_kept, self._total)

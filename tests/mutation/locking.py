@@ -12,6 +12,7 @@ _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
 _OPENING = "offload/store/opening.py"
 _PLACES = "offload/store/directories.py"
+_NEW_PLACES = "offload/store/new_directories.py"
 _UNREADABLE = "offload/format/unreadable.py"
 _VERIFY = "offload/checkpoint/verify.py"
 _SLOT = "offload/store/slot.py"
@@ -325,7 +326,7 @@ LOCKING = (
         "a store on a file system that is served from elsewhere is refused",
         (
             Edit(
-                _PLACES,
+                _NEW_PLACES,
                 "        if capabilities.remote and not allow_remote:\n",
                 "        if False:\n",
             ),
@@ -337,7 +338,7 @@ LOCKING = (
         "a directory that another process makes at the same time is there",
         (
             Edit(
-                _PLACES,
+                _NEW_PLACES,
                 "            if error.errno != errno.EEXIST or made",
                 "            if True or made",
             ),

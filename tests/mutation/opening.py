@@ -9,7 +9,7 @@ _SUPPLY = "offload/store/slot_supply.py"
 _EXPIRY = "offload/store/expiry.py"
 _STORE = "offload/store/store.py"
 _OPENING = "offload/store/opening.py"
-_PLACES = "offload/store/directories.py"
+_NEW_PLACES = "offload/store/new_directories.py"
 _LOCK = "offload/store/writer_lock.py"
 _IDENTITY = "offload/store/store_id.py"
 _READING = "offload/checkpoint/reading.py"
@@ -47,7 +47,7 @@ OPENING = (
         "sync of the directory in which the store's is made",
         (
             gone(
-                _PLACES,
+                _NEW_PLACES,
                 "        backend.sync_dir(os.path.dirname(new))\n",
             ),
         ),
@@ -56,7 +56,7 @@ OPENING = (
     Mutation(
         "open-no-existing-parent-sync",
         "sync of the directory in which an earlier process may have made the store's",
-        (Edit(_PLACES, "        backend.sync_dir(os.path.dirname(path))\n", "        pass\n"),),
+        (Edit(_NEW_PLACES, "        backend.sync_dir(os.path.dirname(path))\n", "        pass\n"),),
         (f"{_STEPS}::test_a_store_whose_maker_was_killed_is_durable_when_a_checkpoint_is",),
     ),
     Mutation(
@@ -321,7 +321,7 @@ OPENING = (
         "a store in memory is refused",
         (
             Edit(
-                _PLACES,
+                _NEW_PLACES,
                 "        if capabilities.volatile and not allow_volatile:\n",
                 "        if False:\n",
             ),

@@ -485,7 +485,7 @@ SEALING = (
         (
             Edit(
                 _RESEAL,
-                "    if several or checkpoint.read_train_state() != encoded:\n",
+                "    if several or store.reader_of(sealed).read_train_state() != encoded:\n",
                 "    if False:\n",
             ),
         ),

@@ -65,6 +65,43 @@ def test_every_element_is_dealt_once_in_order_and_in_balance(
         assert abs(sum(cut.box.num_elements for _, cut in view) - total / num_ranks) <= max(units)
 
 
+LAYERS = {f"layer{n}.{name}": shape for n in range(6) for name, shape in SHAPES[4].items()}
+
+
+@pytest.mark.parametrize("multiple", [1, 32])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("span_elements", [1, 100, 4000, 9000, 10**9])
+def test_spans_are_dealt_in_order_once_and_in_balance(
+    span_elements: int, num_ranks: int, multiple: int
+) -> None:
+    dealt = deal_rows(LAYERS, num_ranks, multiple, span_elements=span_elements)
+    order = [*LAYERS]
+    for view in dealt:
+        names = [name for name, _ in view]
+        assert names == sorted({*names}, key=order.index)
+    units = [math.lcm(math.prod(shape[1:]), multiple) for shape in LAYERS.values()]
+    for name, shape in LAYERS.items():
+        assert covered(shape, [cut.box for view in dealt for n, cut in view if n == name])
+    total = sum(map(math.prod, LAYERS.values()))
+    for view in dealt:
+        assert abs(sum(cut.box.num_elements for _, cut in view) - total / num_ranks) <= max(units)
+
+
+def test_each_rank_has_a_share_of_every_span() -> None:
+    shapes = {f"layer{n}": (8, 4) for n in range(6)}
+    dealt = deal_rows(shapes, 2, span_elements=64)
+    halves = [[f"layer{n}" for n in range(rank, 6, 2)] for rank in range(2)]
+    assert [[name for name, _ in view] for view in dealt] == halves
+    assert deal_rows(shapes, 2, span_elements=32) == [
+        [(name, Cut((8, 4), Box((4 * rank, 0), (4, 4)))) for name in shapes] for rank in range(2)
+    ]
+
+
+def test_one_span_is_dealt_as_without_spans() -> None:
+    for shapes in SHAPES:
+        assert deal_rows(shapes, 3, span_elements=10**6) == deal_rows(shapes, 3)
+
+
 def test_a_parameter_without_dimensions_is_whole_on_one_rank() -> None:
     found = [cut for view in deal_rows({"a": (), "b": ()}, 3) for _, cut in view]
     assert found == [Cut((), Box((), ()))] * 2
@@ -79,10 +116,14 @@ def test_rows_are_cut_where_a_hand_would_cut_them() -> None:
     ]
 
 
-@pytest.mark.parametrize(("num_ranks", "multiple"), [(0, 1), (1, 0), (-1, 1)])
-def test_numbers_that_are_not_positive_are_refused(num_ranks: int, multiple: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "multiple", "span"), [(0, 1, None), (1, 0, None), (-1, 1, None), (1, 1, 0)]
+)
+def test_numbers_that_are_not_positive_are_refused(
+    num_ranks: int, multiple: int, span: int | None
+) -> None:
     with pytest.raises(ValueError, match="must be positive"):
-        deal_rows({"w": (4,)}, num_ranks, multiple)
+        deal_rows({"w": (4,)}, num_ranks, multiple, span_elements=span)
 
 
 def grid(shape: tuple[int, int], rows: int, columns: int) -> list[Cut]:

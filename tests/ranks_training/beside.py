@@ -11,12 +11,13 @@ import errno
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offload
 from gds import File, PosixBackend, StorageError, WrapperBackend
 from offload import DriveTuning, Options, SealError
+from offload.distributed import ownership
 from offload.overlap.background_pass import RunningPass
 from offload.overlap.forward import BesideForward
 from offload.overlap.forward_hooks import _Before
@@ -76,6 +78,9 @@ class Case:
     first: int = 1
     """First step of this run; the run continues from the checkpoint before it."""
 
+    span: int | None = None
+    """Elements of each span for each rank, if parameters are dealt; None for those of users."""
+
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -120,9 +125,17 @@ class Gate(Held):
         super().__init__()
         WrapperBackend.__init__(self, PosixBackend())
         self.fails = False
+        """Whether writes to model files fail."""
+        self.fails_opening = False
+        """Whether model files cannot be opened."""
 
     def wrap_file(self, file: File) -> File:
         return GateFile(file, self)
+
+    def open(self, path: str, *, writable: bool = False) -> File:
+        if self.fails_opening and path.endswith("model.safetensors"):
+            raise StorageError(errno.EIO, "injected", path)
+        return super().open(path, writable=writable)
 
 
 class GateFile(HeldFile):
@@ -201,13 +214,15 @@ class Training:
             **case.options,
             **options,
         }
-        self.optimizer = getattr(offload, case.optimizer)(
-            self.model.parameters(),
-            directory=directory,
-            model=self.model,
-            options=Options(**settings),
-            **case.hyper,
-        )
+        spans = case.span or ownership.SPAN_ELEMENTS
+        with mock.patch.object(ownership, "SPAN_ELEMENTS", spans):  # for so small a model
+            self.optimizer = getattr(offload, case.optimizer)(
+                self.model.parameters(),
+                directory=directory,
+                model=self.model,
+                options=Options(**settings),
+                **case.hyper,
+            )
 
     def loss(self, step: int, number: int = 0) -> torch.Tensor:
         """Run the forward on data that differ between ranks."""
@@ -352,12 +367,12 @@ class TwoTrainings:
         return found if self.live.losses == self.plain.losses else [*found, "losses"]
 
 
-def hidden(folder: Path, rank: int, **changes: Any) -> dict[str, Any]:
-    """Hold back the chunk that is needed last, and look at what runs before it is released."""
+def hidden(folder: Path, rank: int, block: int = 0, **changes: Any) -> dict[str, Any]:
+    """Hold back the chunk that is needed last, until a block has run."""
     run = TwoTrainings(folder, rank, 3, **changes)
-    # The first ranks step the first layers, which the forward needs first, in DDP.
+    # In DDP, the first ranks step the first layers of a span, which the forward needs first.
     is_last = rank == dist.get_world_size() - 1
-    run.step_held(4, held=run.case.wrap != "ddp" or is_last)
+    run.step_held(4, held=run.case.wrap != "ddp" or run.case.span is not None or is_last)
     seen: dict[str, bool] = {}
 
     def ran(*_: Any) -> None:
@@ -365,7 +380,7 @@ def hidden(folder: Path, rank: int, **changes: Any) -> dict[str, Any]:
         run.gate.release()
 
     module = run.live.model.module if run.case.wrap == "ddp" else run.live.model
-    module.blocks[0].register_forward_hook(ran)
+    module.blocks[block].register_forward_hook(ran)
     run.both(5)
     found = {"different": run.different(), **seen}
     run.optimizer.close()
@@ -534,6 +549,23 @@ def run_calls(
 ) -> None:
     """Make the calls of a rank, and record what came of each; see `calls.run_calls`."""
     del size, setting
+    run_functions(CALLS, folder, rank, called)
+
+
+def run_functions(
+    functions: Mapping[str, Callable[..., Any]],
+    folder: Path,
+    rank: int,
+    called: Sequence[Sequence[Any]],
+) -> None:
+    """Make calls of functions, each with a folder of its own; warnings are errors.
+
+    Args:
+        functions: Functions by name. They take the folder, the rank, and the changes of a case.
+        folder: Folder of the test.
+        rank: This rank.
+        called: Name and changes of each call.
+    """
     torch.use_deterministic_algorithms(mode=True)
     dist.init_process_group("gloo")
     calls.record_into(folder)
@@ -543,7 +575,7 @@ def run_calls(
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             try:
-                outcome: dict[str, Any] = {"value": CALLS[name](own, rank, **changes)}
+                outcome: dict[str, Any] = {"value": functions[name](own, rank, **changes)}
             except Exception as error:  # noqa: BLE001  (the test looks at it)
                 traceback.print_exc()
                 outcome = {"error": type(error).__name__, "message": str(error)}

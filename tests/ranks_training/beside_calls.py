@@ -11,9 +11,11 @@ Call = tuple[str, dict[str, Any]]
 """Name of a call of `tests.ranks_training.beside`, and its arguments."""
 
 
-def run(jobs: Jobs, folder: Path, num_ranks: int, calls: list[Call]) -> list[list[Any]]:
+def run(
+    jobs: Jobs, folder: Path, num_ranks: int, calls: list[Call], module: str = "beside"
+) -> list[list[Any]]:
     """Make calls on all ranks, all of which succeed; return what came of them, by call and rank."""
-    ranks = jobs.run(folder, [calls] * num_ranks, program="tests.ranks_training.beside")
+    ranks = jobs.run(folder, [calls] * num_ranks, program=f"tests.ranks_training.{module}")
     for rank in ranks:
         assert rank.status == 0, rank.errors
         assert rank.failed() == [], rank.errors

@@ -39,8 +39,10 @@ from gds import PosixBackend
 from offload import DriveTuning, Options
 from offload.distributed import node
 from tests.crash.fault_backend import FaultBackend
+from tests.crash.test_open_files import open_below
 from tests.numerics.measure import reset_peak, resident_bytes
 from tests.numerics.reference import bits
+from tests.ranks_training.host_backend import HostBackend
 from tests.ranks_training.program import Case, Masters, local
 from tests.ranks_training.protocol_steps import ProtocolSteps, kill
 
@@ -108,6 +110,8 @@ class Calls:
         self.scaler: Any = None
         self.call = ""
         """Name of the call that is being made."""
+        self.errors: list[Exception] = []
+        """Errors that are kept."""
         self._steps: ProtocolSteps | None = None
 
     def _wrapped(self) -> Any:
@@ -140,8 +144,13 @@ class Calls:
         return fully_shard(model, mp_policy=policy)
 
     def host(self, name: str) -> None:
-        """Be on a host of this name from now on, as far as the ranks can tell."""
+        """Be on a host of this name from now on, as far as the ranks can tell.
+
+        It has the directories beside the store whose names begin with its own. The others are
+        missing.
+        """
         node.this_node = lambda: node.Node(name, f"boot of {name}")
+        self.backend = FaultBackend(HostBackend(self.directory.parent, name))
 
     def open(self, **changes: Any) -> None:
         """Make the optimizer."""
@@ -281,8 +290,11 @@ class Calls:
             "object": {"train_state": {"what": object()}},
             "path": {"train_state": "a path"},
             "metric": {"metrics": {"loss": "a text"}},
+            "warning": {"metrics": {"loss": float("nan")}},
         }[content]
-        self.optimizer.checkpoint(**how)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            self.optimizer.checkpoint(**how)
 
     def settle(self) -> str:
         """Wait for everything in flight; the value is the error of the last seal."""
@@ -337,6 +349,19 @@ class Calls:
     def fail(self, kind: str, text: str, number: int | None = None) -> None:
         """Let the next operation of a kind fail whose path contains a text."""
         self.backend.fail_if(lambda one, path: one == kind and text in path, number)
+
+    def keep_error(self, name: str, *arguments: Any) -> str:
+        """Make a call that fails; return the name of its error, and keep all that it refers to."""
+        try:
+            getattr(self, name)(*arguments)
+        except Exception as error:  # noqa: BLE001  (the test looks at it)
+            self.errors.append(error)
+            return type(error).__name__
+        return ""
+
+    def open_files(self, text: str) -> list[str]:
+        """Return the paths of the store's files that this process has open, if they have a text."""
+        return [path for path in open_below(self.directory) if text in path]
 
     def num_failed(self) -> int:
         """Return how many operations have failed."""

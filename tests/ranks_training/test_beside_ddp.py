@@ -14,7 +14,10 @@ DDP: dict[str, Any] = {"wrap": "ddp"}
 
 SAME_BITS: dict[str, tuple[int, list[dict[str, Any]]]] = {
     "clipped, accumulated, small": (2, [DDP | {"accumulate": 2, "clip": 0.1, "hidden": 5}]),
-    "many chunks, evaluated between steps": (3, [DDP | {"evaluates": True, "hidden": 192}]),
+    "many chunks, evaluated between steps": (
+        3,
+        [DDP | {"evaluates": True, "hidden": 192}, DDP | {"hidden": 192, "span": 512}],
+    ),
     "a scaler that skips, another optimizer": (
         3,
         [
@@ -46,10 +49,15 @@ def test_each_step_is_sealed_at_once_and_resumed(jobs: Jobs, tmp_path: Path) -> 
 
 
 def test_values_of_other_ranks_arrive_while_the_step_goes_on(jobs: Jobs, tmp_path: Path) -> None:
-    """The last rank holds back its last chunk until the first block has run on all ranks."""
-    calls: list[Call] = [("hidden", DDP), ("readers", DDP)]
-    hidden, readers = run(jobs, tmp_path, 2, calls)
+    """The last rank holds back its last chunk until the first block has run on all ranks.
+
+    If the model is dealt in several spans, all ranks do, until all blocks but the last have run.
+    """
+    spans = DDP | {"span": 512, "block": 1}
+    calls: list[Call] = [("hidden", DDP), ("hidden", spans), ("readers", DDP)]
+    hidden, in_spans, readers = run(jobs, tmp_path, 2, calls)
     assert hidden == [{"different": [], "ran while the step went on": True}] * 2
+    assert in_spans == hidden
     assert readers == [{"different": []}] * 2
 
 

@@ -78,6 +78,17 @@ def test_owners_are_dealt_over_the_drives_and_the_bits_are_those_of_one(
         assert [Path(part.path).parts[-3] for part in checkpoint.owners] == ["b", "a"]
 
 
+def test_each_directory_is_measured_by_one_rank_and_no_two_at_a_time(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Rank 3 reads what rank 1 has measured in the directory that both have."""
+    measure = ["do", "tests.ranks_training.drive_calls:measure_drives"]
+    run_all(jobs, tmp_path, [measure, *begin()], 4)
+    assert (tmp_path / "measured").read_text() == "0 a\n1 b\n"
+    run_all(jobs, tmp_path, [measure, *again("b", "a")], 4)
+    assert (tmp_path / "measured").read_text() == "0 a\n1 b\n"
+
+
 def test_drives_that_have_changed_their_places_are_found_by_what_is_on_them(
     jobs: Jobs, tmp_path: Path
 ) -> None:
@@ -193,6 +204,19 @@ def test_ranks_with_several_drives_go_on_from_one_process_with_one(
     assert (tmp_path / "b" / "owner-1").is_dir()
     for rank in run_all(jobs, tmp_path, again()):
         assert rank.of("restore")["value"][0] == 2
+
+
+def test_parts_of_former_owners_are_removed_from_all_drives(jobs: Jobs, tmp_path: Path) -> None:
+    """Checkpoints of four ranks stay until retention withdraws them; then their parts go."""
+    run_all(jobs, tmp_path, begin(), 4)
+    assert [*(tmp_path / "b/owner-3").glob("part-*")]
+    run_all(jobs, tmp_path, again(), 2)
+    with offload.open_checkpoint(tmp_path / "a" / "step-00000001", parts=[tmp_path / "b"]) as one:
+        assert one.verify().ok
+    run_all(jobs, tmp_path, [*again(), *[["step"], ["checkpoint"], ["result"]] * 2], 2)
+    parts = [*tmp_path.glob("*/owner-*/part-*")]
+    assert {str(path.parent.relative_to(tmp_path)) for path in parts} == {"b/owner-1"}
+    run_all(jobs, tmp_path, again(), 3)
 
 
 @pytest.mark.parametrize("stopped", [0, 1])

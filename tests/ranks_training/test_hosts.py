@@ -228,3 +228,43 @@ def test_each_host_says_which_parts_it_sees(jobs: Jobs, tmp_path: Path) -> None:
     for look in (offload.list_checkpoints, offload.open_checkpoint):
         with pytest.raises(CheckpointError, match=r"owner-1/part-1 of generation 1\).*look there"):
             look(tmp_path / "b")
+
+
+def test_a_fresh_start_on_more_ranks_than_the_store_has_owners(jobs: Jobs, tmp_path: Path) -> None:
+    """The old checkpoint has no part of the rank that is new."""
+    run_all(jobs, tmp_path, [[*on(host), *ROUND] for host in "ab"])
+    found = run_all(jobs, tmp_path, [[*on(host, fresh=True), *ROUND, *ROUND] for host in "abb"])
+    assert [rank.of("result")["value"] for rank in found] == [2] * 3
+    found = run_all(jobs, tmp_path, [[*on(host), ["restore"], *ROUND] for host in "abb"])
+    assert [rank.of("restore")["value"][0] for rank in found] == [2] * 3
+
+
+def test_the_space_of_frozen_parameters_is_a_warning_of_the_writer_alone(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    freeze = ["do", "tests.ranks_training.far_calls:freeze_most"]
+    found = run_all(jobs, tmp_path, [[freeze, *on(host), *ROUND] for host in "aab"])
+    said = [rank.of("checkpoint")["warnings"] for rank in found]
+    assert [len(warnings) for warnings in said] == [1, 0, 0], said
+    assert "of frozen parameters and buffers" in said[0][0]
+    assert str(tmp_path / "a") in said[0][0]
+
+
+def test_a_host_without_the_checkpoints_never_shows_a_train_state_of_before(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Its checkpoints are known anew after each `pin`; a step is sealed again all the same."""
+    look = ["do", "tests.ranks_training.far_calls:sealed_train_state"]
+    generation = ["do", "tests.ranks_training.far_calls:generation"]
+    other = ["checkpoint", {"train_state": {"other": 1}}]
+    calls = [
+        *[*ROUND, ["restore"], generation],
+        *[other, look, ["pin", "best"], other, ["result"], generation],
+        ["restore"],
+    ]
+    near, far = run_all(jobs, tmp_path, [[*on(host), *calls] for host in "ab"])
+    for rank in (near, far):
+        looked = [one["value"] for one in rank.outcomes if one["call"] == "do"]
+        assert looked[0] == looked[2], "the same step was stored again"
+        assert looked[1] == {"other": 1} if rank is near else "has not been sent here" in looked[1]
+        assert rank.of("restore")["value"] == [1, {"other": 1}]

@@ -50,12 +50,14 @@ def errors(rank: Rank) -> list[dict[str, Any]]:
         ("ddp", 1, [["bad_checkpoint", "path"]]),
         ("fsdp2", 0, [["bad_checkpoint", "metric"]]),
         ("fsdp2", 2, [["bad_checkpoint", "object"]]),
+        ("ddp", 2, [["bad_checkpoint", "warning"]]),
         ("fsdp2", 1, [["fail", "open", "model.safetensors"], ["checkpoint"]]),
     ],
 )
 def test_a_checkpoint_that_one_rank_cannot_capture_fails_on_all(
     jobs: Jobs, tmp_path: Path, kind: str, victim: int, bad: Calls
 ) -> None:
+    """``warning`` stands for Python's ``-W error``, which makes an error of each warning."""
     own = [*BEGIN, ["step"], *bad, *GO_ON]
     others = [*BEGIN, *SEAL, *GO_ON]
     ranks = run(jobs, tmp_path, kind, *[own if rank == victim else others for rank in range(3)])

@@ -19,6 +19,7 @@ import offload
 from tests.numerics.reference import bits
 from tests.ranks_training.calls import Model
 from tests.ranks_training.rank_server import Jobs, Rank
+from tests.stores.files import flip_on_disk
 
 STEPS = 2
 """Steps that each job of a chain takes."""
@@ -193,6 +194,20 @@ def test_a_damaged_part_of_another_owner_is_found_in_the_first_step(
         offload.open_checkpoint(newest(tmp_path))
     again = succeeded(job(jobs, tmp_path, num, kind, GO_ON))
     assert all(rank.of("restore")["value"][0] == 2 for rank in again)
+
+
+@pytest.mark.parametrize(("num", "kind"), [(2, "fsdp2"), (1, "one")])
+def test_a_restore_into_another_cut_that_fails_leaves_no_file_open(
+    jobs: Jobs, tmp_path: Path, num: int, kind: str
+) -> None:
+    """A lock on a part that stays would keep others from ever writing it again."""
+    go_on(jobs, tmp_path, 3, "ddp", 0)
+    file = newest(tmp_path) / "model.safetensors"
+    flip_on_disk(file, file.stat().st_size - 100)
+    calls: Any = [["open"], ["keep_error", "restore"], ["open_files", "owner-2"]]
+    for rank in job(jobs, tmp_path, num, kind, calls):
+        assert rank.of("keep_error")["value"] == "DamagedError"
+        assert rank.of("open_files")["value"] == []
 
 
 def test_a_full_drive_is_noticed_before_anything_is_written(jobs: Jobs, tmp_path: Path) -> None:

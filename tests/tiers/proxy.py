@@ -28,6 +28,8 @@ class Request:
     status: int = 0
     """Status that the client was given; 0 if it was given none."""
     reached_server: bool = False
+    range: str = ""
+    """Header ``Range`` of the request."""
     bytes_up: int = 0
     bytes_down: int = 0
 
@@ -102,6 +104,7 @@ class Proxy:
             with self._lock:
                 request = Request(len(self.requests), method, path)
                 self.requests.append(request)
+            request.range = _header(head, "range")
             request.fault = fault = self.rule(request)
             if fault == "hang":
                 self._closed.wait()
@@ -199,5 +202,9 @@ def _read_head(client: socket.socket) -> tuple[bytes, bytes]:
 
 
 def _length(head: bytes) -> int:
-    match = re.search(rb"(?i)\r\ncontent-length: *([0-9]+)", head)
-    return int(match[1]) if match else 0
+    return int(_header(head, "content-length") or 0)
+
+
+def _header(head: bytes, name: str) -> str:
+    match = re.search(rf"(?i)\r\n{name}: *([^\r]+)".encode(), head)
+    return match[1].decode() if match else ""

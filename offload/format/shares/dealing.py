@@ -3,7 +3,7 @@
 Every rank computes the same result from the same input, so that no rank has to be told.
 
 - `deal_rows` is for ranks that all hold the whole model, such as those of DDP. It cuts the elements
-  of all parameters into one contiguous range for each rank.
+  of consecutive parameters into one contiguous range for each rank.
 - `own_boxes` is for ranks that hold boxes already, such as the shards of FSDP2. It finds boxes that
   several ranks hold, and gives each distinct box one owner.
 """
@@ -64,36 +64,85 @@ class OwnedBox:
 
 
 def deal_rows(
-    shapes: Mapping[str, Sequence[int]], num_ranks: int, multiple: int = 1
+    shapes: Mapping[str, Sequence[int]],
+    num_ranks: int,
+    multiple: int = 1,
+    *,
+    span_elements: int | None = None,
 ) -> list[list[tuple[str, Cut]]]:
     """Deal parameters that every rank holds as a whole to ranks, balanced by elements.
 
-    The parameters are laid end to end, and their elements are cut into one contiguous range for
-    each rank. Parameters of two or more dimensions are cut between rows, that is along dimension 0.
-    Vectors are cut between elements. A rank has at most one box of a parameter, and may have none
-    at all. The number of elements of a rank differs from the average by at most one row, or by as
-    many rows or elements as `multiple` asks for.
+    The parameters are laid end to end, and divided into spans of whole parameters. The elements of
+    each span are cut into one contiguous range for each rank. Ranks that step their boxes in this
+    order so work on the same layers at the same time. Parameters of two or more dimensions are cut
+    between rows, that is along dimension 0. Vectors are cut between elements. A rank has at most
+    one box of a parameter, and may have none at all. The number of elements of a rank differs from
+    the average by at most one row, or by as many rows or elements as `multiple` asks for.
 
     Args:
         shapes: Shape of each parameter by name, in the order of the parameters.
         num_ranks: Number of ranks, at least 1.
         multiple: Number of elements that each cut is a multiple of, counted from the parameter's
             first element: 32 for int8 state and for ``fused=True``.
+        span_elements: Number of elements that each span has at least, as far as there are so many;
+            None for one span of all parameters.
 
     Returns:
         For each rank, the parameters that it steps, in order: name, shape and box.
 
     Raises:
-        ValueError: `num_ranks` or `multiple` is not positive.
+        ValueError: `num_ranks`, `multiple` or `span_elements` is not positive.
     """
-    if num_ranks < 1 or multiple < 1:
+    if num_ranks < 1 or multiple < 1 or (span_elements is not None and span_elements < 1):
         raise ValueError(
-            f"num_ranks is {num_ranks} and multiple is {multiple}: both must be positive"
+            f"num_ranks is {num_ranks}, multiple is {multiple} and span_elements is "
+            f"{span_elements}: all must be positive"
         )
+    dealt: list[list[tuple[str, Cut]]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for span in _spans(shapes, span_elements):
+        for rank, boxes in enumerate(_deal_span(span, loads, multiple)):
+            dealt[rank] += boxes
+            loads[rank] += sum(cut.box.num_elements for _, cut in boxes)
+    return dealt
+
+
+def _spans(
+    shapes: Mapping[str, Sequence[int]], span_elements: int | None
+) -> list[dict[str, Sequence[int]]]:
+    """Return consecutive parameters in spans of nearly the same number of elements."""
+    total = sum(math.prod(shape) for shape in shapes.values())
+    num = 1 if span_elements is None else max(1, total // span_elements)
+    spans: list[dict[str, Sequence[int]]] = [{}]
+    done = ended = 0
+    for name, shape in shapes.items():
+        if done * num >= total * (ended + 1) and done < total:
+            spans.append({})
+            ended = done * num // total
+        spans[-1][name] = shape
+        done += math.prod(shape)
+    return spans
+
+
+def _deal_span(
+    shapes: Mapping[str, Sequence[int]], loads: Sequence[int], multiple: int
+) -> list[list[tuple[str, Cut]]]:
+    """Deal the parameters of a span.
+
+    Args:
+        shapes: Shape of each parameter of the span by name, in their order.
+        loads: Elements that each rank has been dealt in earlier spans.
+        multiple: As for `deal_rows`.
+    """
+    num_ranks = len(loads)
     starts = [0, *accumulate(math.prod(shape) for shape in shapes.values())]
-    total = starts[-1]
-    limits = [total * rank // num_ranks for rank in range(1, num_ranks)]
-    cuts = [0, *(_nearest_cut(list(shapes.values()), starts, n, multiple) for n in limits), total]
+    total, before = starts[-1], sum(loads)
+    cuts = [0]
+    for rank in range(1, num_ranks):
+        wanted = (before + total) * rank // num_ranks - sum(loads[:rank])
+        limit = min(max(wanted, cuts[-1]), total)
+        cuts.append(_nearest_cut(list(shapes.values()), starts, limit, multiple))
+    cuts.append(total)
     dealt: list[list[tuple[str, Cut]]] = [[] for _ in range(num_ranks)]
     for (name, given), (first, last) in zip(shapes.items(), pairwise(starts), strict=True):
         shape = tuple(given)

@@ -44,9 +44,9 @@ from offload.format.shares.owners import MAX_OWNERS, ModelBox, OwnerReference
 from offload.format.shares.part_table import owner_sizes
 from offload.format.unreadable import as_unreadable
 from offload.format.unwritable import writing
-from offload.store.directories import NOTHING_CHANGED, as_store_errors, make_directories
 from offload.store.free_slots import try_lock
 from offload.store.full_disk import naming_free_space
+from offload.store.new_directories import make_directories
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.slot import (
     OwnerSlot,
@@ -59,6 +59,7 @@ from offload.store.owners.slot import (
 from offload.store.poison import Poison
 from offload.store.quarantine import write_quarantine
 from offload.store.slot import directories_in
+from offload.store.store_errors import NOTHING_CHANGED, as_store_errors
 from offload.store.writer_lock import WriterLock
 
 _NOT_READY = "a free part could not be made ready"

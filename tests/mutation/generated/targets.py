@@ -27,6 +27,8 @@ MODULES: Final[dict[str, str]] = {
     # opening
     "opening": "offload/store/opening.py",
     "places": "offload/store/directories.py",
+    "new_places": "offload/store/new_directories.py",
+    "store_errors": "offload/store/store_errors.py",
     "writer_lock": "offload/store/writer_lock.py",
     "unreadable": "offload/format/unreadable.py",
     "identity": "offload/store/store_id.py",

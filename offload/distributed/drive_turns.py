@@ -1,0 +1,105 @@
+"""Turns in which ranks measure drives: each directory once, and a drive never by two at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from gds import Backend
+from offload.distributed import node
+from offload.distributed.agreement.agreement import Agreement
+from offload.distributed.agreement.messages import Json
+from offload.distributed.together import everywhere, together
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """When a rank measures its directory, or reads what another rank has measured."""
+
+    number: int
+    """Number of the turn, from 0."""
+
+    state_bytes: int
+    """Size of the largest state in the directory; 0 if the rank does not measure."""
+
+
+def measure_in_turns(
+    agreement: Agreement,
+    what: str,
+    backend: Backend,
+    directory: str,
+    state_bytes: int,
+    action: Callable[[int], None],
+) -> None:
+    """Measure the drives of all ranks, each directory on one rank. Collective.
+
+    Args:
+        agreement: Agreement of all ranks.
+        what: Call of the user, for messages.
+        backend: Backend of the directory.
+        directory: Directory that has the state of this rank.
+        state_bytes: Size of the state of this rank.
+        action: Measures the directory, or reads what was measured; see `Ranks.measure`.
+
+    Raises the errors of `together`.
+    """
+
+    def look() -> Json:
+        """Return what `turns_of` has to know of this rank."""
+        return [*drive_of(backend, directory), state_bytes]
+
+    found = everywhere(agreement, what, look)
+    turns, last = turns_of([found[rank] for rank in range(agreement.peers.size)])
+    own = turns[agreement.peers.rank]
+    for number in range(last + 1):
+        taken = partial(action, own.state_bytes) if number == own.number else _nothing
+        together(agreement, what, taken)
+
+
+def _nothing() -> None:
+    """Do nothing: it is the turn of other ranks."""
+
+
+def drive_of(backend: Backend, directory: str) -> list[str]:
+    """Return texts for the drive of a directory and for the directory itself.
+
+    Each is the same for two ranks if, and only if, they mean the same one.
+
+    Args:
+        backend: Backend of the directory.
+        directory: Absolute path.
+    """
+    token = node.this_node().token
+    try:
+        drive = f"{token}:{os.stat(directory).st_dev}"
+    except OSError:  # the backend has directories of its own
+        drive = token
+    return [drive, node.place_of(backend, directory)]
+
+
+def turns_of(ranks: Sequence[tuple[str, str, int]]) -> tuple[list[Turn], int]:
+    """Return the turn of each rank, by rank, and the number of the last turn. Pure.
+
+    The lowest rank that has a directory measures it. Directories on one drive have turns one after
+    the other; those on different drives have the same turns. All other ranks have the last turn.
+
+    Args:
+        ranks: Drive, directory and size of the state of each rank, by rank; see `drive_of`.
+    """
+    largest: dict[str, int] = {}
+    on_drive: dict[str, list[str]] = {}
+    first: dict[str, int] = {}
+    for rank, (drive, directory, state_bytes) in enumerate(ranks):
+        largest[directory] = max(largest.get(directory, 0), state_bytes)
+        if first.setdefault(directory, rank) == rank:
+            on_drive.setdefault(drive, []).append(directory)
+    last = max(map(len, on_drive.values()))
+    turns = [
+        Turn(on_drive[drive].index(directory), largest[directory])
+        if first[directory] == rank
+        else Turn(last, 0)
+        for rank, (drive, directory, _) in enumerate(ranks)
+    ]
+    return turns, last

@@ -1,0 +1,99 @@
+"""Restoring from the tier into an empty store: training begins while the state still arrives.
+
+`restore` waits for the parameters only, so the next forward can run. The state arrives in the slot
+behind it, and the first step waits for it chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.engine.arrival import Arrival
+from offload.engine.matching import match_checkpoint, take_hyperparameters
+from offload.engine.training_state import Groups, TrainingState
+from offload.engine.whole_model import load_whole
+from offload.journal import log_event
+from offload.store.opening import StoredCheckpoint
+from offload.store.slot import Slot
+from offload.store.store import Store
+from offload.tiers.arriving import find_incoming
+from offload.units import duration
+
+
+def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None:
+    """Continue from the newest complete checkpoint of the tier, whose state arrives meanwhile.
+
+    Args:
+        state: State that the checkpoint replaces. Its store has no checkpoint.
+        groups: ``param_groups`` of the optimizer.
+
+    Returns:
+        The checkpoint; None if there is no tier, or if it has no complete checkpoint. Several
+        ranks get None and a warning: the tier is not looked into.
+
+    Raises:
+        TierError: The tier cannot be used.
+        MismatchError: The checkpoint does not fit the optimizer and the model. Nothing has changed.
+        StoreFullError: There is no room for the checkpoint. Nothing was fetched.
+        DamagedError: An object of the tier has other bytes than were sent.
+    """
+    store, lifecycle, url = state.store, state.lifecycle, state.lifecycle.tier_url
+    if not url or store.checkpoints or store.refused:
+        return None
+    if not isinstance(store, Store):
+        warnings.warn(
+            f"{store.directory} has no checkpoint, and restore() of several ranks does not look "
+            f"into the tier, so training starts from the beginning. If {url} has checkpoints of "
+            "this training, stop, bring the newest here with `offload pull`, and start again",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+        return None
+    started = time.perf_counter()
+    incoming = find_incoming(url, store.backend, len(store.directories))
+    if incoming is None:
+        log_event(f"{url}: no complete checkpoint; training starts from the beginning")
+        store.journal.tell()
+        return None
+    slot: Slot | None = None
+    try:
+        manifest, table = incoming.manifest, state.table
+        trainables, stored = match_checkpoint(
+            incoming.url, manifest, groups, table.model, state.rule, table.state_format,
+            table.shards,
+        )  # fmt: skip
+        compute = state.choose_device(groups, manifest.layout, trainables)
+        lifecycle.broken = f"restoring {incoming.url} failed half way"
+        state.forget()
+        slot = incoming.reserve(store)
+        checkpoint = incoming.fetch_parameters(slot)
+        found = StoredCheckpoint(store.sealing.path_of(manifest.step), manifest, slot)
+        state.compute = compute
+        table.adopt(manifest.layout, trainables, manifest.scalars)
+        state.meter.restore_bytes = load_whole(found, slot, stored, state.block_buffers())
+        take_hyperparameters(groups, manifest)
+        slot.distrust()  # what has arrived is compared once more as it is read
+        arrival = Arrival(incoming, store, slot)
+        state.slots.resume(slot, None)
+        state.seal = arrival
+        arrival.start(state.chunks())
+    except BaseException:
+        state.seal = None
+        incoming.give_up()
+        if slot is not None:
+            state.slots.forget()
+            store.release(slot)
+        raise
+    state.num_steps = manifest.step
+    lifecycle.decided, lifecycle.broken = True, ""
+    lifecycle.steps_settled = lifecycle.steps_in_seal = state.meter.steps
+    state.meter.restore_s = time.perf_counter() - started
+    checkpoint.path = found.path
+    log_event(
+        f"{incoming.url}: restored the parameters of step {manifest.step} in "
+        f"{duration(state.meter.restore_s)}; the state is arriving in {store.directory}"
+    )
+    store.journal.tell()
+    return checkpoint

@@ -1,0 +1,88 @@
+"""Errors of the file system, as errors about a store: each says what to do about it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gds import Backend, LockHeldError, StorageError
+from offload.errors import StoreError, StoreFullError, StoreLockedError, UnreadableError
+from offload.format.names import LOCK_NAME
+from offload.format.unreadable import unreadable
+from offload.store.full_disk import FULL
+from offload.store.writer_lock import is_held_here
+
+_UNSUITABLE = frozenset(
+    {
+        errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOENT, errno.EEXIST,
+        errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOPNOTSUPP,
+        errno.ENOSYS, errno.ENODEV, errno.ENXIO,
+    }
+)  # fmt: skip
+"""Error numbers which say that a directory cannot hold a store. Other errors may be temporary."""
+
+NOTHING_CHANGED = "No checkpoint has been changed"
+"""What the message of an error says that came before any change."""
+
+
+@contextmanager
+def as_store_errors(backend: Backend, directory: str) -> Iterator[None]:
+    """Turn errors in the block into errors about a store in the given directory.
+
+    Raises:
+        StoreLockedError: Another writer has locked the store.
+        StoreFullError: There is no space.
+        UnreadableError: Another error, which may be temporary. It says nothing about the store.
+        StoreError: The directory cannot hold a store.
+    """
+    try:
+        yield
+    except LockHeldError as error:
+        raise StoreLockedError(error.errno, _who_writes(directory), directory) from None
+    except UnreadableError as error:
+        raise unreadable(error, then=NOTHING_CHANGED) from error
+    except StorageError as error:
+        if error.errno in FULL:
+            free = backend.free_bytes(nearest_existing(backend, directory))
+            raise StoreFullError(
+                error.errno,
+                f"there is no space, not even for an empty store ({error.strerror}): "
+                f"{free} bytes are free; free some, or choose another directory",
+                directory,
+            ) from error
+        if error.errno not in _UNSUITABLE:
+            raise unreadable(error, then=NOTHING_CHANGED) from error
+        raise StoreError(
+            error.errno,
+            f"cannot keep a store here ({error.strerror}); choose a directory that you can create "
+            "files in",
+            directory,
+        ) from error
+
+
+def _who_writes(directory: str) -> str:
+    if is_held_here(directory):
+        return (
+            "another optimizer of this process is writing to this store (a cell of a notebook that "
+            "is run twice makes a second one): call close() of that optimizer first, or use "
+            "another directory"
+        )
+    return (
+        "another process is writing to this store: close it first, or use another directory. "
+        f"`fuser -v {directory}/{LOCK_NAME}` says which process it is"
+    )
+
+
+def nearest_existing(backend: Backend, directory: str) -> str:
+    """Return a directory if it exists, else its nearest existing ancestor.
+
+    Raises:
+        gds.StorageError: The existing path is a file.
+    """
+    while (stat := backend.stat(directory)) is None:
+        directory = os.path.dirname(directory)
+    if stat.kind == "file":
+        raise StorageError(errno.ENOTDIR, "making the store's directory", directory)
+    return directory

@@ -1,0 +1,202 @@
+"""The newest checkpoint of a tier on its way into an empty store, in two parts.
+
+The parameters are fetched while the caller waits, which is 2 bytes per parameter of a 16-bit model.
+The state follows on a thread, in the order in which the first step needs it. When all of it is
+there, the slot is published like every other checkpoint. Until then it is none.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+
+from gds import Backend
+from gds.waiting import start
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.errors import CheckpointError, OffloadError, TierError, reason_of
+from offload.format.manifest import Manifest
+from offload.store.arrivals import Arrivals
+from offload.store.opening import StoredCheckpoint
+from offload.store.slot import Slot
+from offload.store.store import Store
+from offload.tiers.address import parse_address
+from offload.tiers.catalog import find_copy, list_copies, read_manifest
+from offload.tiers.download import on_drives
+from offload.tiers.filling import Download, DownloadStoppedError
+from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
+from offload.tiers.sending import NUM_TRANSFERS
+
+_RETRY_S = DEFAULT_RETRY_S
+"""Seconds for which a request that failed is tried again."""
+
+_THREAD = "offload-arrival"
+
+
+class Incoming:
+    """A checkpoint of a tier that a store is about to get.
+
+    Args:
+        download: Download of the checkpoint.
+        url: URL of the copy.
+        backend: Backend of the store.
+        resources: Connection to the tier, which `close` closes.
+    """
+
+    def __init__(
+        self, download: Download, url: str, backend: Backend, resources: ExitStack
+    ) -> None:
+        self._download = download
+        self._backend = backend
+        self._resources = resources
+        self._is_stopped = threading.Event()
+        self.url = url
+        """URL of the copy."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Manifest of the checkpoint on the drives of the store."""
+        return self._download.manifest
+
+    @property
+    def bytes_fetched(self) -> int:
+        """Number of bytes fetched from the tier so far."""
+        return self._download.bytes_fetched
+
+    @property
+    def bytes_kept(self) -> int:
+        """Number of bytes that an earlier download of this checkpoint had left in the slot."""
+        return self._download.bytes_kept
+
+    def reserve(self, store: Store) -> Slot:
+        """Make the store one of this checkpoint's, and return a slot with room for it.
+
+        Raises:
+            StoreError: The store has checkpoints.
+            StoreFullError: There is no room.
+        """
+        store.take_over(self.manifest.store_id, self.manifest.generation)
+        return self._download.reserve(store)
+
+    def fetch_parameters(self, slot: Slot) -> Checkpoint:
+        """Fetch the train state and the parameters; see `Download.fetch_parameters`.
+
+        Returns:
+            The checkpoint as a reader of the slot sees it. Its train state has been read.
+        """
+        self._download.fetch_parameters(slot, self._require_going_on)
+        checkpoint = Checkpoint(self._backend, slot.path, self.manifest)
+        _ = checkpoint.train_state
+        return checkpoint
+
+    def begin_state(
+        self,
+        store: Store,
+        slot: Slot,
+        order: Sequence[int],
+        ended: Callable[[StoredCheckpoint | OffloadError], object],
+    ) -> None:
+        """Fetch the state on a thread, and make the slot a checkpoint of the store after that.
+
+        From now on the slot makes readers wait for each chunk.
+
+        Args:
+            store: Store of the slot.
+            slot: Slot that `reserve` has returned, with its parameters.
+            order: Chunks in the order in which they are needed.
+            ended: Called on the thread with the checkpoint, or with the error.
+        """
+        arrivals = Arrivals(piece.index for piece in self._download.state_pieces())
+        slot.arriving(arrivals)
+        run = partial(self._run, store, slot, order, arrivals, ended)
+        start(threading.Thread(target=run, name=_THREAD, daemon=True))
+
+    def _run(
+        self,
+        store: Store,
+        slot: Slot,
+        order: Sequence[int],
+        arrivals: Arrivals,
+        ended: Callable[[StoredCheckpoint | OffloadError], object],
+    ) -> None:
+        found: StoredCheckpoint | OffloadError
+        try:
+            self._download.fetch_state(slot, order, arrivals.add, self._require_going_on)
+            found = self._download.publish(store, slot)
+        except BaseException as error:  # noqa: BLE001  (raised by those who wait)
+            found = error if isinstance(error, OffloadError) else self._failure(error)
+            if found is not error:
+                found.__cause__ = error
+            self._download.end()
+            arrivals.fail(found)
+        self.close()
+        ended(found)
+
+    def _failure(self, error: BaseException) -> OffloadError:
+        return TierError(
+            errno.EIO, f"the checkpoint could not be stored: {reason_of(error)}", self.url
+        )
+
+    def _require_going_on(self) -> None:
+        if self._is_stopped.is_set():
+            raise DownloadStoppedError(errno.EINTR, "the download was stopped", self.url)
+
+    def stop(self) -> None:
+        """End the download after the pieces that are being written. Idempotent."""
+        self._is_stopped.set()
+
+    def give_up(self) -> None:
+        """End a download whose state has not begun; on return the slot is not used any more."""
+        self.stop()
+        self._download.end()
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection to the tier. Idempotent."""
+        self._resources.close()
+
+
+def find_incoming(url: str, backend: Backend, num_drives: int) -> Incoming | None:
+    """Return the newest complete checkpoint of a tier; None if the tier has no copies.
+
+    Args:
+        url: URL of the tier, of a store in it, or of one copy.
+        backend: Backend of the store that gets the checkpoint.
+        num_drives: Number of drives of that store.
+
+    Raises:
+        TierError: The tier cannot be read, or has copies of several stores.
+        DamagedError: The manifest is not the one that was sent.
+        CheckpointError: Several ranks made the checkpoint.
+    """
+    address = parse_address(url)
+    with ExitStack() as opened:
+        objects = opened.enter_context(
+            open_objects(address, timeout_s=DEFAULT_TIMEOUT_S, retry_s=_RETRY_S)
+        )
+        copies = list_copies(objects, address)
+        if not any(copy.marker is not None for copy in copies):
+            if copies:
+                warnings.warn(
+                    f"{url}: no complete copy of a checkpoint, so training starts from the "
+                    f"beginning ({copies[-1].url}: {copies[-1].reason})",
+                    RuntimeWarning,
+                    stacklevel=7,
+                )
+            return None
+        copy = find_copy(objects, address)
+        found = read_manifest(objects, copy)
+        if found.owners:
+            raise CheckpointError(
+                f"{copy.url}: several ranks made this checkpoint, and restore() takes only "
+                "checkpoints of one process from a tier: bring it to this directory with `offload "
+                "pull` first"
+            )
+        manifest = on_drives(found, num_drives, copy)
+        if copy.marker is None:
+            raise TierError(errno.EINVAL, copy.reason, copy.url)
+        download = Download(objects, copy, copy.marker, manifest, backend, NUM_TRANSFERS)
+        return Incoming(download, copy.url, backend, opened.pop_all())
