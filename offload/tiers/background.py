@@ -127,6 +127,8 @@ class BackgroundUploads:
             restored: Whether training goes on from it: it was sealed earlier. If its upload was
                 interrupted, the upload goes on.
         """
+        if restored and not _is_here(checkpoint):
+            return  # it is just arriving from the tier
         sealed_s = self.measured.restored() if restored else self.measured.sealed()
         offered = _Offered(checkpoint, sealed_s)
         with self._changed:
@@ -408,6 +410,13 @@ class BackgroundUploads:
         with self._changed:
             events = [*self._events]
         write_decisions(os.path.dirname(checkpoint.path), self._address.url, events)
+
+
+def _is_here(checkpoint: Checkpoint) -> bool:
+    try:
+        return checkpoint.backend.stat(checkpoint.path) is not None
+    except StorageError:
+        return False
 
 
 def _size_of(manifest: Manifest) -> int:

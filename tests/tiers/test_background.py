@@ -205,6 +205,34 @@ def test_a_tier_that_is_gone_is_logged_and_training_goes_on(
     assert "bucket does not exist" in caplog.text
 
 
+def test_restore_goes_on_with_an_upload_that_was_interrupted(
+    tmp_path: Path, s3: str, proxy: Proxy
+) -> None:
+    proxy.rule = lambda r: "503" if r.method == "PUT" and "/state/exp_avg_sq" in r.path else ""
+    with optimizer_with(tmp_path / "store", s3) as optimizer:
+        train(optimizer, 1)
+        assert optimizer._uploads is not None
+        assert optimizer._uploads.wait(60)
+    assert [copy.marker for copy in list_tier(s3)] == [None]
+    proxy.rule = lambda _: ""
+    with optimizer_with(tmp_path / "store", s3) as optimizer:
+        assert optimizer.restore() is not None
+        assert optimizer._uploads is not None
+        assert optimizer._uploads.wait(60)
+        stats = optimizer.stats().tier
+    assert stats is not None
+    assert [event.outcome for event in stats.events] == ["complete"]
+    assert [report.ok for report in verify_tier(s3)] == [True]
+    parts = [name for name in proxy.puts() if "state/" in name or name.endswith("safetensors")]
+    assert len(parts) == len({*parts})
+    with optimizer_with(tmp_path / "empty", s3) as optimizer:
+        assert optimizer.restore() is not None  # from the tier, to which nothing is sent
+        optimizer.synchronize()
+        train(optimizer, 1)
+    assert len(list_tier(s3)) == 2
+    assert all(report.ok for report in verify_tier(s3))
+
+
 def test_an_optimizer_that_is_dropped_leaves_no_thread(tmp_path: Path, s3: str) -> None:
     optimizer = optimizer_with(tmp_path / "store", Tier(s3, finish_s=0))
     step(optimizer)
