@@ -125,7 +125,8 @@ def list_store(
 ) -> None:
     """List the checkpoints of a store.
 
-    Each checkpoint has one line, with as many of its pins and metrics as fit.
+    Each checkpoint has one line, with as many of its pins and metrics as fit. If training uploads
+    to a tier, its last decisions follow, with their reasons.
 
     Checkpoints that are not usable are listed with the reason. Only names, sizes and manifests are
     read; verify reads the content. The URL of a tier (s3://bucket/folder) lists the copies in it.
@@ -141,6 +142,7 @@ def list_store(
     else:
         listing.show_list(store, found, wide=wide)
         listing.show_unnamed(list_unnamed_parts(store, parts=part or None))
+        tiers.show_decisions(store)
     retention.show_lost_pins(store, found)
 
 

@@ -161,6 +161,21 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         typer.echo(f"{report.path}: fetched {size(report.bytes_fetched)} ({speed}){before}")
 
 
+_NUM_DECISIONS = 8
+"""Number of decisions that `show_decisions` prints for each tier."""
+
+
+def show_decisions(store: str) -> None:
+    """Print the last decisions about uploads of a store's checkpoints, if there are any."""
+    from offload.tiers.decisions import read_decisions
+
+    for url, events in read_decisions(store).items():
+        typer.echo(f"tier {one_line(url)}:")
+        for event in events[-_NUM_DECISIONS:]:
+            outcome = f" -> {event.outcome}" if event.outcome else ""
+            typer.echo(one_line(f"  step {event.step}: {event.choice}{outcome} ({event.reason})"))
+
+
 def list_url(url: str, *, as_json: bool) -> None:
     """List the copies in a tier."""
     from offload.tiers.verification import list_tier
@@ -183,7 +198,15 @@ def list_url(url: str, *, as_json: bool) -> None:
         marker = copy.marker
         if marker is None:
             name = cell(f"generation {copy.identity.generation}")
-            table.add_row(name, cell("-"), cell("-"), Text("not complete", style="yellow"))
+            if copy.parameters is None:
+                table.add_row(name, cell("-"), cell("-"), Text("not complete", style="yellow"))
+                continue
+            table.add_row(
+                cell(f"step {copy.parameters.step}"),
+                cell(copy.parameters.created[:16].replace("T", " ")),
+                cell(size(copy.parameters.nbytes)),
+                Text("parameters only", style="yellow"),
+            )
         else:
             table.add_row(
                 cell(f"step {marker.step}"),

@@ -223,17 +223,14 @@ class RankGroup:
     def serving(self) -> Serving | None:
         """Return which rank serves which part of the open store."""
         store = self._opened()
+        origin = _get_default_store()  # of this moment: the process group may end before the thread
         return Serving(
             self.rank,
             store.plan.writer,
             tuple(store.plan.homes),
             store.state_directories[0],
-            self._connect,
+            partial(TorchChannel, origin, f"{self._name}tier/", timeout_s=self._timeout_s),
         )
-
-    def _connect(self) -> TorchChannel:
-        """Return a mailbox of all ranks, which the agreement does not use."""
-        return TorchChannel(_get_default_store(), f"{self._name}tier/", timeout_s=self._timeout_s)
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that a step has failed here."""

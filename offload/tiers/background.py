@@ -20,17 +20,23 @@ from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import OffloadError, RecycledError, TierError
 from offload.format.manifest import Manifest
+from offload.format.names import TIERS_NAME
 from offload.journal import log_event
 from offload.retention.leaving import Leaving
 from offload.store.serving import Mailbox, Serving
 from offload.tiers.address import parse_address
+from offload.tiers.catalog import list_copies
+from offload.tiers.decisions import write_decisions
+from offload.tiers.ledger import UploadKey
 from offload.tiers.measuring import Measurements
+from offload.tiers.objects import Objects
 from offload.tiers.opening import DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.policy import Decision, Situation, decide
+from offload.tiers.policy import Decision, Situation, decide, parameters_due
+from offload.tiers.pruning import remove_copy
 from offload.tiers.rank_notes import RankShares, put_last_order
 from offload.tiers.sending import Check, UploadStoppedError
 from offload.tiers.tier_stats import NUM_EVENTS, TierEvent, TierStats
-from offload.tiers.upload import Others, Upload
+from offload.tiers.upload import Others, Parameters, Upload
 from offload.units import duration, size
 
 RETRY_S = 30.0
@@ -41,6 +47,7 @@ _GAVE_WAY = (
     "gave way to a step that needed its slot; a larger keep=, or room for one more slot, helps"
 )
 _JOIN_S = 5.0
+_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,12 @@ class BackgroundUploads:
         self._bytes_sent = 0
         self._num_complete = 0
         self._newest: _Offered | None = None
+        self._newest_parameters: _Offered | None = None
+        self._copies_of_parameters: list[str] = []
+        """URLs of copies that have parameters only, and that nothing is added to any more."""
+        self._can_send = threading.Event()
+        """Cleared while the parameters of a newer checkpoint are sent, for which state waits."""
+        self._can_send.set()
         self._unmeasured = 0
 
     def offer(self, checkpoint: Checkpoint, *, restored: bool = False) -> None:
@@ -114,6 +127,8 @@ class BackgroundUploads:
             restored: Whether training goes on from it: it was sealed earlier. If its upload was
                 interrupted, the upload goes on.
         """
+        if restored and not _is_here(checkpoint):
+            return  # it is just arriving from the tier
         sealed_s = self.measured.restored() if restored else self.measured.sealed()
         offered = _Offered(checkpoint, sealed_s)
         with self._changed:
@@ -195,9 +210,15 @@ class BackgroundUploads:
             try:
                 decision = decide(self._situation(offered))
                 event = self._note(offered, decision)
-                if decision.choice == "upload":
+                if decision.choice in ("upload", "parameters"):
                     self._leaving.begin(generation, "sending")
-                    self._upload(offered, event)
+                    self._copies_of_parameters = [  # of which one may now get its state
+                        url
+                        for url in self._copies_of_parameters
+                        if f"/gen-{generation:08d}/" not in url
+                    ]
+                    first: Parameters = "first" if decision.choice == "parameters" else ""
+                    self._upload(offered, event, first)
                 else:
                     self._unmeasured += 1
             finally:
@@ -215,14 +236,56 @@ class BackgroundUploads:
             lifetime_s=None if interval_s is None or kept is None else interval_s * kept,
             bytes_per_s=measured.bytes_per_s,
             unmeasured=self._unmeasured,
+            parameter_bytes=self._parameter_bytes(offered.checkpoint.manifest),
             newest_age_s=None if newest is None else offered.sealed_s - newest.sealed_s,
+            parameters_age_s=self._parameters_age_s(offered),
             slowdown=measured.slowdown,
             busy_share=measured.busy_share,
             max_slowdown=self._max_slowdown,
             max_age_s=self._max_age_s,
         )
 
-    def _upload(self, offered: _Offered, event: TierEvent) -> None:
+    def _parameter_bytes(self, manifest: Manifest) -> int | None:
+        """Return the size of what is sent before the state; None if it goes with the state."""
+        return None if manifest.owners else manifest.layout.model_header.file_bytes
+
+    def _parameters_age_s(self, offered: _Offered) -> float | None:
+        """Return how old the newest parameters in the tier are when a checkpoint is offered."""
+        known = [one for one in (self._newest, self._newest_parameters) if one is not None]
+        return min((offered.sealed_s - one.sealed_s for one in known), default=None)
+
+    def _look_up(self) -> bool:
+        """Return whether to stop. An upload asks this in between, from all of its threads.
+
+        On the thread that waits for the others, the parameters of a newer checkpoint are sent if
+        they are due. Meanwhile the others begin nothing new.
+        """
+        if threading.current_thread() is not self._thread:
+            while not self._can_send.wait(_PAUSE_S) and not self._stopped:
+                pass
+            return self._stopped
+        with self._changed:
+            offered = self._offered
+        if offered is None or self._stopped:
+            return self._stopped
+        now = self._situation(offered)
+        if now.parameter_bytes is not None and parameters_due(now):
+            with self._changed:
+                if self._offered is not offered:
+                    return self._stopped
+                self._offered = None
+            self._can_send.clear()
+            try:
+                reason = "those in the tier become too old, and the state of another is being sent"
+                event = self._note(offered, Decision("parameters", reason))
+                self._leaving.begin(offered.checkpoint.generation, "sending")
+                self._upload(offered, event, "only")
+            finally:
+                self._leaving.end(offered.checkpoint.generation)
+                self._can_send.set()
+        return self._stopped
+
+    def _upload(self, offered: _Offered, event: TierEvent, parameters: Parameters = "") -> None:
         """Send a checkpoint; every outcome is logged, and none is raised."""
         checkpoint, began_s, sent = offered.checkpoint, time.monotonic(), 0
 
@@ -230,7 +293,10 @@ class BackgroundUploads:
             nonlocal sent
             sent = done
 
-        self.measured.uploading(True)
+        nested = parameters == "only"
+        if not nested:
+            self.measured.uploading(True)
+        is_stopped = self._look_up if parameters == "first" else lambda: self._stopped
         outcome, text = "failed", ""
         try:
             with (
@@ -246,14 +312,25 @@ class BackgroundUploads:
                     check=self._check,
                     num_transfers=_NUM_TRANSFERS,
                     progress=progress,
-                    is_stopped=lambda: self._stopped,
+                    is_stopped=is_stopped,
                     others=self._others(checkpoint.manifest),
+                    parameters=parameters,
+                    parameters_sent=lambda: self._have_parameters(offered),
                 ).run()
-            outcome, sent = "complete", report.bytes_sent
-            text = f"{report.url} is complete, after {duration(report.seconds)}"
-            with self._changed:
-                self._num_complete += 1
-                self._newest = offered
+                if nested and not report.already_complete:
+                    self._copies_of_parameters.append(report.url)
+                self._remove_older(objects, report.url, os.path.dirname(checkpoint.path))
+            sent = report.bytes_sent
+            if nested and not report.already_complete:
+                outcome = "parameters"
+                text = f"{report.url} has the parameters, after {duration(report.seconds)}"
+            else:
+                outcome = "complete"
+                text = f"{report.url} is complete, after {duration(report.seconds)}"
+                with self._changed:
+                    self._num_complete += 1
+                    if self._newest is None or offered.sealed_s >= self._newest.sealed_s:
+                        self._newest = offered
         except UploadStoppedError:
             outcome, text = "stopped", "stopped with the optimizer; `offload push` goes on with it"
         except RecycledError:
@@ -263,7 +340,8 @@ class BackgroundUploads:
         except Exception as error:  # noqa: BLE001  (training goes on)
             text = f"failed: {type(error).__name__}"
         finally:
-            self.measured.uploading(False)
+            if not nested:
+                self.measured.uploading(False)
             self.measured.sent(sent, time.monotonic() - began_s)
         with self._changed:
             self._unmeasured = 0 if sent else self._unmeasured + 1
@@ -272,6 +350,36 @@ class BackgroundUploads:
                 if old is event:
                     self._events[number] = replace(event, outcome=outcome)
         log_event(f"{checkpoint.path}: upload of {size(sent)}: {text}")
+        self._show(checkpoint)
+
+    def _have_parameters(self, offered: _Offered) -> None:
+        """Record that the tier has the parameters of a checkpoint, before its state."""
+        self._newest_parameters = offered
+        log_event(f"{offered.checkpoint.path}: the tier has its parameters")
+
+    def _remove_older(self, objects: Objects, url: str, store: str) -> None:
+        """Remove copies that have parameters only, which this process has sent, if one is newer.
+
+        Args:
+            objects: Objects of the tier.
+            url: URL of the copy that has just got its parameters, or everything.
+            store: Directory of the store, which has the records of these uploads.
+        """
+        newest = parse_address(url).copy
+        for old in [*self._copies_of_parameters]:
+            address = parse_address(old)
+            if address.copy.split("/")[1] >= newest.split("/")[1]:
+                continue
+            self._copies_of_parameters.remove(old)
+            with suppress(TierError):
+                for copy in list_copies(objects, address):
+                    if copy.marker is None:
+                        remove_copy(objects, copy)
+            store_id, generation, _ = address.copy.split("/")
+            number = int(generation.removeprefix("gen-"))
+            key = UploadKey(objects.url, store_id, number, "", "")
+            with suppress(OSError):
+                os.remove(f"{store}/{TIERS_NAME}/{key.file_name}")
 
     def _others(self, manifest: Manifest) -> Others | None:
         """Return the ranks that send a checkpoint with this one; None if this one sends all of it.
@@ -293,7 +401,22 @@ class BackgroundUploads:
             self._events.append(event)
         name = os.path.basename(offered.checkpoint.path)
         log_event(f"{self._address.url}: {name}: {decision.choice}: {decision.reason}")
+        if threading.current_thread() is self._thread:  # the thread that seals must not wait
+            self._show(offered.checkpoint)
         return event
+
+    def _show(self, checkpoint: Checkpoint) -> None:
+        """Write the last decisions where ``offload ls`` finds them."""
+        with self._changed:
+            events = [*self._events]
+        write_decisions(os.path.dirname(checkpoint.path), self._address.url, events)
+
+
+def _is_here(checkpoint: Checkpoint) -> bool:
+    try:
+        return checkpoint.backend.stat(checkpoint.path) is not None
+    except StorageError:
+        return False
 
 
 def _size_of(manifest: Manifest) -> int:

@@ -11,7 +11,7 @@ from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode
 from offload.format.names import MANIFEST_NAME
 from offload.format.shares.part_table import MAX_TABLE_BYTES, OwnerTable, decode_table
 from offload.tiers.address import TierAddress
-from offload.tiers.contents import MARKER_NAME, WRITER_NAME, table_name
+from offload.tiers.contents import MARKER_NAME, PARAMETERS_NAME, WRITER_NAME, table_name
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, decode_marker
 from offload.tiers.objects import Objects
 
@@ -33,6 +33,9 @@ class TierCopy:
 
     reason: str = ""
     """Reason for people why the copy is not complete; empty if it is."""
+
+    parameters: Marker | None = None
+    """Marker of the parameters, if they are complete and the state is not; None otherwise."""
 
     @property
     def folder(self) -> str:
@@ -81,6 +84,10 @@ def _look_at(objects: Objects, identity: Identity) -> TierCopy | None:
     try:
         data = objects.get(f"{folder}/{MARKER_NAME}", MOST_BYTES)
     except TierNotFoundError:
+        parameters = _parameters_of(objects, identity)
+        if parameters is not None:
+            reason = "only its parameters are complete: its state has not been sent"
+            return TierCopy(identity, url, None, reason, parameters)
         if objects.size(f"{folder}/{WRITER_NAME}") is None:
             return None
         return TierCopy(
@@ -88,11 +95,21 @@ def _look_at(objects: Objects, identity: Identity) -> TierCopy | None:
         )
     try:
         marker = decode_marker(data, f"{url}/{MARKER_NAME}")
-        if marker.identity != identity:
+        if marker.identity != identity or marker.parameters_only:
             raise DamagedError(f"{url}/{MARKER_NAME}: it is the marker of another copy")
     except DamagedError as error:
         return TierCopy(identity, url, None, str(error))
     return TierCopy(identity, url, marker)
+
+
+def _parameters_of(objects: Objects, identity: Identity) -> Marker | None:
+    """Return the marker of a copy's parameters; None if there is none, or it is damaged."""
+    name = f"{identity.folder}/{PARAMETERS_NAME}"
+    try:
+        marker = decode_marker(objects.get(name, MOST_BYTES), f"{objects.url}/{name}")
+    except (TierNotFoundError, DamagedError):
+        return None
+    return marker if marker.identity == identity and marker.parameters_only else None
 
 
 def find_copy(objects: Objects, address: TierAddress, step: int | None = None) -> TierCopy:
@@ -137,14 +154,16 @@ def find_copy(objects: Objects, address: TierAddress, step: int | None = None) -
 
 
 def read_manifest(objects: Objects, copy: TierCopy) -> Manifest:
-    """Read the manifest of a complete copy, and check that it is the one that was sent.
+    """Read the manifest of a copy, and check that it is the one that was sent.
+
+    The copy, or its parameters, must be complete.
 
     Raises:
         DamagedError: It differs.
         TierError: It cannot be read.
     """
     place = f"{copy.url}/{MANIFEST_NAME}"
-    marker = _require_complete(copy)
+    marker = copy.parameters or _require_complete(copy)
     try:
         data = objects.get(f"{copy.folder}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
     except TierNotFoundError as error:

@@ -37,6 +37,9 @@ OBJECT_BYTES: Final = 32 << 20
 MARKER_NAME: Final = "COMPLETE.json"
 """Name of the object that is written last. Without it, nothing of a copy is offered."""
 
+PARAMETERS_NAME: Final = "PARAMETERS.json"
+"""Name of the object that says that the parameters of a copy are complete, and its state is not."""
+
 WRITER_NAME: Final = "WRITER.json"
 """Name of the object that is written first."""
 
@@ -204,7 +207,7 @@ def file_offset(layout: Layout, chunk: Chunk) -> int:
 
 def is_own_name(name: str) -> bool:
     """Return whether this library gives an object of a copy this name."""
-    whole = (MARKER_NAME, WRITER_NAME, MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME)
+    whole = (MARKER_NAME, PARAMETERS_NAME, WRITER_NAME, MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME)
     return (
         name in whole
         or _STATE_NAME.fullmatch(name) is not None
@@ -225,4 +228,4 @@ def wrong_sizes(expected: Mapping[str, int], found: Mapping[str, int]) -> list[s
 
 def foreign_names(found: Iterable[str], expected: Sequence[str]) -> list[str]:
     """Return the names of a copy's objects that this library has not written there."""
-    return sorted({*found} - {*expected, MARKER_NAME, WRITER_NAME})
+    return sorted({*found} - {*expected, MARKER_NAME, PARAMETERS_NAME, WRITER_NAME})

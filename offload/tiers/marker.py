@@ -61,6 +61,9 @@ class Marker:
     """Digest of the manifest's fields without those that say where the checkpoint lay; empty in
     markers of earlier versions. See `content_digest`."""
 
+    parameters_only: bool = False
+    """Whether the marker is that of the parameters: the objects of state may be missing."""
+
     @property
     def content(self) -> str:
         """Digest that is the same for copies of one checkpoint, wherever it lay."""
@@ -85,6 +88,7 @@ class Marker:
             "digests": dict(self.digests),
             "metrics": dict(self.metrics),
             "content_digest": self.content_digest,
+            "parameters_only": self.parameters_only,
         }
         return document.signed(_VERSION, body) + b"\n"
 
@@ -114,6 +118,7 @@ def decode_marker(data: bytes, place: str) -> Marker:
             {_text(name): _text(digest) for name, digest in body["digests"].items()},
             {_text(name): float(value) for name, value in body["metrics"].items()},
             _text(body.get("content_digest", "")),
+            body.get("parameters_only", False) is not False,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{place}: damaged: {error}") from error

@@ -9,7 +9,7 @@ from offload.errors import MetricError
 from offload.retention.policy import BestBy, Record, Retention, kept_generations
 from offload.tiers.address import parse_address
 from offload.tiers.catalog import TierCopy, list_copies
-from offload.tiers.contents import MARKER_NAME, is_own_name
+from offload.tiers.contents import MARKER_NAME, PARAMETERS_NAME, is_own_name
 from offload.tiers.objects import Objects
 from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 
@@ -65,7 +65,7 @@ def prune_tier(
         removed = [copy for copy in complete if copy not in kept]
         if not dry_run:
             for copy in removed + (partial if unfinished else []):
-                _remove(objects, copy)
+                remove_copy(objects, copy)
     return TierPruneReport(
         tuple(removed),
         tuple(partial if unfinished else ()),
@@ -106,7 +106,12 @@ def _record(copy: TierCopy) -> Record:
     return Record(marker.step, copy.identity.generation, marker.created, dict(marker.metrics))
 
 
-def _remove(objects: Objects, copy: TierCopy) -> None:
-    objects.delete([f"{copy.folder}/{MARKER_NAME}"])
+def remove_copy(objects: Objects, copy: TierCopy) -> None:
+    """Remove the objects of a copy that this library has written, its markers first.
+
+    Raises:
+        TierError: An object cannot be removed.
+    """
+    objects.delete(f"{copy.folder}/{name}" for name in (MARKER_NAME, PARAMETERS_NAME))
     listed = objects.sizes_below(copy.folder)
     objects.delete(name for name in listed if is_own_name(name.removeprefix(f"{copy.folder}/")))

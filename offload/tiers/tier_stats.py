@@ -14,11 +14,12 @@ class TierEvent:
 
     step: int
     choice: str
-    """Decision: ``upload``, ``keep`` or ``skip``."""
+    """Decision: ``upload``, ``parameters``, ``keep``, ``thin`` or ``skip``."""
 
     reason: str
     outcome: str
-    """What has happened since: empty, ``complete``, ``recycled``, ``stopped`` or ``failed``."""
+    """What has happened since: empty, ``complete``, ``parameters`` if only those were sent,
+    ``recycled``, ``stopped`` or ``failed``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from itertools import islice
+from typing import Literal, Protocol
 
 from gds import Backend, Buffer
 from gds.opening import given_or_local
@@ -24,6 +25,7 @@ from offload.tiers.checking import Fetcher, check_model, check_state, check_whol
 from offload.tiers.contents import (
     MARKER_NAME,
     OBJECT_BYTES,
+    PARAMETERS_NAME,
     WRITER_NAME,
     StateObject,
     is_own_name,
@@ -125,6 +127,10 @@ def push(
         return upload.run()
 
 
+Parameters = Literal["", "first", "only"]
+"""Whether parameters are sent, and marked as complete, before the state; or without it."""
+
+
 class Others(Protocol):
     """The other ranks of an upload, each of which sends the part that it serves."""
 
@@ -183,6 +189,10 @@ class Upload:
             `UploadStoppedError`.
         others: Ranks that send the parts of the owners besides the first; None if this process
             sends them.
+        parameters: "first" marks the parameters as complete before the state is sent; "only" sends
+            no state, and another upload goes on with it. Neither is for checkpoints of several
+            ranks.
+        parameters_sent: Function that is called when the parameters are marked as complete.
     """
 
     def __init__(
@@ -196,7 +206,11 @@ class Upload:
         progress: Progress | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
         others: Others | None = None,
+        parameters: Parameters = "",
+        parameters_sent: Callable[[], object] = lambda: None,
     ) -> None:
+        self._parameters = parameters
+        self._parameters_sent = parameters_sent
         self._is_stopped = is_stopped
         self._objects = objects
         self._checkpoint = checkpoint
@@ -231,7 +245,8 @@ class Upload:
             if url is None:
                 copy = _Copy(source, documents, key, ledger, sources)
                 refuses, sending = self._send_all(copy)
-            ledger.forget()
+            if url is not None or self._parameters != "only":
+                ledger.forget()
         sent, kept = (sending.sent, sending.kept) if sending else ({}, {})
         of_others = self._others.bytes_sent
         return PushReport(
@@ -314,10 +329,20 @@ class Upload:
             self._others.begin(ledger.writer, ledger.object_bytes)
             transfers = self._transfers(copy, folder, whole, digests, state, shares, sending)
             most = max([one.nbytes for one in state] + [s.most_bytes for s in shares], default=0)
-            sending.run(transfers, present, ledger, self._checkpoint.backend, most)
-            for sent in self._others.finish():
-                sizes |= sent.sizes
-                digests |= sent.digests
+            backend = self._checkpoint.backend
+            if self._parameters:
+                first = islice(transfers, 1 + len(whole))
+                sending.run(first, present, ledger, backend, 0)
+                sent = {name: sizes[name] for name in (MODEL_NAME, *whole)}
+                marker = self._marker(identity, ledger, sent, digests, parameters_only=True)
+                self._put_checked(f"{folder}/{PARAMETERS_NAME}", marker.encode())
+                self._parameters_sent()
+                if self._parameters == "only":
+                    return refuses, sending
+            sending.run(transfers, present, ledger, backend, most)
+            for theirs in self._others.finish():
+                sizes |= theirs.sizes
+                digests |= theirs.digests
         except RecycledError:
             if self._others.stop():
                 self._remove(folder, sizes)
@@ -326,20 +351,36 @@ class Upload:
         except BaseException:
             self._others.stop()
             raise
-        marker = Marker(
+        marker = self._marker(identity, ledger, sizes, digests)
+        self._require_sizes(folder, marker)
+        self._put_checked(f"{folder}/{MARKER_NAME}", marker.encode())  # offers the copy
+        if PARAMETERS_NAME in present or self._parameters:
+            with suppress(TierError):  # it says less than the marker
+                self._objects.delete([f"{folder}/{PARAMETERS_NAME}"])
+        return refuses, sending
+
+    def _marker(
+        self,
+        identity: Identity,
+        ledger: Ledger | Unrecorded,
+        sizes: Mapping[str, int],
+        digests: Mapping[str, str],
+        *,
+        parameters_only: bool = False,
+    ) -> Marker:
+        manifest = self._manifest
+        return Marker(
             identity,
             manifest.step,
             manifest.created,
             manifest.digest,
             ledger.object_bytes,
-            sizes,
-            digests,
+            dict(sizes),
+            dict(digests),
             dict(manifest.metrics),
             content_digest(manifest),
+            parameters_only,
         )
-        self._require_sizes(folder, marker)
-        self._put_checked(f"{folder}/{MARKER_NAME}", marker.encode())  # offers the copy
-        return refuses, sending
 
     def _present(self, folder: str) -> dict[str, int]:
         """Return the objects that an earlier upload has sent, by name."""
@@ -350,7 +391,7 @@ class Upload:
     def _remove(self, folder: str, sizes: Mapping[str, int]) -> None:
         """Remove what was sent: without the rest it is of no use to anybody."""
         with suppress(TierError):
-            names = {f"{folder}/{name}" for name in sizes}
+            names = {f"{folder}/{name}" for name in (*sizes, PARAMETERS_NAME)}
             if not self._sends_all:
                 names |= {
                     name

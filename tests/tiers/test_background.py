@@ -22,9 +22,17 @@ from tests.tiers.conftest import SETTINGS
 from tests.tiers.proxy import Proxy
 
 USUAL = Situation(
-    nbytes=1000, interval_s=10.0, lifetime_s=20.0, bytes_per_s=1000.0, unmeasured=0,
-    newest_age_s=10.0, slowdown=None, busy_share=0.1, max_slowdown=0.05, max_age_s=None,
+    nbytes=1000, parameter_bytes=900, interval_s=10.0, lifetime_s=20.0, bytes_per_s=1000.0,
+    unmeasured=0, newest_age_s=10.0, parameters_age_s=10.0, slowdown=None, busy_share=0.1,
+    max_slowdown=0.05, max_age_s=None,
 )  # fmt: skip
+
+
+SLOW = {
+    "bytes_per_s": 10.0, "parameter_bytes": 140, "max_age_s": 60.0, "lifetime_s": None,
+    "parameters_age_s": 40.0,
+}  # fmt: skip
+"""A link that carries the parameters in 14 s, and all of a checkpoint in 100 s."""
 
 
 @pytest.mark.parametrize(
@@ -40,10 +48,22 @@ USUAL = Situation(
         ({"max_age_s": 60.0}, "keep", "is 10 s old, and 60 s are allowed"),
         ({"max_age_s": 20.0}, "upload", "would become older than 20 s"),
         ({"slowdown": 0.4}, "upload", "takes"),
-        ({"slowdown": 0.6}, "skip", r"slow training down by 6\.0%, at most 5\.0% is allowed"),
+        ({"slowdown": 0.6}, "thin", r"slow training down by 6\.0%, at most 5\.0% is allowed"),
         ({"slowdown": 0.6, "max_age_s": 20.0}, "upload", "would become older"),
-        ({"slowdown": 0.6, "max_age_s": 60.0}, "skip", "slow training down"),
+        ({"slowdown": 0.6, "max_age_s": 60.0}, "thin", "slow training down"),
         ({"slowdown": 0.6, "max_slowdown": 0.1}, "upload", "takes"),
+        (
+            {**SLOW},
+            "parameters",
+            r"takes 100 s .*, too long for an age of 60 s; the parameters .* 14",
+        ),
+        ({**SLOW, "parameters_age_s": None}, "parameters", "too long"),
+        ({**SLOW, "max_age_s": 90.0}, "keep", "newest parameters in the tier are 40 s old, and 90"),
+        ({**SLOW, "parameter_bytes": None}, "upload", "would become older than 60 s"),
+        ({**SLOW, "parameter_bytes": 900}, "upload", "would become older than 60 s"),
+        ({**SLOW, "max_age_s": 260.0}, "keep", "260 s are allowed"),
+        ({**SLOW, "max_age_s": None, "lifetime_s": 20.0}, "parameters", "recycles it after 20 s"),
+        ({**SLOW, "max_age_s": None}, "upload", "takes 100 s"),
     ],
 )
 def test_decisions_and_their_reasons(changes: dict[str, Any], choice: str, reason: str) -> None:
@@ -75,7 +95,8 @@ def test_the_age_is_kept_whenever_the_link_allows(rate: float, limit_s: float) -
 
 
 def test_a_decision_changes_within_two_checkpoints_of_the_link() -> None:
-    measured, clock = Measurements(lambda: 0.0), USUAL
+    measured = Measurements(lambda: 0.0)
+    clock = dataclasses.replace(USUAL, parameter_bytes=None)
     measured.sent(1000, 1.0)
     for nbytes, first, last in ((10, "skip", "upload"), (100_000, "upload", "upload")):
         measured.sent(nbytes, 1.0)
@@ -182,6 +203,34 @@ def test_a_tier_that_is_gone_is_logged_and_training_goes_on(
         assert [event.outcome for event in stats.events] == ["failed", "complete"]
     assert "failed: s3://bucket" in caplog.text
     assert "bucket does not exist" in caplog.text
+
+
+def test_restore_goes_on_with_an_upload_that_was_interrupted(
+    tmp_path: Path, s3: str, proxy: Proxy
+) -> None:
+    proxy.rule = lambda r: "503" if r.method == "PUT" and "/state/exp_avg_sq" in r.path else ""
+    with optimizer_with(tmp_path / "store", s3) as optimizer:
+        train(optimizer, 1)
+        assert optimizer._uploads is not None
+        assert optimizer._uploads.wait(60)
+    assert [copy.marker for copy in list_tier(s3)] == [None]
+    proxy.rule = lambda _: ""
+    with optimizer_with(tmp_path / "store", s3) as optimizer:
+        assert optimizer.restore() is not None
+        assert optimizer._uploads is not None
+        assert optimizer._uploads.wait(60)
+        stats = optimizer.stats().tier
+    assert stats is not None
+    assert [event.outcome for event in stats.events] == ["complete"]
+    assert [report.ok for report in verify_tier(s3)] == [True]
+    parts = [name for name in proxy.puts() if "state/" in name or name.endswith("safetensors")]
+    assert len(parts) == len({*parts})
+    with optimizer_with(tmp_path / "empty", s3) as optimizer:
+        assert optimizer.restore() is not None  # from the tier, to which nothing is sent
+        optimizer.synchronize()
+        train(optimizer, 1)
+    assert len(list_tier(s3)) == 2
+    assert all(report.ok for report in verify_tier(s3))
 
 
 def test_an_optimizer_that_is_dropped_leaves_no_thread(tmp_path: Path, s3: str) -> None:
