@@ -20,7 +20,7 @@ from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json
-from offload.distributed.agreement.session import begin_session
+from offload.distributed.agreement.start_name import agree_on_start
 from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.distributed.drive_turns import measure_in_turns
 from offload.distributed.gathering.gather import BounceBuffer, Gathering
@@ -102,7 +102,9 @@ class RankGroup:
         self._group, self._timeout_s = group, timeout_s
         prefix = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
         channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
-        start = begin_session(channel, self.rank, self.size, timeout_s)
+        prefix = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
+        channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
+        start = agree_on_start(channel, self.rank, self.size, timeout_s)
         channel.enter(start)
         self._name = f"{prefix}{start}/"
         """Text before the keys of all notes of this optimizer's ranks."""

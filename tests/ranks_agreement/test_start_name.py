@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 from offload.distributed import TorchChannel
 from offload.distributed.agreement.agreement import Agreement
-from offload.distributed.agreement.session import begin_session
+from offload.distributed.agreement.start_name import agree_on_start
 from offload.distributed.agreement.sights import Sight
 from offload.errors import RanksError
 from tests.ranks_agreement.memory_channel import Memory, MemoryChannel, TimedChannel
@@ -41,7 +41,7 @@ def start(memory: Memory, size: int, timeout_s: float = LONG_S, leave: Any = ())
 
     def meet(rank: int) -> Any:
         if rank not in leave:
-            return begin_session(MemoryChannel(memory), rank, size, timeout_s)
+            return agree_on_start(MemoryChannel(memory), rank, size, timeout_s)
         return None
 
     return on_ranks(size, meet)
@@ -104,7 +104,7 @@ def test_rank_0_that_has_failed_before_is_not_listened_to() -> None:
 
     announced = '{"version":1,"kind":"name","name":"now","signs":0}'
     channel.at = [(LONG_S / 2, lambda: channel.put("name", announced)), (LONG_S, welcome)]
-    assert begin_session(channel, 1, 2, LONG_S) == "now"
+    assert agree_on_start(channel, 1, 2, LONG_S) == "now"
     assert names
 
 
@@ -145,7 +145,7 @@ def test_messages_of_dead_ranks_are_not_read() -> None:
             channel = channels[rank]
             if rank == 2 and not leave:
                 channels[0].awaits_rank_2.wait()
-            channel.name = f"{begin_session(channel, rank, 3, timeout_s)}/"
+            channel.name = f"{agree_on_start(channel, rank, 3, timeout_s)}/"
             if rank in leave:
                 return None
             agreement = Agreement(channel, rank, 3, timeout_s=timeout_s)

@@ -34,7 +34,7 @@ _ANNOUNCED = "name"
 _ANNOUNCEMENT = {"name": str, "signs": int}
 
 
-def begin_session(channel: Channel, rank: int, size: int, timeout_s: float) -> str:
+def agree_on_start(channel: Channel, rank: int, size: int, timeout_s: float) -> str:
     """Meet all ranks, and return the name of this start. Collective.
 
     Args:
