@@ -16,6 +16,11 @@ _PARTS = {
     "steps": "rank 0, another or all killed before each message and file operation, on 2 ranks",
     "random": "killed at random moments",
     "stopped": "rank 0 stopped in a seal until the others gave up, then continued",
+    "reshape": (
+        "rank 0, another or all killed before each message and file operation of a re-cut, "
+        "4 to 2 ranks and 1 to 3"
+    ),
+    "elastic": "2 ranks under torchrun killed at random moments, restarted by it",
 }
 
 _COUNTS = (

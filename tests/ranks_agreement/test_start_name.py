@@ -11,8 +11,8 @@ from torch.distributed import HashStore
 
 from offload.distributed import TorchChannel
 from offload.distributed.agreement.agreement import Agreement
-from offload.distributed.agreement.start_name import agree_on_start
 from offload.distributed.agreement.sights import Sight
+from offload.distributed.agreement.start_name import agree_on_start
 from offload.errors import RanksError
 from tests.ranks_agreement.memory_channel import Memory, MemoryChannel, TimedChannel
 
