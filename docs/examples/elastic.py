@@ -53,6 +53,9 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("run"), help="on a local SSD")
     parser.add_argument("--steps", type=int, default=200, help="in all, over all restarts")
     parser.add_argument("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
+    parser.add_argument(
+        "--lost-after", type=float, default=60, help="seconds without a sign of a rank"
+    )
     parser.add_argument("--batch", type=int, default=24, help="samples of all ranks in a step")
     arguments = parser.parse_args()
 
@@ -63,7 +66,13 @@ def main() -> None:
         print(f"starting {num_ranks} ranks after {restarts} restarts", flush=True)
     model = DistributedDataParallel(make_model())
     optimizer = offload.AdamW(  # on every rank, with the same directory
-        model.parameters(), lr=1e-3, directory=arguments.directory, model=model, keep=2
+        model.parameters(),
+        lr=1e-3,
+        directory=arguments.directory,
+        model=model.module,  # the wrapped module, which one rank alone can give as well
+        keep=2,
+        # If a node is lost, its torchrun ends no rank: the others end after so many seconds.
+        options=offload.Options(agreement_timeout_s=arguments.lost_after),
     )
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 

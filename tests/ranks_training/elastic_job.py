@@ -44,10 +44,18 @@ class ElasticJob:
         every: Steps from checkpoint to checkpoint.
         ranks: Ranks of each node.
         nodes: Number of nodes at the beginning.
+        lost_after_s: Seconds without a sign of a rank until it counts as lost.
     """
 
     def __init__(
-        self, directory: Path, *, steps: int, every: int, ranks: int = 2, nodes: int = 1
+        self,
+        directory: Path,
+        *,
+        steps: int,
+        every: int,
+        ranks: int = 2,
+        nodes: int = 1,
+        lost_after_s: float = 100.0,
     ) -> None:
         self.directory = directory
         self.lines: list[str] = []
@@ -59,7 +67,7 @@ class ElasticJob:
         common += [f"--nproc-per-node={ranks}", "--monitor-interval=0.05"]
         launch = [["--standalone"]] if nodes == 1 else _rendezvous(nodes)
         command = [str(EXAMPLE), f"--directory={directory}"]
-        command += [f"--steps={steps}", f"--every={every}"]
+        command += [f"--steps={steps}", f"--every={every}", f"--lost-after={lost_after_s}"]
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),

@@ -22,7 +22,7 @@ def test_an_elastic_run_whose_ranks_are_killed_has_the_bits_of_one_without(tmp_p
 def test_a_run_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
     """Two nodes see the same files; one of them is lost, and the other trains on with half."""
     steps = 200
-    job = ElasticJob(tmp_path / "run", steps=steps, every=3, ranks=1, nodes=2)
+    job = ElasticJob(tmp_path / "run", steps=steps, every=3, ranks=1, nodes=2, lost_after_s=5.0)
     try:
         assert job.until(lambda line: line.startswith("starting 2 ranks")), job.errors()
         assert job.until(lambda line: line.startswith("step 7 ")), job.errors()
