@@ -19,7 +19,7 @@ _PARTS = {
     "random": "killed at random moments",
     "stopped": "rank 0 stopped in a seal until the others gave up, then continued",
     "reshape": (
-        "rank 0, another or all killed before each message and file operation of a re-cut, "
+        "rank 0, another or all killed before messages and file operations of a re-cut, "
         "4 to 2 ranks and 1 to 3"
     ),
     "elastic": "2 ranks under torchrun killed at random moments, restarted by it",

@@ -24,6 +24,7 @@ WIDTHS: Final = (40, 60, 50, 30)
 """Layers of about 7,000 elements together, so that there are several chunks of 4 KiB."""
 
 _WAIT_S: Final = 150.0
+_TRIES: Final = 5
 _GROUP_TIMEOUT_S: Final = 15.0
 _SEAL: Final[Calls] = [["step"], ["checkpoint"], ["result"]]
 _GO_ON: Final[Calls] = [["open"], ["restore"], ["whole"], ["step"], ["whole"]]
@@ -107,10 +108,15 @@ class KilledRecuts:
             goes_back: Whether the former number of ranks goes on, instead of the new one.
         """
         what = f"{self.change.label}, {victims} killed before rank {rank} takes {label!r}"
-        folder = self._new()
-        ended = self._start(folder, rank, label, victims).wait(_WAIT_S)
+        for _ in range(_TRIES):
+            folder = self._new()
+            ended = self._start(folder, rank, label, victims).wait(_WAIT_S)
+            killed = [number for number, one in enumerate(ended) if one.status == -signal.SIGKILL]
+            if killed:
+                break
+            # Some steps are not taken by every job, such as signs of progress in a quick exchange.
+            self.tally.counts["jobs without the step"] += 1
         self.tally.counts["trials"] += 1
-        killed = [number for number, one in enumerate(ended) if one.status == -signal.SIGKILL]
         self.tally.require(killed == [*victims], "not reached", f"{what}: {killed} were killed")
         hung = [number for number, one in enumerate(ended) if one.status is None]
         self.tally.require(not hung, "hung", f"{what}: ranks {hung}")
