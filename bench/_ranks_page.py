@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def _times(one: dict[str, Any], link: str) -> str:
     return text + _table(head, rows)
 
 
-def _predictions(one: dict[str, Any], sizing: dict[str, Any], folder: Path) -> str:
+def _predictions(one: dict[str, Any], sizing: Mapping[str, Any], folder: Path) -> str:
     """Return the times of the model of many ranks beside those that were measured, as a table."""
     text = (
         "Predicted and measured times of the same ranks, and their ratio. The model has the rates "
@@ -145,7 +145,7 @@ def campaign(runs: Sequence[tuple[dict[str, Any], str]]) -> str:
     return "".join([*([_table(("fault", *_COUNTS, "problems", "run"), rows)] * bool(rows)), *texts])
 
 
-def _link(one: dict[str, Any], folder: Path) -> str:
+def _link(one: Mapping[str, Any], folder: Path) -> str:
     return f"[{one['what']}]({Path(os.path.relpath(one['path'], folder)).as_posix()})"
 
 

@@ -198,7 +198,8 @@ class KilledRecuts:
 
     def _run(self, folder: Path, num: int, kind: str, calls: Calls, **more: Any) -> list[Rank]:
         limits = {"timeout_s": _WAIT_S, "group_timeout_s": _WAIT_S}
-        return self._jobs.run(folder, [calls] * num, **_case(kind), **limits, **more)
+        ended: list[Rank] = self._jobs.run(folder, [calls] * num, **_case(kind), **limits, **more)
+        return ended
 
     def _succeed(self, folder: Path, num: int, kind: str, calls: Calls, **more: Any) -> list[Rank]:
         ended = self._run(folder, num, kind, calls, **more)
