@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from bench._ranks_model import rates_for, rows
 
 BEGIN, END = "<!-- drawn by python -m bench.report -->", "<!-- end of what is drawn -->"
 BENCHES = ("ranks_step", "ranks_bytes", "ranks_agreement", "ranks_gather", "ranks_campaign")
@@ -16,6 +18,11 @@ _PARTS = {
     "steps": "rank 0, another or all killed before each message and file operation, on 2 ranks",
     "random": "killed at random moments",
     "stopped": "rank 0 stopped in a seal until the others gave up, then continued",
+    "reshape": (
+        "rank 0, another or all killed before messages and file operations of a re-cut, "
+        "4 to 2 ranks and 1 to 3"
+    ),
+    "elastic": "2 ranks under torchrun killed at random moments, restarted by it",
 }
 
 _COUNTS = (
@@ -52,6 +59,9 @@ def section(runs: Sequence[dict[str, Any]], folder: Path) -> str:
         else:
             draw = _times if bench == "ranks_step" else _claims
             parts += [draw(one, link) for one, link in own]
+        if bench == "ranks_step":
+            rated = [(one, rates_for(one, runs)) for one, _ in own]
+            parts += [_predictions(one, sizing, folder) for one, sizing in rated if sizing]
     return "\n".join(parts) if parts else "Nothing has been recorded yet.\n"
 
 
@@ -80,6 +90,16 @@ def _times(one: dict[str, Any], link: str) -> str:
         "The step of the ranks is measured in adjacent pairs with that of one process.\n\n"
     )
     return text + _table(head, rows)
+
+
+def _predictions(one: dict[str, Any], sizing: Mapping[str, Any], folder: Path) -> str:
+    """Return the times of the model of many ranks beside those that were measured, as a table."""
+    text = (
+        "Predicted and measured times of the same ranks, and their ratio. The model has the rates "
+        f"of the drive and of the cores that were recorded for one process ({_link(sizing, folder)}"
+        "), divided by the number of ranks, and does not count what ranks send to each other.\n\n"
+    )
+    return text + _table(("", "step", "seal", "restore"), rows(one, sizing))
 
 
 def _claims(one: dict[str, Any], link: str) -> str:
@@ -125,7 +145,7 @@ def campaign(runs: Sequence[tuple[dict[str, Any], str]]) -> str:
     return "".join([*([_table(("fault", *_COUNTS, "problems", "run"), rows)] * bool(rows)), *texts])
 
 
-def _link(one: dict[str, Any], folder: Path) -> str:
+def _link(one: Mapping[str, Any], folder: Path) -> str:
     return f"[{one['what']}]({Path(os.path.relpath(one['path'], folder)).as_posix()})"
 
 

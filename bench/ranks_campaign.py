@@ -9,6 +9,11 @@ end; and every checkpoint must verify. Nothing is timed, so the machine may be b
 - ``random``: ranks of trainings on 2, 3 and 4 ranks are killed at random moments.
 - ``stopped``: rank 0 is stopped at each step from the last report of a seal to the rename, until
   the other ranks have given up; then it goes on.
+- ``reshape``: every message and operation on files of ranks that go on from a store of another
+  number of ranks (4 to 2, 1 to 3), until no former checkpoint is left: rank 0, another rank, or all
+  are killed before it. The former or the new number of ranks then goes on.
+- ``elastic``: ranks of one run under torchrun are killed at random moments; torchrun restarts them
+  by itself, and the run ends with the bits of one without kills.
 - ``files``: the model files of many seals on 3 ranks, with rows from 2 to 4,094 bytes, have the
   bytes that the safetensors library writes.
 
@@ -26,11 +31,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench._harness import BenchError, Parser, Result, run, say, scratch, words
+from bench._ranks_elastic import kill_elastic
 from bench._ranks_files import compare_files
 from bench._ranks_jobs import KilledJobs, Tally
+from bench._ranks_reshape import CHANGES, KilledRecuts
 from tests.ranks_training.rank_server import Jobs
 
-PARTS = ("steps", "random", "stopped", "files")
+PARTS = ("steps", "random", "stopped", "reshape", "elastic", "files")
 _KINDS = ("ddp", "fsdp2")
 _SPAN_S = 0.8
 _STEPS_PER_KILL = 12
@@ -76,12 +83,21 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--first-time", type=int, default=0, help="number of the first of these times")
     add("--every", type=int, default=1, help="one of so many steps only (default: all)")
     add("--kills", type=int, default=200, help="random kills on each number of ranks")
+    add("--elastic-kills", type=int, default=20, help="kills of ranks under torchrun")
     add("--ranks", default="2,3,4", help="numbers of ranks of random kills, with commas")
     add("--seals", type=int, default=50, help="seals whose files are compared")
     add("--seed", type=int, default=20261123, help="of random moments and rows")
     add("--timeout-s", type=float, default=3.0, help="without a sign of a rank until it is lost")
     add("--workers", type=int, default=2, help="jobs at the same time (default: %(default)s)")
-    quick = {"times": 1, "every": 40, "kills": 2, "ranks": "2", "seals": 2, "workers": 1}
+    quick = {
+        "times": 1,
+        "every": 40,
+        "kills": 2,
+        "elastic_kills": 1,
+        "ranks": "2",
+        "seals": 2,
+        "workers": 1,
+    }
     args = parser.read(arguments, quick=quick)
     unknown = {*words(args.parts)} - {*PARTS}
     if unknown:
@@ -173,6 +189,32 @@ def _stopped(args: argparse.Namespace) -> list[Work]:
     return [work_on(num_ranks, kind) for num_ranks in (2, 3) for kind in _KINDS]
 
 
+def _reshape(args: argparse.Namespace) -> list[Work]:
+    def work_on(change: int, share: int) -> Work:
+        def work(jobs: Jobs, folder: Path) -> Tally:
+            killed = KilledRecuts(jobs, folder, CHANGES[change], args.timeout_s)
+            steps = killed.labels()[:: args.every]
+            killed.tally.counts["steps of re-cuts"] = 0 if share else len(steps)
+            trials = [*itertools.product(steps, killed.victims())]
+            for number in range(share, len(trials), args.workers):
+                (rank, label), victims = trials[number]
+                killed.kill_at(rank, label, victims, goes_back=number // args.workers % 2 == 1)
+            return killed.tally
+
+        return work
+
+    shares = range(args.workers)
+    return [work_on(change, share) for change in range(len(CHANGES)) for share in shares]
+
+
+def _elastic(args: argparse.Namespace) -> list[Work]:
+    def work(jobs: Jobs, folder: Path) -> Tally:
+        del jobs  # torchrun starts these ranks
+        return kill_elastic(folder, args.elastic_kills, args.seed)
+
+    return [work]
+
+
 def _files(args: argparse.Namespace) -> list[Work]:
     def work_on(kind: str) -> Work:
         return lambda jobs, folder: Tally(
@@ -182,7 +224,14 @@ def _files(args: argparse.Namespace) -> list[Work]:
     return [work_on(kind) for kind in _KINDS]
 
 
-_WORKS = {"steps": _steps, "random": _random, "stopped": _stopped, "files": _files}
+_WORKS = {
+    "steps": _steps,
+    "random": _random,
+    "stopped": _stopped,
+    "reshape": _reshape,
+    "elastic": _elastic,
+    "files": _files,
+}
 
 
 if __name__ == "__main__":

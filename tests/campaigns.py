@@ -49,6 +49,7 @@ ONE_IN: Final = {
     "numerics/test_overlap_forward.py::test_compiled_models": 3,
     "placement/test_device_placement.py::"
     "test_kernels_give_the_bits_of_torchs_arithmetic_on_a_device": 2,
+    "ranks_training/test_elastic.py::test_a_run_goes_on_with_the_nodes_that_are_left": NEVER,
     "ranks_training/test_every_operation.py::test_opening": NEVER,
     "ranks_training/test_every_operation.py::test_restoring": 4,
     "tiers/test_faults.py::test_a_killed_pull_offers_nothing_and_goes_on": 16,

@@ -20,6 +20,7 @@ from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.start_name import agree_on_start
 from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.distributed.drive_turns import measure_in_turns
 from offload.distributed.gathering.gather import BounceBuffer, Gathering
@@ -80,9 +81,14 @@ class RankGroup:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group, self._timeout_s = group, timeout_s
-        self._name = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
+        prefix = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
+        channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
+        prefix = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
+        channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
+        start = agree_on_start(channel, self.rank, self.size, timeout_s)
+        channel.enter(start)
+        self._name = f"{prefix}{start}/"
         """Text before the keys of all notes of this optimizer's ranks."""
-        channel = TorchChannel(_get_default_store(), self._name, timeout_s=timeout_s)
         self._agreement = Agreement(channel, self.rank, self.size, timeout_s=timeout_s)
         self._traffic = Traffic()
         self._store: RankStore | None = None
@@ -304,7 +310,7 @@ class RankGroup:
 
 
 def _prefix(ranks: Sequence[int]) -> str:
-    """Return a prefix for the keys of a new optimizer, which no other one of any group has.
+    """Return a prefix for the keys of a new optimizer, which no other one of these processes has.
 
     All groups use the same key-value store, so the prefix names the group by its ranks.
     """

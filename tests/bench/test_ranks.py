@@ -13,6 +13,7 @@ from bench import _ranks_page, ranks_agreement, ranks_bytes, ranks_campaign, ran
 from bench._harness import BenchError
 from bench._ranks_files import compare_files
 from bench._ranks_jobs import KilledJobs
+from bench._ranks_model import predicted, rates_for
 from tests.bench.test_bench import Measured, check, drive, measured  # noqa: F401  (fixtures)
 from tests.ranks_training.rank_server import Jobs
 
@@ -73,7 +74,9 @@ def test_campaign(measured: Measured) -> None:  # noqa: F811
     facts = found["facts"]
     for part in ranks_campaign.PARTS:
         assert facts[f"{part}: problems"] == []
-    for part, trials in (("steps", 6), ("random", 2)):
+    assert facts["elastic: trials"] == 1
+    assert facts["elastic: bits compared"] > 12
+    for part, trials in (("steps", 6), ("random", 2), ("reshape", 12)):
         assert facts[f"{part}: trials"] >= trials
         assert facts[f"{part}: restarts"] >= 2
         assert facts[f"{part}: bits compared"] > 0
@@ -103,6 +106,28 @@ def test_a_campaign_notices_what_is_lost_and_what_differs(jobs: Jobs, tmp_path: 
         "lost: removed: step 3 was durable, not [2, 2]",
         "other bits: removed: rank 1 at step 4",
     ]
+
+
+def test_the_model_of_many_ranks_divides_the_rates_of_one_process() -> None:
+    rates = {f"drive_{name}_gbps": 2.0 for name in ("read", "write", "mixed")}
+    rates |= {"update_gbps": 20.0, "copy_gbps": 4.0, "sync_s": 1e-4}
+    found = [predicted(rates, 1 << 26, 16 << 20, ranks, 2) for ranks in (1, 2, 4)]
+    assert [times.step for times in found] == pytest.approx([24 * (1 << 26) / 2e9] * 3)
+    assert found[0].seal == pytest.approx(found[1].seal)
+    assert found[1].seal < found[2].seal < 1.1 * found[1].seal, "four ranks copy on two cores"
+    assert len({times.restore for times in found}) == 1
+    assert found[0].restore > 2 * (1 << 26) / 2e9
+
+
+def test_predictions_have_the_rates_of_the_same_machine() -> None:
+    runs = report.read_results(str(ROOT / "bench" / "results"))
+    for one in runs:
+        if one["bench"] == "ranks_step":
+            sizing = rates_for(one, runs)
+            assert sizing is not None
+            assert sizing["machine"]["cpu"] == one["machine"]["cpu"]
+            other = {**one, "machine": {**one["machine"], "cores": 128}}
+            assert rates_for(other, runs) is None
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

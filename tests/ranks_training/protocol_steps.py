@@ -71,6 +71,7 @@ class ProtocolSteps:
 
     def _reached(self, what: str) -> None:
         is_seal = threading.current_thread().name == SEAL_THREAD
+        what = re.sub(r"[0-9a-f]{32}", "ID", what)  # of starts and processes
         what = re.sub(r"/\d+(?=/|$)", "", what)  # of exchanges, seals and ranks
         label = f"{'seal' if is_seal else self._call()}: {re.sub('[0-9]+', 'N', what)}"
         with self._lock:

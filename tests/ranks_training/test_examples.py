@@ -72,7 +72,7 @@ def test_an_example_that_is_stopped_and_run_again_prints_the_same_losses(
     assert again == {step: whole[step] for step in range(first, STEPS + 1)}
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "elastic"])
 def test_the_page_about_ranks_shows_the_scripts_that_are_run(name: str) -> None:
     """The page has the lines of the examples that concern ranks, as they are there."""
     page = (ROOT / "docs/ranks.md").read_text()

@@ -64,7 +64,8 @@ class TorchChannel:
         start(threading.Thread(target=_serve, args=(self._calls,), daemon=True, name=_THREAD))
         self._end = weakref.finalize(self, self._calls.put, None)
         limit_s = max(timeout_s, _CONNECT_S)
-        self._store = self._call("connect to", lambda: PrefixStore(prefix, _clone(store)), limit_s)
+        self._connection = self._call("connect to", lambda: _clone(store), limit_s)
+        self._store = PrefixStore(prefix, self._connection)
 
     def put(self, key: str, value: str) -> None:
         """Set the value of a key."""
@@ -101,6 +102,11 @@ class TorchChannel:
     def clone(self) -> TorchChannel:
         """Return another connection to the same store, for another thread."""
         return TorchChannel(self._origin, self._prefix, timeout_s=self._timeout_s)
+
+    def enter(self, name: str) -> None:
+        """Let all further keys, also those of later clones, begin with a name."""
+        self._prefix = f"{self._prefix}{name}/"
+        self._store = PrefixStore(self._prefix, self._connection)
 
     def close(self) -> None:
         """End the channel's thread. Never waits."""

@@ -1,0 +1,115 @@
+"""A name for the present start of an optimizer, which no earlier start of the job had.
+
+The key-value store may outlive the ranks: torchrun keeps it when it restarts them, with all keys of
+the ranks that have ended. A rank that read such a key would take the message of a dead process for
+one of the present. So before anything else the ranks meet, and all further keys begin with a name
+that rank 0 has made for this start:
+
+- Rank 0 announces the name, over that of an earlier start, and counts signs of progress beside it.
+- Each other rank answers under that name, with a name of its own process. If it has read the
+  announcement of an earlier start, it sees the present one soon, and answers again.
+- When all have answered, rank 0 welcomes each process by its name. No earlier rank 0 can have
+  welcomed it, so the process knows that the name is of the present start.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+from offload.distributed.agreement.channel import Channel
+from offload.distributed.agreement.messages import decode, encode
+from offload.distributed.agreement.peers import key, names
+from offload.errors import RanksError
+
+_LOOKS_PER_LIMIT = 16
+"""Times that a waiting rank looks at the others within the limit."""
+
+_LONGEST_LOOK_S = 1.0
+"""Most seconds between two looks of rank 0, which gives a sign of progress at each."""
+
+_LONGEST_POLL_S = 0.05
+"""Most seconds until a rank notices that it has answered the announcement of an earlier start."""
+
+_ANNOUNCED = "name"
+_ANNOUNCEMENT = {"name": str, "signs": int}
+
+
+def agree_on_start(channel: Channel, rank: int, size: int, timeout_s: float) -> str:
+    """Meet all ranks, and return the name of this start. Collective.
+
+    Args:
+        channel: Connection to the key-value store, with the keys of this optimizer.
+        rank: This rank, from 0.
+        size: Number of ranks.
+        timeout_s: Seconds without a sign of the other ranks after which they count as lost.
+
+    Raises:
+        RanksError: A rank has not come.
+        ChannelLostError: The key-value store does not answer.
+    """
+    process = uuid.uuid4().hex
+    if rank == 0:
+        return _lead(channel, process, size, timeout_s)
+    return _follow(channel, process, rank, timeout_s)
+
+
+def _lead(channel: Channel, name: str, size: int, timeout_s: float) -> str:
+    answers: dict[int, str] = {}
+    look_s = min(timeout_s / _LOOKS_PER_LIMIT, _LONGEST_LOOK_S)
+    quiet_s, num_signs = 0.0, 0
+    while True:
+        channel.put(_ANNOUNCED, encode("name", {"name": name, "signs": num_signs}))
+        num_signs += 1
+        started_s, num_before = channel.now(), len(answers)
+        for rank in range(1, size):
+            left_s = max(0.0, started_s + look_s - channel.now())
+            if rank not in answers and (answer := channel.wait(key(name, "answer", rank), left_s)):
+                answers[rank] = answer
+        if len(answers) == size - 1:
+            break
+        # Time in which this process itself was stopped says nothing of the others.
+        passed_s = min(channel.now() - started_s, 2 * look_s)
+        quiet_s = quiet_s + passed_s if len(answers) == num_before else 0.0
+        if quiet_s >= timeout_s:
+            failed = _not_here({*range(1, size)} - answers.keys(), timeout_s)
+            channel.put(key(name, "failed"), failed)
+            raise RanksError(failed)
+    for rank, process in answers.items():
+        channel.put(key(name, process), "welcome")
+        channel.delete(key(name, "answer", rank))
+    return name
+
+
+def _follow(channel: Channel, process: str, rank: int, timeout_s: float) -> str:
+    look_s = min(timeout_s / _LOOKS_PER_LIMIT, _LONGEST_POLL_S)
+    first = before = channel.get(_ANNOUNCED)
+    quiet_s, answered = 0.0, ""
+    while quiet_s < timeout_s:
+        started_s = channel.now()
+        text = channel.get(_ANNOUNCED)
+        if text is None:
+            channel.wait(_ANNOUNCED, look_s)
+        else:
+            if text != before:
+                before, quiet_s = text, 0.0
+            name = str(decode(text, "name", _ANNOUNCEMENT, "rank 0")["name"])
+            if name != answered:
+                channel.put(key(name, "answer", rank), process)
+                if answered:
+                    channel.delete(key(answered, "answer", rank))
+                answered = name
+            if channel.wait(key(name, process), look_s) is not None:
+                channel.delete(key(name, process))
+                return name
+            # An announcement that has not changed since the beginning may be of an earlier start.
+            if text != first and (failed := channel.get(key(name, "failed"))):
+                raise RanksError(failed)
+        quiet_s += min(channel.now() - started_s, 2 * look_s)
+    raise RanksError(_not_here({0}, timeout_s))
+
+
+def _not_here(ranks: set[int], timeout_s: float) -> str:
+    return (
+        f"the constructor: {names(ranks)} did not come within {timeout_s:g} s. A process may have "
+        "ended or hang, or may not have made the optimizer as the others did. Restart the job"
+    )
