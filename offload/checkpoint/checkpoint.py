@@ -249,7 +249,9 @@ class Checkpoint:
             sizes |= {f"{part}/{name}": nbytes for name, nbytes in found.items()}
         for owner in self.owners if self.manifest.owners else ():
             if owner.table is not None:
-                names = [*map(array_file_name, owner.table.layout.array_names), TABLE_NAME]
+                layout = owner.table.layout
+                names = [*map(array_file_name, layout.array_names), TABLE_NAME]
+                names += [] if layout.shard is None else [layout.model_name]
                 stats = {name: self._backend.stat(f"{owner.path}/{name}") for name in names}
                 sizes |= {f"{owner.path}/{n}": s.size_bytes for n, s in stats.items() if s}
         return sizes

@@ -372,8 +372,16 @@ def check_owner_part(
                 f"{of}{part}: its table is of store, generation and owner {found}, expected "
                 f"{expected}"
             )
-        for name, header in table.layout.array_headers[0].items():
+        layout = table.layout
+        if (layout.shard is None) != (manifest.layout.shard is None):
+            raise CheckpointError(
+                f"{of}{part}: contradictory content: its table and the manifest differ in whether "
+                "the model is in shard files"
+            )
+        for name, header in layout.array_headers[0].items():
             check_header(backend, f"{part}/{array_file_name(name)}", header)
+        if layout.shard is not None:
+            check_header(backend, f"{part}/{layout.model_name}", layout.model_file_header)
         return table
 
 
@@ -393,7 +401,7 @@ def check_cover(path: str, manifest: Manifest, tables: Sequence[OwnerTable]) -> 
     state = [parameter_boxes(layout) for layout in layouts]
     boxes = [manifest.model_boxes, *(table.model_boxes for table in tables)]
     written = [[(box.name, box.box) for box in each] for each in boxes]
-    for what, owned, every in (("the state", state, False), ("model.safetensors", written, True)):
+    for what, owned, every in (("the state", state, False), ("the model", written, True)):
         try:
             require_exact_cover(model, owned, every=every)
         except ValueError as error:

@@ -19,7 +19,6 @@ from offload.format.layout import array_file_name
 from offload.format.manifest import MAX_CONTENT_BYTES, MAX_MANIFEST_BYTES, Manifest, decode
 from offload.format.names import (
     MANIFEST_NAME,
-    MODEL_NAME,
     PART_FILE_NAME,
     QUARANTINE_NAME,
     TRAIN_STATE_NAME,
@@ -209,7 +208,7 @@ def _check_files(
     even_quarantined: bool,
 ) -> None:
     layout = manifest.layout
-    check_header(backend, f"{path}/{MODEL_NAME}", layout.model_header)
+    check_header(backend, f"{path}/{layout.model_name}", layout.model_file_header)
     for name, header in layout.array_headers[0].items():
         check_header(backend, f"{path}/{array_file_name(name)}", header)
     train_state = backend.stat(f"{path}/{TRAIN_STATE_NAME}")

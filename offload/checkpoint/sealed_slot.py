@@ -14,7 +14,6 @@ from gds import Backend, File
 from offload.format.digests import MODEL_ARRAY, DigestContext
 from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
-from offload.format.names import MODEL_NAME
 from offload.format.shares.owners import MODEL_PIECE_BYTES, ModelBox
 from offload.format.shares.part_table import OwnerTable
 
@@ -71,8 +70,8 @@ class SlotFiles:
 
     @property
     def model(self) -> File:
-        """The file ``model.safetensors``."""
-        return self._files_by_drive[0][MODEL_NAME]
+        """The file with the slot's tensors of the model; see `Layout.model_name`."""
+        return self._files_by_drive[0][self.layout.model_name]
 
     def array(self, name: str, chunk: int) -> File:
         """Return the file that holds a chunk of a state array."""
@@ -172,12 +171,14 @@ class SealedSlot(SlotFiles):
         Raises:
             gds.StorageError: The file cannot be opened.
         """
-        # The array of a box of the model is named "model/<box>"; no state array has such a name.
-        is_model = sealed.array.partition("/")[0] == MODEL_ARRAY
-        return self.model if is_model else self.array(sealed.array, sealed.index)
+        return self.model if _is_of_model(sealed) else self.array(sealed.array, sealed.index)
 
     def model_ranges(self) -> Iterator[SealedRange]:
-        """Yield the blocks, or the boxes, of the data of ``model.safetensors``, in order."""
+        """Yield the blocks, or the boxes, of the data of `model`, in order."""
+        if self.layout.shard is not None:
+            for box in self._manifest.model_boxes:
+                yield from shard_pieces(self.layout, box)
+            return
         header = self.layout.model_header
         data_bytes = header.file_bytes - header.data_start
         for block, digest in enumerate(self._manifest.model_digests):
@@ -236,6 +237,7 @@ class SealedOwner(SlotFiles):
         self._opened = _OpenedWhenNeeded(backend, path)
         super().__init__(table.layout, self._opened)
         self._take_digests(table)
+        self._model_boxes = table.model_boxes
 
     def file(self, sealed: SealedRange) -> File:
         """Return the file that holds a range.
@@ -243,11 +245,14 @@ class SealedOwner(SlotFiles):
         Raises:
             gds.StorageError: The file cannot be opened.
         """
-        return self.array(sealed.array, sealed.index)
+        return self.model if _is_of_model(sealed) else self.array(sealed.array, sealed.index)
 
     def ranges(self) -> Iterator[SealedRange]:
-        """Yield all ranges that have a digest."""
-        return self._state_ranges()
+        """Yield all ranges that have a digest: those of the shard file, then the state."""
+        if self.layout.shard is not None:
+            for box in self._model_boxes:
+                yield from shard_pieces(self.layout, box)
+        yield from self._state_ranges()
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -264,6 +269,22 @@ class SealedOwner(SlotFiles):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _is_of_model(sealed: SealedRange) -> bool:
+    # The array of a box of the model is named "model/<box>"; no state array has such a name.
+    return sealed.array.partition("/")[0] == MODEL_ARRAY
+
+
+def shard_pieces(layout: Layout, box: ModelBox) -> Iterator[SealedRange]:
+    """Yield the ranges of a layout's shard file that have the digests of a box, in order."""
+    header = layout.model_file_header
+    entry = header.entries[box.name]
+    for piece, digest in enumerate(box.digests):
+        start = piece * MODEL_PIECE_BYTES
+        nbytes = min(MODEL_PIECE_BYTES, entry.nbytes - start)
+        at = header.data_start + entry.start + start
+        yield SealedRange(box.digest_array, piece, at, nbytes, digest, 0)
 
 
 class _OpenedWhenNeeded(dict[str, File]):

@@ -20,10 +20,12 @@ from typing import Final
 from offload.checkpoint.checked_reads import CheckedReads
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.sealed_slot import SealedOwner, SealedRange, SealedSlot
+from offload.checkpoint.sharded_model import ShardedModel
 from offload.errors import CheckpointError
 from offload.format._manifest_fields import ScalarValue
 from offload.format.boxes import Box
 from offload.format.layout import Layout, ParameterSpec
+from offload.format.manifest import Manifest
 from offload.format.shares.owners import OwnerReference
 from offload.format.shares.part_table import OwnerTable
 
@@ -129,12 +131,14 @@ class WholeState:
         tables = [owner.table for owner in self.owners if owner.table is not None]
         self.slot = SealedSlot(self._backend, checkpoint.path, checkpoint.parts, manifest, tables)
         self._opened: OrderedDict[int, SealedOwner] = OrderedDict()
-        self._reads = CheckedReads(self._backend, verify=verify)
-        self._model_ranges = sorted(self.slot.model_ranges(), key=lambda one: one.offset)
-        self._model_starts = [one.offset for one in self._model_ranges]
-        self._kept: OrderedDict[int, memoryview] = OrderedDict()
         self.verifies = verify
         """Whether data is compared with its digests."""
+        self._reads = CheckedReads(self._backend, verify=verify)
+        self._sharded = self._sharded_model(manifest) if manifest.layout.shard else None
+        in_one_file = [] if self._sharded is not None else self.slot.model_ranges()
+        self._model_ranges = sorted(in_one_file, key=lambda one: one.offset)
+        self._model_starts = [one.offset for one in self._model_ranges]
+        self._kept: OrderedDict[int, memoryview] = OrderedDict()
 
     @property
     def bytes_read(self) -> int:
@@ -148,7 +152,7 @@ class WholeState:
             CheckpointError: A part is not seen here. The message names the owner and the place.
         """
         if self.missing:
-            raise CheckpointError(self._missing_text())
+            raise CheckpointError(self.missing_text())
 
     def require_cover(self, name: str, box: Box) -> None:
         """Check that the owners that are seen here have all elements of a box of a parameter.
@@ -161,7 +165,7 @@ class WholeState:
         if sum(common.num_elements for common in found if common) >= box.num_elements:
             return
         if self.missing:
-            raise CheckpointError(f"{name!r} is not whole. {self._missing_text()}")
+            raise CheckpointError(f"{name!r} is not whole. {self.missing_text()}")
         raise CheckpointError(
             f"{self.path}: contradictory content: no owner has all of {box.notation()} of {name!r}"
         )
@@ -198,13 +202,15 @@ class WholeState:
         )
 
     def read_model(self, name: str, start: int, stop: int) -> memoryview:
-        """Return bytes `start` to `stop` of one tensor of ``model.safetensors``.
+        """Return bytes `start` to `stop` of one tensor of the model.
 
         Raises:
             DamagedError: A range is not as it was written.
-            CheckpointError: The digest of a range is in a part that is not seen here.
+            CheckpointError: A range, or its digest, is in a part that is not seen here.
             gds.StorageError: A range cannot be read.
         """
+        if self._sharded is not None:
+            return self._sharded.read(name, start, stop)
         header = self.slot.layout.model_header
         first = header.data_start + header.entries[name].start
         begin, end = first + start, first + stop
@@ -218,7 +224,7 @@ class WholeState:
             one = self._model_ranges[number] if number >= 0 else None
             if one is None or at >= one.offset + one.nbytes:
                 if self.missing:
-                    raise CheckpointError(f"{name!r} cannot be checked. {self._missing_text()}")
+                    raise CheckpointError(f"{name!r} cannot be checked. {self.missing_text()}")
                 raise CheckpointError(
                     f"{self.path}: contradictory content: byte {at} of the model has no digest"
                 )
@@ -233,6 +239,25 @@ class WholeState:
         self.slot.close()
         while self._opened:
             self._opened.popitem()[1].close()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is in shard files of the owners, and not in one common file."""
+        return self._sharded is not None
+
+    def _sharded_model(self, manifest: Manifest) -> ShardedModel:
+        boxes = [
+            (one.layout, manifest.model_boxes if one.table is None else one.table.model_boxes)
+            for one in self.owners
+        ]
+        return ShardedModel(
+            self.path,
+            boxes,
+            lambda index: self.files(self.owners[index]),
+            self._reads,
+            lambda: self.missing_text() if self.missing else "",
+            verify=self.verifies,
+        )
 
     def _model_range(self, number: int, sealed: SealedRange) -> memoryview:
         if number not in self._kept:
@@ -255,7 +280,8 @@ class WholeState:
         self._opened.move_to_end(owner.number)
         return self._opened[owner.number]
 
-    def _missing_text(self) -> str:
+    def missing_text(self) -> str:
+        """Return what a reader is told of the parts that are not seen here."""
         named = ", ".join(f"owner {one.owner} (sealed at {one.path})" for one in self.missing[:4])
         more = f" and {len(self.missing) - 4} more" if len(self.missing) > 4 else ""
         return (

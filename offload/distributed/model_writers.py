@@ -1,4 +1,4 @@
-"""Assignment of the boxes of ``model.safetensors`` to the ranks that write them."""
+"""Assignment of the boxes of the model to the ranks that write them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def settled(owned: Sequence[OwnedBox], plan: Plan) -> tuple[OwnedBox, ...]:
         plan: How all ranks open the store.
 
     Raises:
-        RanksError: A rank cannot step the share of its owner, because it does not hold it; or no
-            rank that sees the first directory holds a box.
+        RanksError: A rank cannot step the share of its owner, because it does not hold it.
     """
     rank_of = [plan.homes.index(owner) for owner in sorted(plan.homes)]
     found = []
@@ -37,55 +36,54 @@ def settled(owned: Sequence[OwnedBox], plan: Plan) -> tuple[OwnedBox, ...]:
                 "had before (torchrun --node-rank), or exchange the drives of the hosts"
             )
         found.append(replace(one, owner=rank))
-    if not all(plan.near):
-        _require_near_holders(found, plan)
     return tuple(found)
 
 
-def writers(owned: Sequence[OwnedBox], plan: Plan, header: Header) -> list[list[TensorBox]]:
+def writers(
+    owned: Sequence[OwnedBox], plan: Plan, header: Header, *, is_sharded: bool = False
+) -> list[list[TensorBox]]:
     """Return the boxes of the model that each rank writes, by rank.
 
-    A box is written by its owner. If that rank does not see the first directory, one of those that
-    do and that hold the box as well writes it: the one with the fewest elements to write so far.
+    A box is written by its owner. If there is one common file and that rank does not see the first
+    directory, one of those that do and that hold the box as well writes it: the one with the fewest
+    elements to write so far.
 
     Args:
         owned: Boxes with the ranks that step them.
         plan: How all ranks have opened the store.
-        header: Header of the model file; other boxes are left out.
+        header: Header of the whole model; other boxes are left out.
+        is_sharded: Whether each owner has a shard file of its own.
     """
     boxes: list[list[TensorBox]] = [[] for _ in plan.homes]
     load = [0] * len(boxes)
     written = [one for one in owned if one.name in header.entries]
     for one in sorted(written, key=lambda one: not plan.near[one.owner]):
-        candidates = [one.owner] if plan.near[one.owner] else _near_holders(one, plan)
+        is_own = is_sharded or plan.near[one.owner]
+        candidates = [one.owner] if is_own else _near_holders(one, plan)
         rank = min(candidates, key=lambda number: (load[number], number))
         boxes[rank].append(TensorBox(one.name, one.cut.box))
         load[rank] += one.cut.box.num_elements
     return boxes
 
 
-def _require_near_holders(owned: Sequence[OwnedBox], plan: Plan) -> None:
-    """Check that ranks which see the first directory can write the whole model.
+def needs_shards(owned: Sequence[OwnedBox], plan: Plan) -> bool:
+    """Return whether the model has to be in shard files of the owners.
 
-    Raises:
-        RanksError: They cannot; names a box.
+    It has to be if the ranks that see the first directory do not hold all of the model; and if
+    ranks are on several hosts and a box is not contiguous in its tensor, because such a box is
+    written through one page cache that all ranks share.
+
+    Args:
+        owned: Boxes with the ranks that step them.
+        plan: How all ranks have opened the store.
     """
-    for one in owned:
-        if one.cut.box.contiguous_range(one.cut.shape) is None:
-            raise RanksError(
-                f"{one.name!r} {one.cut.box.notation()} of shape {list(one.cut.shape)} is cut in "
-                "another dimension than the first, and the ranks are on several hosts: this is not "
-                "supported yet"
-            )
-        if one.cut.box.num_elements and not _near_holders(one, plan):
-            raise RanksError(
-                f"{one.name!r} {one.cut.box.notation()} is held by rank {one.owner} on "
-                f"{plan.hosts[one.owner]} only, which does not see the first directory of the "
-                f"store, {plan.directories[plan.writer]}, on {plan.hosts[plan.writer]}: shards "
-                "over several hosts are not supported yet. Shard within each host and replicate "
-                "over the hosts (a mesh of two dimensions for fully_shard), or use "
-                "DistributedDataParallel"
-            )
+    if all(plan.near):
+        return False
+    return any(
+        one.cut.box.num_elements
+        and (not _near_holders(one, plan) or one.cut.box.contiguous_range(one.cut.shape) is None)
+        for one in owned
+    )
 
 
 def _near_holders(one: OwnedBox, plan: Plan) -> list[int]:

@@ -52,7 +52,8 @@ class Ownership:
         self.cuts: dict[str, Cut] = {}
         """Box of each parameter that this rank steps and stores, by name."""
         self._known: dict[str, weakref.ref[torch.Tensor]] = {}
-        self._plan: Plan | None = None
+        self.plan: Plan | None = None
+        """How all ranks have opened the store; None before."""
         self._shard_of = own_shards(self.cuts, self._known, keeps_others=rank == 0)
 
     @property
@@ -64,11 +65,10 @@ class Ownership:
         """Take the share of the owner that a plan gives to this rank.
 
         Raises:
-            RanksError: A rank cannot step the share of its owner, or no rank that sees the first
-                directory holds a box.
+            RanksError: A rank cannot step the share of its owner.
         """
         boxes = settled(self.boxes, plan)
-        self._plan, self.boxes = plan, boxes
+        self.plan, self.boxes = plan, boxes
         self.cuts.clear()
         self.cuts |= {one.name: one.cut for one in boxes if one.owner == self._rank}
         is_writer = self._rank == plan.writer
@@ -98,8 +98,8 @@ class Ownership:
         if not dealt and self._known:
             return False
         boxes = self._own(dict(dealt))
-        if self._plan is not None:
-            boxes = settled(boxes, self._plan)
+        if self.plan is not None:
+            boxes = settled(boxes, self.plan)
         if replaces:
             for found in (self.holders, self.cuts, self._known):
                 found.clear()

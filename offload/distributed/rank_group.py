@@ -23,41 +23,22 @@ from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.distributed.drive_turns import measure_in_turns
 from offload.distributed.gathering.gather import BounceBuffer, Gathering
-from offload.distributed.gathering.gather_plan import (
-    SLICE_BYTES,
-    BoxKey,
-    BoxPiece,
-    GatherPlan,
-    RankChunk,
-    layout_chunks,
-)
+from offload.distributed.gathering.gather_plan import SLICE_BYTES, GatherPlan, layout_chunks
 from offload.distributed.gathering.holder_groups import HolderGroups
+from offload.distributed.gathering.live_ranges import part_of
 from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, digest_of
-from offload.distributed.model_writers import writers
 from offload.distributed.ownership import Ownership
+from offload.distributed.rank_model import RankModel
 from offload.distributed.rank_store import RankStore
-from offload.distributed.share_copy import (
-    Memory,
-    NoCopy,
-    ShareCopy,
-    is_own_share,
-    is_same_share,
-    load_share,
-)
 from offload.distributed.together import everywhere, together
 from offload.errors import OffloadError, RanksError, reason_of
 from offload.format.boxes import Box, Cut
-from offload.format.digests import DigestContext
 from offload.format.layout import Layout, ParameterSpec
-from offload.format.shares.file_shares import FileShare, file_share
-from offload.format.shares.model_shares import ModelShare, ModelShares, divide
-from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
-from offload.model.recut_model import read_recut_model
-from offload.model.shards import Shards, is_dtensor
+from offload.model.shards import Shards
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint
@@ -107,6 +88,7 @@ class RankGroup:
         self._store: RankStore | None = None
         self._ownership = Ownership(self.rank, self.size, multiple, self._exchange)
         self._ownership.know(named, replaces=True)
+        self._model = RankModel(self.rank, self._ownership, self._traffic, self._agreement.progress)
         everyone = tuple(range(self.size))
         self._sets = self._ownership.holder_sets
         self._groups = HolderGroups({everyone, *self._sets}, group=group, timeout_s=timeout_s)
@@ -121,8 +103,6 @@ class RankGroup:
         """Digests of `_layouts`; the same on all ranks."""
         self._plan: tuple[object, GatherPlan] | None = None
         """Plan of the last step, with what it was made of."""
-        self._shares: tuple[bytes, ModelShares] | None = None
-        self._file_shares: tuple[ModelShares, FileShare] | None = None
 
     @property
     def gathers(self) -> bool:
@@ -143,7 +123,8 @@ class RankGroup:
         """Decide with all ranks who steps parameters that are new; see `Ownership.know`."""
         if not self._ownership.know(named, replaces=replaces):
             return
-        self._shares = self._plan = None
+        self._plan = None
+        self._model.forget()
         sets = self._ownership.holder_sets
         if sets != self._sets:
             self._sets, self._is_replicated = sets, bool(sets)
@@ -178,11 +159,12 @@ class RankGroup:
             self._agreement,
             backend,
             directories,
-            self.share_of,
+            self._model.share_of,
             keep,
             options,
             fresh=fresh,
             settle=self._ownership.settle,
+            lay_out=self._model.lay_out,
         )
         return self._store
 
@@ -261,134 +243,23 @@ class RankGroup:
         """Leave the ranks."""
         self._agreement.close()
 
-    def share_of(self, layout: Layout) -> ModelShare:
-        """Return the boxes of the model whose digests this rank has."""
-        return self._file_share(layout).digested
-
-    def _file_share(self, layout: Layout) -> FileShare:
-        shares = self._divided(layout)
-        if self._file_shares is None or self._file_shares[0] is not shares:
-            self._file_shares = shares, file_share(shares, self.rank)
-        return self._file_shares[1]
-
-    def _divided(self, layout: Layout) -> ModelShares:
-        header = layout.model_header
-        if self._shares is None or self._shares[0] != header.encoded:
-            plan = self._opened().plan
-            boxes = writers(self._ownership.boxes, plan, header)
-            self._shares = header.encoded, divide(header, boxes, writer=plan.writer)
-        return self._shares[1]
-
     def model_copy(
         self, slot: StateSlot, stored: Sequence[Stored], marks: Marks
     ) -> ModelCopy | None:
         """Return the copy of this rank's share of the model into a slot."""
-        store = self._opened()
-        share = self._file_share(slot.layout)
-        if not store.is_near:  # the ranks that see the file write all of it
-            store.sealing.copy = NoCopy()
-            return store.sealing.copy
-        file, close = store.working_model(slot)
-        copy = ShareCopy(
-            share,
-            self._memory_of(stored),
-            file,
-            store.backend,
-            slot.context,
-            marks,
-            self._traffic,
-            self._agreement.progress,
-            close,
-        )
-        store.sealing.copy = copy
-        return copy
+        return self._model.copy(self._opened(), slot, stored, marks)
 
     def has_same_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> bool | None:
         """Return whether this rank's share of the model equals a checkpoint's, bit for bit."""
-        manifest, store = checkpoint.manifest, self._opened()
-        if not store.is_near:
-            return True  # the ranks that see the file compare all of it
-        with store.model_of(checkpoint) as file:
-            return is_same_share(
-                self._file_share(manifest.layout),
-                manifest.model_boxes,
-                self._memory_of(stored),
-                file,
-                store.backend,
-                DigestContext(manifest.store_id, manifest.generation),
-                self._traffic,
-            )
+        return self._model.is_same(self._opened(), checkpoint, stored)
 
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model."""
-        store, manifest = self._opened(), checkpoint.manifest
-        share = self._file_share(manifest.layout)
-        if not store.is_near:
-            return 0  # `share_model` brings it
-        copied, memory = share.copied, self._memory_of(stored)
-        with store.model_of(checkpoint) as file:
-            if share.through_cache or not is_own_share(copied, manifest.model_boxes):
-                boxes = [(one.name, one.box) for one in copied.entries]
-                boxes += [(one.name, one.cut.box) for one in share.scattered]
-                wanted = [LiveBox(name, box, memory(name, box)) for name, box in boxes]
-                return read_recut_model(
-                    store.backend,
-                    checkpoint.path,
-                    store.manifest_of(checkpoint),
-                    file,
-                    wanted,
-                    self._traffic,
-                    parts=store.directories[1:],
-                )
-            return load_share(
-                copied,
-                manifest.model_boxes,
-                memory,
-                file,
-                store.backend,
-                DigestContext(manifest.store_id, manifest.generation),
-                self._traffic,
-            )
-
-    def _memory_of(self, stored: Sequence[Stored]) -> Memory:
-        """Return the function that returns live memory of boxes, as a seal has captured it."""
-        live = {item.spec.name: item for item in stored}
-        cuts = self._ownership.cuts
-
-        def memory(name: str, box: Box) -> torch.Tensor:
-            """Return live memory of a box."""
-            item, cut = live[name], cuts.get(name)
-            is_own = item.is_here if cut is None else cut.box == box
-            return item.tensor if is_own else part_of(item.parameter, box)
-
-        return memory
+        return self._model.load(self._opened(), checkpoint, stored)
 
     def share_model(self, stored: Sequence[Stored]) -> None:
         """Bring what each rank has loaded to all ranks that hold it."""
-        everyone = tuple(range(self.size))
-        live = {item.spec.name: item for item in stored}
-        shares = self._shares
-        if shares is None:
-            raise RuntimeError("no model has been loaded")
-        holders: dict[BoxKey, tuple[int, ...]] = {}
-        chunks: list[list[RankChunk]] = []
-        for boxes in shares[1].boxes:
-            pieces = []
-            for one in boxes:
-                key = (one.name, one.box)
-                holders[key] = self._ownership.holders.get(key, everyone)
-                dtype = shares[1].header.entries[one.name].dtype
-                pieces.append(BoxPiece(one.name, one.box, dtype, 0, one.box.num_elements))
-            chunks.append([RankChunk(0, tuple(pieces))] if pieces else [])
-        plan = GatherPlan(chunks, holders)
-
-        def memory(name: str, box: Box) -> torch.Tensor:
-            """Return live memory of a box."""
-            return part_of(live[name].parameter, box)
-
-        gathering = Gathering(plan, self._groups, memory, self._buffer)
-        gathering.updated(0)
-        gathering.finish()
+        self._model.share(stored, self._groups, self._buffer)
 
     def begin_step(self, terms: Step) -> Values:
         """Agree with all ranks on a step, and return what brings its new values to all of them."""
@@ -444,14 +315,6 @@ def _prefix(ranks: Sequence[int]) -> str:
     number = _numbers[group]
     _numbers[group] += 1
     return f"offload/{group}/{number}/"
-
-
-def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return this rank's live memory of a box, with the version counter of its tensor."""
-    if is_dtensor(tensor):
-        memory: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-        return memory.detach()
-    return tensor.detach()[box.slices]
 
 
 def _encode_layout(layout: Layout) -> bytes:

@@ -62,6 +62,8 @@ class RankStore:
         fresh: Whether to start over although the store has checkpoints.
         settle: Function that takes the shares which a plan gives to the ranks; called before
             anything is opened.
+        lay_out: Function that returns a layout with the shard file of the model that a new slot of
+            this rank has, if it has one.
 
     Raises:
         RanksError: A rank cannot open its share of the store. Every rank raises it, except one that
@@ -79,8 +81,10 @@ class RankStore:
         *,
         fresh: bool,
         settle: Callable[[Plan], None],
+        lay_out: Callable[[Layout], Layout],
     ) -> None:
         self.agreement = agreement
+        self._lay_out = lay_out
         self.backend = backend
         self._share_of = share_of
         self.call = "the constructor"
@@ -225,11 +229,11 @@ class RankStore:
     def require_space(self, layout: Layout, num_groups: int) -> None:
         """Check, on the writer, that the drive has room for all slots."""
         if self._opened.store is not None:
-            self._opened.store.require_space(layout, num_groups)
+            self._opened.store.require_space(self._lay_out(layout), num_groups)
 
     def acquire(self, layout: Layout, num_groups: int) -> StateSlot:
         """Return a slot to write the next generation into; see `RankGranting.acquire`."""
-        return self._granting.acquire(layout, num_groups, self.call)
+        return self._granting.acquire(self._lay_out(layout), num_groups, self.call)
 
     def refuse(self, error: Exception) -> None:
         """Take part in `acquire` of all ranks with an error; see `RankGranting.refuse`."""
@@ -298,7 +302,7 @@ class RankStore:
         """
         if len({*self.plan.directories}) > 1:
             return  # parts are on several drives: whoever writes to a full one says so
-        store = self._opened.store
+        store, layout = self._opened.store, self._lay_out(layout)
         if store is not None:
             needed = store.slot_bytes(layout, num_groups)
         else:
@@ -333,8 +337,12 @@ class RankStore:
         return self._known.reader_of(checkpoint)
 
     def model_of(self, checkpoint: StoredCheckpoint) -> File:
-        """Return the model file of a checkpoint, open for this rank alone; the caller closes it."""
-        return self.backend.open(f"{checkpoint.path}/{MODEL_NAME}")
+        """Return the file beside a checkpoint's manifest that has tensors of the model.
+
+        It is open for this rank alone; the caller closes it.
+        """
+        name = self.manifest_of(checkpoint).layout.model_name
+        return self.backend.open(f"{checkpoint.path}/{name}")
 
     def working_model(self, slot: StateSlot) -> tuple[File, Callable[[], None]]:
         """Return the model file of the working slot, open for writing, and what closes it.

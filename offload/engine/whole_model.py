@@ -8,7 +8,6 @@ from functools import partial
 from gds import StorageError
 from offload.device.staging import Traffic
 from offload.engine.seal import Captured
-from offload.format.names import MODEL_NAME
 from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import WholeCopy
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
@@ -90,5 +89,5 @@ def load_recut(
     """
     wanted = [LiveBox.whole(item.spec.name, item.tensor) for item in stored]
     backend, path = store.backend, checkpoint.path
-    with backend.open(f"{path}/{MODEL_NAME}") as file:
+    with backend.open(f"{path}/{checkpoint.manifest.layout.model_name}") as file:
         return read_recut_model(backend, path, checkpoint.manifest, file, wanted, traffic, parts=())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 
@@ -13,6 +14,9 @@ from offload.exchange.state_boxes import OwnedParameters, WantedState, read_stat
 from offload.format.boxes import cut_range
 from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update.coding.decoder import DecodedBlock, StateDecoder
+
+_BLOCK_BYTES: Final = 16 << 20
+"""Number of bytes of a tensor in shard files that are put together at a time."""
 
 
 class OwnersStream(CheckpointStream):
@@ -63,6 +67,27 @@ class OwnersStream(CheckpointStream):
                         first = last
                 self._advance(sum(block.nbytes for block in values.values()))
         self._is_checked = True
+
+    def model_blocks(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the data of the model in order, as pairs of byte offset and bytes.
+
+        If it is in shard files, it is put together tensor by tensor.
+        """
+        if not self._state.is_sharded:
+            yield from super().model_blocks()
+            return
+        for entry in self.layout.model_header.entries.values():
+            for start in range(0, entry.nbytes, _BLOCK_BYTES):
+                stop = min(start + _BLOCK_BYTES, entry.nbytes)
+                data = bytes(self._state.read_model(entry.name, start, stop))
+                yield entry.start + start, data
+                self._advance(len(data))
+
+    def read_model(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Return bytes of one tensor of the model; they are not compared with digests."""
+        if not self._state.is_sharded or start == stop:
+            return super().read_model(name, start, stop)
+        return torch.frombuffer(self._again.read_model(name, start, stop), dtype=torch.uint8)
 
     def _blocks_of(self, owner: StateOwner) -> Iterator[DecodedBlock]:
         live = OwnedParameters(self._state, owner)

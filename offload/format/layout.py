@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -28,6 +28,8 @@ from offload.format.arrays import (
 from offload.format.boxes import Cut
 from offload.format.chunk_plan import ArrayShare, ChunkPlan, Piece
 from offload.format.header import DTYPE_BYTES, Header, build_header
+from offload.format.model_shard import ModelShard
+from offload.format.names import MODEL_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,8 @@ class ModelTensor:
 class Layout:
     """Position of every element of a store's state.
 
-    Layouts are immutable. Two layouts that compare equal put every byte at the same place.
+    Layouts are immutable. Two layouts that compare equal put every byte of the state at the same
+    place.
     """
 
     parameters: tuple[ParameterSpec, ...]
@@ -123,6 +126,10 @@ class Layout:
     With "chunk", as in stores of version 2 of the format, blocks also start anew at each chunk, and
     random numbers depend on the position in element space. For FP32 state, which has neither, the
     value is "parameter"."""
+
+    shard: ModelShard | None = field(default=None, compare=False)
+    """Boxes of the model that are in a shard file of this slot or part. None if there is a
+    ``model.safetensors`` with all of `model`, beside the state of owner 0."""
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -236,6 +243,20 @@ class Layout:
             metadata.update(dict.fromkeys(tensor.aliases, tensor.name))
         return build_header([(t.name, t.dtype, t.shape) for t in self.model], metadata)
 
+    @property
+    def model_name(self) -> str:
+        """Name of the file with the slot's tensors of the model: common to all, or a shard file."""
+        return MODEL_NAME if self.shard is None else self.shard.name
+
+    @cached_property
+    def model_file_header(self) -> Header:
+        """The safetensors header of the file `model_name`."""
+        whole = self.model_header
+        if self.shard is None:
+            return whole
+        tensors = [(t.name, t.dtype, t.shape) for t in self.model]
+        return self.shard.header(tensors, whole.metadata)
+
     def array_bytes(self, array: str) -> int:
         """Return the size in bytes of one state array on all drives, without headers."""
         num_values = sum(
@@ -253,9 +274,9 @@ class Layout:
     def file_sizes(self, drive: int = 0) -> dict[str, int]:
         """Return the final size in bytes of each tensor file of a slot on one drive, by name.
 
-        These are the files of the state arrays and, on drive 0, ``model.safetensors``.
+        These are the files of the state arrays and, on drive 0, that of the model's tensors.
         """
-        sizes = {"model.safetensors": self.model_header.file_bytes} if drive == 0 else {}
+        sizes = {self.model_name: self.model_file_header.file_bytes} if drive == 0 else {}
         for name, header in self.array_headers[drive].items():
             sizes[array_file_name(name)] = header.file_bytes
         return sizes

@@ -43,6 +43,7 @@ from offload.format.shares.owners import (
     model_box_bytes,
     parameter_boxes,
     reference_bytes,
+    with_model_file,
 )
 from offload.format.strict_json import MAX_VALUES, num_marks, short
 
@@ -57,7 +58,11 @@ parameters."""
 OWNERS_VERSION = 4
 """Format version of stores that several ranks write: their state has several owners."""
 
-_VERSIONS = (FORMAT_VERSION, COMPRESSED_VERSION, OWNERS_VERSION)
+SHARDED_VERSION = 5
+"""Format version of stores of several ranks whose model is in shard files of the owners."""
+
+_VERSIONS = (FORMAT_VERSION, COMPRESSED_VERSION, OWNERS_VERSION, SHARDED_VERSION)
+_OF_SEVERAL_OWNERS = (OWNERS_VERSION, SHARDED_VERSION)
 
 MAX_MANIFEST_BYTES = 128 << 20
 """Largest size of a manifest in bytes, padding included. A larger file is refused unread, and none
@@ -212,10 +217,12 @@ class Manifest:
             # The digest covers the body, but not the version. With this key, and with "owners", a
             # body is valid for one version only.
             body["counts_from"] = layout.counts_from
-        if version == OWNERS_VERSION:
+        if self.owners:
             body["owners"] = encode_references(self.owners)
             body["model_boxes"] = encode_model_boxes(self.model_boxes)
             del body["model_digests"]
+            if version == SHARDED_VERSION:
+                body["model_file"] = layout.model_name
         if self.order is not None:
             body["order"] = [list(group) for group in self.order]
         if self.metrics:
@@ -328,6 +335,7 @@ def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
     scalars = decode_scalars(body["scalars"], layout)
     digests = decode_digests(body["digests"], layout)
     owners, model_boxes, model_digests = _decode_owners(body, version, layout, generation)
+    layout = with_model_file(layout, body, 0, model_boxes, is_sharded=version == SHARDED_VERSION)
     parts = tuple(fields.part(part, generation) for part in fields.items(body.get("parts", [])))
     if len(parts) != len(layout.shares) - 1:
         raise ValueError(f"{len(parts)} parts for {len(layout.shares)} directories")
@@ -373,9 +381,9 @@ def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
 
 def _version_of(manifest: Manifest) -> int:
     """Return the format version of a manifest."""
-    if manifest.owners:
-        return OWNERS_VERSION
     layout = manifest.layout
+    if manifest.owners:
+        return OWNERS_VERSION if layout.shard is None else SHARDED_VERSION
     compressed = layout.state_dtype != "float32" and layout.counts_from == "parameter"
     return COMPRESSED_VERSION if compressed else FORMAT_VERSION
 
@@ -400,10 +408,12 @@ def _decode_owners(
     body: Mapping[str, Any], version: int, layout: Layout, generation: int
 ) -> tuple[tuple[OwnerReference, ...], tuple[ModelBox, ...], tuple[str, ...]]:
     """Return owners, boxes of the model that owner 0 has written, and digests of model blocks."""
-    if version == OWNERS_VERSION:
+    if version in _OF_SEVERAL_OWNERS:
         tensors = {tensor.name: tensor for tensor in layout.model}
         owners = decode_references(body["owners"], generation)
-        return owners, decode_model_boxes(body["model_boxes"], tensors), ()
+        scattered = version == SHARDED_VERSION
+        boxes = decode_model_boxes(body["model_boxes"], tensors, scattered=scattered)
+        return owners, boxes, ()
     # The digest does not cover the version. Without this check, a flipped bit could hide owners.
     if "owners" in body:
         raise ValueError(f"it has owners, which format version {version} does not know")
@@ -423,11 +433,11 @@ def _decode_layout(body: Mapping[str, Any], version: int) -> Layout:
     shares = fields.shape(body["shares"])
     if not 1 <= len(shares) <= MAX_DIRECTORIES or 0 in shares or sum(shares) > _MAX_SHARES:
         raise ValueError(f"shares are {short(body['shares'])}")
-    if version == OWNERS_VERSION and shares != (1,):
+    if version in _OF_SEVERAL_OWNERS and shares != (1,):
         raise ValueError(f"shares are {shares}, and an owner has one directory")
     layout = decode_layout(
         body, model, shares, _decode_counts_from(body, version),
-        has_boxes=version == OWNERS_VERSION,
+        has_boxes=version in _OF_SEVERAL_OWNERS,
     )  # fmt: skip
     if body["model_block_bytes"] != MODEL_BLOCK_BYTES:
         raise ValueError(f"model_block_bytes is {short(body['model_block_bytes'])}")

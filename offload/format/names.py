@@ -31,6 +31,9 @@ an upload that was interrupted then begins anew."""
 # In a checkpoint, and in a slot that may become one.
 MANIFEST_NAME: Final = "manifest.json"
 MODEL_NAME: Final = "model.safetensors"
+SHARD_FOLDER: Final = "model"
+"""Name of the folder, in a slot or a part, that holds a shard file of the model and nothing else.
+If it is there, there is no file `MODEL_NAME`."""
 TRAIN_STATE_NAME: Final = "train_state.safetensors"
 QUARANTINE_NAME: Final = "damaged.txt"
 """Name of the file that marks a damaged checkpoint; other checkpoints do not have it."""
@@ -44,7 +47,18 @@ TABLE_NAME: Final = "table.json"
 _CHECKPOINT: Final = re.compile(r"step-([0-9]{1,19})")
 _SLOT: Final = re.compile(r"\.slot-([0-9]+)")
 _PART: Final = re.compile(r"part-([1-9][0-9]{0,17})")
+_SHARD: Final = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _OWNER: Final = re.compile(r"owner-([1-9][0-9]{0,8})")
+
+
+def shard_name(owner: int) -> str:
+    """Return the name of an owner's shard file of the model, with its folder; torch uses such."""
+    return f"{SHARD_FOLDER}/shard-{owner + 1:05}-model-00001-of-00001.safetensors"
+
+
+def is_shard_name(name: str) -> bool:
+    """Return whether a name, without its folder, is that of a shard file of the model."""
+    return _SHARD.fullmatch(name) is not None
 
 
 def checkpoint_name(step: int) -> str:

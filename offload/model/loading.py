@@ -10,6 +10,7 @@ import torch
 
 from gds import Backend
 from offload.ambient import in_neutral
+from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import MismatchError
 from offload.format.layout import ModelTensor
@@ -28,17 +29,21 @@ def load_parameters(
     model: torch.nn.Module,
     checkpoint: str | os.PathLike[str],
     *,
+    parts: PartDirectories = None,
     backend: Backend | None = None,
 ) -> int:
     """Load a checkpoint's parameters and buffers into a model, and check their digests.
 
     Only ``model.safetensors`` is read, block by block: 2 bytes per bf16 parameter. Parts on drives
-    other than the first are not needed.
+    other than the first are not needed, unless several ranks made the checkpoint: their parts have
+    the digests, and shards over several hosts have the model in them.
 
     Args:
         model: Model, changed in place. It is not changed if names, shapes or dtypes differ.
         checkpoint: A checkpoint directory; or a store, for its newest checkpoint. If the newest
             checkpoint is damaged, the previous one is used, with a warning.
+        parts: Directories that have the parts of other ranks; None for those in which they were
+            written.
         backend: Backend of the checkpoint; the local file system by default.
 
     Returns:
@@ -66,7 +71,9 @@ def load_parameters(
         if manifest.owners:
             whole = [LiveBox.whole(n, tensor) for n, (tensor, _) in tensors.items()]
             with reading(opened.path), opened.open_slot() as slot:
-                read_recut_model(opened.backend, opened.path, manifest, slot.model, whole)
+                read_recut_model(
+                    opened.backend, opened.path, manifest, slot.model, whole, parts=parts
+                )
             return manifest.step
         image = ModelImage(header, {n: tensor for n, (tensor, _) in tensors.items()})
         with reading(opened.path), opened.open_slot() as slot:

@@ -1,20 +1,22 @@
 """Reader of a checkpoint's model into live boxes of any cut, whoever has written the model.
 
-A model file that several ranks have written has digests of their boxes; see `share_reading`. One
-that a single process has written has digests of blocks of the whole file. Either way, what holds a
-wanted element is read as a whole, and compared with its digest before it reaches a live tensor.
+A model that several ranks have written, in one file or in a shard file of each owner, has digests
+of their boxes; see `share_reading`. One that a single process has written has digests of blocks of
+the whole file. Either way, what holds a wanted element is read as a whole, and compared with its
+digest before it reaches a live tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 
 from gds import ALIGNMENT, Backend, File
 from offload.checkpoint.file_check import PartDirectories
-from offload.checkpoint.recut.owners import boxes_of_owners
+from offload.checkpoint.recut.owners import model_of_owners
 from offload.checkpoint.second_read import reread_and_check
 from offload.device.staging import Traffic
 from offload.format.boxes import Box, Cut
@@ -23,6 +25,7 @@ from offload.format.header import DTYPE_BYTES, TensorEntry
 from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
 from offload.format.shares.box_ranges import hull
 from offload.format.shares.model_shares import ShareEntry, SharePiece, TensorBox, divide
+from offload.format.shares.shard_files import shard_share
 from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
 from offload.model.share_reading import Placer, ShareReading, StoredShare, require_stored
@@ -43,7 +46,7 @@ def read_recut_model(
         backend: Storage backend of the checkpoint.
         path: Directory of the checkpoint.
         manifest: Manifest of the checkpoint, as it is on the drive.
-        file: The checkpoint's model file.
+        file: The checkpoint's own file with tensors of the model; see `Layout.model_name`.
         wanted: Boxes to read. Boxes without elements are ignored.
         traffic: Counter of the bytes that cross to devices; None to count nothing.
         parts: Directories to search for the parts of owners; None for those of the manifest.
@@ -58,18 +61,26 @@ def read_recut_model(
     counter = Traffic() if traffic is None else traffic
     if not manifest.owners:
         return _read_blocks(backend, manifest, file, wanted, context, counter)
-    boxes = boxes_of_owners(backend, path, manifest, parts)
+    owners = model_of_owners(backend, path, manifest, parts)
     header = manifest.layout.model_header
-    shares = divide(header, [[TensorBox(one.name, one.box) for one in own] for own in boxes])
+    boxes = [[TensorBox(one.name, one.box) for one in owner.boxes] for owner in owners]
+    shares = divide(header, boxes)  # refuses overlapping boxes, and missing elements
+    needed = [TensorBox(want.name, want.box) for want in wanted]
     stored = []
-    for number, own in enumerate(boxes):
-        share = shares.share(number)
-        digests = {(one.name, one.box): one.digests for one in own}
-        known = [d for entry in share.entries for d in digests.get((entry.name, entry.box), ())]
-        stored.append(StoredShare(share, file, known))
-    reading = ShareReading(stored, wanted)
-    size = reading.buffer_bytes
-    reading.read(BlockBuffers(backend, size, counter, block_bytes=size), context)
+    with ExitStack() as opened:
+        for number, owner in enumerate(owners):
+            own = owner.layout.shard is not None
+            share = shard_share(owner.layout) if own else shares.share(number)
+            digests = {(one.name, one.box): one.digests for one in owner.boxes}
+            known = [d for entry in share.entries for d in digests.get((entry.name, entry.box), ())]
+            if own and number and share.pieces_with(needed):
+                of_owner = backend.open(f"{owner.path}/{owner.layout.model_name}")
+                stored.append(StoredShare(share, opened.enter_context(of_owner), known))
+            else:
+                stored.append(StoredShare(share, file, known))
+        reading = ShareReading(stored, wanted)
+        size = reading.buffer_bytes
+        reading.read(BlockBuffers(backend, size, counter, block_bytes=size), context)
     return reading.num_bytes
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from gds import Backend, File
+from offload.store.slot_folder import files_in
 
 FileIds: TypeAlias = dict[str, tuple[int, int]]
 """Inode and size in bytes of files, by name or by path."""
@@ -57,5 +58,5 @@ def has_other_names(backend: Backend, directory: str) -> bool:
     Raises:
         gds.StorageError: The files cannot be examined.
     """
-    stats = (backend.stat(f"{directory}/{name}") for name in backend.list_dir(directory))
+    stats = (backend.stat(f"{directory}/{name}") for name in files_in(backend, directory))
     return any(stat is not None and stat.num_links > 1 for stat in stats)

@@ -19,7 +19,8 @@ from offload.journal import log_event
 from offload.store.full_disk import FULL, naming_free_space
 from offload.store.part_pool import PartPool
 from offload.store.poison import Poison
-from offload.store.slot import Slot, SlotState, adopt_slot, create_slot, directories_in, remove_slot
+from offload.store.slot import Slot, SlotState, adopt_slot, create_slot, remove_slot
+from offload.store.slot_folder import directories_in
 from offload.store.space import Room, has_room
 from offload.units import size
 
@@ -106,7 +107,8 @@ class FreeSlots:
             if isinstance(candidate, Slot):
                 in_place = candidate.is_in_place()
                 self._slots.remove(candidate)
-                if candidate.layout == layout and candidate.sizes == sizes and in_place:
+                is_alike = candidate.layout == layout and candidate.layout.shard == layout.shard
+                if is_alike and candidate.sizes == sizes and in_place:
                     return candidate
                 with self._poison.fatal(_NOT_READY):
                     self.discard(candidate)

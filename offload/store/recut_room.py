@@ -12,6 +12,7 @@ from offload.errors import OffloadError, StoreFullError
 from offload.format.unreadable import as_unreadable
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.store import remove_unnamed_parts, unnamed_parts
+from offload.store.slot_folder import files_in
 from offload.store.store_errors import NOTHING_CHANGED
 from offload.units import size
 
@@ -87,5 +88,5 @@ def remove_parts_of_former_owners(
 
 def _bytes_of(backend: Backend, path: str) -> int:
     """Return the size in bytes of the files in a directory."""
-    stats = [backend.stat(f"{path}/{name}") for name in backend.list_dir(path)]
+    stats = [backend.stat(f"{path}/{name}") for name in files_in(backend, path)]
     return sum(stat.size_bytes for stat in stats if stat is not None and stat.kind == "file")

@@ -137,8 +137,8 @@ def _placeholder_boxes(layout: Layout, boxes: Iterable[tuple[str, Box]]) -> tupl
     tensors = {tensor.name: tensor for tensor in layout.model}
     found = []
     for name, box in boxes:
-        start, stop = ModelBox(name, box, ()).byte_range(tensors[name])
-        found.append(ModelBox(name, box, (_NO_DIGEST,) * num_pieces(stop - start)))
+        nbytes = ModelBox(name, box, ()).num_bytes(tensors[name])
+        found.append(ModelBox(name, box, (_NO_DIGEST,) * num_pieces(nbytes)))
     return tuple(found)
 
 
@@ -325,7 +325,7 @@ class Sealing:
                 slot.sync()
                 slot.manifest.write_bytes(encoded, 0)
                 slot.manifest.sync()
-                self._backend.sync_dir(slot.path)
+                slot.sync_names()
         except BaseException:
             prepared.release()
             raise

@@ -27,6 +27,7 @@ from offload.store.arrivals import Arrivals
 from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
 from offload.store.full_disk import naming_free_space
 from offload.store.part import Part
+from offload.store.slot_folder import files_in, make_folder, remove_folder, sync_names
 
 
 class SlotState(Enum):
@@ -346,6 +347,14 @@ class Slot(SlotFiles):
             if name != MANIFEST_NAME:
                 file.sync()
 
+    def sync_names(self) -> None:
+        """Make the names of the slot's own files durable.
+
+        Raises:
+            gds.StorageError: A sync failed.
+        """
+        sync_names(self._backend, self._path, self._files)
+
     def close(self) -> None:
         """Close all files, and release the lock of `hold`. Idempotent."""
         self._let_others_lock()
@@ -368,7 +377,7 @@ def create_slot(backend: Backend, path: str, layout: Layout, sizes: Mapping[str,
         gds.StorageError: There is no space, or the name is taken. Files made by this call are
             removed.
     """
-    backend.make_dir(path)
+    make_folder(backend, path, sizes)
     files: dict[str, File] = {}
     try:
         for name, size in sizes.items():
@@ -403,7 +412,7 @@ def adopt_slot(
     Raises:
         gds.StorageError: The slot could not be examined, opened or written.
     """
-    names = set(backend.list_dir(path))
+    names = set(files_in(backend, path))
     if not names >= set(sizes) or QUARANTINE_NAME in names:
         return None
     for name, size in sizes.items():
@@ -440,15 +449,7 @@ def open_slot(backend: Backend, path: str, layout: Layout, *, writable: bool) ->
 
 def remove_slot(backend: Backend, path: str) -> None:
     """Remove a slot's directory and the files in it."""
-    for name in backend.list_dir(path):
-        backend.remove(f"{path}/{name}")
-    backend.remove_dir(path)
-
-
-def directories_in(backend: Backend, path: str) -> list[str]:
-    """Return the names of the directories in a slot or part; this library creates none in them."""
-    found = ((name, backend.stat(f"{path}/{name}")) for name in backend.list_dir(path))
-    return [name for name, stat in found if stat is not None and stat.kind == "directory"]
+    remove_folder(backend, path)
 
 
 def _model_leaves(backend: Backend, path: str, *, readable: bool) -> KnownLeaves:
@@ -459,6 +460,6 @@ def _model_leaves(backend: Backend, path: str, *, readable: bool) -> KnownLeaves
 
 def _write_headers(slot: Slot) -> None:
     layout = slot.layout
-    slot.model.write_bytes(layout.model_header.encoded, 0)
+    slot.model.write_bytes(layout.model_file_header.encoded, 0)
     for name, header in layout.array_headers[0].items():
         slot._files[array_file_name(name)].write_bytes(header.encoded, 0)

@@ -79,21 +79,35 @@ def open_owners(
     return owners
 
 
-def boxes_of_owners(
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelOwner:
+    """What one owner of a checkpoint has written of the model."""
+
+    layout: Layout
+    """Layout of the owner's state, with its shard file if it has one."""
+
+    boxes: tuple[ModelBox, ...]
+    """Boxes of the model that the owner has written, with their digests."""
+
+    path: str
+    """Directory of the owner's part, or of the checkpoint for owner 0."""
+
+
+def model_of_owners(
     backend: Backend, path: str, manifest: Manifest, parts: PartDirectories = None
-) -> list[tuple[ModelBox, ...]]:
-    """Return the boxes of the model that each owner of a checkpoint has written, owner 0 first.
+) -> list[ModelOwner]:
+    """Return what each owner of a checkpoint has written of the model, owner 0 first.
 
     Raises:
         CheckpointError: A part is not seen here, is damaged, or is not that of the checkpoint.
         UnreadableError: A part could not be read.
     """
-    boxes = [manifest.model_boxes]
+    found = [ModelOwner(manifest.layout, manifest.model_boxes, path)]
     for part in find_owner_parts(backend, path, manifest, parts):
         if part.table is None:
             raise _missing(path, part)
-        boxes.append(part.table.model_boxes)
-    return boxes
+        found.append(ModelOwner(part.table.layout, part.table.model_boxes, part.path))
+    return found
 
 
 def _missing(path: str, part: OwnerPart) -> CheckpointError:

@@ -1,8 +1,11 @@
-"""Views of a range of elements of a tensor, whatever its strides."""
+"""Views of a part of a tensor: a range of elements whatever its strides, and a rank's own box."""
 
 from __future__ import annotations
 
 import torch
+
+from offload.format.boxes import Box
+from offload.model.shards import is_dtensor
 
 
 def range_views(tensor: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
@@ -34,3 +37,11 @@ def range_views(tensor: torch.Tensor, start: int, stop: int) -> list[torch.Tenso
     if last * row < stop:
         views += range_views(tensor[last], 0, stop - last * row)
     return views
+
+
+def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return this rank's live memory of a box, with the version counter of its tensor."""
+    if is_dtensor(tensor):
+        memory: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        return memory.detach()
+    return tensor.detach()[box.slices]

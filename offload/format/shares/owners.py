@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from offload.format.boxes import Box
 from offload.format.digests import MODEL_ARRAY
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor
+from offload.format.model_shard import ModelShard
 from offload.format.names import owner_name
 from offload.format.strict_json import short
 
@@ -68,13 +69,14 @@ class OwnerReference:
 
 @dataclass(frozen=True, slots=True)
 class ModelBox:
-    """A box of a tensor of ``model.safetensors`` that one owner writes, with its digests."""
+    """A box of a tensor of the model that one owner writes, with its digests."""
 
     name: str
     """Name of the tensor."""
 
     box: Box
-    """Elements that the owner writes. They are one contiguous range of the tensor."""
+    """Elements that the owner writes. They are one contiguous range of the tensor, unless they are
+    in a shard file of the owner."""
 
     digests: tuple[str, ...]
     """Digest of each `MODEL_PIECE_BYTES` of the box's bytes."""
@@ -83,6 +85,10 @@ class ModelBox:
     def digest_array(self) -> str:
         """Name that stands for the box in the context of its digests; see `DigestContext`."""
         return f"{MODEL_ARRAY}/{self.name}{self.box.notation()}"
+
+    def num_bytes(self, tensor: ModelTensor) -> int:
+        """Return the size of the box in bytes."""
+        return self.box.num_elements * DTYPE_BYTES[tensor.dtype]
 
     def byte_range(self, tensor: ModelTensor) -> tuple[int, int]:
         """Return the first byte of the box in the tensor's data, and one past its last byte.
@@ -151,24 +157,31 @@ def encode_model_boxes(boxes: Iterable[ModelBox]) -> list[list[Any]]:
     return [[one.name, *encode_box(one.box), list(one.digests)] for one in boxes]
 
 
-def decode_model_boxes(value: object, tensors: Mapping[str, ModelTensor]) -> tuple[ModelBox, ...]:
+def decode_model_boxes(
+    value: object, tensors: Mapping[str, ModelTensor], *, scattered: bool = False
+) -> tuple[ModelBox, ...]:
     """Return the boxes of the model that one owner writes.
 
     Args:
         value: The field.
         tensors: Tensors of the model by name.
+        scattered: Whether a box need not be one contiguous range of its tensor.
 
     Raises:
         ValueError: A box is not one of a tensor, is listed twice, or has not one digest for each
             piece.
     """
-    boxes = tuple(_decode_model_box(fields.items(one), tensors) for one in fields.items(value))
+    boxes = tuple(
+        _decode_model_box(fields.items(one), tensors, scattered) for one in fields.items(value)
+    )
     if len({(one.name, one.box) for one in boxes}) < len(boxes):
         raise ValueError("a box of the model occurs twice")
     return boxes
 
 
-def _decode_model_box(value: Sequence[Any], tensors: Mapping[str, ModelTensor]) -> ModelBox:
+def _decode_model_box(
+    value: Sequence[Any], tensors: Mapping[str, ModelTensor], scattered: bool
+) -> ModelBox:
     name, offsets, sizes, digests = value
     found = ModelBox(
         fields.text(name),
@@ -178,9 +191,50 @@ def _decode_model_box(value: Sequence[Any], tensors: Mapping[str, ModelTensor]) 
     tensor = tensors.get(found.name)
     if tensor is None:
         raise ValueError(f"{short(found.name)} is not a tensor of the model")
-    start, stop = found.byte_range(tensor)
-    if len(found.digests) != num_pieces(stop - start):
-        raise ValueError(f"{len(found.digests)} digests for {stop - start} bytes of the model")
+    if not scattered:
+        found.byte_range(tensor)  # refuses a box that is not contiguous
+    elif not found.box.fits(tensor.shape):
+        raise ValueError(f"{short(found.name)}: the box {short(found.box.notation())} is outside")
+    nbytes = found.num_bytes(tensor)
+    if len(found.digests) != num_pieces(nbytes):
+        raise ValueError(f"{len(found.digests)} digests for {nbytes} bytes of the model")
+    return found
+
+
+def with_model_file(
+    layout: Layout,
+    body: Mapping[str, Any],
+    owner: int,
+    boxes: Sequence[ModelBox],
+    *,
+    is_sharded: bool,
+) -> Layout:
+    """Return a decoded layout with the shard file that a manifest or a table names, if any.
+
+    Args:
+        layout: Layout of the owner's state.
+        body: Fields of the manifest or table.
+        owner: Number of the owner.
+        boxes: Boxes of the model that the owner has written.
+        is_sharded: Whether the version is one with shard files.
+
+    Raises:
+        ValueError: The file has another name than it must have, or two boxes of one tensor.
+        KeyError: The field is missing.
+    """
+    if not is_sharded:
+        if "model_file" in body:
+            raise ValueError("it names a shard file, which this format version does not know")
+        return layout
+    shard = ModelShard(owner, tuple((one.name, one.box) for one in boxes))
+    if body["model_file"] != shard.name:
+        raise ValueError(f"the shard file is {short(body['model_file'])}, expected {shard.name!r}")
+    if len({one.name for one in boxes}) < len(boxes) or not all(
+        one.box.num_elements for one in boxes
+    ):
+        raise ValueError("a shard file has two boxes of one tensor, or an empty box")
+    found = replace(layout, shard=shard)
+    _ = found.model_file_header  # refuses names that no header can hold
     return found
 
 

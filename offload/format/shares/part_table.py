@@ -36,6 +36,7 @@ from offload.format.shares.owners import (
     encode_model_boxes,
     model_box_bytes,
     parameter_boxes,
+    with_model_file,
 )
 from offload.format.strict_json import MAX_VALUES, num_marks, short
 
@@ -47,6 +48,11 @@ _MAX_CONTENT_BYTES = 64 << 20
 """Largest size of a table in bytes, without its padding."""
 
 _TABLE_FORMAT = 1
+"""Format version of tables of parts without a shard file of the model, and of invalid tables."""
+
+_SHARDED_FORMAT = 2
+"""Format version of tables of parts that have a shard file of the model."""
+
 _RESERVE_BYTES = 2048
 """Bytes reserved for the fields that occur only once."""
 
@@ -105,7 +111,8 @@ class OwnerTable:
         Raises:
             OffloadError: The content is larger than `size_bytes`, or than readers accept.
         """
-        text = document.signed(_TABLE_FORMAT, self._body(), compact=True)
+        version = _TABLE_FORMAT if self.layout.shard is None else _SHARDED_FORMAT
+        text = document.signed(version, self._body(), compact=True)
         if len(text) > _MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
             raise OffloadError(
                 f"the table of owner {self.owner} would have {len(text)} bytes and about "
@@ -120,6 +127,7 @@ class OwnerTable:
         return document.padded(text, size_bytes)
 
     def _body(self) -> dict[str, Any]:
+        named = {} if self.layout.shard is None else {"model_file": self.layout.model_name}
         return {
             "store_id": self.store_id,
             "generation": self.generation,
@@ -129,6 +137,7 @@ class OwnerTable:
             "scalars": encode_scalars(self.scalars),
             "digests": {name: list(values) for name, values in self.digests.items()},
             "model_boxes": encode_model_boxes(self.model_boxes),
+            **named,
         }
 
 
@@ -175,7 +184,7 @@ def decode_table_header(data: bytes, path: str) -> TableHeader:
     Raises:
         CheckpointError: The part is not sealed, or the file is damaged or of another version.
     """
-    return _header(_read(data, path), path)
+    return _header(_read(data, path)[1], path)
 
 
 def decode_table(
@@ -194,10 +203,10 @@ def decode_table(
         CheckpointError: The part is not sealed, or the file is damaged, of another version, or
             contradicts itself or the manifest.
     """
-    body = _read(data, path)
+    version, body = _read(data, path)
     header = _header(body, path)
     try:
-        return _decode_body(body, header, model, num_groups, state_dtype)
+        return _decode_body(body, version, header, model, num_groups, state_dtype)
     except KeyError as error:
         raise CheckpointError(f"{path}: contradictory content: {error} is missing") from error
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -206,19 +215,18 @@ def decode_table(
         ) from error
 
 
-def _read(data: bytes, path: str) -> dict[str, Any]:
+def _read(data: bytes, path: str) -> tuple[int, dict[str, Any]]:
     content = data.removesuffix(b"\n").rstrip(b" ")
     if len(content) > _MAX_CONTENT_BYTES:
         raise CheckpointError(
             f"{path}: {len(content)} bytes of content, expected at most {_MAX_CONTENT_BYTES}"
         )
     try:
-        _, body = document.read(content, f"an owner's {TABLE_NAME}", (_TABLE_FORMAT,))
+        return document.read(content, f"an owner's {TABLE_NAME}", (_TABLE_FORMAT, _SHARDED_FORMAT))
     except document.InvalidDocumentError as error:
         raise CheckpointError(f"{path}: not sealed: {error}") from error
     except document.DocumentError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    return body
 
 
 def _header(body: Mapping[str, Any], path: str) -> TableHeader:
@@ -240,6 +248,7 @@ def _header(body: Mapping[str, Any], path: str) -> TableHeader:
 
 def _decode_body(
     body: Mapping[str, Any],
+    version: int,
     header: TableHeader,
     model: tuple[ModelTensor, ...],
     num_groups: int,
@@ -257,6 +266,11 @@ def _decode_body(
     # Each chunk is now known to have a digest in the file. So the file's length bounds the time and
     # the memory that the following takes.
     _ = layout.array_headers  # refuses names that no header can hold
+    is_sharded = version == _SHARDED_FORMAT
+    boxes = decode_model_boxes(
+        body["model_boxes"], {tensor.name: tensor for tensor in model}, scattered=is_sharded
+    )
+    layout = with_model_file(layout, body, header.owner, boxes, is_sharded=is_sharded)
     return OwnerTable(
         store_id=header.store_id,
         generation=header.generation,
@@ -264,9 +278,7 @@ def _decode_body(
         layout=layout,
         scalars=scalars,
         digests=digests,
-        model_boxes=decode_model_boxes(
-            body["model_boxes"], {tensor.name: tensor for tensor in model}
-        ),
+        model_boxes=boxes,
     )
 
 
@@ -274,4 +286,6 @@ def owner_sizes(layout: Layout, written: Iterable[tuple[str, Box]] | None = None
     """Return the size in bytes of every file of an owner's part, by name; see `table_bytes`."""
     headers = layout.array_headers[0].items()
     sizes = {array_file_name(name): header.file_bytes for name, header in headers}
+    if layout.shard is not None:
+        sizes[layout.model_name] = layout.model_file_header.file_bytes
     return {**sizes, TABLE_NAME: table_bytes(layout, written)}

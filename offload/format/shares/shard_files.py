@@ -1,92 +1,55 @@
-"""Shard files of a model: one file for each rank, as torch.distributed.checkpoint writes them.
-
-They are needed if a parameter is cut in another dimension than the first, or if the ranks have no
-common directory. Each file is a valid safetensors file. A tensor in it is a box of the tensor with
-the same name, and the metadata has the box's offsets in torch's notation. So torch's
-`HuggingFaceStorageReader` reads the files, if all of them are in one directory and nothing else is
-in it: it takes every safetensors file of a directory for a part of the model. For this reason shard
-files have a folder of their own, `SHARD_FOLDER`.
-"""
+"""Shard files as shares of ranks: which box lies where in an owner's file; see `model_shard`."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from typing import Final
-
-from offload.format.boxes import Box, Cut
-from offload.format.header import Header, build_header
-from offload.format.shares.model_shares import ModelShare, ModelShares, ShareEntry, TensorBox
-
-SHARD_FOLDER: Final = "model"
-"""Name of the folder, in a slot or a part, that holds shard files and nothing else."""
-
-OFFSETS_KEY: Final = "DCP_SHARDING_INFO"
-"""Key of the metadata with the offsets of all boxes of a file, as torch names it."""
-
-_SAVED_OFFSETS: Final = "saved_offsets"
-_DCP_VERSION: Final = {"DCP_VERSION": "1.0"}
+from offload.errors import MismatchError
+from offload.format.boxes import Cut
+from offload.format.header import DTYPE_BYTES
+from offload.format.layout import Layout
+from offload.format.manifest import MODEL_BLOCK_BYTES
+from offload.format.model_shard import ModelShard
+from offload.format.shares.model_shares import ModelShare, ModelShares, ShareEntry
 
 
-@dataclass(frozen=True, slots=True)
-class ShardFile:
-    """One shard file of a rank."""
-
-    name: str
-    """Name of the file."""
-
-    header: Header
-    """Header of the file, which its rank writes."""
-
-    share: ModelShare
-    """Boxes of the rank, with their places in the file."""
-
-
-def shard_files(shares: ModelShares, rank: int) -> tuple[ShardFile, ...]:
-    """Return the shard files of a rank.
-
-    A file has one box of a tensor. So a rank has as many files as it has boxes of one tensor: one
-    as a rule, and none if it writes nothing.
+def model_shard(shares: ModelShares, rank: int, owner: int) -> ModelShard:
+    """Return the boxes that a rank writes, as those of the shard file of an owner.
 
     Args:
-        shares: Boxes of all ranks. Tensors without elements are in the writer's first file.
+        shares: Boxes of all ranks.
         rank: Index of the rank.
+        owner: Number of the owner that the rank serves.
 
     Raises:
-        TensorFileError: A tensor has a name that no header can hold.
+        MismatchError: The rank writes several boxes of one tensor, and a file has room for one.
     """
-    files: list[list[TensorBox]] = []
-    counts: dict[str, int] = {}
-    boxes = list(shares.boxes[rank])
-    if rank == shares.writer:
-        entries = shares.header.entries.values()
-        boxes += [TensorBox(e.name, Box.whole(e.shape)) for e in entries if not e.nbytes]
-    for one in boxes:
-        number = counts[one.name] = counts.get(one.name, -1) + 1
-        if number == len(files):
-            files.append([])
-        files[number].append(one)
-    return tuple(
-        _shard_file(shares, f"shard-{rank + 1:05}-model-{number:05}-of-{len(files):05}", held)
-        for number, held in enumerate(files, start=1)
-    )
+    boxes = tuple((one.name, one.box) for one in shares.boxes[rank])
+    seen: set[str] = set()
+    for name, box in boxes:
+        if name in seen:
+            raise MismatchError(
+                f"rank {rank} writes several boxes of {name!r}, one of them {box.notation()}, and "
+                "a shard file has one box of a tensor: shard the parameter in one dimension"
+            )
+        seen.add(name)
+    return ModelShard(owner, boxes)
 
 
-def _shard_file(shares: ModelShares, name: str, boxes: list[TensorBox]) -> ShardFile:
-    whole = shares.header.entries
-    offsets = {one.name: {_SAVED_OFFSETS: list(one.box.offsets)} for one in boxes}
-    metadata = {**shares.header.metadata, **_DCP_VERSION, OFFSETS_KEY: json.dumps(offsets)}
-    header = build_header(
-        [(one.name, whole[one.name].dtype, one.box.sizes) for one in boxes], metadata
-    )
-    entries = tuple(
-        ShareEntry(
-            one.name,
-            whole[one.name].dtype,
-            Cut(whole[one.name].shape, one.box),
-            header.data_start + header.entries[one.name].start,
-        )
-        for one in boxes
-        if one.box.num_elements
-    )
-    return ShardFile(f"{name}.safetensors", header, ModelShare(entries, shares.piece_bytes))
+def shard_share(layout: Layout, *, piece_bytes: int = MODEL_BLOCK_BYTES) -> ModelShare:
+    """Return the boxes of a layout's shard file, with their places in the file.
+
+    Args:
+        layout: Layout that has a shard file; see `Layout.shard`.
+        piece_bytes: Largest size of a piece with one digest, in bytes.
+    """
+    if layout.shard is None:
+        return ModelShare((), piece_bytes)
+    header = layout.model_file_header
+    shapes = {tensor.name: tensor.shape for tensor in layout.model}
+    entries = []
+    for name, box in layout.shard.boxes:
+        entry = header.entries[name]
+        start = header.data_start + entry.start
+        entries.append(ShareEntry(name, entry.dtype, Cut(shapes[name], box), start))
+        if entry.nbytes != box.num_elements * DTYPE_BYTES[entry.dtype]:
+            raise RuntimeError(f"{name!r} has {entry.nbytes} bytes in the header of its shard file")
+    return ModelShare(tuple(entries), piece_bytes)

@@ -39,6 +39,7 @@ from offload.retention.policy import BestBy, Record, Retention
 from offload.store.maintenance.unnamed_parts import left_alone
 from offload.store.owners.store import remove_unnamed_parts, unnamed_parts
 from offload.store.shared import SharedStore
+from offload.store.slot_folder import files_in
 from offload.store.store import Store
 from offload.units import part_options, seen_from
 
@@ -335,7 +336,7 @@ def _bytes_in(backend: Backend, *directories: str) -> int:
     """Return the total size in bytes of the files in some directories, which may be missing."""
     total = 0
     for directory in directories:
-        for name in backend.list_dir(directory) if backend.stat(directory) else ():
+        for name in files_in(backend, directory) if backend.stat(directory) else ():
             stat = backend.stat(f"{directory}/{name}")
             total += stat.size_bytes if stat else 0
     return total

@@ -1,7 +1,8 @@
 """One part of an owner other than the first, open for writing or as the source of a step.
 
 To the streamer an `OwnerSlot` is what a `Slot` is to it in a store of one process. It has no
-manifest, no model file and no train state, which belong to the first directory.
+manifest and no train state, which belong to the first directory. It has a file with tensors of the
+model only if its layout has a shard file.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from offload.format.names import TABLE_NAME
 from offload.format.shares.owners import ModelBox
 from offload.format.shares.part_table import OwnerTable, invalid_table
 from offload.store.file_identity import has_other_names, ids_in, ids_of
+from offload.store.slot_folder import files_in, make_folder, remove_folder, sync_names
 
 
 class OwnerSlotState(Enum):
@@ -152,6 +154,8 @@ class OwnerSlot(SlotFiles):
         """Write the headers of all state-array files; not synced."""
         for name, header in self.layout.array_headers[0].items():
             self._files[array_file_name(name)].write_bytes(header.encoded, 0)
+        if self.layout.shard is not None:
+            self.model.write_bytes(self.layout.model_file_header.encoded, 0)
 
     def seal(self, encoded: bytes) -> None:
         """Make the part's data durable, then its table, then the names of its files.
@@ -169,7 +173,7 @@ class OwnerSlot(SlotFiles):
                 file.sync()
         self.table.write_bytes(encoded, 0)
         self.table.sync()
-        self._backend.sync_dir(self.path)
+        sync_names(self._backend, self.path, self._files)
         if not self.is_name_durable:
             self._backend.sync_dir(self._directory)
             self.is_name_durable = True
@@ -245,7 +249,7 @@ def create_owner_slot(
             removed.
     """
     slot = OwnerSlot(backend, directory, name, layout, {})
-    backend.make_dir(slot.path)
+    make_folder(backend, slot.path, sizes)
     try:
         for file, size in sizes.items():
             slot._files[file] = backend.create(f"{slot.path}/{file}", size)
@@ -268,7 +272,8 @@ def open_owner_slot(
     """
     slot = OwnerSlot(backend, directory, name, layout, {})
     try:
-        for file in (*map(array_file_name, layout.array_names), TABLE_NAME):
+        of_model = () if layout.shard is None else (layout.model_name,)
+        for file in (*map(array_file_name, layout.array_names), *of_model, TABLE_NAME):
             slot._files[file] = backend.open(f"{slot.path}/{file}", writable=writable)
     except BaseException:
         slot.close()
@@ -289,7 +294,7 @@ def fits(backend: Backend, path: str, sizes: Mapping[str, int]) -> bool:
     Raises:
         gds.StorageError: The part cannot be examined.
     """
-    if set(backend.list_dir(path)) != set(sizes):
+    if set(files_in(backend, path)) != set(sizes):
         return False
     for name, size in sizes.items():
         stat = backend.stat(f"{path}/{name}")
@@ -305,6 +310,4 @@ def remove_owner_part(backend: Backend, path: str) -> None:
     """
     if backend.stat(path) is None:
         return
-    for name in sorted(backend.list_dir(path), key=lambda name: name != TABLE_NAME):
-        backend.remove(f"{path}/{name}")
-    backend.remove_dir(path)
+    remove_folder(backend, path, first=TABLE_NAME)

@@ -58,7 +58,7 @@ from offload.store.owners.slot import (
 )
 from offload.store.poison import Poison
 from offload.store.quarantine import write_quarantine
-from offload.store.slot import directories_in
+from offload.store.slot_folder import directories_in
 from offload.store.store_errors import NOTHING_CHANGED, as_store_errors
 from offload.store.writer_lock import WriterLock
 

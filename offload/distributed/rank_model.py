@@ -1,0 +1,301 @@
+"""The model in checkpoints, as one rank copies, compares and loads its share of it.
+
+If ranks on the first directory's host hold the whole model, they write one ``model.safetensors``
+together. Otherwise the model is *sharded*: each rank writes the boxes that it owns into a shard
+file in its own part of the checkpoint, and reads them from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from offload.device.boundary import Marks
+from offload.device.staging import Traffic
+from offload.distributed.agreement.opening import Plan
+from offload.distributed.gathering.gather import BounceBuffer, Gathering
+from offload.distributed.gathering.gather_plan import BoxKey, BoxPiece, GatherPlan, RankChunk
+from offload.distributed.gathering.holder_groups import HolderGroups
+from offload.distributed.gathering.live_ranges import part_of
+from offload.distributed.model_writers import needs_shards, writers
+from offload.distributed.ownership import Ownership
+from offload.distributed.rank_store import RankStore
+from offload.distributed.share_copy import (
+    Memory,
+    NoCopy,
+    ShareCopy,
+    is_own_share,
+    is_same_share,
+    load_share,
+)
+from offload.errors import RanksError
+from offload.format.boxes import Box
+from offload.format.digests import DigestContext
+from offload.format.header import Header
+from offload.format.layout import Layout
+from offload.format.model_shard import ModelShard
+from offload.format.shares.file_shares import FileShare, file_share
+from offload.format.shares.model_shares import ModelShare, ModelShares, divide
+from offload.format.shares.shard_files import model_shard, shard_share
+from offload.model.live_boxes import LiveBox
+from offload.model.model_copy import ModelCopy
+from offload.model.parameters import Stored
+from offload.model.recut_model import read_recut_model
+from offload.store.opening import StoredCheckpoint
+from offload.store.state_store import StateSlot
+
+
+class RankModel:
+    """This rank's share of the model in checkpoints.
+
+    Args:
+        rank: This rank.
+        ownership: Boxes of all ranks.
+        traffic: Counter of the bytes that cross between host and devices.
+        progress: Function that tells the other ranks that this one makes progress.
+    """
+
+    def __init__(
+        self, rank: int, ownership: Ownership, traffic: Traffic, progress: Callable[[], None]
+    ) -> None:
+        self._rank = rank
+        self._ownership = ownership
+        self._traffic = traffic
+        self._progress = progress
+        self._divided: dict[bool, tuple[bytes, ModelShares]] = {}
+        """For a sharded model and for a common file: header of the whole model, and shares."""
+        self._file_share: tuple[ModelShares, FileShare] | None = None
+        self._laid_out: tuple[Layout, Layout] | None = None
+        """Layout that `lay_out` was given last, and what it has returned."""
+        self._loaded: ModelShares | None = None
+        """What all ranks have loaded last."""
+
+    def forget(self) -> None:
+        """Divide the model anew when it is next needed, because parameters have changed."""
+        self._divided.clear()
+        self._file_share = self._laid_out = None
+
+    def lay_out(self, layout: Layout) -> Layout:
+        """Return a layout with the shard file that a new slot of this rank has, if it has one."""
+        if self._laid_out is None or self._laid_out[0] is not layout:
+            shard = self._shard(layout.model_header) if self._is_sharded else None
+            found = layout if shard == layout.shard else replace(layout, shard=shard)
+            self._laid_out = layout, found
+        return self._laid_out[1]
+
+    def share_of(self, layout: Layout) -> ModelShare:
+        """Return the boxes of the model whose digests this rank has.
+
+        Args:
+            layout: Layout of a slot, which `lay_out` has returned.
+        """
+        return self._share(layout).digested
+
+    def copy(
+        self, store: RankStore, slot: StateSlot, stored: Sequence[Stored], marks: Marks
+    ) -> ModelCopy:
+        """Return the copy of this rank's share of the model into a slot."""
+        if slot.layout.shard is not None:
+            file, close = slot.model, _nothing  # closed with its slot
+        elif store.is_near:
+            file, close = store.working_model(slot)
+        else:  # the ranks that see the file write all of it
+            store.sealing.copy = NoCopy()
+            return store.sealing.copy
+        copy = ShareCopy(
+            self._share(slot.layout),
+            self._memory_of(stored),
+            file,
+            store.backend,
+            slot.context,
+            marks,
+            self._traffic,
+            self._progress,
+            close,
+        )
+        store.sealing.copy = copy
+        return copy
+
+    def is_same(
+        self, store: RankStore, checkpoint: StoredCheckpoint, stored: Sequence[Stored]
+    ) -> bool:
+        """Return whether this rank's share of the model equals a checkpoint's, bit for bit."""
+        manifest = checkpoint.manifest
+        layout = manifest.layout
+        if self.lay_out(layout).shard != layout.shard:
+            return False  # a new checkpoint would have other files
+        if layout.shard is None and not store.is_near:
+            return True  # the ranks that see the file compare all of it
+        args = manifest.model_boxes, self._memory_of(stored)
+        share, context = self._share(layout), DigestContext(manifest.store_id, manifest.generation)
+        if layout.shard is not None:
+            file = store.slot_of(checkpoint).model
+            return is_same_share(share, *args, file, store.backend, context, self._traffic)
+        with store.model_of(checkpoint) as file:
+            return is_same_share(share, *args, file, store.backend, context, self._traffic)
+
+    def load(self, store: RankStore, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int:
+        """Load this rank's share of a checkpoint's model; return the number of bytes read.
+
+        `share` must follow, on all ranks, if all have loaded their share.
+
+        Raises:
+            RanksError: The ranks do not see what they have to load.
+            DamagedError: A file is damaged.
+            gds.StorageError: A file cannot be read.
+        """
+        manifest = checkpoint.manifest
+        layout, memory = manifest.layout, self._memory_of(stored)
+        is_sharded = layout.shard is not None
+        shares = self._loaded = self._shares(layout.model_header, is_sharded=is_sharded)
+        if is_sharded and layout.shard == self._shard(layout.model_header):
+            return load_share(
+                shard_share(layout),
+                manifest.model_boxes,
+                memory,
+                store.slot_of(checkpoint).model,
+                store.backend,
+                DigestContext(manifest.store_id, manifest.generation),
+                self._traffic,
+            )
+        if is_sharded or self._is_sharded:
+            self._require_all_near(store, checkpoint, is_sharded=is_sharded)
+        if not store.is_near:
+            return 0  # `share` brings it
+        share = self._share_in_one_file(shares)
+        copied = share.copied
+        with store.model_of(checkpoint) as file:
+            if is_sharded or share.through_cache or not is_own_share(copied, manifest.model_boxes):
+                boxes = [(one.name, one.box) for one in shares.boxes[self._rank]]
+                wanted = [LiveBox(name, box, memory(name, box)) for name, box in boxes]
+                return read_recut_model(
+                    store.backend,
+                    checkpoint.path,
+                    store.manifest_of(checkpoint),
+                    file,
+                    wanted,
+                    self._traffic,
+                    parts=store.directories[1:],
+                )
+            return load_share(
+                copied,
+                manifest.model_boxes,
+                memory,
+                file,
+                store.backend,
+                DigestContext(manifest.store_id, manifest.generation),
+                self._traffic,
+            )
+
+    def share(self, stored: Sequence[Stored], groups: HolderGroups, buffer: BounceBuffer) -> None:
+        """Bring what each rank has loaded to all ranks that hold it. Collective.
+
+        Args:
+            stored: Tensors of the model.
+            groups: Process groups of the ranks that hold boxes together.
+            buffer: Memory for what is sent.
+
+        Raises:
+            RanksError: A rank was lost.
+        """
+        everyone = tuple(range(groups.num_ranks))
+        live = {item.spec.name: item for item in stored}
+        shares = self._loaded
+        if shares is None:
+            raise RuntimeError("no model has been loaded")
+        holders: dict[BoxKey, tuple[int, ...]] = {}
+        chunks: list[list[RankChunk]] = []
+        for boxes in shares.boxes:
+            pieces = []
+            for one in boxes:
+                key = (one.name, one.box)
+                holders[key] = self._ownership.holders.get(key, everyone)
+                dtype = shares.header.entries[one.name].dtype
+                pieces.append(BoxPiece(one.name, one.box, dtype, 0, one.box.num_elements))
+            chunks.append([RankChunk(0, tuple(pieces))] if pieces else [])
+        plan = GatherPlan(chunks, holders)
+
+        def memory(name: str, box: Box) -> torch.Tensor:
+            """Return live memory of a box."""
+            return part_of(live[name].parameter, box)
+
+        gathering = Gathering(plan, groups, memory, buffer)
+        gathering.updated(0)
+        gathering.finish()
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether new checkpoints have the model in shard files."""
+        return needs_shards(self._ownership.boxes, self._plan)
+
+    @property
+    def _plan(self) -> Plan:
+        plan = self._ownership.plan
+        if plan is None:
+            raise RuntimeError("the store has not been opened")
+        return plan
+
+    def _shares(self, header: Header, *, is_sharded: bool) -> ModelShares:
+        """Return what each rank writes of the model.
+
+        Args:
+            header: Header of the whole model.
+            is_sharded: Whether each rank writes what it owns, and not what lies in a common file.
+        """
+        known = self._divided.get(is_sharded)
+        if known is None or known[0] != header.encoded:
+            boxes = writers(self._ownership.boxes, self._plan, header, is_sharded=is_sharded)
+            known = header.encoded, divide(header, boxes, writer=self._plan.writer)
+            self._divided[is_sharded] = known
+        return known[1]
+
+    def _shard(self, header: Header) -> ModelShard:
+        """Return what this rank writes to a shard file."""
+        shares = self._shares(header, is_sharded=True)
+        return model_shard(shares, self._rank, self._plan.homes[self._rank])
+
+    def _share(self, layout: Layout) -> FileShare:
+        if layout.shard is not None:
+            return FileShare(shard_share(layout))
+        return self._share_in_one_file(self._shares(layout.model_header, is_sharded=False))
+
+    def _share_in_one_file(self, shares: ModelShares) -> FileShare:
+        if self._file_share is None or self._file_share[0] is not shares:
+            self._file_share = shares, file_share(shares, self._rank)
+        return self._file_share[1]
+
+    def _require_all_near(
+        self, store: RankStore, checkpoint: StoredCheckpoint, *, is_sharded: bool
+    ) -> None:
+        """Check that all ranks see the first directory, for a model that lies elsewhere.
+
+        Raises:
+            RanksError: They do not.
+        """
+        if all(store.plan.near):
+            return
+        lies = "in shard files of other ranks" if is_sharded else "in one file on one host"
+        raise RanksError(
+            f"{checkpoint.path} has its model {lies}, and these ranks are on several hosts, which "
+            "do not see all of it: give the ranks the hosts that they had when it was made, or "
+            "export it (offload export) where all of its parts are seen, and load that"
+        )
+
+    def _memory_of(self, stored: Sequence[Stored]) -> Memory:
+        """Return the function that returns live memory of boxes, as a seal has captured it."""
+        live = {item.spec.name: item for item in stored}
+        cuts = self._ownership.cuts
+
+        def memory(name: str, box: Box) -> torch.Tensor:
+            """Return live memory of a box."""
+            item, cut = live[name], cuts.get(name)
+            is_own = item.is_here if cut is None else cut.box == box
+            return item.tensor if is_own else part_of(item.parameter, box)
+
+        return memory
+
+
+def _nothing() -> None:
+    """Do nothing: the file is closed with its slot."""
