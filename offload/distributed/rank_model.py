@@ -149,8 +149,11 @@ class RankModel:
         manifest = checkpoint.manifest
         layout, memory = manifest.layout, self._memory_of(stored)
         is_sharded = layout.shard is not None
+        is_own = is_sharded and layout.shard == self._shard(layout.model_header)
+        if not is_own and (is_sharded or self._is_sharded):
+            self._require_all_near(store, checkpoint, is_sharded=is_sharded)
         shares = self._loaded = self._shares(layout.model_header, is_sharded=is_sharded)
-        if is_sharded and layout.shard == self._shard(layout.model_header):
+        if is_own:
             return load_share(
                 shard_share(layout),
                 manifest.model_boxes,
@@ -160,8 +163,6 @@ class RankModel:
                 DigestContext(manifest.store_id, manifest.generation),
                 self._traffic,
             )
-        if is_sharded or self._is_sharded:
-            self._require_all_near(store, checkpoint, is_sharded=is_sharded)
         if not store.is_near:
             return 0  # `share` brings it
         share = self._share_in_one_file(shares)
