@@ -401,7 +401,8 @@ def check_cover(path: str, manifest: Manifest, tables: Sequence[OwnerTable]) -> 
     state = [parameter_boxes(layout) for layout in layouts]
     boxes = [manifest.model_boxes, *(table.model_boxes for table in tables)]
     written = [[(box.name, box.box) for box in each] for each in boxes]
-    for what, owned, every in (("the state", state, False), ("the model", written, True)):
+    of_model = "model.safetensors" if manifest.layout.shard is None else "the model"
+    for what, owned, every in (("the state", state, False), (of_model, written, True)):
         try:
             require_exact_cover(model, owned, every=every)
         except ValueError as error:

@@ -53,7 +53,7 @@ OWNING = (
     Mutation(
         "owner-no-part-sync",
         "sync of the names of the files of a part",
-        (gone(_SLOT, "        self._backend.sync_dir(self.path)\n"),),
+        (gone(_SLOT, "        sync_names(self._backend, self.path, self._files)\n"),),
         _POWER,
     ),
     Mutation(
@@ -258,7 +258,7 @@ OWNING = (
         (
             Edit(
                 _READERS,
-                "        for name, header in table.layout.array_headers[0].items():\n",
+                "        for name, header in layout.array_headers[0].items():\n",
                 "        for name, header in {}.items():\n",
             ),
         ),

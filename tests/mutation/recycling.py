@@ -315,7 +315,7 @@ RECYCLING = (
         (
             Edit(
                 _FREE,
-                "if candidate.layout == layout and candidate.sizes == sizes and in_place:",
+                "if is_alike and candidate.sizes == sizes and in_place:",
                 "if in_place:",
             ),
         ),

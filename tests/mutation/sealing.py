@@ -28,7 +28,7 @@ _COMMIT = """\
                 slot.sync()
                 slot.manifest.write_bytes(encoded, 0)
                 slot.manifest.sync()
-                self._backend.sync_dir(slot.path)
+                slot.sync_names()
 """
 _PUBLISH = "                    self._rename_into_place(slot, path, exchange=in_the_way)\n"
 
@@ -48,7 +48,7 @@ SEALING = (
     Mutation(
         "seal-no-slot-dir-sync",
         "sync of a slot's names before the rename",
-        (gone(_SEALING, "                self._backend.sync_dir(slot.path)\n"),),
+        (gone(_SEALING, "                slot.sync_names()\n"),),
         _THREE,
     ),
     Mutation(
@@ -83,7 +83,7 @@ SEALING = (
                     self._rename_into_place(slot, path, exchange=in_the_way)
                     slot.sync()
                     slot.manifest.sync()
-                    self._backend.sync_dir(slot.path)
+                    slot.sync_names()
 """,
             ),
         ),

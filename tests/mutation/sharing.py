@@ -7,7 +7,7 @@ from tests.mutation.mutation import Edit, Mutation, gone
 _SHARES = "offload/format/shares/model_shares.py"
 _RANGES = "offload/format/shares/box_ranges.py"
 _BLOCKS = "offload/format/shares/model_blocks.py"
-_SHARDS = "offload/format/shares/shard_files.py"
+_SHARDS = "offload/format/model_shard.py"
 _WRITER = "offload/model/model_sharing.py"
 _IMAGE = "offload/model/tensor_image.py"
 _LIVE = "offload/model/live_boxes.py"
@@ -297,7 +297,7 @@ SHARING = (
     Mutation(
         "shard-offsets-lost",
         "a shard file says where its boxes lie",
-        (Edit(_SHARDS, "list(one.box.offsets)", "[0] * len(one.box.offsets)"),),
+        (Edit(_SHARDS, "list(box.offsets)", "[0] * len(box.offsets)"),),
         ("tests/ranks_model/test_shard_files.py::test_torchs_reader_opens_them",),
     ),
 )

@@ -11,12 +11,16 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from gds import PosixBackend
+from offload.errors import MismatchError
 from offload.format.boxes import Box
 from offload.format.digests import DigestContext
+from offload.format.header import Header
 from offload.format.known_leaves import KnownLeaves
+from offload.format.layout import Layout, ModelTensor
+from offload.format.names import SHARD_FOLDER, is_shard_name
 from offload.format.shares.model_blocks import SharePlan
-from offload.format.shares.model_shares import ModelShares, TensorBox, divide
-from offload.format.shares.shard_files import SHARD_FOLDER, ShardFile, shard_files
+from offload.format.shares.model_shares import ModelShare, ModelShares, TensorBox, divide
+from offload.format.shares.shard_files import model_shard, shard_share
 from offload.model.live_boxes import LiveBox, views_of
 from offload.model.model_file import BlockBuffers
 from offload.model.model_sharing import (
@@ -54,23 +58,35 @@ def some_shares(num_ranks: int = 3) -> ModelShares:
     return divide(header_of(values()), owned, writer=1)
 
 
-def written(folder: Path, shares: ModelShares, live) -> list[tuple[ShardFile, list[str]]]:
-    """Write the files of all ranks; return them with their digests."""
+def layout_of(shares: ModelShares, rank: int) -> Layout:
+    """Return a layout without state; owner 0 is the rank that writes all other tensors."""
+    entries = shares.header.entries.values()
+    model = tuple(ModelTensor(e.name, e.dtype, e.shape) for e in entries)
+    shard = model_shard(shares, rank, (rank - shares.writer) % len(shares.boxes))
+    return Layout((), model, 1024, shard=shard)
+
+
+def written(
+    folder: Path, shares: ModelShares, live: dict[str, torch.Tensor]
+) -> list[tuple[str, Header, ModelShare, list[str]]]:
+    """Write the files of all ranks; return name, header, share and digests of each."""
     folder.mkdir()
     found = []
     with PosixBackend() as backend:
         for rank in range(len(shares.boxes)):
-            for shard in shard_files(shares, rank):
-                plan = SharePlan(shard.share)
-                file = backend.create(f"{folder}/{shard.name}", shard.header.file_bytes)
-                write_header(file, shard.header)
-                image = ShareImage(plan, views_of(shard.share, whole(live)))
-                buffers = BlockBuffers(backend, plan.buffer_bytes, block_bytes=plan.buffer_bytes)
-                known = KnownLeaves(readable=False)
-                result = write_share(image, file, buffers, CONTEXT, known, lambda _: None)
-                finish_share(file, result)
-                file.close()
-                found.append((shard, result.digests))
+            layout = layout_of(shares, rank)
+            share, header = shard_share(layout), layout.model_file_header
+            name = layout.model_name.removeprefix(f"{SHARD_FOLDER}/")
+            plan = SharePlan(share)
+            file = backend.create(f"{folder}/{name}", header.file_bytes)
+            write_header(file, header)
+            image = ShareImage(plan, views_of(share, whole(live)))
+            buffers = BlockBuffers(backend, plan.buffer_bytes, block_bytes=plan.buffer_bytes)
+            known = KnownLeaves(readable=False)
+            result = write_share(image, file, buffers, CONTEXT, known, lambda _: None)
+            finish_share(file, result)
+            file.close()
+            found.append((name, header, share, result.digests))
     return found
 
 
@@ -97,44 +113,41 @@ def test_torchs_reader_opens_them(num_ranks, tmp_path):
 def test_safetensors_opens_each_of_them_and_all_elements_are_there_once(tmp_path):
     live, shares = values(), some_shares()
     files = written(tmp_path / "m", shares, live)
-    assert [shard.name for shard, _ in files] == [
-        f"shard-{rank + 1:05}-model-00001-of-00001.safetensors" for rank in range(3)
+    assert [name for name, *_ in files] == [
+        f"shard-{owner + 1:05}-model-00001-of-00001.safetensors" for owner in (2, 0, 1)
     ]
+    assert all(is_shard_name(name) for name, *_ in files)
     total = 0
-    for rank, (shard, _) in enumerate(files):
-        with safe_open(str(tmp_path / "m" / shard.name), "pt") as opened:
+    for rank, (name, _, share, _) in enumerate(files):
+        with safe_open(str(tmp_path / "m" / name), "pt") as opened:
             assert opened.metadata()["format"] == "pt"
             names = set(opened.keys())
             assert names == {b.name for b in shares.boxes[rank]} | ({"empty"} & names)
             assert ("empty" in names) == (rank == 1), "the writer lists what has no elements"
-            for entry in shard.share.entries:
+            for entry in share.entries:
                 tensor = opened.get_tensor(entry.name)
                 assert bytes_of(tensor) == bytes_of(live[entry.name][entry.box.slices])
                 total += entry.nbytes
     assert total == sum(t.nbytes for t in live.values())
 
 
-def test_several_boxes_of_one_tensor_are_in_several_files(tmp_path):
+def test_several_boxes_of_one_tensor_are_refused_by_name() -> None:
     live = {"a": random_values((4, 6), torch.float32, 1), "b": torch.zeros(3)}
     boxes = [Box((0, 0), (4, 2)), Box((0, 2), (4, 2)), Box((0, 4), (4, 2))]
     owned = [[TensorBox("a", boxes[0]), TensorBox("a", boxes[2])], [TensorBox("a", boxes[1])]]
     shares = divide(header_of(live), owned)
-    names = [[shard.name for shard in shard_files(shares, rank)] for rank in range(2)]
-    assert names == [
-        [f"shard-00001-model-0000{n}-of-00002.safetensors" for n in (1, 2)],
-        ["shard-00002-model-00001-of-00001.safetensors"],
-    ]
+    with pytest.raises(MismatchError, match=r"rank 0 writes several boxes of 'a'"):
+        model_shard(shares, 0, 0)
+
+
+def test_a_rank_that_has_nothing_of_the_model_has_a_file_without_tensors(tmp_path: Path) -> None:
+    live = {"a": random_values((1, 4), torch.float32, 1)}
+    shares = divide(header_of(live), divided({"a": (1, 4)}, 3))
     folder = tmp_path / "m"
-    written(folder, shares, live)
-    found = {name: torch.ones_like(tensor) for name, tensor in live.items()}
-    reader = HuggingFaceStorageReader(str(folder))
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    assert all(bytes_of(found[n]) == bytes_of(live[n]) for n in live)
-
-
-def test_a_rank_that_writes_nothing_has_no_file():
-    shares = divide(header_of({"a": torch.zeros(1, 4)}), divided({"a": (1, 4)}, 3))
-    assert [len(shard_files(shares, rank)) for rank in range(3)] == [1, 0, 0]
+    assert [len(header.entries) for _, header, *_ in written(folder, shares, live)] == [1, 0, 0]
+    found = {"a": torch.ones(1, 4)}
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert bytes_of(found["a"]) == bytes_of(live["a"])
 
 
 def test_they_are_read_in_another_cut(tmp_path):
@@ -144,8 +157,8 @@ def test_they_are_read_in_another_cut(tmp_path):
     now = divided({name: shape for name, (_, shape) in SHAPES.items()}, 2)
     with PosixBackend() as backend:
         stored = [
-            StoredShare(shard.share, backend.open(f"{tmp_path}/m/{shard.name}"), digests)
-            for shard, digests in files
+            StoredShare(share, backend.open(f"{tmp_path}/m/{name}"), digests)
+            for name, _, share, digests in files
         ]
         for boxes in now:
             wanted = [
@@ -164,7 +177,7 @@ def test_digests_are_those_of_a_common_file(tmp_path):
     live = {n: t for n, t in values().items() if n in SHAPES}
     owned = divided({n: tuple(t.shape) for n, t in live.items()}, 3)
     shares = divide(header_of(live), owned)
-    digests = {shard.name: digests for shard, digests in written(tmp_path / "m", shares, live)}
+    digests = {name: digests for name, *_, digests in written(tmp_path / "m", shares, live)}
     with PosixBackend() as backend:
         file = backend.create(f"{tmp_path}/model.safetensors", shares.header.file_bytes)
         for rank, (name, expected) in enumerate(digests.items()):

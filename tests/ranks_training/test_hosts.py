@@ -126,16 +126,6 @@ def test_a_host_that_is_missing_is_one_error_that_says_who_lacks_what(
     assert [rank.of("result")["value"] for rank in found] == [2, 2]
 
 
-def test_shards_that_no_rank_of_the_first_host_holds_are_refused_by_name(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    ranks = jobs.run(tmp_path, [on("a"), on("b")], kind="fsdp2", timeout_s=4.0)
-    for rank in ranks:
-        assert rank.status == 0
-        assert "is held by rank 1 on b only" in rank.of("open")["message"]
-    assert names(tmp_path) == []
-
-
 def test_what_runs_without_a_checkpoint_have_left_on_hosts_is_no_copy(
     jobs: Jobs, tmp_path: Path
 ) -> None:
