@@ -7,7 +7,7 @@ checkpoint of a step must have.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -16,7 +16,8 @@ from gds import Backend, File
 from offload.checkpoint.owner_parts import usable_parts
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.format.shares.owners import ModelBox
+from offload.format.model_shard import ModelShard
+from offload.format.shares.owners import ModelBox, parameter_boxes
 from offload.format.train_state import encode
 from offload.retention.policy import LastK
 from offload.store.opening import StoredCheckpoint
@@ -87,6 +88,37 @@ def write_model(slot: Slot, step: int) -> list[ModelBox]:
     return found
 
 
+def shard_bytes(step: int, owner: int, name: str, nbytes: int) -> bytes:
+    """Return the bytes that a box of an owner's shard file has after a step."""
+    return values(step, owner, f"model of {name}", 0, nbytes)
+
+
+def write_shard(slot: Slot | OwnerSlot, owner: int, step: int) -> list[ModelBox]:
+    """Write an owner's shard file as it is after a step, and return what its table holds."""
+    header, found = slot.layout.model_file_header, []
+    assert slot.layout.shard is not None
+    for name, box in slot.layout.shard.boxes:
+        entry, one = header.entries[name], ModelBox(name, box, ())
+        data = shard_bytes(step, owner, name, entry.nbytes)
+        slot.model.write_bytes(data, header.data_start + entry.start)
+        digest = slot.context.digest(one.digest_array, 0, memoryview(data))
+        found.append(ModelBox(name, box, (digest,)))
+    return found
+
+
+def wrong_boxes(slot: Slot | OwnerSlot, owner: int, step: int) -> list[str]:
+    """Return the boxes of a sealed shard file that are not as they were after a step."""
+    header = slot.layout.model_file_header
+    assert slot.layout.shard is not None
+    return [
+        f"{slot.model.path}: {name}"
+        for name, _ in slot.layout.shard.boxes
+        for entry in [header.entries[name]]
+        if slot.model.read_bytes(header.data_start + entry.start, entry.nbytes)
+        != shard_bytes(step, owner, name, entry.nbytes)
+    ]
+
+
 def wrong_chunks(slot: Slot | OwnerSlot, owner: int, step: int) -> list[str]:
     """Return the chunks of a sealed slot that are not as they were after a step."""
     layout, wrong = slot.layout, []
@@ -116,11 +148,25 @@ class Job:
     Args:
         backends: Backend of each rank's node; one backend twice if they share a host.
         keep: Number of checkpoints to keep.
+        directories: The store's directory on each rank's node.
+        sharded: Whether each owner has a shard file of the model, in place of a common file.
     """
 
     def __init__(
-        self, backends: Sequence[Backend], *, keep: int = 1, directories: Sequence[str] = (ONE, TWO)
+        self,
+        backends: Sequence[Backend],
+        *,
+        keep: int = 1,
+        directories: Sequence[str] = (ONE, TWO),
+        sharded: bool = False,
     ) -> None:
+        self.sharded = sharded
+        self.layouts: Sequence[Layout] = LAYOUTS
+        if sharded:
+            self.layouts = [
+                replace(layout, shard=ModelShard(owner, tuple(parameter_boxes(layout))))
+                for owner, layout in enumerate(LAYOUTS)
+            ]
         self.backends = backends
         self.directories = directories
         first, second = backends
@@ -162,20 +208,24 @@ class Job:
         step, manifest = newest.manifest.step, newest.manifest
         slot = self.store.slot_of(newest)
         wrong = wrong_chunks(slot, 0, step)
-        data = slot.model.read_bytes(slot.layout.model_header.data_start, len(model_bytes(step)))
-        if data != model_bytes(step):
-            wrong.append(slot.model.path)
         (reference,) = manifest.owners
         part = self.owner.open(reference, manifest)
         wrong += wrong_chunks(part, 1, step)
+        if self.sharded:
+            wrong += [*wrong_boxes(slot, 0, step), *wrong_boxes(part, 1, step)]
+        else:
+            data = model_bytes(step)
+            if slot.model.read_bytes(slot.layout.model_header.data_start, len(data)) != data:
+                wrong.append(slot.model.path)
         self.owner.release(part)
         return wrong
 
     def grant(self) -> tuple[Slot, OwnerSlot]:
         """Return what the next steps write: rank 0's slot, and the part that rank 1 made ready."""
-        slot = self.store.acquire(LAYOUTS[0], 1)
+        slot = self.store.acquire(self.layouts[0], 1)
+        written = parameter_boxes(self.layouts[1]) if self.sharded else ()
         part = self.owner.ready(
-            LAYOUTS[1], slot.context.generation, self.store.named_parts(), written=()
+            self.layouts[1], slot.context.generation, self.store.named_parts(), written=written
         )
         return slot, part
 
@@ -189,12 +239,20 @@ class Job:
         slot, part = slots
         composition = self.compose(slot, step)
         self.store.sealing.begin(composition.manifest)
-        boxes = write_model(slot, step)
-        reference = self.owner.prepare(part, SCALARS[1])
+        boxes, others = self.write_models(slots, step)
+        reference = self.owner.prepare(part, SCALARS[1], others)
         prepared = self.store.sealing.prepare(
             slot, composition, (), owners=[reference], model_boxes=boxes
         )
         return InFlight(step, slots, prepared)
+
+    def write_models(
+        self, slots: tuple[Slot, OwnerSlot], step: int
+    ) -> tuple[list[ModelBox], list[ModelBox]]:
+        """Write the model of a step; return what each owner has written of it."""
+        if not self.sharded:
+            return write_model(slots[0], step), []
+        return write_shard(slots[0], 0, step), write_shard(slots[1], 1, step)
 
     def compose(self, slot: Slot, step: int) -> Composition:
         """Describe the checkpoint of a step."""
@@ -208,7 +266,7 @@ class Job:
             scalars=SCALARS[0],
             order=None,
             owners={1: self.directories[1]},
-            model_boxes=WHOLE,
+            model_boxes=parameter_boxes(self.layouts[0]) if self.sharded else WHOLE,
         )
 
     def publish(self, seal: InFlight) -> StoredCheckpoint:

@@ -18,7 +18,7 @@ KINDS: tuple[Kind, ...] = (
 STEPS = 4
 
 
-def run(backends: tuple[FaultBackend, FaultBackend]) -> tuple[int, int]:
+def run(backends: tuple[FaultBackend, FaultBackend], *, sharded: bool) -> tuple[int, int]:
     """Seal steps until something fails; return the last acknowledged and the last begun step.
 
     A rank that gets an error goes on: it abandons what was not decided, and tries the next step.
@@ -26,11 +26,11 @@ def run(backends: tuple[FaultBackend, FaultBackend]) -> tuple[int, int]:
     acknowledged = begun = 0
     job = None
     with suppress(StorageError, OffloadError):
-        job = Job(backends, keep=1)
+        job = Job(backends, keep=1, sharded=sharded)
         for step in range(1, STEPS + 1):
             if step == 3:  # the job ends, and another one goes on
                 job.close()
-                job = Job(backends, keep=1)
+                job = Job(backends, keep=1, sharded=sharded)
             slots = None
             try:
                 slots = job.grant()
@@ -52,14 +52,17 @@ def run(backends: tuple[FaultBackend, FaultBackend]) -> tuple[int, int]:
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("node", [0, 1])
-def test_what_was_acknowledged_is_found_whole(node: int, kind: Kind, forever: bool) -> None:
+@pytest.mark.parametrize("sharded", [False, True], ids=["one-file", "shards"])
+def test_what_was_acknowledged_is_found_whole(
+    sharded: bool, node: int, kind: Kind, forever: bool
+) -> None:
     num_fired = 0
     for nth in range(1, 200, 2 if forever else 1):
         backends = FaultBackend(MemoryBackend()), FaultBackend(MemoryBackend())
         backends[node].fail(kind, nth, forever=forever)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the poison
-            acknowledged, begun = run(backends)
+            acknowledged, begun = run(backends, sharded=sharded)
         if not backends[node].num_failed:
             break
         num_fired += 1
@@ -67,7 +70,7 @@ def test_what_was_acknowledged_is_found_whole(node: int, kind: Kind, forever: bo
         for backend in backends:
             assert isinstance(backend.inner, MemoryBackend)
             kept.append(backend.inner.reopened())
-        with Job(kept, keep=1) as job:
+        with Job(kept, keep=1, sharded=sharded) as job:
             assert acknowledged <= job.newest <= begun, f"{kind} {nth}"
             assert job.wrong() == [], f"{kind} {nth}"
             job.seal(9)

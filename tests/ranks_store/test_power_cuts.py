@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.crash.crash_backend import CrashBackend, Disk, Image, Operation
-from tests.ranks_store.job import Job, write_state
+from tests.ranks_store.job import Job
 
 SEED = int(os.environ.get("CRASH_SEED", "20260711"))
 CUTS_PER_OPERATION = int(os.environ.get("CRASH_CUTS", "1"))
@@ -36,11 +36,16 @@ class Promise:
 class Nodes:
     """The backends of two nodes, and one log of the effects of both."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sharded: bool) -> None:
+        self.sharded = sharded
         self.log: list[tuple[int, Operation]] = []
         self.backends = tuple(CrashBackend() for _ in NODES)
         for node, backend in enumerate(self.backends):
             backend.log = _Log(self.log, node)
+
+    def job(self, *, keep: int) -> Job:
+        """Start a job on the nodes."""
+        return Job(self.backends, keep=keep, sharded=self.sharded)
 
     def promise(self, *newest: int) -> None:
         """Note which checkpoints a later job may find from now on."""
@@ -84,22 +89,22 @@ def seals(nodes: Nodes, job: Job, *steps: int, first: int = 0) -> int:
 
 
 def checkpoints_in_turn(nodes: Nodes, keep: int) -> None:
-    with Job(nodes.backends, keep=keep) as job:
+    with nodes.job(keep=keep) as job:
         seals(nodes, job, 1, 2, 3, 4)
 
 
 def restarted(nodes: Nodes, keep: int) -> None:
-    with Job(nodes.backends, keep=keep) as job:
+    with nodes.job(keep=keep) as job:
         seals(nodes, job, 1, 2)
         job.write(job.grant(), 3)  # and then the job is killed
-    with Job(nodes.backends, keep=keep) as job:
+    with nodes.job(keep=keep) as job:
         assert job.newest == 2
         seals(nodes, job, 3, first=2)
 
 
 def aborted(nodes: Nodes, keep: int) -> None:
     """A seal that is aborted after every rank has reported, then steps in place, then a seal."""
-    with Job(nodes.backends, keep=keep) as job:
+    with nodes.job(keep=keep) as job:
         seals(nodes, job, 1)
         slots = job.grant()
         job.write(slots, 2)
@@ -114,7 +119,7 @@ def aborted(nodes: Nodes, keep: int) -> None:
 
 def undecided(nodes: Nodes, keep: int) -> None:
     """Rank 1 never hears the decision; rank 0 had published. A new job goes on from there."""
-    with Job(nodes.backends, keep=keep) as job:
+    with nodes.job(keep=keep) as job:
         seals(nodes, job, 1)
         slots = job.grant()
         job.write(slots, 2)
@@ -123,14 +128,14 @@ def undecided(nodes: Nodes, keep: int) -> None:
         job.store.sealing.publish(seal.prepared)
         nodes.promise(2)
         job.owner.abandon(slots[1])
-    with Job(nodes.backends, keep=keep) as job:
+    with nodes.job(keep=keep) as job:
         assert job.newest == 2
         seals(nodes, job, 3, first=2)
 
 
 def went_back(nodes: Nodes, keep: int) -> None:
     """The newest checkpoint is withdrawn, and its step sealed anew."""
-    with Job(nodes.backends, keep=keep + 1) as job:
+    with nodes.job(keep=keep + 1) as job:
         seals(nodes, job, 1, 2)
         nodes.promise(1, 2)
         job.store.withdraw_newer(job.store.find(1))
@@ -144,28 +149,36 @@ SCENARIOS: dict[str, Callable[[Nodes, int], None]] = {
     function.__name__: function
     for function in (checkpoints_in_turn, restarted, aborted, undecided, went_back)
 }
-CASES = [("checkpoints_in_turn", 2), *((name, 1) for name in SCENARIOS)]
+CASES = [
+    ("checkpoints_in_turn", 2, False),
+    *((name, 1, sharded) for sharded in (False, True) for name in SCENARIOS),
+]
 
 
-def next_job_finds(images: Sequence[Image], promise: Promise) -> str:
+def next_job_finds(images: Sequence[Image], promise: Promise, *, sharded: bool) -> str:
     """Return what a new job finds that it must not; empty if it finds what was promised."""
     backends = [image.backend() for image in images]
     for begun in (False, True):
-        with Job(backends, keep=1) as job:
+        with Job(backends, keep=1, sharded=sharded) as job:
             if job.newest not in promise.newest:
                 return f"found step {job.newest}, promised {sorted(promise.newest)}"
             if wrong := job.wrong():
                 return f"step {job.newest} is not whole: {wrong}"
             if not begun:
-                for owner, slot in enumerate(job.grant()):
-                    write_state(slot, owner, 999)  # and then the job is killed
+                slots = job.grant()
+                job.write(slots, 999)
+                job.write_models(slots, 999)  # and then the job is killed
         backends = [backend.reopened() for backend in backends]
     return ""
 
 
-@pytest.mark.parametrize(("name", "keep"), CASES, ids=[f"{n}-keep={k}" for n, k in CASES])
-def test_power_lost_on_any_node_after_any_effect(name: str, keep: int) -> None:
-    nodes = Nodes()
+@pytest.mark.parametrize(
+    ("name", "keep", "sharded"),
+    CASES,
+    ids=[f"{n}-keep={k}{'-sharded' * s}" for n, k, s in CASES],
+)
+def test_power_lost_on_any_node_after_any_effect(name: str, keep: int, sharded: bool) -> None:
+    nodes = Nodes(sharded=sharded)
     SCENARIOS[name](nodes, keep)
     disks = [Disk(), Disk()]
     promise = Promise()
@@ -187,7 +200,7 @@ def test_power_lost_on_any_node_after_any_effect(name: str, keep: int) -> None:
                     disk.power_cut(rng) if node in lost else kept[node]
                     for node, disk in enumerate(disks)
                 ]
-                found = next_job_finds(images, promise)
+                found = next_job_finds(images, promise, sharded=sharded)
                 assert not found, f"after {number} {operation} on node {node}, lost {lost}: {found}"
                 num_tried += 1
     assert num_tried > 200
