@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.manifest import Manifest
+from offload.format.model_shard import ModelShard
 from offload.format.shares.owners import ModelBox, OwnerReference, num_pieces, parameter_boxes
 from offload.format.shares.part_table import OwnerTable
 
@@ -37,6 +39,11 @@ def layout_of(*parameters: ParameterSpec) -> Layout:
 
 OWN = layout_of(rows("embed", 0, 6), whole("norm"))
 OTHER = layout_of(rows("embed", 6, 12), whole("scale"), rows("head", 0, 2), rows("head", 2, 5))
+
+
+def sharded(layout: Layout, owner: int = 0) -> Layout:
+    """Return a layout whose owner has its boxes of the model in a shard file."""
+    return replace(layout, shard=ModelShard(owner, tuple(parameter_boxes(layout))))
 
 
 def model_boxes(layout: Layout) -> tuple[ModelBox, ...]:
