@@ -141,7 +141,7 @@ def _from_8_bits(
 def owner_parts(checkpoint: Path, *stores: Path) -> Iterator[tuple[dict[str, Any], Path, dict]]:
     """Yield reference, directory and table of each owner's part, checked against the manifest."""
     version, body = read_manifest(checkpoint)
-    assert version == 4
+    assert version in (4, 5)
     for reference in body["owners"]:
         for store in (checkpoint.parent, *stores):
             part = store / f"owner-{reference['owner']}" / reference["name"]
@@ -151,7 +151,7 @@ def owner_parts(checkpoint: Path, *stores: Path) -> Iterator[tuple[dict[str, Any
             table = document["body"]
             canonical = json.dumps(table, sort_keys=True, separators=(",", ":"))
             digest = hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
-            assert document["format"] == 1
+            assert document["format"] == {4: 1, 5: 2}[version]
             assert document["digest"] == digest == reference["digest"]
             assert table["owner"] == reference["owner"]
             for key in ("store_id", "generation"):
@@ -221,6 +221,57 @@ def check_model_boxes(checkpoint: Path, *described: dict[str, Any]) -> int:
                 assert digest_of(cut, context) == expected
             total += len(data)
     return total
+
+
+def model_of_shards(checkpoint: Path, *parts: tuple[Path, dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Return the model that is in the shard files of a checkpoint of version 5, by tensor.
+
+    Every file is compared with what the manifest, or the table of the part, says of it.
+
+    Args:
+        checkpoint: Directory of the checkpoint.
+        parts: Directory and table of each owner's part.
+    """
+    version, body = read_manifest(checkpoint)
+    assert version == 5
+    assert "model_digests" not in body
+    found, counts = {}, {}
+    for name, dtype, shape, _ in body["model"]:
+        found[name] = np.zeros(shape, dtype=_NUMPY[dtype])
+        counts[name] = np.zeros(shape, dtype=int)
+    for directory, described in ((checkpoint, body), *parts):
+        number = described.get("owner", 0) + 1
+        assert (
+            described["model_file"] == f"model/shard-{number:05}-model-00001-of-00001.safetensors"
+        )
+        path = directory / described["model_file"]
+        assert [*path.parent.iterdir()] == [path]
+        raw = path.read_bytes()
+        (length,) = struct.unpack("<Q", raw[:8])
+        assert (8 + length) % 4096 == 0
+        header = json.loads(raw[8 : 8 + length])
+        metadata = header.pop("__metadata__")
+        assert metadata["DCP_VERSION"] == "1.0"
+        offsets_of = json.loads(metadata["DCP_SHARDING_INFO"])
+        empty = [name for name, _, shape, _ in body["model"] if 0 in shape] if number == 1 else []
+        assert list(header) == [box[0] for box in described["model_boxes"]] + empty
+        assert set(offsets_of) == set(header)
+        for name, offsets, sizes, digests in described["model_boxes"]:
+            assert offsets_of[name] == {"saved_offsets": offsets}
+            assert header[name]["shape"] == sizes
+            _, shape, values = read_tensor(path, name)
+            data = values.tobytes()
+            assert len(digests) == math.ceil(len(data) / (16 << 20))
+            for piece, expected in enumerate(digests):
+                array = f"model/{name}{_notation(offsets, sizes)}"
+                context = f"{body['store_id']}/{body['generation']}/{array}/{piece}"
+                cut = data[piece * (16 << 20) : (piece + 1) * (16 << 20)]
+                assert digest_of(cut, context) == expected
+            box = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+            found[name][box] = values.reshape(shape)
+            counts[name][box] += 1
+    assert all((count == 1).all() for count in counts.values())
+    return found
 
 
 def digest_of(data: bytes, context: str) -> str:

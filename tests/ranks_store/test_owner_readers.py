@@ -48,10 +48,12 @@ def nodes(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "run", tmp_path / "other node"
 
 
-def made(one: Path, two: Path) -> Path:
+def made(one: Path, two: Path, *, sharded: bool = False) -> Path:
+    """Seal steps 1 and 2; return the store's first directory."""
+    directories = (str(one), str(two))
     with (
         PosixBackend() as backend,
-        Job([backend, backend], keep=2, directories=(str(one), str(two))) as job,
+        Job([backend, backend], keep=2, directories=directories, sharded=sharded) as job,
     ):
         for step in (1, 2):
             job.seal(step)
