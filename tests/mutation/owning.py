@@ -12,10 +12,16 @@ _SEALING = "offload/store/sealing.py"
 _SUPPLY = "offload/store/slot_supply.py"
 _READERS = "offload/checkpoint/owner_parts.py"
 _MANIFEST = "offload/format/manifest.py"
+_OWNERS = "offload/format/shares/owners.py"
+_FOLDER = "offload/store/slot_folder.py"
+_SEALED = "offload/checkpoint/sealed_slot.py"
 
 _UNITS = "tests/ranks_store/test_owner_store.py"
 _FORMAT = "tests/ranks_store/test_owner_format.py"
 _SEEN = "tests/ranks_store/test_owner_readers.py"
+_SHARDS = "tests/ranks_store/test_shard_readers.py"
+_REFUSED = "test_a_shard_file_that_is_not_as_it_was_written_refuses_the_checkpoint"
+_SHARD_FORMAT = "tests/ranks_store/test_shard_format.py"
 _CUTS = "tests/ranks_store/test_power_cuts.py::test_power_lost_on_any_node_after_any_effect"
 _POWER = tuple(f"{_CUTS}[{name}-keep=1]" for name in ("checkpoints_in_turn", "aborted"))
 _RESTART = (f"{_CUTS}[restarted-keep=1]",)
@@ -24,6 +30,10 @@ _DATA = """\
         for file in self._files.values():
             if file is not self.table:
                 file.sync()
+"""
+_RANGES = """\
+        if self.layout.shard is not None:
+            for box in self._model_boxes:
 """
 _TABLE = """\
         self.table.write_bytes(encoded, 0)
@@ -292,5 +302,48 @@ OWNING = (
         "a manifest with owners is one of version 4 only",
         (Edit(_MANIFEST, '    if "owners" in body:\n', "    if False:\n"),),
         (f"{_FORMAT}::test_a_flipped_bit_of_the_version_does_not_hide_owners",),
+    ),
+    Mutation(
+        "shard-no-folder-sync",
+        "sync of the name of a shard file before the manifest names its part",
+        (Edit(_FOLDER, '        backend.sync_dir(f"{path}/{SHARD_FOLDER}")\n', "        pass\n"),),
+        tuple(f"{_CUTS}[{name}-keep=1-sharded]" for name in ("checkpoints_in_turn", "aborted")),
+    ),
+    Mutation(
+        "shard-not-verified",
+        "the shard files of other owners than the first are verified",
+        (Edit(_SEALED, _RANGES, _RANGES.replace("is not None", "is not None and False")),),
+        (f"{_SHARDS}::test_a_flipped_bit_is_found_and_marks_what_has_it",),
+    ),
+    Mutation(
+        "shard-header-not-compared",
+        "a shard file of an owner has the header of its table",
+        (
+            Edit(
+                _READERS,
+                '            check_header(backend, f"{part}/{layout.model_name}", '
+                "layout.model_file_header)\n",
+                "            pass\n",
+            ),
+        ),
+        (f"{_SHARDS}::test_a_shard_file_that_is_not_as_it_was_written_refuses_the_checkpoint",),
+    ),
+    Mutation(
+        "shard-hidden-by-a-flipped-bit",
+        "a document that names a shard file has a version that knows of them",
+        (Edit(_OWNERS, '        if "model_file" in body:\n', "        if False:\n"),),
+        (f"{_SHARD_FORMAT}::test_a_flipped_bit_of_the_version_does_not_hide_shard_files",),
+    ),
+    Mutation(
+        "shard-of-another-kind",
+        "the parts of a checkpoint are all with shard files, or all without",
+        (
+            Edit(
+                _READERS,
+                "        if (layout.shard is None) != (manifest.layout.shard is None):\n",
+                "        if False:\n",
+            ),
+        ),
+        (f"{_SHARDS}::test_a_part_of_the_other_kind_is_refused",),
     ),
 )
