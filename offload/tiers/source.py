@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from gds import ALIGNMENT, Buffer, File
-from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.checkpoint import Checkpoint, require_one_model_file
 from offload.checkpoint.owner_parts import OwnerPart, check_cover
 from offload.checkpoint.sealed_slot import SealedSlot
 from offload.checkpoint.second_read import reread_and_check
@@ -43,10 +43,12 @@ class Source:
             here, and none of the model's digests.
 
     Raises:
-        CheckpointError: The tables do not describe all of the checkpoint.
+        CheckpointError: The tables do not describe all of the checkpoint, or its model is in shard
+            files.
     """
 
     def __init__(self, checkpoint: Checkpoint, owners: Sequence[OwnerPart] = ()) -> None:
+        require_one_model_file(checkpoint)
         self.tables: list[OwnerTable] = [one.table for one in owners if one.table is not None]
         """Tables of the owners besides the first."""
         if self.tables and len(self.tables) == len(checkpoint.manifest.owners):
