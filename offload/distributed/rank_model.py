@@ -219,6 +219,7 @@ class RankModel:
         plan = GatherPlan(chunks, holders)
 
         def memory(name: str, box: Box) -> torch.Tensor:
+            """Return live memory of a box."""
             return part_of(live[name].parameter, box)
 
         gathering = Gathering(plan, groups, memory, buffer)
@@ -289,6 +290,7 @@ class RankModel:
         cuts = self._ownership.cuts
 
         def memory(name: str, box: Box) -> torch.Tensor:
+            """Return live memory of a box."""
             item, cut = live[name], cuts.get(name)
             is_own = item.is_here if cut is None else cut.box == box
             return item.tensor if is_own else part_of(item.parameter, box)
