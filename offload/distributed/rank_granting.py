@@ -60,18 +60,24 @@ class RankGranting:
         self.working = ""
         """Name of the working slot in the first directory, on ranks that are not the writer."""
 
-    def acquire(self, layout: Layout, num_groups: int, call: str) -> StateSlot:
+    def acquire(
+        self, layout: Layout, num_groups: int, call: str, *, is_new: bool = False
+    ) -> StateSlot:
         """Return a slot to write the next generation into, when all ranks have one. Collective.
 
         Args:
             layout: Layout of this rank's state.
             num_groups: Number of parameter groups.
             call: Call of the user that the ranks make, for messages.
+            is_new: Whether ranks must not go on in the slots of an aborted seal, because the state
+                moves to another layout; the same on all ranks.
 
         Raises:
             RanksError: A rank has no slot. Nothing has changed.
             InDoubtError: It is not known what became of the last seal.
         """
+        if is_new:
+            self._sealing.last_aborted = None
         aborted = self._sealing.last_aborted
 
         def offer() -> Offer:

@@ -231,9 +231,10 @@ class RankStore:
         if self._opened.store is not None:
             self._opened.store.require_space(self._lay_out(layout), num_groups)
 
-    def acquire(self, layout: Layout, num_groups: int) -> StateSlot:
+    def acquire(self, layout: Layout, num_groups: int, *, is_new: bool = False) -> StateSlot:
         """Return a slot to write the next generation into; see `RankGranting.acquire`."""
-        return self._granting.acquire(self._lay_out(layout), num_groups, self.call)
+        laid_out = self._lay_out(layout)
+        return self._granting.acquire(laid_out, num_groups, self.call, is_new=is_new)
 
     def refuse(self, error: Exception) -> None:
         """Take part in `acquire` of all ranks with an error; see `RankGranting.refuse`."""

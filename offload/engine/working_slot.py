@@ -61,7 +61,7 @@ class StateSlots:
 
         Raises the errors of `target`.
         """
-        reserved = self._store.acquire(layout, num_groups)
+        reserved = self._store.acquire(layout, num_groups, is_new=True)
         if self._reserved is not None:
             self._store.release(self._reserved)
         self._reserved, self.is_working = reserved, False

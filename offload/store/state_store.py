@@ -200,8 +200,15 @@ class StateStore(Protocol):
         """Check that the drives have room for all slots that retention is sure to need."""
         ...
 
-    def acquire(self, layout: Layout, num_groups: int) -> StateSlot:
-        """Return a slot to write the next generation into."""
+    def acquire(self, layout: Layout, num_groups: int, *, is_new: bool = False) -> StateSlot:
+        """Return a slot to write the next generation into.
+
+        Args:
+            layout: Layout of the slot.
+            num_groups: Number of parameter groups.
+            is_new: Whether it must not be the slot of a seal that was aborted, in which ranks go on
+                otherwise; the same on all ranks.
+        """
         ...
 
     def release(self, slot: Any) -> None:

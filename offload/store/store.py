@@ -256,7 +256,7 @@ class Store:
             self._parts.take_over(store_id)
             self._supply.take_over(store_id, generation)
 
-    def acquire(self, layout: Layout, num_groups: int) -> Slot:
+    def acquire(self, layout: Layout, num_groups: int, *, is_new: bool = False) -> Slot:
         """Return a slot to write the next generation into.
 
         The call waits for a seal in flight if the seal will free a slot, and up to a second for
@@ -267,6 +267,7 @@ class Store:
         Args:
             layout: Layout of the slot.
             num_groups: Number of parameter groups.
+            is_new: Ignored: every slot that this returns is another one.
 
         Raises:
             StoreBusyError: Readers hold every expired checkpoint, and there is no room for another
@@ -276,6 +277,7 @@ class Store:
             StoreError: This process may not write to the store any more, or not at this moment.
             gds.StorageError: Another operation on a file failed.
         """
+        del is_new
         if not self._is_shared:
             remove_parts_of_former_owners(
                 self.backend, self.directory, self.store_id, self.named_parts()

@@ -69,15 +69,17 @@ def _documents() -> Iterator[tuple[str, object, str]]:
         ("float", 2.0),
         ("bool", True),
         ("text", "2"),
-        ("future", 5),
+        ("future", 6),
         ("negative", -2),
         ("long-text", "2" * 50_000),
     ):
         document = {**good.signed(good.BODY), "format": version}
-        yield f"format-{name}", document, "format version .*, expected 2 or 3 or 4"
+        yield f"format-{name}", document, "format version .*, expected 2 or 3 or 4 or 5"
     counted = {**good.BODY, "counts_from": "parameter"}
     for name, version, content, reason in (
         ("3-by-a-flipped-bit", 3, good.BODY, "counts_from is None, expected 'parameter'"),
+        ("4-by-a-flipped-bit", 4, good.BODY, "counts_from is None, expected 'parameter'"),
+        ("5-by-a-flipped-bit", 5, good.BODY, "counts_from is None, expected 'parameter'"),
         ("2-by-a-flipped-bit", 2, counted, "counts_from is 'parameter', expected None"),
         ("3-of-fp32-state", 3, counted, "is for compressed state"),
         ("3-from-chunks", 3, {**good.BODY, "counts_from": "chunk"}, "counts_from is 'chunk'"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import offload
 from tests.ranks_training.rank_server import Jobs
@@ -39,6 +40,51 @@ def test_a_full_disk_in_a_seal_fails_it_on_all_and_training_goes_on(
         assert rank.of("num_failed")["value"] == (number == victim)
         assert rank.of("result")["value"] == 3
         assert rank.of("verify")["value"] == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_parameter_is_trained_from_the_step_after_a_seal_that_failed(
+    jobs: Jobs, tmp_path: Path, victim: int
+) -> None:
+    """Its state needs other files than those of the slot on which training would have gone on."""
+    full: Calls = [["fail", "write_bytes", "model.safetensors", errno.ENOSPC]]
+    thaw: Calls = [["do", "tests.ranks_training.test_one_bad_drive:step_thawed"]]
+    then: Calls = [
+        ["settle"],
+        *thaw,
+        *thaw,
+        *SEAL,
+        ["verify"],
+        ["close"],
+        ["open"],
+        ["restore"],
+        ["bits"],
+    ]
+    found = []
+    for fails in (False, True):
+        own: Calls = [*BEGIN, ["step"], *(full if fails else []), *SEAL[1:], *then]
+        other: Calls = [*BEGIN, ["step"], *SEAL[1:], *then]
+        calls = [own if rank == victim else other for rank in range(2)]
+        folder = tmp_path / f"fails-{fails}"
+        folder.mkdir()
+        ranks = jobs.start(folder, calls, timeout_s=LIMIT_S).wait(LIMIT_S / 2)
+        assert [rank.status for rank in ranks] == [0, 0], [rank.outcomes for rank in ranks]
+        for rank in ranks:
+            failed = [one["call"] for one in rank.outcomes if one["error"]]
+            assert failed == (["result"] if fails else [])
+            assert rank.of("verify")["value"] == []
+            assert rank.of("restore")["value"][0] == 5
+        found.append([rank.of("bits")["value"] for rank in ranks])
+    assert found[0] == found[1]
+
+
+def step_thawed(calls: Any) -> None:
+    """Take a step in which the parameter that was frozen has a gradient."""
+    calls.backward()
+    model = calls.model.module
+    model.frozen.requires_grad_(True)
+    model.frozen.grad = torch.full_like(model.frozen, 0.5)
+    calls.update()
 
 
 def test_a_full_disk_in_the_grant_is_named_on_all_and_the_step_can_be_taken_again(
