@@ -74,7 +74,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         where it was. It may run beside training, which it never delays. If training recycles the
         checkpoint meanwhile, the command ends with an error; offload pin keeps the checkpoint.
         """
-        from offload.tiers.upload import push as run
+        from offload.tiers.push import push as run
 
         with progress_bar(url, quiet=as_json) as progress:
             report = run(
