@@ -24,7 +24,7 @@ from offload.cli import exchange, listing, retention, sizing, tiers, verify
 from offload.cli.options import Json, Parts, cell, make_console, one_line, tree_bytes
 from offload.cli.options import print_json as _print_json
 from offload.errors import OffloadError
-from offload.tiers.address import is_tier_url
+from offload.tiers.services.address import is_tier_url
 from offload.units import size
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import typer
 from offload.cli.options import Json, Parts, ProgressBar, print_json
 from offload.cli.tiers import prune_url
 from offload.errors import CheckpointError
-from offload.tiers.address import is_tier_url
+from offload.tiers.services.address import is_tier_url
 from offload.units import size
 
 if TYPE_CHECKING:

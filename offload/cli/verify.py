@@ -23,7 +23,7 @@ from offload.errors import (
     RecycledError,
     StoreBusyError,
 )
-from offload.tiers.address import is_tier_url
+from offload.tiers.services.address import is_tier_url
 from offload.units import part_options, size
 
 if TYPE_CHECKING:

@@ -39,8 +39,8 @@ from offload.retention.policy import Retention, as_retention
 from offload.store.serving import Serving
 from offload.stream.drives import Directory, as_directories
 from offload.tiers.background import RETRY_S, BackgroundUploads
-from offload.tiers.following import FollowingUploads
-from offload.tiers.opening import require_tier
+from offload.tiers.ranks.following import FollowingUploads
+from offload.tiers.services.opening import require_tier
 from offload.update.rules import UpdateRule
 from offload.update.steppable import require_steppable
 

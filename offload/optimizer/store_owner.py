@@ -15,7 +15,7 @@ from offload.engine.engine import Engine
 from offload.engine.finalizer import close_quietly
 from offload.errors import OffloadError
 from offload.tiers.background import BackgroundUploads
-from offload.tiers.following import FollowingUploads
+from offload.tiers.ranks.following import FollowingUploads
 
 
 class StoreOwner(torch.optim.Optimizer):

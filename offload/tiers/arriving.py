@@ -23,12 +23,12 @@ from offload.store.arrivals import Arrivals
 from offload.store.opening import StoredCheckpoint
 from offload.store.slot import Slot
 from offload.store.store import Store
-from offload.tiers.address import parse_address
 from offload.tiers.catalog import find_copy, list_copies, read_manifest
 from offload.tiers.download import on_drives
 from offload.tiers.filling import Download, DownloadStoppedError
-from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.sending import NUM_TRANSFERS
+from offload.tiers.services.address import parse_address
+from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 
 _RETRY_S = DEFAULT_RETRY_S
 """Seconds for which a request that failed is tried again."""

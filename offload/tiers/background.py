@@ -24,17 +24,17 @@ from offload.format.names import TIERS_NAME
 from offload.journal import log_event
 from offload.retention.leaving import Leaving
 from offload.store.serving import Mailbox, Serving
-from offload.tiers.address import parse_address
 from offload.tiers.catalog import list_copies
 from offload.tiers.decisions import write_decisions
 from offload.tiers.ledger import UploadKey
 from offload.tiers.measuring import Measurements
-from offload.tiers.objects import Objects
-from offload.tiers.opening import DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.policy import Decision, Situation, decide, parameters_due
 from offload.tiers.pruning import remove_copy
-from offload.tiers.rank_notes import RankShares, put_last_order
+from offload.tiers.ranks.rank_notes import RankShares, put_last_order
 from offload.tiers.sending import Check, UploadStoppedError
+from offload.tiers.services.address import parse_address
+from offload.tiers.services.objects import Objects
+from offload.tiers.services.opening import DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.tier_stats import NUM_EVENTS, TierEvent, TierStats
 from offload.tiers.upload import Others, Parameters, Upload
 from offload.units import duration, size

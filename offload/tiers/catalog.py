@@ -10,10 +10,10 @@ from offload.errors import CheckpointError, DamagedError, TierError, TierNotFoun
 from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode
 from offload.format.names import MANIFEST_NAME
 from offload.format.shares.part_table import MAX_TABLE_BYTES, OwnerTable, decode_table
-from offload.tiers.address import TierAddress
 from offload.tiers.contents import MARKER_NAME, PARAMETERS_NAME, WRITER_NAME, table_name
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, decode_marker
-from offload.tiers.objects import Objects
+from offload.tiers.services.address import TierAddress
+from offload.tiers.services.objects import Objects
 
 _STORE = re.compile(r"[0-9a-f]{32}")
 _GENERATION = re.compile(r"gen-([0-9]{8,19})")

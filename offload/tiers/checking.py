@@ -12,7 +12,7 @@ from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME
 from offload.format.shares.part_table import OwnerTable
 from offload.tiers.contents import Chunk, ModelRun, StateObject, model_runs
-from offload.tiers.objects import Data, Objects
+from offload.tiers.services.objects import Data, Objects
 from offload.tiers.source import whole_digest
 
 Advance = Callable[[int], None]

@@ -25,12 +25,12 @@ from offload.format.names import TRAIN_STATE_NAME
 from offload.retention.policy import Record, Retention
 from offload.store.shared import SharedStore
 from offload.store.store import Store
-from offload.tiers.address import parse_address
 from offload.tiers.catalog import TierCopy, find_copy, read_manifest
-from offload.tiers.download_owners import OwnersDownload, owners_in
 from offload.tiers.filling import Download
-from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
+from offload.tiers.ranks.download_owners import OwnersDownload, owners_in
 from offload.tiers.sending import NUM_TRANSFERS, Progress
+from offload.tiers.services.address import parse_address
+from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 
 
 @dataclass(frozen=True, slots=True)

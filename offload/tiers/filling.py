@@ -28,8 +28,8 @@ from offload.tiers.catalog import TierCopy
 from offload.tiers.checking import Fetcher, nothing
 from offload.tiers.contents import Chunk, file_offset, model_chunks, state_objects
 from offload.tiers.marker import Marker
-from offload.tiers.objects import Objects
 from offload.tiers.sending import Progress
+from offload.tiers.services.objects import Objects
 from offload.tiers.workers import Task, run_all
 
 GoingOn: TypeAlias = Callable[[], None]

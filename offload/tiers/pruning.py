@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from offload.errors import MetricError
 from offload.retention.policy import BestBy, Record, Retention, kept_generations
-from offload.tiers.address import parse_address
 from offload.tiers.catalog import TierCopy, list_copies
 from offload.tiers.contents import MARKER_NAME, PARAMETERS_NAME, is_own_name
-from offload.tiers.objects import Objects
-from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
+from offload.tiers.services.address import parse_address
+from offload.tiers.services.objects import Objects
+from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.opening import open_checkpoint
 from offload.tiers.contents import OBJECT_BYTES
-from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.sending import NUM_TRANSFERS, Check, Progress
+from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.upload import PushReport, Upload
 
 

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from gds import ALIGNMENT, Backend, Buffer
 from offload.errors import DamagedError, TierError
-from offload.tiers.objects import Objects
+from offload.tiers.services.objects import Objects
 from offload.tiers.workers import Task, run_all
 
 Check = Literal["read", "size"]

@@ -31,10 +31,10 @@ from offload.tiers.contents import (
 )
 from offload.tiers.ledger import Ledger, Unrecorded, UploadKey
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, content_digest, encode_writer
-from offload.tiers.objects import Objects
-from offload.tiers.owner_share import OwnerShare, ShareSent
-from offload.tiers.owner_source import OwnerSource
+from offload.tiers.ranks.owner_share import OwnerShare, ShareSent
+from offload.tiers.ranks.owner_source import OwnerSource
 from offload.tiers.sending import NUM_TRANSFERS, Check, Progress, Sending, Transfer
+from offload.tiers.services.objects import Objects
 from offload.tiers.source import Documents, Source, whole_digest
 
 

@@ -12,13 +12,13 @@ from gds.buffers.host import HostBuffer
 from offload.errors import DamagedError
 from offload.format.manifest import Manifest
 from offload.format.shares.part_table import OwnerTable
-from offload.tiers.address import TierAddress, parse_address
 from offload.tiers.catalog import TierCopy, find_copy, list_copies, read_manifest, read_tables
 from offload.tiers.checking import Advance, Fetcher, check_model, check_state, check_whole
 from offload.tiers.contents import foreign_names, state_objects, wrong_sizes
-from offload.tiers.objects import Objects
-from offload.tiers.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.sending import NUM_TRANSFERS, Progress
+from offload.tiers.services.address import TierAddress, parse_address
+from offload.tiers.services.objects import Objects
+from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.workers import Task, run_all
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offload.tiers.opening import open_objects
+from offload.tiers.services.opening import open_objects
 from tests.command_line import Run
 from tests.stores.files import steps
 

@@ -111,7 +111,7 @@ def test_no_object_contains_credentials(store: Path, s3: str, proxy: Proxy, tmp_
     push(store, s3)
     pull(s3, tmp_path / "back")
     assert not [p for p, data in tree(tmp_path).items() if SECRET.encode() in data]
-    from offload.tiers.opening import open_objects
+    from offload.tiers.services.opening import open_objects
 
     with open_objects(s3) as objects:
         for name, nbytes in objects.sizes_below("").items():

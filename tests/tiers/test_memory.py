@@ -13,7 +13,7 @@ from gds import ALIGNMENT, Backend, Buffer, PosixBackend, WrapperBackend
 from gds.contract import BufferKind
 from offload.tiers import pull, push
 from offload.tiers.contents import model_chunks
-from offload.tiers.reused import ReusedMemory
+from offload.tiers.services.reused import ReusedMemory
 from tests.stores.files import tree
 from tests.tiers.proxy import Proxy
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from offload.errors import DamagedError, TierAccessError, TierError, TierNotFoundError
-from offload.tiers.address import parse_address
-from offload.tiers.folder_objects import FolderObjects
-from offload.tiers.objects import Objects
-from offload.tiers.opening import open_objects
+from offload.tiers.services.address import parse_address
+from offload.tiers.services.folder_objects import FolderObjects
+from offload.tiers.services.objects import Objects
+from offload.tiers.services.opening import open_objects
 
 SIZES = [0, 1, 4095, 4096, 100_000]
 

@@ -14,9 +14,9 @@ from offload.checkpoint.opening import open_checkpoint
 from offload.errors import CheckpointError, DamagedError, RecycledError
 from offload.tiers import list_tier, pull, push, verify_tier
 from offload.tiers.contents import state_objects
-from offload.tiers.objects import Data
-from offload.tiers.opening import open_objects
-from offload.tiers.owner_source import OwnerSource
+from offload.tiers.ranks.owner_source import OwnerSource
+from offload.tiers.services.objects import Data
+from offload.tiers.services.opening import open_objects
 from offload.tiers.upload import Upload
 from tests.ranks_store.job import Job
 from tests.stores.files import tree

@@ -24,7 +24,7 @@ from offload.errors import (
     TierNotFoundError,
 )
 from offload.tiers import list_tier, prune_tier, pull, push, verify_tier
-from offload.tiers.opening import open_objects
+from offload.tiers.services.opening import open_objects
 from tests.stores.files import flip_on_disk, steps, tree
 from tests.stores.small import make_model, make_optimizer, step, train
 from tests.tiers.conftest import SETTINGS, optimizer_in

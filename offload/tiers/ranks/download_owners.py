@@ -38,8 +38,8 @@ from offload.tiers.contents import (
     state_objects,
 )
 from offload.tiers.marker import Marker
-from offload.tiers.objects import Objects
 from offload.tiers.sending import Progress
+from offload.tiers.services.objects import Objects
 from offload.tiers.workers import Task, run_all
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from gds import Backend
-from offload.tiers.address import TierAddress, parse_address
-from offload.tiers.folder_objects import FolderObjects
-from offload.tiers.objects import Objects
+from offload.tiers.services.address import TierAddress, parse_address
+from offload.tiers.services.folder_objects import FolderObjects
+from offload.tiers.services.objects import Objects
 
 DEFAULT_TIMEOUT_S = 600.0
 """Seconds after which one request is given up. An object of 32 MiB arrives in that time over a link
@@ -37,7 +37,9 @@ def open_objects(
         address = parse_address(address)
     if address.scheme == "file":
         return FolderObjects(address.folder, backend)
-    from offload.tiers.cloud_objects import CloudObjects  # imports obstore, which is optional
+    from offload.tiers.services.cloud_objects import (
+        CloudObjects,  # imports obstore, which is optional
+    )
 
     return CloudObjects(address, timeout_s=timeout_s, retry_s=retry_s)
 

@@ -11,9 +11,9 @@ from offload.format.manifest import Manifest
 from offload.tiers.checking import Fetcher, check_state, check_whole, nothing
 from offload.tiers.contents import StateObject, state_objects, table_name
 from offload.tiers.ledger import Unrecorded
-from offload.tiers.objects import Objects
-from offload.tiers.owner_source import OwnerSource
+from offload.tiers.ranks.owner_source import OwnerSource
 from offload.tiers.sending import Sending, Transfer
+from offload.tiers.services.objects import Objects
 from offload.tiers.source import whole_digest
 
 

@@ -12,10 +12,10 @@ from typing import Any, Self, TypeVar
 
 from gds import Buffer
 from offload.errors import OffloadError, TierError, TierNotFoundError
-from offload.tiers.address import TierAddress
-from offload.tiers.cloud_errors import named_error
-from offload.tiers.objects import Data
-from offload.tiers.reused import ReusedMemory
+from offload.tiers.services.address import TierAddress
+from offload.tiers.services.cloud_errors import named_error
+from offload.tiers.services.objects import Data
+from offload.tiers.services.reused import ReusedMemory
 
 _T = TypeVar("_T")
 

@@ -18,13 +18,11 @@ from offload.errors import CheckpointError, OffloadError, RecycledError
 from offload.format.shares.owners import OwnerReference
 from offload.journal import log_event
 from offload.store.serving import Mailbox, Serving
-from offload.tiers.address import parse_address
 from offload.tiers.marker import Identity
 from offload.tiers.measuring import Measurements
-from offload.tiers.opening import DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.owner_share import OwnerShare, ShareSent, send_share
-from offload.tiers.owner_source import OwnerSource
-from offload.tiers.rank_notes import (
+from offload.tiers.ranks.owner_share import OwnerShare, ShareSent, send_share
+from offload.tiers.ranks.owner_source import OwnerSource
+from offload.tiers.ranks.rank_notes import (
     POLL_S,
     Order,
     Signs,
@@ -33,6 +31,8 @@ from offload.tiers.rank_notes import (
     report_share,
 )
 from offload.tiers.sending import NUM_TRANSFERS, Check, Sending, UploadStoppedError
+from offload.tiers.services.address import parse_address
+from offload.tiers.services.opening import DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.tier_stats import NUM_EVENTS, TierEvent, TierStats
 from offload.units import duration, size
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from offload.errors import OffloadError, RecycledError, TierError
 from offload.store.serving import Mailbox, Serving
-from offload.tiers.owner_share import ShareSent
+from offload.tiers.ranks.owner_share import ShareSent
 from offload.tiers.sending import UploadStoppedError
 
 SILENT_S = 60.0

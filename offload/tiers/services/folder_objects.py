@@ -18,7 +18,7 @@ from gds import ALIGNMENT, Backend, Buffer, PosixBackend, StorageError
 from gds.contract import File
 from gds.errors import message_of
 from offload.errors import TierAccessError, TierError, TierNotFoundError
-from offload.tiers.objects import Data
+from offload.tiers.services.objects import Data
 
 TEMPORARY: Final = ".new-"
 """Beginning of the names of files that are no objects yet."""
