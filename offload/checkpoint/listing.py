@@ -19,7 +19,7 @@ from offload.checkpoint.reading import (
     read_in_store,
     stat_given_path,
 )
-from offload.errors import CheckpointError, CheckpointNotFoundError
+from offload.errors import CheckpointError, CheckpointNotFoundError, UnreadableError
 from offload.format.manifest import Manifest
 from offload.format.names import LOCK_NAME, MANIFEST_NAME
 from offload.format.unreadable import reading, unreadable
@@ -200,9 +200,15 @@ def _describe_unchanged(
         before = backend.stat(path)
         if before is None:
             return None
-        info = _describe(backend, path, parts, pins)
+        info = failure = None
+        try:
+            info = _describe(backend, path, parts, pins)
+        except UnreadableError as error:
+            failure = error
         after = backend.stat(path)
         if after is not None and after.inode == before.inode:
+            if failure is not None:
+                raise failure
             return info
     return None
 
@@ -222,9 +228,9 @@ def _describe(
     step = int(os.path.basename(path)[5:])
     try:
         manifest = read_in_store(backend, path, parts)
+        return info_of(backend, path, manifest, parts, pins)
     except CheckpointError as error:
         return CheckpointInfo(path, step, -1, "", False, str(error), 0, 0, pins.names_at(path))
-    return info_of(backend, path, manifest, parts, pins)
 
 
 def info_of(

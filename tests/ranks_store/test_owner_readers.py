@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gds import LockHeldError, PosixBackend
+from gds import File, LockHeldError, PosixBackend, WrapperBackend
 from offload import list_checkpoints, load_parameters, open_checkpoint
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import CheckpointError, CheckpointNotFoundError, DamagedError
@@ -202,6 +202,34 @@ def test_a_part_that_is_not_that_of_the_checkpoint_refuses_it(store: Path, damag
         open_checkpoint(store / "step-00000002")
     assert [info.valid for info in list_checkpoints(store)] == [True, False]
     assert (store / "step-00000002" / "manifest.json").exists()
+
+
+class Recycling(WrapperBackend):
+    """Recycles a checkpoint, and the part of an owner, before a look at the part's table."""
+
+    def __init__(self, checkpoint: Path, part: Path, look: int) -> None:
+        super().__init__(PosixBackend())
+        self.look = look
+        self.checkpoint, self.table = checkpoint, part / "table.json"
+        self.num_looks = 0
+
+    def open(self, path: str, *, writable: bool = False) -> File:
+        if path == str(self.table):
+            self.num_looks += 1
+            if self.num_looks == self.look:
+                self.checkpoint.rename(self.checkpoint.with_name(".slot-7"))
+                self.table.write_bytes(b"{}".ljust(self.table.stat().st_size))
+        return super().open(path, writable=writable)
+
+
+@pytest.mark.parametrize("look", range(1, 5))
+def test_a_checkpoint_that_is_recycled_while_it_is_listed_is_left_out(
+    store: Path, look: int
+) -> None:
+    with Recycling(store / "step-00000002", part_of(store), look) as backend:
+        found = list_checkpoints(store, backend=backend)
+    assert backend.num_looks >= look
+    assert [(info.step, info.valid) for info in found] == [(1, True)]
 
 
 def test_a_marked_part_can_be_looked_at(store: Path) -> None:
