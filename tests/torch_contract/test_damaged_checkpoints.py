@@ -89,7 +89,7 @@ DAMAGE: dict[str, tuple[Callable[[Backend, str], None], str]] = {
     "manifest a directory": (make_a_directory("manifest.json"), "expected a file"),
     "manifest of another version": (
         replace_in("manifest.json", b'"format":2', b'"format":9'),
-        "format version 9, expected 2 or 3 or 4; it was written by another version",
+        "format version 9, expected 2 or 3 or 4 or 5; it was written by another version",
     ),
     "array truncated": (truncate("exp_avg.safetensors", 5000), "5000 bytes, expected a file of"),
     "array missing": (remove("master.safetensors"), "master.safetensors: missing"),
