@@ -5,6 +5,7 @@ Only tests that have passed count: what is said to have been found was found by 
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +24,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("tests")
+
+# torch asks for the name of the other end of each connection that ranks make. If a question to the
+# name server is lost, the C library asks again after 5 s; a test makes hundreds of connections.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
 SYSTEM_CALL_FAULTS = "faults of "
 """Begins the names under which `tests/kernel` records how many calls it let fail."""

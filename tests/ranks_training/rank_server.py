@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-TIMEOUT_S: Final = 150.0
-"""For a job, which takes seconds: what takes so long hangs, and is killed."""
+TIMEOUT_S: Final = 300.0
+"""For a job, which takes seconds: a rank that takes so long hangs, and is killed."""
 
 POLL_S: Final = 0.005
 
