@@ -308,7 +308,7 @@ class Keeping:
 
     def _remedy(self, names: Sequence[str]) -> str:
         calls = " and ".join(f"unpin({name!r})" for name in names)
-        return f"Call {calls}, or run `offload unpin {self._directory} {names[0]}`,"
+        return f"Call {calls}, or run `offload unpin {self._directory} {names[0]}`"
 
 
 def record_of(manifest: Manifest, pins: tuple[str, ...] = ()) -> Record:
