@@ -11,7 +11,8 @@ from offload.checkpoint.owner_parts import owner_directories
 from offload.errors import OffloadError, StoreFullError
 from offload.format.unreadable import as_unreadable
 from offload.store.owners.claims import NamedParts
-from offload.store.owners.store import remove_unnamed_parts, unnamed_parts
+from offload.store.owners.free_parts import unnamed_parts
+from offload.store.owners.store import remove_unnamed_parts
 from offload.store.slot_folder import files_in
 from offload.store.store_errors import NOTHING_CHANGED
 from offload.units import size

@@ -7,6 +7,7 @@ from tests.mutation.mutation import Edit, Mutation, gone
 _SLOT = "offload/store/owners/slot.py"
 _OWNER = "offload/store/owners/store.py"
 _CLAIMS = "offload/store/owners/claims.py"
+_FREE = "offload/store/owners/free_parts.py"
 _OPENING = "offload/store/opening.py"
 _SEALING = "offload/store/sealing.py"
 _SUPPLY = "offload/store/slot_supply.py"
@@ -77,7 +78,7 @@ OWNING = (
         "a part that is used again is durably invalid before data is written",
         (
             Edit(
-                _OWNER,
+                _FREE,
                 "            slot.invalidate()\n            slot.write_headers()\n",
                 "            slot.write_headers()\n",
             ),
@@ -90,7 +91,7 @@ OWNING = (
         (
             Edit(
                 _OWNER,
-                "            with self._poison.fatal(_NOT_READY):\n"
+                "            with self._poison.fatal(NOT_READY):\n"
                 "                slot.invalidate()\n",
                 "            pass\n",
             ),
@@ -102,7 +103,7 @@ OWNING = (
         "a part that a checkpoint names is not rewritten",
         (
             Edit(
-                _OWNER,
+                _FREE,
                 "        if name in named.of(owner) or directories_in(backend, path):\n",
                 "        if directories_in(backend, path):\n",
             ),
@@ -114,11 +115,11 @@ OWNING = (
         "a part on which somebody holds a lock is not rewritten",
         (
             Edit(
-                _OWNER,
-                "            lock = try_lock(self.backend, path)\n"
+                _FREE,
+                "            lock = try_lock(self._backend, path)\n"
                 "            if lock is None:\n"
                 "                continue  # a reader",
-                "            lock = self.backend.lock(path, shared=True)\n"
+                "            lock = self._backend.lock(path, shared=True)\n"
                 "            if lock is None:\n"
                 "                continue  # a reader",
             ),

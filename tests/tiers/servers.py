@@ -56,7 +56,7 @@ def juicefs(directory: Path) -> Iterator[tuple[str, int]]:
         )  # fmt: skip
         gateway = subprocess.Popen(
             [program, "gateway", "--no-usage-report", "--cache-dir", f"{directory}/cache",
-             database, f"127.0.0.1:{port}"],
+             "--cache-size", "512", database, f"127.0.0.1:{port}"],
             stdout=log, stderr=log, env=environment,
         )  # fmt: skip
     try:

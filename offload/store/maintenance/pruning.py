@@ -37,7 +37,8 @@ from offload.format.unwritable import writing
 from offload.retention.pins import read_pins
 from offload.retention.policy import BestBy, Record, Retention
 from offload.store.maintenance.unnamed_parts import left_alone
-from offload.store.owners.store import remove_unnamed_parts, unnamed_parts
+from offload.store.owners.free_parts import unnamed_parts
+from offload.store.owners.store import remove_unnamed_parts
 from offload.store.shared import SharedStore
 from offload.store.slot_folder import files_in
 from offload.store.store import Store

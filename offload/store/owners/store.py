@@ -18,14 +18,12 @@ earlier job keeps every later one from adopting the part that it may still write
 
 from __future__ import annotations
 
-import errno
 import os
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
-from itertools import count
 
-from gds import Backend, LockHeldError, StorageError
+from gds import Backend, StorageError
 from offload.checkpoint.owner_parts import (
     PartFound,
     check_owner_part,
@@ -33,36 +31,30 @@ from offload.checkpoint.owner_parts import (
     owner_directories,
     part_names,
 )
-from offload.errors import StoreError, StoreLockedError, UnreadableError
+from offload.errors import StoreLockedError, UnreadableError
 from offload.format._manifest_fields import ScalarValue
 from offload.format.boxes import Box
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
-from offload.format.names import owner_name, owner_number, part_name
+from offload.format.names import owner_name
 from offload.format.shares.owners import MAX_OWNERS, ModelBox, OwnerReference
 from offload.format.shares.part_table import owner_sizes
 from offload.format.unreadable import as_unreadable
 from offload.format.unwritable import writing
-from offload.store.free_slots import try_lock
-from offload.store.full_disk import naming_free_space
 from offload.store.new_directories import make_directories
 from offload.store.owners.claims import NamedParts
+from offload.store.owners.free_parts import NOT_READY, FreeParts
 from offload.store.owners.slot import (
     OwnerSlot,
     OwnerSlotState,
-    create_owner_slot,
-    fits,
     open_owner_slot,
-    remove_owner_part,
 )
 from offload.store.poison import Poison
 from offload.store.quarantine import write_quarantine
-from offload.store.slot_folder import directories_in
 from offload.store.store_errors import NOTHING_CHANGED, as_store_errors
 from offload.store.writer_lock import WriterLock
 
-_NOT_READY = "a free part could not be made ready"
 _NOT_DURABLE = "a part could not be made durable"
 
 
@@ -108,6 +100,7 @@ class OwnerStore:
         self.store_id = store_id
         self._poison = Poison(self.path)
         self._lock = WriterLock()
+        self._free = FreeParts(backend, self.path, owner, store_id, self._poison)
         self._slots: list[OwnerSlot] = []
         """Slots that the caller has; also those that were abandoned."""
         make_directories(
@@ -177,7 +170,7 @@ class OwnerStore:
         sizes = owner_sizes(layout, boxes)
         with writing(self.path):
             self._lock.require()
-            slot = self._reused(layout, sizes, named) or self._created(layout, sizes, named)
+            slot = self._free.acquire(layout, sizes, named, self._own_names())
         try:
             self._lock.require()  # the part was opened by its path
         except BaseException:
@@ -266,7 +259,7 @@ class OwnerStore:
         """
         self._require(slot, OwnerSlotState.REPORTED)
         try:
-            with self._poison.fatal(_NOT_READY):
+            with self._poison.fatal(NOT_READY):
                 slot.invalidate()
         except BaseException:
             slot.abandoned()
@@ -351,20 +344,7 @@ class OwnerStore:
             gds.StorageError: A part could not be removed.
         """
         self._lock.require()
-        removed: list[str] = []
-        if self._poison:
-            return removed
-        for path in self._free(named):
-            lock = try_lock(self.backend, path)
-            if lock is None:
-                continue
-            try:
-                with self._poison.fatal("a part could not be removed"):
-                    remove_owner_part(self.backend, path)
-            finally:
-                lock.release()
-            removed.append(path)
-        return removed
+        return self._free.remove(named, self._own_names())
 
     def close(self) -> None:
         """Close all files and release the locks. Idempotent."""
@@ -376,69 +356,12 @@ class OwnerStore:
         if slot.state is not state:
             raise RuntimeError(f"{slot.path} is {slot.state.value}, expected {state.value}")
 
+    def _own_names(self) -> set[str]:
+        """Return the names of the parts that the caller has, or that were abandoned."""
+        return {slot.name for slot in self._slots}
+
     def _paths(self) -> list[str]:
         return [f"{self.path}/{name}" for name in part_names(self.backend, self.path)]
-
-    def _reused(self, layout: Layout, sizes: dict[str, int], named: NamedParts) -> OwnerSlot | None:
-        """Return a free part, made ready; remove free parts that do not fit or are superfluous."""
-        slot = None
-        for path in [] if self._poison else self._free(named):
-            lock = try_lock(self.backend, path)
-            if lock is None:
-                continue  # a reader, or a rank of an earlier job
-            try:
-                with self._poison.fatal(_NOT_READY):
-                    if slot is not None or not fits(self.backend, path, sizes):
-                        remove_owner_part(self.backend, path)
-                        continue
-                    slot = self._invalidated(os.path.basename(path), layout)
-            finally:
-                lock.release()
-            if not self._held(slot):
-                slot = None
-        return slot
-
-    def _invalidated(self, name: str, layout: Layout) -> OwnerSlot:
-        """Open a free part that fits, and make it durably invalid."""
-        slot = open_owner_slot(self.backend, self.path, name, layout, writable=True)
-        try:
-            slot.invalidate()
-            slot.write_headers()
-        except BaseException:
-            slot.close()
-            raise
-        return slot
-
-    def _held(self, slot: OwnerSlot) -> bool:
-        """Lock a part as its writer; close it and return False if another process has locked it."""
-        try:
-            slot.hold()
-        except LockHeldError:
-            slot.close()
-            return False
-        except BaseException:
-            slot.close()
-            raise
-        return True
-
-    def _created(self, layout: Layout, sizes: dict[str, int], named: NamedParts) -> OwnerSlot:
-        taken = {*self.backend.list_dir(self.path), *named.of(self.owner)}
-        taken.update(slot.name for slot in self._slots)
-        name = next(part_name(k) for k in count(1) if part_name(k) not in taken)
-        path = f"{self.path}/{name}"
-        with naming_free_space(self.backend, path, sum(sizes.values()), "part of an owner"):
-            slot = create_owner_slot(self.backend, self.path, name, layout, sizes)
-        if not self._held(slot):
-            raise StoreError(
-                errno.EBUSY, "another process has locked this new part: start again", path
-            )
-        return slot
-
-    def _free(self, named: NamedParts) -> list[str]:
-        """Return the paths of the parts that may be rewritten if nobody holds a lock on them."""
-        own = {slot.name for slot in self._slots}
-        found = unnamed_parts(self.backend, self.path, self.store_id, named)
-        return [path for path in found if os.path.basename(path) not in own]
 
     def _warn_of_foreign(self) -> None:
         foreign = []
@@ -456,35 +379,6 @@ class OwnerStore:
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-
-def unnamed_parts(backend: Backend, directory: str, store_id: str, named: NamedParts) -> list[str]:
-    """Return the paths of an owner's parts that no checkpoint names, by rising number.
-
-    Sealed parts of other stores and of other owners are left out, and all sealed parts if some
-    checkpoint's manifest cannot be read.
-
-    Args:
-        backend: Backend of the directory.
-        directory: Path that ends in ``owner-<i>``.
-        store_id: Identity of the store.
-        named: Parts that any checkpoint of the store names.
-    """
-    owner = owner_number(os.path.basename(directory)) or 0
-    found = []
-    for name in part_names(backend, directory):
-        path = f"{directory}/{name}"
-        if name in named.of(owner) or directories_in(backend, path):
-            continue  # this library makes no directory in a part, so a user has made it
-        try:
-            header = look_at_part(backend, path, owner).header
-        except UnreadableError:
-            continue  # it is not known what it is, so it is left alone
-        if header is None or (
-            (header.store_id, header.owner) == (store_id, owner) and not named.unknown
-        ):
-            found.append(path)
-    return found
 
 
 def remove_unnamed_parts(
