@@ -118,10 +118,11 @@ class DriveTuning:
 class Options:
     """Settings for streaming and storing state; every default is right for most machines.
 
-    Results depend on `master`, `state_dtype`, `rounding_seed` (with ``state_dtype="bfloat16"``) and
-    `placement`. All other options change no bit of parameters or stored state. There is one
-    exception: with ``state_dtype="int8"``, in stores that version 2 of the format made with
-    compressed state, results depend on `chunk_bytes`. Such a store keeps its own value.
+    Results depend on `master`, `state_dtype`, `rounding_seed` (with ``state_dtype="bfloat16"``),
+    `reencode` (with ``state_dtype="int8"``) and `placement`. All other options change no bit of
+    parameters or stored state. There is one exception: with ``state_dtype="int8"``, in stores that
+    version 2 of the format made with compressed state, results depend on `chunk_bytes`. Such a
+    store keeps its own value.
 
     Raises:
         ValueError: A value is not possible. The message says why.
@@ -182,6 +183,13 @@ class Options:
     rounding_seed: int = 0
     """Seed of the stochastic rounding of ``state_dtype="bfloat16"``. It is not stored. Pass the
     same seed when resuming, to get the same bits as without the interruption."""
+
+    reencode: bool = False
+    """Whether a checkpoint with ``state_dtype="int8"`` may be continued by another number of ranks,
+    or in another sharding, if blocks of 32 elements with one scale are divided by that. Their
+    values are then encoded anew, with one more rounding, and a warning says so. False refuses it.
+    ``restore(reencode=True)`` allows it once; this option allows it also in what calls `restore`
+    for the user (`load_state_dict`, the Trainer, accelerate, Lightning)."""
 
     verify: Verify = "restored"
     """Time at which state that is read is compared with the digests taken when it was written.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -81,8 +81,6 @@ class RankGroup:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group, self._timeout_s = group, timeout_s
-        prefix = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
-        channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
         prefix = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
         channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
         start = agree_on_start(channel, self.rank, self.size, timeout_s)
@@ -181,6 +179,14 @@ class RankGroup:
     def all(self, what: str, test: Callable[[], bool]) -> bool:
         """Return whether a test is true on all ranks."""
         return all(everywhere(self._agreement, what, test).values())
+
+    def union(self, what: str, numbers: Sequence[int]) -> Collection[int]:
+        """Return all numbers that any rank has, each once."""
+        mine = f"{sum(1 << number for number in {*numbers}):x}"  # JSON has no large numbers
+        found = 0
+        for theirs in everywhere(self._agreement, what, lambda: mine).values():
+            found |= int(theirs, 16)
+        return [number for number in range(found.bit_length()) if found >> number & 1]
 
     def measure(
         self, what: str, directory: str, state_bytes: int, action: Callable[[int], None]

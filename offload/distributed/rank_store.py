@@ -15,6 +15,7 @@ from typing import Any
 from gds import Backend, File
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.layout import box_of
+from offload.checkpoint.recut.reencoding import Recode
 from offload.checkpoint.recut.source import RecutSource
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json
@@ -276,7 +277,13 @@ class RankStore:
         own = [(spec.name, box_of(spec)) for spec in checkpoint.manifest.layout.parameters]
         return all(name in found and found[name].box == box for name, box in own)
 
-    def recut(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> RecutSource:
+    def recut(
+        self,
+        checkpoint: StoredCheckpoint,
+        cuts: Mapping[str, Cut] | None,
+        *,
+        recode: Recode | None = None,
+    ) -> RecutSource:
         """Return the state of a checkpoint in the present cut of this rank, for reading.
 
         Raises:
@@ -289,9 +296,8 @@ class RankStore:
                 "sharding, and these ranks are on several hosts, which do not see all of it: "
                 "go on with as many ranks as made it, in the same sharding"
             )
-        return RecutSource(
-            self.backend, checkpoint.path, manifest, cuts, self._known.further_of(manifest)
-        )
+        further = self._known.further_of(manifest)
+        return RecutSource(self.backend, checkpoint.path, manifest, cuts, further, recode=recode)
 
     def require_recut_room(self, layout: Layout, num_groups: int) -> None:
         """Check that there is room for the first slot of another cut, with all parts. Collective.

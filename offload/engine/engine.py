@@ -290,6 +290,7 @@ class Engine:
         *,
         discard_newer: bool,
         verify: bool | None = None,
+        reencode: bool | None = None,
         require: Callable[[], None],
     ) -> Checkpoint | None:
         """Continue from a checkpoint; see `OffloadedOptimizer.restore`.
@@ -304,6 +305,7 @@ class Engine:
             which,
             discard_newer=discard_newer,
             verify=verify,
+            reencode=reencode,
             require=require,
         )
         self.strategy.restored()

@@ -6,7 +6,7 @@ implementation. The engine does not know how ranks talk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
@@ -81,6 +81,15 @@ class Ranks(Protocol):
             test: Test of this rank. It makes no collective call.
 
         Raises the errors of `together`.
+        """
+        ...
+
+    def union(self, what: str, numbers: Sequence[int]) -> Collection[int]:
+        """Return all numbers that any rank has, each once. Collective.
+
+        Args:
+            what: Call of the user, for messages.
+            numbers: Numbers of this rank, from 0. They take a bit each in the messages.
         """
         ...
 
@@ -275,6 +284,11 @@ class Alone:
         """Return the result of the test."""
         del what
         return test()
+
+    def union(self, what: str, numbers: Sequence[int]) -> Collection[int]:
+        """Return the numbers of this process."""
+        del what
+        return frozenset(numbers)
 
     def measure(
         self, what: str, directory: str, state_bytes: int, action: Callable[[int], None]

@@ -28,7 +28,8 @@ from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slot import Slot
 from offload.store.state_store import StateSource, StateStore
 from offload.stream.state_check import check_state
-from offload.units import duration, said_once, seen_from, size
+from offload.units import duration, many, said_once, seen_from, size
+from offload.update.coding.recoder import BlockRecoder
 
 _CALLER = 5
 """Stack level of the code that called the optimizer's `restore`, seen from the helpers of `restore`
@@ -42,6 +43,7 @@ def restore(
     *,
     discard_newer: bool,
     verify: bool | None = None,
+    reencode: bool | None = None,
     require: Callable[[], None],
 ) -> Checkpoint | None:
     """Continue from a checkpoint of the store, or from the one before it if it is damaged.
@@ -52,6 +54,8 @@ def restore(
         which: Step number, or path or name of the checkpoint's directory; None for the newest.
         discard_newer: Whether newer checkpoints may be given up.
         verify: Whether the state is read and checked at once; None to follow the options.
+        reencode: Whether 8-bit state may be encoded anew for another cut; None to follow the
+            options.
         require: Function that raises an error if the checkpoint that is meant has been replaced.
 
     Returns:
@@ -63,7 +67,8 @@ def restore(
         TierError: The store has no checkpoint, and its tier cannot be used.
         MismatchError: The checkpoint does not fit the optimizer and the model, or there are newer
             checkpoints and `discard_newer` is not set.
-        RanksError: The ranks chose different checkpoints. Nothing has changed.
+        RanksError: The ranks chose different checkpoints, or differ in `reencode`. Nothing has
+            changed.
         DamagedError: The content is not what was written, and no older checkpoint may take its
             place. The model may hold parts of it.
     """
@@ -81,7 +86,10 @@ def restore(
         return _choose(store, which, discard_newer=discard_newer)
 
     found = state.ranks.together("restore()", choose)
-    state.ranks.require_same("restore()", "no checkpoint" if found is None else found.path)
+    reencode = state.options.reencode if reencode is None else reencode
+    asked = "no checkpoint" if found is None else found.path
+    how = " with reencode=True" if reencode else ""
+    state.ranks.require_same("restore()", f"{asked}{how}")
     if found is None:
         arriving = restore_from_tier(state, groups) if which is None else None
         if arriving is not None:
@@ -94,7 +102,7 @@ def restore(
     while True:
         started = time.perf_counter()
         try:
-            return resume(state, groups, found, verify=verify)
+            return resume(state, groups, found, verify=verify, reencode=reencode)
         except DamagedError as error:
             give_up = partial(_give_up_damaged, store, found, error, which)
             older = state.ranks.together("restore()", give_up)
@@ -122,6 +130,7 @@ def resume(
     *,
     parameters: bool = True,
     verify: bool | None = None,
+    reencode: bool = False,
 ) -> Checkpoint:
     """Make a checkpoint the present state.
 
@@ -131,6 +140,7 @@ def resume(
         found: One of the store's checkpoints.
         parameters: Whether parameters, buffers and hyper-parameters are loaded as well.
         verify: Whether the state is read and checked at once; None to follow the options.
+        reencode: Whether 8-bit state may be encoded anew for another cut; the same on all ranks.
 
     Raises:
         MismatchError: The checkpoint does not fit the optimizer and the model. Nothing has changed.
@@ -140,7 +150,7 @@ def resume(
     state.know_parameters(groups)
     started = time.perf_counter()
     store.fetch(found)
-    source = _recut(state, found)
+    source = _recut(state, found, reencode=reencode)
     manifest = found.manifest if source is None else source.manifest
     checkpoint = store.reader_of(found)
     try:
@@ -152,6 +162,9 @@ def resume(
             store.require_recut_room(manifest.layout, len(groups))
         # The train state is read and checked before anything is changed.
         ranks.together("restore()", lambda: checkpoint.train_state)
+        if source is not None and reencode:
+            level = _CALLER + 1 if parameters else _CALLER  # then `load_state_dict` was called
+            _announce_reencoding(state, found.path, found.manifest, source, level)
     except BaseException:
         if source is not None:
             source.close()
@@ -195,6 +208,47 @@ def resume(
     return checkpoint
 
 
+def _announce_reencoding(
+    state: TrainingState, path: str, manifest: Manifest, source: RecutSource, level: int
+) -> None:
+    """Warn, on rank 0, if state will be encoded anew on any rank. Collective.
+
+    Args:
+        state: State that the checkpoint replaces.
+        path: Directory of the checkpoint.
+        manifest: Its manifest.
+        source: State of the checkpoint in the present cut.
+        level: Stack level of the user's code, seen from here.
+
+    Raises:
+        RuntimeWarning: The user has made warnings errors. Nothing has changed on any rank.
+    """
+    mine = [n for n, t in enumerate(manifest.layout.model) if t.name in source.reencoded]
+    num = len(state.ranks.union("restore()", mine))
+    if not num:
+        return
+    errors: list[Warning] = []
+    try:
+        if state.ranks.rank == 0:
+            warnings.warn(
+                f"{path}: the present cut divides blocks of 32 elements that have one scale, so "
+                f"the 8-bit state of {many(num, 'parameter')} is encoded anew. Each value changes "
+                "by at most one rounding in its new block, and results are from now on not "
+                "bit-identical to those of a run that was never resharded",
+                RuntimeWarning,
+                stacklevel=level,
+            )
+    except RuntimeWarning as error:
+        errors.append(error)
+
+    def settle() -> None:
+        """Raise the warning if it is an error to the user."""
+        for error in errors:
+            raise error
+
+    state.ranks.together("restore()", settle)
+
+
 def _warn_of_refused(store: StateStore) -> None:
     """Warn about directories that look like checkpoints but cannot be used."""
     reasons = said_once([seen_from(path, reason) for path, reason in store.refused])
@@ -202,7 +256,7 @@ def _warn_of_refused(store: StateStore) -> None:
         warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=_CALLER)
 
 
-def _recut(state: TrainingState, found: StoredCheckpoint) -> RecutSource | None:
+def _recut(state: TrainingState, found: StoredCheckpoint, *, reencode: bool) -> RecutSource | None:
     """Return the state of a checkpoint in the present cut; None if it was stored in this cut.
 
     Raises the errors of `RecutSource`.
@@ -214,7 +268,8 @@ def _recut(state: TrainingState, found: StoredCheckpoint) -> RecutSource | None:
 
     def open_source() -> RecutSource:
         """Open the state of the checkpoint for reading in the present cut."""
-        made.append(store.recut(found, ranks.cuts))
+        recode = BlockRecoder() if reencode else None
+        made.append(store.recut(found, ranks.cuts, recode=recode))
         return made[0]
 
     try:

@@ -80,12 +80,15 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
         return hyper, found
 
     hyper, found = state.ranks.together(_LOADING, choose)
-    state.ranks.require_same(_LOADING, "the present state" if found is None else found.path)
+    asked = "the present state" if found is None else found.path
+    how = " with reencode=True" if state.options.reencode else ""
+    state.ranks.require_same(_LOADING, f"{asked}{how}")
     if found is not None:
         state.lifecycle.require_alive()
         state.collect_seal(wait=True, errors=False)
         try:
-            resume(state, groups, found, parameters=False)
+            reencode = state.options.reencode
+            resume(state, groups, found, parameters=False, reencode=reencode)
         except DamagedError as error:
             refusal = try_to_quarantine(engine.store, found, error)
             raise DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}") from error

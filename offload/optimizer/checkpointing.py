@@ -91,6 +91,7 @@ class CheckpointingOptimizer(StoreOwner):
         *,
         discard_newer: bool = False,
         verify: bool | None = None,
+        reencode: bool | None = None,
     ) -> Checkpoint | None:
         """Continue from a checkpoint of this store, by default the newest usable one.
 
@@ -120,6 +121,11 @@ class CheckpointingOptimizer(StoreOwner):
                 bytes per parameter with Adam, which takes as long as the drive needs. Damage of the
                 state is then treated like damage of parameters. False leaves the check to the first
                 step, which fails at damage. None follows `Options.verify`.
+            reencode: With ``state_dtype="int8"``, whether to go on if the state is divided in
+                another way now, and some blocks of 32 elements with one scale would be cut. Their
+                values are then encoded anew, with one more rounding, and a `RuntimeWarning` says
+                so. False refuses it. It must be the same on all ranks. None follows
+                `Options.reencode`.
 
         Returns:
             The checkpoint, with ``.step``, ``.train_state`` and ``.path``. None if the store has
@@ -127,7 +133,8 @@ class CheckpointingOptimizer(StoreOwner):
 
         Raises:
             MismatchError: Model or optimizer differ from those of the checkpoint, or there are
-                newer checkpoints. Nothing has been changed.
+                newer checkpoints, or 8-bit state would have to be encoded anew. Nothing has been
+                changed.
             PinError: A newer checkpoint is pinned. Nothing has been changed.
             StoreFullError: Another number of ranks made the checkpoint, and there is no room for
                 the state as it is divided now. Nothing has been changed.
@@ -146,6 +153,7 @@ class CheckpointingOptimizer(StoreOwner):
                 which,
                 discard_newer=discard_newer,
                 verify=verify,
+                reencode=reencode,
                 require=partial(_require_generation, engine, checkpoint),
             )
             is_arriving = engine.state.seal is not None  # then the tier has it

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 from gds import Backend
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.recut.reencoding import Recode
 from offload.checkpoint.recut.source import RecutSource
 from offload.format.boxes import Cut
 from offload.format.layout import Layout
@@ -236,8 +237,21 @@ class StateStore(Protocol):
         """
         ...
 
-    def recut(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> RecutSource:
-        """Return the state of a checkpoint in the present cut of this process, for reading."""
+    def recut(
+        self,
+        checkpoint: StoredCheckpoint,
+        cuts: Mapping[str, Cut] | None,
+        *,
+        recode: Recode | None = None,
+    ) -> RecutSource:
+        """Return the state of a checkpoint in the present cut of this process, for reading.
+
+        Args:
+            checkpoint: One of `checkpoints`.
+            cuts: Box of each parameter that this process steps, by name; None for whole ones.
+            recode: Function that encodes 8-bit state anew where the cut divides its blocks; None
+                if that is not allowed.
+        """
         ...
 
     def require_recut_room(self, layout: Layout, num_groups: int) -> None:

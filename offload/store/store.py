@@ -29,6 +29,7 @@ from contextlib import suppress
 from gds import Backend, StorageError
 from gds.waiting import Monitor
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.recut.reencoding import Recode
 from offload.checkpoint.recut.source import RecutSource
 from offload.errors import StoreBusyError, StoreError
 from offload.format.boxes import Cut
@@ -308,12 +309,19 @@ class Store:
         """Return whether the state of a checkpoint lies in the cut of this process, as a whole."""
         return cuts is None and not checkpoint.manifest.owners
 
-    def recut(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> RecutSource:
+    def recut(
+        self,
+        checkpoint: StoredCheckpoint,
+        cuts: Mapping[str, Cut] | None,
+        *,
+        recode: Recode | None = None,
+    ) -> RecutSource:
         """Return the state of a checkpoint of several ranks as one process has it.
 
         Raises the errors of `RecutSource`.
         """
-        return RecutSource(self.backend, checkpoint.path, checkpoint.manifest, cuts, ())
+        path, manifest = checkpoint.path, checkpoint.manifest
+        return RecutSource(self.backend, path, manifest, cuts, (), recode=recode)
 
     def require_recut_room(self, layout: Layout, num_groups: int) -> None:
         """Check that there is room for the first slot of another cut.

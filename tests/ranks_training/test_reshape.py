@@ -162,6 +162,7 @@ def test_int8_state_is_not_cut_within_a_block(jobs: Jobs, tmp_path: Path) -> Non
         found = rank.of("restore")
         assert found["error"] == "MismatchError"
         assert "8-bit state has one scale for 32" in found["message"]
+        assert "call restore(reencode=True) on every rank" in found["message"]
     assert before == {path: path.read_bytes() for path in newest(tmp_path).iterdir()}
     go_on(jobs, tmp_path, 2, "fsdp2", 2, **options)
 

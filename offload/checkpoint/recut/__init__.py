@@ -2,6 +2,8 @@
 
 - `owners` opens the state of all owners of a checkpoint for reading.
 - `leaves` reads ranges of bytes out of sealed chunks, and compares them with the digests.
-- `layout` says how the boxes of a rank lie in the boxes that were stored.
+- `layout` says how the boxes of a rank lie in the boxes that were stored, and `places` in which
+  chunks.
+- `reencoding` encodes 8-bit values anew if the cut divides their blocks, and if that is allowed.
 - `source.RecutSource` puts these together: it is what a step reads, in place of a slot.
 """

@@ -55,9 +55,18 @@ class Recut:
     stored: Mapping[str, Sequence[StoredBox]]
     """All stored boxes of each parameter, by the parameter's name."""
 
+    split_blocks: frozenset[str] = frozenset()
+    """Names of the parameters with 8-bit state of which a block here has elements of several stored
+    blocks, so that it can only be encoded anew."""
+
 
 def recut(
-    path: str, manifest: Manifest, owners: Sequence[SourceOwner], cuts: Mapping[str, Cut] | None
+    path: str,
+    manifest: Manifest,
+    owners: Sequence[SourceOwner],
+    cuts: Mapping[str, Cut] | None,
+    *,
+    reencode: bool = False,
 ) -> Recut:
     """Describe the state of a checkpoint in the cut of one rank.
 
@@ -66,6 +75,7 @@ def recut(
         manifest: Manifest of the checkpoint.
         owners: All owners of its state.
         cuts: Box of each parameter that the rank steps, by name; None for whole parameters.
+        reencode: Whether 8-bit state may be encoded anew where the cut divides its blocks.
 
     Raises:
         MismatchError: The rank's cut is not possible with this state; names the parameter.
@@ -77,6 +87,7 @@ def recut(
             stored.setdefault(spec.name, []).append(StoredBox(owner, index, box_of(spec)))
     specs: list[ParameterSpec] = []
     scalars: list[tuple[ScalarValue, ...] | None] = []
+    split: set[str] = set()
     for tensor in manifest.layout.model:
         found = stored.get(tensor.name)
         if not found or (cuts is not None and tensor.name not in cuts):
@@ -94,11 +105,15 @@ def recut(
         specs.append(replace(spec, shape=cut.box.sizes, cut=kept))
         scalars.append(scalar)
         _require_cover(path, tensor.name, cut.box, found)
-        if manifest.layout.state_dtype == "int8":
-            _require_blocks(path, tensor.name, cut.box, found)
+        if manifest.layout.state_dtype == "int8" and scalar is not None:
+            box = _splitting_box(cut.box, found)
+            if box is not None and not reencode:
+                raise _splits(path, tensor.name, cut.box, box)
+            if box is not None:
+                split.add(tensor.name)
     first = manifest.layout
     layout = Layout(tuple(specs), first.model, first.chunk_elements, first.state_dtype)
-    return Recut(layout, tuple(scalars), stored)
+    return Recut(layout, tuple(scalars), stored, frozenset(split))
 
 
 def box_of(spec: ParameterSpec) -> Box:
@@ -167,26 +182,48 @@ def _require_cover(path: str, name: str, box: Box, found: Sequence[StoredBox]) -
         )
 
 
-def _require_blocks(path: str, name: str, box: Box, found: Sequence[StoredBox]) -> None:
-    """Refuse a cut through a block of 8-bit values, which have one scale.
+def _splitting_box(box: Box, found: Sequence[StoredBox]) -> StoredBox | None:
+    """Return a stored box whose blocks of 8-bit values do not go into the blocks of a wanted box.
 
-    Raises:
-        MismatchError: A stored or a wanted box begins or ends within a block.
+    The values of a wanted block can be copied if they are all from one stored block: they then keep
+    its scale.
+
+    Returns:
+        None if all wanted blocks can be copied.
     """
     for one in found:
-        has_blocks = one.owner.layout.counts_from == "parameter"
         for run in stretches(one.box, box, box):
-            ends = run.source + run.num, run.target + run.num
-            at_end = ends == (one.box.num_elements, box.num_elements)
-            if (
-                not has_blocks
-                or run.source % BLOCK_ELEMENTS
-                or run.target % BLOCK_ELEMENTS
-                or (run.num % BLOCK_ELEMENTS and not at_end)
-            ):
-                raise MismatchError(
-                    f"{path}: its 8-bit state has one scale for {BLOCK_ELEMENTS} neighbouring "
-                    f"elements, and the new cut of {name!r} ({box.notation()}; stored is "
-                    f"{one.box.notation()}) falls between such neighbours: resume with as many "
-                    "ranks as it was made with, and the same sharding"
-                )
+            for part in _within_phases(run, one):
+                first, last = part.source // BLOCK_ELEMENTS, part.source + part.num - 1
+                if (
+                    part.target % BLOCK_ELEMENTS
+                    or (part.source % BLOCK_ELEMENTS and first != last // BLOCK_ELEMENTS)
+                    or (part.num % BLOCK_ELEMENTS and part.target + part.num != box.num_elements)
+                ):
+                    return one
+    return None
+
+
+def _within_phases(run: Stretch, stored: StoredBox) -> Iterator[Stretch]:
+    """Yield parts of a stretch; `Stretch.source` counts from an element that begins a block.
+
+    That is the first element of the stored box, or also its first one in a chunk.
+    """
+    layout, head = stored.owner.layout, 0
+    if layout.counts_from == "chunk":  # whose length is a multiple of a block's
+        head = -layout.starts[stored.index] % layout.chunk_elements
+    before = min(max(head - run.source, 0), run.num)
+    if before:
+        yield Stretch(run.source, run.target, before)
+    if before < run.num:
+        yield Stretch(run.source + before - head, run.target + before, run.num - before)
+
+
+def _splits(path: str, name: str, box: Box, stored: StoredBox) -> MismatchError:
+    return MismatchError(
+        f"{path}: its 8-bit state has one scale for {BLOCK_ELEMENTS} neighbouring elements, and "
+        f"the new cut of {name!r} ({box.notation()}; stored is {stored.box.notation()}) falls "
+        "between such neighbours: resume with as many ranks as it was made with, and the same "
+        "sharding; or call restore(reencode=True) on every rank, which encodes this state anew, "
+        "so that later results differ from those without the change"
+    )

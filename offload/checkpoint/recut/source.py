@@ -1,25 +1,30 @@
 """Source of a step that reads the state of a checkpoint in another cut than it was stored in.
 
-The stored values of an element do not depend on the cut: only their places do. (Values of 8-bit
-state stand for 32 elements, and are moved together.) So the bytes are copied as they are, and a
-step that reads this source computes what it would have computed from a slot of its own cut.
+The stored values of an element do not depend on the cut: only their places do. So the bytes are
+copied as they are, and a step that reads this source computes what it would have computed from a
+slot of its own cut.
+
+8-bit values are the exception: 32 of them have one scale, and are copied together. If the new cut
+divides them otherwise, they can only be encoded anew, with a rounding; see `reencoding`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 
 from gds import Backend
 from offload.checkpoint.file_check import PartDirectories
-from offload.checkpoint.recut.layout import Recut, StoredBox, box_of, recut, stretches
+from offload.checkpoint.recut.layout import Recut, box_of, recut, stretches
 from offload.checkpoint.recut.leaves import CheckedLeaves
 from offload.checkpoint.recut.owners import open_owners
-from offload.checkpoint.sealed_slot import SealedRange, SlotFiles
+from offload.checkpoint.recut.places import Place, places
+from offload.checkpoint.recut.reencoding import WINDOW_ELEMENTS, Recode, Reencoder
+from offload.checkpoint.sealed_slot import SlotFiles
+from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.boxes import Box, Cut
-from offload.format.chunk_plan import Piece
+from offload.format.chunk_plan import ChunkPlan, Piece
 from offload.format.digests import DigestContext
 from offload.format.manifest import Manifest
 from offload.format.shares.box_ranges import flat_boxes
@@ -37,6 +42,8 @@ class RecutSource(SlotFiles):
         manifest: Manifest of the checkpoint, as it is on the drive.
         cuts: Box of each parameter that the rank steps, by name; None for whole parameters.
         parts: Directories of the store on other drives, or directories to search for owners.
+        recode: Function that encodes 8-bit state anew where the cut divides its blocks; None if
+            that is not allowed.
 
     Raises:
         MismatchError: The cut is not possible with this state; names the parameter.
@@ -52,12 +59,14 @@ class RecutSource(SlotFiles):
         manifest: Manifest,
         cuts: Mapping[str, Cut] | None,
         parts: PartDirectories = None,
+        *,
+        recode: Recode | None = None,
     ) -> None:
         self.path = path
         self._resources = ExitStack()
         try:
             owners = open_owners(backend, path, manifest, parts, resources=self._resources)
-            self._recut: Recut = recut(path, manifest, owners, cuts)
+            self._recut: Recut = recut(path, manifest, owners, cuts, reencode=recode is not None)
         except BaseException:
             self._resources.close()
             raise
@@ -65,6 +74,7 @@ class RecutSource(SlotFiles):
         self._context = DigestContext(manifest.store_id, manifest.generation)
         self._leaves = CheckedLeaves()
         self._resources.callback(self._leaves.close)
+        self._reencoder = None if recode is None else Reencoder(recode, self._leaves)
         self.manifest = replace(
             manifest,
             layout=self._recut.layout,
@@ -81,6 +91,11 @@ class RecutSource(SlotFiles):
         """Number of bytes of state that have been read so far."""
         return self._leaves.bytes_read
 
+    @property
+    def reencoded(self) -> frozenset[str]:
+        """Names of the parameters whose 8-bit state is encoded anew, at least in part."""
+        return self._recut.split_blocks
+
     def fill(self, chunk: int, arrays: Mapping[str, memoryview]) -> None:
         """Write the stored values of a chunk to memory. Values that nobody has stored are left.
 
@@ -96,58 +111,72 @@ class RecutSource(SlotFiles):
         for array, out in arrays.items():  # one array after the other: fewer leaves are needed
             form, share = self.layout.formats[array], plan.arrays[array]
             for number, piece in enumerate(plan.pieces):
-                spec = self.layout.parameters[piece.parameter]
-                if array not in spec.arrays:
+                if array not in plan.kept[number]:
                     continue
-                for stored, first, source, num in self._runs(spec.name, box_of(spec), piece):
-                    at = share.starts[number] + (first - piece.start) // form.block
-                    self._copy(stored, array, source, num, out[at * form.nbytes :])
+                if self._is_8bit(array):
+                    if self._recut.scalars[piece.parameter] is None:
+                        start, stop = (at * form.nbytes for at in share.starts[number : number + 2])
+                        out[start:stop] = bytes(stop - start)  # it has no state: blocks may not fit
+                        continue
+                    if self._is_split(piece):
+                        continue
+                for first, place in self._places(piece):
+                    at = (share.starts[number] + (first - piece.start) // form.block) * form.nbytes
+                    nbytes = place.num_values(form) * form.nbytes
+                    place.read(array, self._leaves, out[at : at + nbytes])
+        if self._reencoder is not None:
+            for number, piece in enumerate(plan.pieces):
+                if self._is_split(piece):
+                    self._reencode(self._reencoder, plan, number, arrays)
 
     def close(self) -> None:
         """Close all files, and release the locks and the memory. Idempotent."""
         self._resources.close()
 
-    def _runs(self, name: str, box: Box, piece: Piece) -> Iterator[tuple[StoredBox, int, int, int]]:
+    def _is_split(self, piece: Piece) -> bool:
+        return self.layout.parameters[piece.parameter].name in self._recut.split_blocks
+
+    def _is_8bit(self, array: str) -> bool:
+        return self.layout.state_dtype == "int8" and array not in (MASTER, MASTER_LOW)
+
+    def _reencode(
+        self,
+        reencoder: Reencoder,
+        plan: ChunkPlan,
+        number: int,
+        arrays: Mapping[str, memoryview],
+    ) -> None:
+        """Write the 8-bit state of a piece in blocks of this cut."""
+        piece = plan.pieces[number]
+        for array in plan.kept[number]:
+            if scale_name(array) not in plan.kept[number]:
+                continue
+            for start in range(piece.start, piece.stop, WINDOW_ELEMENTS):
+                stop = min(start + WINDOW_ELEMENTS, piece.stop)
+                values = plan.part(number, start, stop).values
+                window = replace(piece, start=start, stop=stop)
+                out = {}
+                for name in (array, scale_name(array)):
+                    first, last = (at * self.layout.formats[name].nbytes for at in values[name])
+                    out[name] = arrays[name][first:last]
+                found = ((at - start, place) for at, place in self._places(window))
+                reencoder.fill(array, self.layout, stop - start, found, out)
+
+    def _places(self, piece: Piece) -> Iterator[tuple[int, Place]]:
         """Yield where the elements of a piece are stored.
 
         Yields:
-            The stored box, the first element in the wanted box, the first element in the stored
-            box, and the number of elements.
+            The first element of a place, counted from the first element of the parameter's box
+            here, and the place.
         """
+        spec = self.layout.parameters[piece.parameter]
+        box = box_of(spec)
         for _, part in flat_boxes(box.sizes, piece.start, piece.stop):
             offsets = tuple(p + o for p, o in zip(part.offsets, box.offsets, strict=True))
             whole = Box(offsets, part.sizes)
-            for stored in self._recut.stored[name]:
+            for stored in self._recut.stored[spec.name]:
                 for run in stretches(stored.box, box, whole):
-                    yield stored, run.target, run.source, run.num
-
-    def _copy(self, stored: StoredBox, array: str, first: int, num: int, out: memoryview) -> None:
-        """Copy the values of neighbouring elements of a stored box to the start of `out`."""
-        layout, files = stored.owner.layout, stored.owner.files
-        form, done = layout.formats[array], 0
-        chunks = layout.chunks_of(stored.index)
-        while done < num:
-            element = layout.starts[stored.index] + first + done
-            chunk = bisect_right(chunks, element, key=lambda one: layout.plans[one].first) - 1
-            plan = layout.plans[chunks[chunk]]
-            number = next(n for n, p in enumerate(plan.pieces) if p.parameter == stored.index)
-            piece, share = plan.pieces[number], plan.arrays[array]
-            last = min(first + num, piece.stop)
-            start = share.starts[number] + (first + done - piece.start) // form.block
-            stop = share.starts[number] - (-(last - piece.start) // form.block)
-            nbytes = (stop - start) * form.nbytes
-            digest = files.digests[array][chunks[chunk]]
-            if digest is not None:  # otherwise no parameter of the chunk has state
-                sealed = SealedRange(
-                    array, chunks[chunk], share.offset, share.nbytes, digest, plan.drive
-                )
-                self._leaves.copy(
-                    files.file(sealed),
-                    sealed,
-                    files.context,
-                    start * form.nbytes,
-                    stop * form.nbytes,
-                    out[:nbytes],
-                )
-            out = out[nbytes:]
-            done = last - first
+                    first = run.target
+                    for place in places(stored, run.source, run.num):
+                        yield first, place
+                        first += place.num

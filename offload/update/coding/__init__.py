@@ -4,6 +4,7 @@
   bfloat16 (`rounding`).
 - `coder` decodes and encodes the state of one block during a step.
 - `decoder` decodes state for readers, and `filler` stores state that comes from other sources.
+- `recoder` puts 8-bit values into other blocks.
 
 All of it is arithmetic on tensors in host memory, and may know what its wing may.
 """

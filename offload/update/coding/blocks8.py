@@ -85,6 +85,22 @@ def decode_blocks(
         decode(c, s.float().unsqueeze_(1), v, shape, scratch)
 
 
+def decode_elements(
+    codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, *, scratch: Scratch
+) -> None:
+    """Decode codes that each have a scale of their own, as `decode_blocks` does.
+
+    Args:
+        codes: int8 or uint8, shape (n,); unchanged. Its dtype selects the format.
+        scales: bfloat16, shape (n,): the scale of the block that each code is from; unchanged.
+        out: FP32, shape (n,); overwritten.
+        scratch: Working memory.
+    """
+    shape = (1, codes.numel())
+    decode = _decode_signed if codes.dtype == torch.int8 else _decode_unsigned
+    decode(codes.view(shape), scales.float().view(shape), out.view(shape), shape, scratch)
+
+
 _Shape = tuple[int, int]
 _Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
