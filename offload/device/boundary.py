@@ -39,7 +39,7 @@ Copies: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 PRIORITY: Final = -1
 """Priority of our streams: higher than that of training, whose wide kernels would hold up short
-copies and updates that a step waits for."""
+updates that a step waits for. To copies between host and device it makes no difference."""
 
 _cuda: Any = torch.cuda  # torch.cuda has only partial types
 

