@@ -38,14 +38,14 @@ _INSTRUCTIONS_PER_CYCLE = 2.5
 dependent arithmetic rarely reach more than this."""
 
 INSTRUCTIONS = {
-    "exact": 85,
-    "exact fused": 77,
-    "split": 89,
-    "split fused": 81,
-    "bf16-state": 108,
-    "bf16-state fused": 99,
-    "split-int8": 144,
-    "split-int8 fused": 143,
+    "exact": 66,
+    "exact fused": 62,
+    "split": 73,
+    "split fused": 70,
+    "bf16-state": 89,
+    "bf16-state fused": 85,
+    "split-int8": 122,
+    "split-int8 fused": 120,
 }
 """Machine instructions for each element of each form, as tests/device/test_machine_code.py counts
 them. A form that needs many cannot be as fast as a copy, however fast the memory is."""

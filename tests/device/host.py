@@ -25,7 +25,8 @@ SHIM = Path(__file__).with_name("shim.h")
 _LANES = """
 #define LANES 8
 #define FOR_LANES(l) for (int l = 0; l < LANES; l++)
-#define LANE_INDEX(l) ((u64)(l))
+#define FIRST_OF(offset) (int)((offset) * BLOCK)
+#define OF_LANE(at, l) ((at) + QUAD * (l))
 static inline unsigned int group_max(const unsigned int *values) {
   unsigned int largest = 0;
   for (int l = 0; l < LANES; l++)
@@ -40,9 +41,8 @@ extern "C" void update_{index}(const Arguments *a, u32 num_tiles) {{
   for (u32 code = 0; code < 256; code++) quotients[code] = signed_quotient(code);
   Constants c;
   c.quotients = quotients;
-  prepare(*a, c.hyper);
   for (u32 tile = 0; tile < num_tiles; tile++)  // as 256 threads do, 8 at a time
-    for (u32 offset = 0; offset < 32; offset++) update_tile(*a, c, tile, offset, 32);
+    for (u32 offset = 0; offset < 32; offset++) update_tile(*a, c, tile, offset);
 }}
 extern "C" unsigned long long arguments_bytes_{index}() {{ return sizeof(Arguments); }}
 """

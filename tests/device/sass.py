@@ -86,7 +86,7 @@ class Code:
             assert found, instruction.text
             jump = self._labels[found[1]]
             return [at + 1, jump] if instruction.is_conditional else [jump]
-        if operation == "CALL":
+        if operation == "CALL" and not instruction.is_conditional:
             return []  # the slow path of a division or a root
         if operation in ("EXIT", "RET", "BRX") and not instruction.is_conditional:
             return []
@@ -122,15 +122,19 @@ class Code:
             for at, i in enumerate(self.instructions)
             if i.operation.startswith((*loads, *stores)) and self._path(at, at)
         ]
-        is_load = [self.instructions[at].operation.startswith(loads) for at in wide]
         assert wide, "there is no loop with whole quads"
-        stops = [at for at, load in zip(wide, is_load, strict=True) if load]
-        stops += [at for at, load in zip(wide, is_load, strict=True) if not load]
-        path: list[int] = []
-        for here, there in zip(stops, [*stops[1:], stops[0]], strict=True):
-            found = self._path(here, there)
-            assert found, "the loop does not come to all whole quads in turn"
-            path += found
+        first = next(at for at in wide if self.instructions[at].operation.startswith(loads))
+        path, here, left = list[int](), first, set(wide) - {first}
+        while True:
+            # the next one is the nearest: from one turn to the next there is no shorter way
+            found = [self._path(here, there) for there in left or {first}]
+            nearest = min((p for p in found if p), key=len, default=None)
+            assert nearest, "the loop does not come to all whole quads in turn"
+            path += nearest
+            here = nearest[-1]
+            if here == first:
+                break
+            left.discard(here)
         # from the first load on, which is the last stop
         return [self.instructions[at] for at in [path[-1], *path[:-1]]]
 

@@ -12,11 +12,20 @@ import math
 import zlib
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 from offload.device.kernels.forms import GROUPS_PER_TURN, Form, why_no_kernel
-from offload.device.kernels.launches import ARGUMENTS, MAX_PIECES, DeviceRun, form_of_run, launches
+from offload.device.kernels.launches import (
+    ARGUMENTS,
+    MAX_PIECES,
+    PIECE,
+    DeviceRun,
+    _set_pieces,
+    form_of_run,
+    launches,
+)
 from offload.format import rounding_keys
 from offload.update.coding import codecs
 from offload.update.coding.codecs import Scratch
@@ -320,6 +329,15 @@ def test_tiles_cover_a_run_and_are_few(all_kernels):
         groups = launch.num_tiles * int(launch.arguments[0]["groups_per_tile"])
         assert groups >= 100_000 / 32 > groups - 32 * launch.num_tiles
         assert int(launch.arguments[0]["groups_per_tile"]) % GROUPS_PER_TURN == 0
+
+
+def test_elements_of_a_tile_are_few_enough_for_numbers_of_31_bits():
+    table, arguments = np.zeros(1, PIECE), np.zeros(1, ARGUMENTS)
+    table["num_elements"] = 1 << 34
+    num_tiles = _set_pieces(arguments[0], table, 1)
+    elements = int(arguments[0]["groups_per_tile"]) * 32
+    assert elements <= (1 << 31) // 2  # twice as many are counted to, at most
+    assert num_tiles * elements >= 1 << 34 > (num_tiles - 1) * elements
 
 
 def test_nothing_beyond_the_block_is_touched(all_kernels):

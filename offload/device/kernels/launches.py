@@ -23,8 +23,11 @@ from offload.device.kernels.forms import (
 from offload.format import rounding_keys
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 
-_IS_NEW, _MAXIMIZE, _NESTEROV, _DECAY, _SCALED, _CLIPPED = (1 << bit for bit in range(6))
+_IS_NEW, _MAXIMIZE, _NESTEROV, _DECAY, _SCALED = (1 << bit for bit in range(5))
 _QUAD = 4
+
+_MAX_TURNS = 1 << 19
+"""Number of turns of a tile: the kernel counts its elements with 32 bits."""
 
 MAX_PIECES = 48
 """Number of pieces that one launch can step: their table is passed by value."""
@@ -162,19 +165,22 @@ def launches(
     hyper = _hyper(form, group, step)
     if form.computes_in_fp64:
         record["wide_hyper"][: len(hyper)] = hyper
+    maximize = bool(group["maximize"])
+    scale, clip = (*factors, 1.0, 1.0)[:2]
+    if maximize and not form.computes_in_fp64:
+        scale = -scale
     with np.errstate(over="ignore"):  # FP32 has infinity for such a number, as in torch
         record["hyper"][: len(hyper)] = hyper
-        record["factors"][: len(factors)] = factors
+        record["factors"] = scale, clip
     decay = group["weight_decay"]
     if form.arithmetic == "fused" and form.rule != "sgd":
         decay = np.float32(decay)
     record["flags"] = (
         _IS_NEW * run.is_new
-        + _MAXIMIZE * bool(group["maximize"])
+        + _MAXIMIZE * maximize
         + _NESTEROV * bool(group.get("nesterov"))
         + _DECAY * bool(decay != 0)
-        + _SCALED * (len(factors) > 0)
-        + _CLIPPED * (len(factors) > 1)
+        + _SCALED * ((scale, clip) != (1, 1))
     )
     pieces = _pieces(form, run)
     for first in range(0, len(pieces), MAX_PIECES):
@@ -321,6 +327,7 @@ def _set_pieces(record: Any, table: _Numbers, max_tiles: int) -> int:
     """
     groups = -(-table["num_elements"].astype(np.int64) // BLOCK_ELEMENTS)
     turns = max(1, -(-int(groups.sum()) // (max_tiles * GROUPS_PER_TURN)))
+    turns = min(turns, _MAX_TURNS)
     groups_per_tile = turns * GROUPS_PER_TURN
     tiles = -(-groups // groups_per_tile)
     record["pieces"][: len(table)] = table
@@ -341,7 +348,7 @@ def _hyper(form: Form, group: Mapping[str, Any], step: int) -> tuple[float, ...]
     if form.arithmetic == "fused":
         return lr, beta1, beta2, decay, eps, float(step)
     return (
-        1 - lr * decay if form.rule == "adamw" else decay,
+        (1 - lr * decay if decay else 1.0) if form.rule == "adamw" else decay,
         1 - beta1,
         beta2,
         1 - beta2,

@@ -1,7 +1,7 @@
 // One optimizer step over pieces of parameters, in a single pass: every value is read and written
 // once. A piece is cut into tiles, one for each block of threads. A tile is cut into groups of 32
 // elements, and these into quads: a thread, which is a lane of its group, steps one quad at a time.
-// All values of the next quad are requested before any value of this one is used, so that memory
+// When it has decoded the values of a quad, it requests all values of the next one, so that memory
 // answers while the thread computes.
 //
 // Compiled after values.cuh. These macros select a variant (forms.py sets them):
@@ -30,13 +30,14 @@
 
 #define QUAD 4
 #define GROUP 8  /* lanes that share a scale: 8 quads are a block of 32 */
+#define BLOCK (QUAD * GROUP)
+#define TURN (BLOCK * 32)  /* elements that a block of 256 threads steps at a time */
 
 #define IS_NEW 1u      /* there was no state yet: the arrays have been set to zeros */
-#define MAXIMIZE 2u
+#define MAXIMIZE 2u    /* fused SGD only: elsewhere, the first factor is negative */
 #define NESTEROV 4u
 #define DECAY 8u       /* weight_decay is not zero */
-#define SCALED 16u     /* gradients are multiplied by the first factor */
-#define CLIPPED 32u    /* and then by the second */
+#define SCALED 16u     /* gradients are multiplied by the first factor, and then by the second */
 
 #define MAX_PIECES 48
 
@@ -78,7 +79,8 @@ struct Arguments {
 // number of turns, so that a warp is whole wherever its lanes exchange values.
 #define LANES 1
 #define FOR_LANES(l) for (int l = 0; l < LANES; l++)
-#define LANE_INDEX(l) (threadIdx.x % GROUP)
+#define FIRST_OF(offset) (int)((offset) * BLOCK + threadIdx.x % GROUP * QUAD)
+#define OF_LANE(at, l) (at)
 
 HIDDEN u32 group_max(const u32 *values) {
   u32 largest = values[0];
@@ -96,11 +98,22 @@ struct Constants {
   const float *quotients;  // `signed_quotient` of all codes; INT8 only
 };
 
+// What is left of a piece from the first element of a tile on. Elements are counted from there, so
+// that their numbers have 32 bits.
+struct Rest {
+  const Piece &piece;
+  u8 *live;
+  const u8 *gradient;
+  u8 *master;
+  u8 *moments[3];
+  u16 *scales[3];
+  u32 pair, is_odd;  // half of the first element's index, rounded down, and the rest
+  int num;           // elements that exist
+  int num_whole;     // so many of them are in whole quads of aligned arrays
+};
+
 // The stored values of one quad, as they are in memory.
 struct Raw {
-  u64 first;  // element of the piece
-  int num;    // elements of the quad that exist, 0 to 4
-  bool whole; // whether all exist and every array is aligned
   u32 live[LIVE_BYTES], gradient[GRADIENT_BYTES], master[MASTER_BYTES];
   u32 moments[3][MOMENT_BYTES];
   u16 scales[3];
@@ -118,8 +131,8 @@ struct Lane {
 // values of BYTES bytes is BYTES words. Loops run over all elements, so that words stay in registers.
 
 template <int BYTES, bool WHOLE>
-HIDDEN void load_quad(const void *from, u64 first, int num, u32 *words) {
-  const u8 *start = (const u8 *)from + first * BYTES;
+HIDDEN void load_quad(const u8 *from, int at, int num, u32 *words) {
+  const u8 *start = from + (long long)at * BYTES;
   if (WHOLE && BYTES == 4) {
     const uint4 quad = *(const uint4 *)start;
     words[0] = quad.x, words[1] = quad.y, words[BYTES - 2] = quad.z, words[BYTES - 1] = quad.w;
@@ -139,8 +152,8 @@ HIDDEN void load_quad(const void *from, u64 first, int num, u32 *words) {
 }
 
 template <int BYTES, bool WHOLE>
-HIDDEN void store_quad(void *to, u64 first, int num, const u32 *words) {
-  u8 *start = (u8 *)to + first * BYTES;
+HIDDEN void store_quad(u8 *to, int at, int num, const u32 *words) {
+  u8 *start = to + (long long)at * BYTES;
   if (WHOLE && BYTES == 4) {
     *(uint4 *)start = make_uint4(words[0], words[1], words[BYTES - 2], words[BYTES - 1]);
   } else if (WHOLE && BYTES == 2) {
@@ -157,28 +170,24 @@ HIDDEN void store_quad(void *to, u64 first, int num, const u32 *words) {
 }
 
 template <bool WHOLE>
-HIDDEN void load_quads(const Arguments &a, const Piece &piece, Raw &raw) {
-  const u64 first = raw.first, at = piece.at + first;
-  load_quad<GRADIENT_BYTES, WHOLE>(piece.gradient, first, raw.num, raw.gradient);
-  load_quad<LIVE_BYTES, WHOLE>(piece.live, first, raw.num, raw.live);
+HIDDEN void load_quads(const Rest &rest, int at, Raw &raw) {
+  const int num = rest.num - at;
+  load_quad<GRADIENT_BYTES, WHOLE>(rest.gradient, at, num, raw.gradient);
+  load_quad<LIVE_BYTES, WHOLE>(rest.live, at, num, raw.live);
 #if MASTER != OWN
-  load_quad<MASTER_BYTES, WHOLE>(a.master, at, raw.num, raw.master);
+  load_quad<MASTER_BYTES, WHOLE>(rest.master, at, num, raw.master);
 #endif
-  EACH_MOMENT(k) load_quad<MOMENT_BYTES, WHOLE>(a.moments[k], at, raw.num, raw.moments[k]);
+  EACH_MOMENT(k) load_quad<MOMENT_BYTES, WHOLE>(rest.moments[k], at, num, raw.moments[k]);
 }
 
-// Requests all values of a quad, and uses none.
-HIDDEN void load(const Arguments &a, const Piece &piece, u64 group, int lane, Raw &raw) {
-  raw.first = group * (QUAD * GROUP) + QUAD * lane;
-  const u64 left = raw.first < piece.num_elements ? piece.num_elements - raw.first : 0;
-  raw.num = left < QUAD ? (int)left : QUAD;
-  raw.whole = raw.num == QUAD && piece.aligned;
-  if (raw.whole)
-    load_quads<true>(a, piece, raw);
+// Requests all values of the quad that begins at an element, and uses none.
+HIDDEN void load(const Rest &rest, int at, Raw &raw) {
+  if (at < rest.num_whole)
+    load_quads<true>(rest, at, raw);
   else
-    load_quads<false>(a, piece, raw);
+    load_quads<false>(rest, at, raw);
 #if STATE == INT8
-  EACH_MOMENT(k) raw.scales[k] = raw.num ? a.scales[k][piece.scale_at + group] : 0;
+  EACH_MOMENT(k) raw.scales[k] = at < rest.num ? rest.scales[k][at / BLOCK] : 0;
 #endif
 }
 
@@ -213,10 +222,7 @@ HIDDEN void from_words(const u32 *words, int dtype, float *values) {
 HIDDEN void unpack(const Arguments &a, const Constants &c, const Raw &raw, Lane &lane) {
   from_words(raw.gradient, GRADIENT, lane.gradient);
   if (a.flags & SCALED) {
-    EACH(i) lane.gradient[i] = __fmul_rn(lane.gradient[i], a.factors[0]);
-  }
-  if (a.flags & CLIPPED) {
-    EACH(i) lane.gradient[i] = __fmul_rn(lane.gradient[i], a.factors[1]);
+    EACH(i) lane.gradient[i] = __fmul_rn(__fmul_rn(lane.gradient[i], a.factors[0]), a.factors[1]);
   }
 #if MASTER == OWN
   from_words(raw.live, FLOAT32, lane.master);
@@ -251,7 +257,7 @@ HIDDEN void unpack(const Arguments &a, const Constants &c, const Raw &raw, Lane 
 }
 
 // The new values of a quad, in place of the old ones.
-HIDDEN void pack(const Piece &piece, const Lane &lane, Raw &raw) {
+HIDDEN void pack(const Rest &rest, int at, const Lane &lane, Raw &raw) {
 #if MASTER == OWN
   EACH(i) raw.live[i] = __float_as_uint(lane.master[i]);
 #elif MASTER == SPLIT
@@ -264,16 +270,15 @@ HIDDEN void pack(const Piece &piece, const Lane &lane, Raw &raw) {
 #if STATE == FLOAT32
     EACH(i) raw.moments[k][i] = __float_as_uint(lane.moments[k][i]);
 #elif STATE == BFLOAT16
-    round_stochastic(lane.moments[k], piece.first_element + raw.first, piece.keys[2 * k],
-                     piece.keys[2 * k + 1], raw.moments[k]);
+    round_stochastic(lane.moments[k], rest.pair + at / 2, rest.is_odd, rest.piece.keys[2 * k],
+                     rest.piece.keys[2 * k + 1], raw.moments[k]);
 #endif
   }
 }
 
 #if STATE == INT8
 // Encodes the block of 32 of a group, which has one scale for each array.
-HIDDEN void pack_blocks(const Arguments &a, const Piece &piece, u64 group, const Lane *lanes,
-                        Raw *raws) {
+HIDDEN void pack_blocks(const Rest &rest, int at, const Lane *lanes, Raw *raws) {
   EACH_MOMENT(k) {
     u32 sizes[LANES];
     FOR_LANES(l) {
@@ -289,20 +294,21 @@ HIDDEN void pack_blocks(const Arguments &a, const Piece &piece, u64 group, const
     FOR_LANES(l) {
       raws[l].moments[k][0] = k == 0 ? encode_signed(lanes[l].moments[k], largest, scale)
                                      : encode_unsigned(lanes[l].moments[k], largest, scale);
-      if (LANE_INDEX(l) == 0 && raws[l].num) a.scales[k][piece.scale_at + group] = scale;
+      const int own = OF_LANE(at, l);
+      if (own % BLOCK == 0 && own < rest.num) rest.scales[k][own / BLOCK] = scale;
     }
   }
 }
 #endif
 
 template <bool WHOLE>
-HIDDEN void store_quads(const Arguments &a, const Piece &piece, const Raw &raw) {
-  const u64 first = raw.first, at = piece.at + first;
-  store_quad<LIVE_BYTES, WHOLE>(piece.live, first, raw.num, raw.live);
+HIDDEN void store_quads(const Rest &rest, int at, const Raw &raw) {
+  const int num = rest.num - at;
+  store_quad<LIVE_BYTES, WHOLE>(rest.live, at, num, raw.live);
 #if MASTER != OWN
-  store_quad<MASTER_BYTES, WHOLE>(a.master, at, raw.num, raw.master);
+  store_quad<MASTER_BYTES, WHOLE>(rest.master, at, num, raw.master);
 #endif
-  EACH_MOMENT(k) store_quad<MOMENT_BYTES, WHOLE>(a.moments[k], at, raw.num, raw.moments[k]);
+  EACH_MOMENT(k) store_quad<MOMENT_BYTES, WHOLE>(rest.moments[k], at, num, raw.moments[k]);
 }
 
 // The rules: `prepare` computes values once per thread, `step` updates one element.
@@ -326,7 +332,6 @@ HIDDEN void prepare(const Arguments &a, float *h) {
 HIDDEN void step(const Arguments &a, const float *h, Lane &lane, int i) {
   const u32 flags = a.flags;
   float g = lane.gradient[i];
-  if (flags & MAXIMIZE) g = -g;
   if (flags & DECAY) g = __fmaf_rn(h[0], lane.master[i], g);
 #if NUM_MOMENTS
   const float momentum = h[1];
@@ -358,22 +363,20 @@ HIDDEN void step(const Arguments &a, const float *h, Lane &lane, int i) {
   lane.master[i] = __double2float_rn(__dadd_rn(p, flags & MAXIMIZE ? change : -change));
 }
 #elif ARITHMETIC == FOREACH
-// hyper: weight_decay (ADAMW: 1 - lr * weight_decay), 1 - beta1, beta2, 1 - beta2,
+// hyper: weight_decay (ADAMW: 1 - lr * weight_decay, or 1), 1 - beta1, beta2, 1 - beta2,
 //        sqrt(1 - beta2**step), eps, -lr / (1 - beta1**step)
 HIDDEN void step(const Arguments &a, const float *h, Lane &lane, int i) {
   const float weight = h[1], value = h[3], size = h[6];
   float g = lane.gradient[i], p = lane.master[i];
-  if (a.flags & MAXIMIZE) g = -g;
-  if (a.flags & DECAY) {
-    if (RULE == ADAMW)
-      p = __fmul_rn(p, h[0]);
-    else
-      g = __fmaf_rn(h[0], p, g);
-  }
+  if (RULE == ADAMW)
+    p = __fmul_rn(p, h[0]);
+  else if (a.flags & DECAY)
+    g = __fmaf_rn(h[0], p, g);
   float &average = lane.moments[0][i], &square = lane.moments[1][i];
-  const float way = __fadd_rn(g, -average);
-  average = weight < 0.5f && weight > -0.5f ? __fmaf_rn(weight, way, average)
-                                            : __fmaf_rn(-way, __fadd_rn(1.0f, -weight), g);
+  // From the average towards the gradient, or back from the gradient, as torch's lerp.
+  const bool is_near = weight < 0.5f && weight > -0.5f;
+  const float share = is_near ? weight : -__fadd_rn(1.0f, -weight);
+  average = __fmaf_rn(share, __fadd_rn(g, -average), is_near ? average : g);
   square = __fmul_rn(square, h[2]);
   // torch treats 1 as no factor at all, and then rounds once less.
   square = value == 1.0f ? __fmaf_rn(g, g, square) : __fmaf_rn(value, __fmul_rn(g, g), square);
@@ -392,7 +395,6 @@ HIDDEN void step(const Arguments &a, const float *h, Lane &lane, int i) {
 HIDDEN void step(const Arguments &a, const float *h, Lane &lane, int i) {
   const float beta1 = h[1], beta2 = h[2];
   float g = lane.gradient[i], p = lane.master[i];
-  if (a.flags & MAXIMIZE) g = -g;
   if (a.flags & DECAY) {
     if (RULE == ADAMW)
       p = __fmaf_rn(-__fmul_rn(h[0], h[3]), p, p);
@@ -414,32 +416,37 @@ HIDDEN void step(const Arguments &a, const float *h, Lane &lane, int i) {
 }
 #endif
 
-// Steps the quads of 8 lanes: a block of 32 elements, or the rest of one. Lanes without elements
-// take part with zeros.
-HIDDEN void step_group(const Arguments &a, const Constants &c, const Piece &piece, u64 group,
-                       Raw *raws) {
-  Lane lanes[LANES];
-  FOR_LANES(l) {
-    unpack(a, c, raws[l], lanes[l]);
-    EACH(i) step(a, c.hyper, lanes[l], i);
-    if (raws[l].num < QUAD) {
-      EACH_MOMENT(k) EACH(i) if (i >= raws[l].num) lanes[l].moments[k][i] = 0.0f;
-    }
-    pack(piece, lanes[l], raws[l]);
-  }
-#if STATE == INT8
-  pack_blocks(a, piece, group, lanes, raws);
-#endif
-  FOR_LANES(l) {
-    if (raws[l].whole)
-      store_quads<true>(a, piece, raws[l]);
-    else
-      store_quads<false>(a, piece, raws[l]);
-  }
+HIDDEN void load_group(const Rest &rest, int at, Raw *raws) {
+  FOR_LANES(l) load(rest, OF_LANE(at, l), raws[l]);
 }
 
-HIDDEN void load_group(const Arguments &a, const Piece &piece, u64 group, Raw *raws) {
-  FOR_LANES(l) load(a, piece, group, LANE_INDEX(l), raws[l]);
+// Steps the quads of 8 lanes: a block of 32 elements, or the rest of one. Lanes without elements
+// take part with zeros. `at` is the first element of the calling thread; see OF_LANE.
+HIDDEN void step_group(const Arguments &a, const Constants &c, const Rest &rest, int at,
+                       Raw *raws, bool is_last, Raw *next) {
+  Lane lanes[LANES];
+  FOR_LANES(l) unpack(a, c, raws[l], lanes[l]);
+  if (!is_last) load_group(rest, at + TURN, next);
+  FOR_LANES(l) {
+    const int own = OF_LANE(at, l);
+    EACH(i) step(a, c.hyper, lanes[l], i);
+#if STATE == INT8
+    if (own >= rest.num_whole) {
+      EACH_MOMENT(k) EACH(i) if (i >= rest.num - own) lanes[l].moments[k][i] = 0.0f;
+    }
+#endif
+    pack(rest, own, lanes[l], raws[l]);
+  }
+#if STATE == INT8
+  pack_blocks(rest, at, lanes, raws);
+#endif
+  FOR_LANES(l) {
+    const int own = OF_LANE(at, l);
+    if (own < rest.num_whole)
+      store_quads<true>(rest, own, raws[l]);
+    else
+      store_quads<false>(rest, own, raws[l]);
+  }
 }
 
 // Returns the piece that a tile is of.
@@ -455,29 +462,54 @@ HIDDEN u32 piece_of(const Arguments &a, u32 tile) {
   return first;
 }
 
-// Steps every `stride`-th group of a tile, from the one numbered `offset` on. The number of groups of
-// a tile is a multiple of the stride; those after the end of the piece have no elements.
-HIDDEN void update_tile(const Arguments &a, const Constants &c, u32 tile, u32 offset, u32 stride) {
+HIDDEN Rest rest_of(const Arguments &a, u32 tile) {
   const Piece &piece = a.pieces[piece_of(a, tile)];
-  const u64 num_groups = (piece.num_elements + QUAD * GROUP - 1) / (QUAD * GROUP);
-  const u64 begin = (u64)(tile - piece.first_tile) * a.groups_per_tile;
-  const u64 left = num_groups - begin;
-  const u32 num = left < a.groups_per_tile ? (u32)left : a.groups_per_tile;
-  u64 group = begin + offset;
-  Raw now[LANES], next[LANES];
-  load_group(a, piece, group, now);
-  for (u32 done = stride;; done += stride) {
-    const bool is_last = done >= num;
-    if (!is_last) load_group(a, piece, group + stride, next);
-    step_group(a, c, piece, group, now);
-    if (is_last) return;
-    group += stride;
-    FOR_LANES(l) now[l] = next[l];
+  const u64 first = (u64)(tile - piece.first_tile) * a.groups_per_tile * BLOCK;
+  const u64 at = piece.at + first, left = piece.num_elements - first;
+  Rest rest = {piece};
+  rest.live = (u8 *)piece.live + first * LIVE_BYTES;
+  rest.gradient = (const u8 *)piece.gradient + first * GRADIENT_BYTES;
+  rest.master = (u8 *)a.master + at * MASTER_BYTES;
+  EACH_MOMENT(k) {
+    rest.moments[k] = (u8 *)a.moments[k] + at * MOMENT_BYTES;
+    rest.scales[k] = a.scales[k] + piece.scale_at + first / BLOCK;
+  }
+  rest.pair = (u32)(piece.first_element + first >> 1);
+  rest.is_odd = (u32)piece.first_element & 1;
+  const u32 num = a.groups_per_tile * BLOCK;
+  rest.num = left < num ? (int)left : (int)num;
+  rest.num_whole = piece.aligned ? rest.num / QUAD * QUAD : 0;
+  return rest;
+}
+
+// Steps every 32nd group of a tile, from the one numbered `offset` on. All threads of a block take
+// as many turns; groups after the end of the piece have no elements.
+HIDDEN void update_tile(const Arguments &a, Constants &c, u32 tile, u32 offset) {
+  const Rest rest = rest_of(a, tile);
+  int at = FIRST_OF(offset), left = rest.num;
+  Raw one[LANES], other[LANES];
+  load_group(rest, at, one);
+  prepare(a, c.hyper);  // while memory answers
+  // Two turns: what has been requested stays in the registers in which it arrives.
+  while (true) {
+    left -= TURN;
+    step_group(a, c, rest, at, one, left <= 0, other);
+    if (left <= 0) return;
+    at += TURN;
+    left -= TURN;
+    step_group(a, c, rest, at, other, left <= 0, one);
+    if (left <= 0) return;
+    at += TURN;
   }
 }
 
 #ifdef __CUDACC__
-extern "C" __global__ void __launch_bounds__(256, 3) update(const __grid_constant__ Arguments a) {
+// Blocks that a multiprocessor runs at once, which limits registers. Three moments in 8 bits need
+// more than a third of them.
+#define MIN_BLOCKS (STATE == INT8 && NUM_MOMENTS == 3 ? 2 : 3)
+
+extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS)
+    update(const __grid_constant__ Arguments a) {
   Constants c;
 #if STATE == INT8
   __shared__ float quotients[256];
@@ -485,7 +517,6 @@ extern "C" __global__ void __launch_bounds__(256, 3) update(const __grid_constan
   __syncthreads();
   c.quotients = quotients;
 #endif
-  prepare(a, c.hyper);
-  update_tile(a, c, blockIdx.x, threadIdx.x / GROUP, blockDim.x / GROUP);
+  update_tile(a, c, blockIdx.x, threadIdx.x / GROUP);
 }
 #endif

@@ -18,7 +18,7 @@ from offload.device.kernels.loading import Kernel, load
 from offload.device.kernels.sources import defines, update_source
 
 _TILES_PER_PROCESSOR = 32
-"""Maximal number of thread blocks to launch per multiprocessor, which runs 3 or 4 at a time. With
+"""Maximal number of thread blocks to launch per multiprocessor, which runs 2 to 4 at a time. With
 fewer blocks, a thread steps more elements with values that it computes once, such as the bias
 corrections of `fused`, and requests more of them while it computes."""
 

@@ -130,9 +130,10 @@ HIDDEN u32 hash(u32 x, u32 inside) {
   return x ^ x >> 16;
 }
 
-// Rounds four neighbours, of which the first has the given index.
-HIDDEN void round_stochastic(const float *values, u64 element, u32 before, u32 inside, u32 *halves) {
-  const u32 first = (u32)(element >> 1) * WEYL + before, is_odd = (u32)element & 1;
+// Rounds four neighbours, of which the first is the first or the second one of a pair.
+HIDDEN void round_stochastic(const float *values, u32 pair, u32 is_odd, u32 before, u32 inside,
+                             u32 *halves) {
+  const u32 first = pair * WEYL + before;
   u32 bits[4], random[3] = {hash(first, inside), hash(first + WEYL, inside), 0};
   if (is_odd) random[2] = hash(first + 2 * WEYL, inside);
   with_quiet_nans(values, bits);
@@ -191,8 +192,12 @@ HIDDEN u16 scale_unsigned(u32 largest) {
 #define SIGNED_SMALLEST 7.888609052210118e-31f   /* 2**-100 */
 #define UNSIGNED_SMALLEST 8.881784197001252e-16f /* 2**-50 */
 
-HIDDEN bool doubtful(float quotient, float sum, float doubt) {
-  return !(fabsf(__fadd_rn(quotient, -__fadd_rn(sum, -ROUNDER))) < 0.5f - doubt);
+// Returns the sum of a product with ROUNDER, and notes whether a half is too near.
+HIDDEN float rounded_product(float one, float other, float doubt, bool &in_doubt) {
+  const float sum = __fmaf_rn(one, other, ROUNDER);
+  const float rest = __fmaf_rn(one, other, -__fadd_rn(sum, -ROUNDER));
+  in_doubt |= !(fabsf(rest) < 0.5f - doubt);
+  return sum;
 }
 
 HIDDEN u32 low_bytes(const u32 *words) {
@@ -205,10 +210,8 @@ HIDDEN u32 encode_signed(const float *values, u32 largest, u16 scale_bits) {
   u32 sums[4];
   for (int i = 0; i < 4; i++) {
     const float inverse = about_reciprocal(__fadd_rn(fabsf(values[i]), divisor));
-    const float quotient = __fmul_rn(__fmul_rn(254.0f, values[i]), inverse);
-    const float sum = __fadd_rn(ROUNDER, quotient);
-    in_doubt |= doubtful(quotient, sum, SIGNED_DOUBT);
-    sums[i] = __float_as_uint(sum);
+    const float product = __fmul_rn(254.0f, values[i]);
+    sums[i] = __float_as_uint(rounded_product(product, inverse, SIGNED_DOUBT, in_doubt));
   }
   if (in_doubt)
     for (int i = 0; i < 4; i++) {
@@ -226,10 +229,8 @@ HIDDEN u32 encode_unsigned(const float *values, u32 largest, u16 scale_bits) {
   u32 sums[4];
   for (int i = 0; i < 4; i++) {
     const float inverse = about_inverse_root(at_least(values[i], SMALLEST_NORMAL));
-    const float quotient = __fmul_rn(__fmul_rn(values[i], inverse), factor);
-    const float sum = __fadd_rn(ROUNDER, quotient);
-    in_doubt |= doubtful(quotient, sum, UNSIGNED_DOUBT);
-    sums[i] = __float_as_uint(sum);
+    const float root = __fmul_rn(values[i], inverse);
+    sums[i] = __float_as_uint(rounded_product(root, factor, UNSIGNED_DOUBT, in_doubt));
   }
   if (in_doubt) {
     const float exact = __fmul_rn(255.0f, __fdiv_rn(1.0f, at_least(scale, TINY_ROOT)));
