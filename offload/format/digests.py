@@ -145,6 +145,41 @@ def leaf_digest(leaf: memoryview) -> bytes:
     return xxhash.xxh3_64_digest(leaf)[::-1]  # xxhash's own order is big-endian
 
 
+class LeafStream:
+    """Digests of the leaves of bytes that arrive in pieces, in order; see `leaf_digests`."""
+
+    def __init__(self) -> None:
+        self._leaf = xxhash.xxh3_64()
+        self._nbytes = 0
+        self._found: list[bytes] = []
+
+    def update(self, piece: memoryview) -> None:
+        """Add bytes. They may change as soon as this returns."""
+        start = 0
+        while start < len(piece):
+            part = piece[start : start + LEAF_BYTES - self._nbytes]
+            start += len(part)
+            if len(part) == LEAF_BYTES:
+                self._found.append(leaf_digest(part))
+                continue
+            self._leaf.update(part)
+            self._nbytes += len(part)
+            if self._nbytes == LEAF_BYTES:
+                self._end_leaf()
+
+    def finish(self) -> bytes:
+        """Return the digests of all leaves, the last one as short as it is, and begin anew."""
+        if self._nbytes:
+            self._end_leaf()
+        leaves, self._found = b"".join(self._found), []
+        return leaves
+
+    def _end_leaf(self) -> None:
+        self._found.append(self._leaf.digest()[::-1])  # as `leaf_digest` does
+        self._leaf.reset()
+        self._nbytes = 0
+
+
 class Digests(Protocol):
     """Digests of one chunk of every state array, in any kind of memory; see `ChunkDigests`."""
 

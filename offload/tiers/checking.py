@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from gds import Buffer
 from offload.errors import DamagedError, TierNotFoundError
-from offload.format.digests import DigestContext
+from offload.format.digests import DigestContext, LeafStream
 from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME
 from offload.format.shares.part_table import OwnerTable
@@ -86,16 +87,65 @@ class Fetcher:
             return b""
         found = ""
         for _ in range(2):
-            try:
+            with self._missing_named(name):
                 data = self._objects.get_range(f"{self._folder}/{name}", start, nbytes, into)
-            except TierNotFoundError as error:
-                if self._objects.size(f"{self._folder}/{name}") is None:
-                    raise DamagedError(f"{self._place(name)}: the object is missing") from error
-                raise
             found = digest(memoryview(data)) if len(data) == nbytes else f"{len(data)} bytes"
             if found == expected:
                 return data
-        raise DamagedError(
+        raise self._damaged(name, start, nbytes, found, expected)
+
+    def check(self, name: str, start: int, chunks: Sequence[Chunk], advance: Advance) -> None:
+        """Read consecutive chunks of an object, and compare each; nothing of them is kept.
+
+        Args:
+            name: Name of the object that holds them.
+            start: First byte of the first one in the object.
+            chunks: Chunks that follow each other.
+            advance: Function that is called with the number of bytes of each.
+
+        The errors are those of `chunk`.
+        """
+        for chunk, found in zip(chunks, self._digests(name, start, chunks), strict=True):
+            if found != chunk.digest:
+                (again,) = self._digests(name, start, [chunk])
+                if again != chunk.digest:
+                    raise self._damaged(name, start, chunk.nbytes, again, chunk.digest)
+            advance(chunk.nbytes)
+            start += chunk.nbytes
+
+    def _digests(self, name: str, start: int, chunks: Sequence[Chunk]) -> Iterator[str]:
+        """Yield the digest of each chunk as it is in the tier; or how many bytes are left of it."""
+        nbytes = sum(chunk.nbytes for chunk in chunks)
+        leaves = LeafStream()
+        pieces = self._objects.pieces(f"{self._folder}/{name}", start, nbytes)
+        piece = memoryview(b"")
+        for chunk in chunks:
+            missing = chunk.nbytes
+            while missing:
+                if not piece:
+                    with self._missing_named(name):
+                        piece = next(pieces, piece)
+                    if not piece:
+                        break
+                leaves.update(piece[:missing])
+                missing, piece = missing - len(piece[:missing]), piece[missing:]
+            digest = self._context.digest_leaves(chunk.array, chunk.index, leaves.finish())
+            yield f"{chunk.nbytes - missing} bytes" if missing else digest
+
+    @contextmanager
+    def _missing_named(self, name: str) -> Iterator[None]:
+        """Raise `DamagedError` if an object that a block reads is missing."""
+        try:
+            yield
+        except TierNotFoundError as error:
+            if self._objects.size(f"{self._folder}/{name}") is None:
+                raise DamagedError(f"{self._place(name)}: the object is missing") from error
+            raise
+
+    def _damaged(
+        self, name: str, start: int, nbytes: int, found: str, expected: str
+    ) -> DamagedError:
+        return DamagedError(
             f"{self._place(name)}: bytes {start} to {start + nbytes} are not those that were sent: "
             f"their digest is {found}, expected {expected}"
         )
@@ -110,9 +160,7 @@ class Fetcher:
 
 def check_state(fetcher: Fetcher, wanted: StateObject, advance: Advance) -> None:
     """Read an object of state and compare every chunk; the errors are those of `Fetcher.chunk`."""
-    for start, chunk in wanted.starts():
-        fetcher.chunk(wanted.name, start, chunk)
-        advance(chunk.nbytes)
+    fetcher.check(wanted.name, 0, wanted.chunks, advance)
 
 
 def _joined(digests: Sequence[str]) -> str:
@@ -133,8 +181,7 @@ def check_model(
     )
     advance(header.data_start)
     for run in model_runs(manifest, tables):
-        fetcher.run(MODEL_NAME, run)
-        advance(run.nbytes)
+        fetcher.check(MODEL_NAME, run.offset, run.chunks, advance)
 
 
 def check_whole(

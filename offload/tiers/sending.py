@@ -101,7 +101,7 @@ class Sending:
             present: Size in bytes of each object that the tier has already, by name.
             record: Record of the objects that were checked.
             backend: Backend that makes the buffers.
-            most_bytes: Size in bytes of the largest object that needs a buffer.
+            most_bytes: Size in bytes of the largest object that must fit into a buffer.
 
         Raises:
             UploadStoppedError: The upload was told to end.
@@ -118,7 +118,8 @@ class Sending:
         run_all(
             tasks(),
             self._num_transfers,
-            lambda: backend.allocate(most_bytes + ALIGNMENT, "host"),
+            # With the second one, two blocks of the model fit into the memory of a usual object.
+            lambda: backend.allocate(most_bytes + 2 * ALIGNMENT, "host"),
             self.require_going_on,
         )
 

@@ -108,18 +108,21 @@ class Source:
                 read_chunks(file, file_offset(layout, chunk), [chunk], piece, self._context)
         return into.slice(0, wanted.nbytes).memoryview()
 
-    def model_blocks(self) -> Iterator[memoryview]:
+    def model_blocks(self, memory: Buffer) -> Iterator[memoryview]:
         """Yield ``model.safetensors`` in pieces: its header, and then block by block.
 
         The errors are those of `read_object`. A piece stays as it is as long as anybody refers to
         it; its memory is then used again, because new memory costs more time than reading into it.
+
+        Args:
+            memory: Memory to use before any other is allocated; of any size.
         """
         header = self._manifest.layout.model_header
         yield memoryview(header.encoded)
-        free: list[Buffer] = []
+        most = MODEL_BLOCK_BYTES + ALIGNMENT
+        free = [memory.slice(n * most, most) for n in range(memory.nbytes // most)]
         for run in model_runs(self._manifest, self.tables):
             if not free:
-                most = MODEL_BLOCK_BYTES + ALIGNMENT
                 free.append(self._checkpoint.backend.allocate(most, "host"))
             buffer = free.pop()
             block = buffer.slice(run.offset % ALIGNMENT, run.nbytes)

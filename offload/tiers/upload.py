@@ -379,8 +379,8 @@ class Upload:
         fetcher = Fetcher(objects, folder, manifest)
         model_bytes = manifest.layout.model_header.file_bytes
 
-        def send_model(_: Buffer) -> None:
-            blocks = sending.while_going_on(source.model_blocks())
+        def send_model(buffer: Buffer) -> None:
+            blocks = sending.while_going_on(source.model_blocks(buffer))
             objects.put_stream(f"{folder}/{MODEL_NAME}", blocks, model_bytes)
 
         def send_whole(name: str, _: Buffer) -> None:

@@ -46,6 +46,17 @@ def test_ranges_end_where_the_object_ends(objects: Objects) -> None:
     assert bytes(objects.get_range("x", 20_000, 5)) == b""
 
 
+def test_pieces_are_the_bytes_of_a_range(objects: Objects) -> None:
+    data = os.urandom((9 << 20) + 5)
+    objects.put("x", data)
+    ranges = [(0, len(data)), (4097, 5 << 20), (len(data) - 10, 100), (2 * len(data), 5)]
+    for start, nbytes in ranges:
+        found = b"".join(bytes(piece) for piece in objects.pieces("x", start, nbytes))
+        assert found == data[start : start + nbytes]
+    with pytest.raises(TierNotFoundError, match="no such object"):
+        next(objects.pieces("none", 0, 5))
+
+
 def test_a_put_replaces_and_a_new_put_may_not(objects: Objects) -> None:
     objects.put("x", b"one")
     objects.put("x", b"three")

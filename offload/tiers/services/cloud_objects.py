@@ -173,27 +173,32 @@ class CloudObjects:
     def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
         """Return bytes of an object; see `Objects.get_range`."""
         memory = self._memory.take(nbytes) if into is None else into.slice(0, nbytes).memoryview()
+        end = 0
+        for piece in self.pieces(name, start, nbytes):
+            end += len(piece)
+            memory[end - len(piece) : end] = piece
+        return memory[:end]
 
-        def read() -> int:
-            """Copy the answer piece by piece, and return the number of bytes.
+    def pieces(self, name: str, start: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield bytes of an object; see `Objects.pieces`.
 
-            As one piece it would take new memory for every request, which costs twice the time.
-            """
-            end = 0
+        As one piece an answer would take new memory for every request, which costs twice the time.
+        """
+
+        def ask() -> Iterator[bytes]:
             answer = self._obstore.get(
                 self._store, self._prefix + name, options={"range": (start, start + nbytes)}
             )
-            for piece in answer.stream(min_chunk_size=_PIECE_BYTES):
-                end += len(piece)
-                memory[end - len(piece) : end] = memoryview(piece)
-            return end
+            return iter(answer.stream(min_chunk_size=_PIECE_BYTES))
 
         try:
-            return memory[: self._call(name, "read it", read)]
+            answer = self._call(name, "read it", ask)
         except TierError as error:
             if error.errno != errno.ERANGE:
                 raise
-            return b""  # the object ends before the range begins
+            return  # the object ends before the range begins
+        while (piece := self._call(name, "read it", lambda: next(answer, None))) is not None:
+            yield memoryview(piece)
 
     def size(self, name: str) -> int | None:
         """Return the size of an object; see `Objects.size`."""

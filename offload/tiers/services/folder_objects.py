@@ -23,7 +23,8 @@ from offload.tiers.services.objects import Data
 TEMPORARY: Final = ".new-"
 """Beginning of the names of files that are no objects yet."""
 
-_COPY_BYTES = 16 << 20
+_COPY_BYTES = 8 << 20
+"""Size in bytes of the memory that each transfer needs."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -44,6 +45,8 @@ class FolderObjects:
         self._folder = folder.rstrip("/")
         self._backend: Backend = PosixBackend() if backend is None else backend
         self._owned = backend is None
+        self._free: list[Buffer] = []
+        """Memory of transfers that have ended: new memory costs more time than a copy into it."""
 
     @property
     def url(self) -> str:
@@ -80,16 +83,16 @@ class FolderObjects:
             self._backend.sync_dir(directory)
 
     def _write(self, file: File, blocks: Iterator[Data]) -> None:
-        buffer = self._backend.allocate(min(_COPY_BYTES, max(file.size_bytes, 1)) + ALIGNMENT)
         offset = 0
-        for block in blocks:
-            view = memoryview(block).cast("B")
-            for start in range(0, len(view), _COPY_BYTES):
-                piece = view[start : start + _COPY_BYTES]
-                part = buffer.slice(offset % ALIGNMENT, len(piece))
-                part.memoryview()[:] = piece
-                file.write(part, offset).result()
-                offset += len(piece)
+        with self._memory() as buffer:
+            for block in blocks:
+                view = memoryview(block).cast("B")
+                for start in range(0, len(view), _COPY_BYTES):
+                    piece = view[start : start + _COPY_BYTES]
+                    part = buffer.slice(offset % ALIGNMENT, len(piece))
+                    part.memoryview()[:] = piece
+                    file.write(part, offset).result()
+                    offset += len(piece)
         if offset != file.size_bytes:
             raise TierError(
                 errno.EIO, f"{offset} bytes were given for {file.size_bytes}", file.path
@@ -131,6 +134,26 @@ class FolderObjects:
             if nbytes:
                 file.read(buffer, start).result()
             return buffer.memoryview()
+
+    def pieces(self, name: str, start: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield bytes of an object; see `Objects.pieces`."""
+        with self._named(name, "read it"), self._open(name) as file, self._memory() as buffer:
+            end = min(start + nbytes, file.size_bytes)
+            while start < end:
+                piece = buffer.slice(start % ALIGNMENT, min(_COPY_BYTES, end - start))
+                file.read(piece, start).result()
+                start += piece.nbytes
+                yield piece.memoryview()
+
+    @contextmanager
+    def _memory(self) -> Iterator[Buffer]:
+        """Yield memory for a block, which is used again unless the block has failed."""
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = self._backend.allocate(_COPY_BYTES + ALIGNMENT)
+        yield buffer  # after an error, a transfer may still use it
+        self._free.append(buffer)
 
     def _open(self, name: str) -> File:
         return self._backend.open(f"{self._folder}/{name}")

@@ -74,6 +74,24 @@ class Objects(Protocol):
         """
         ...
 
+    def pieces(self, name: str, start: int, nbytes: int) -> Iterator[memoryview]:
+        """Yield bytes of an object in their order; fewer than asked for if it is shorter.
+
+        This takes less processor time and memory than `get_range`.
+
+        Args:
+            name: Name of the object.
+            start: First byte.
+            nbytes: Number of bytes, at least 1.
+
+        Yields:
+            A piece of some size, which is valid until the next one is asked for.
+
+        Raises:
+            TierNotFoundError: No object has the name.
+        """
+        ...
+
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes; None if no object has the name."""
         ...
