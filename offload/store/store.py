@@ -309,17 +309,24 @@ class Store:
         """Return whether the state of a checkpoint lies in the cut of this process, as a whole."""
         return cuts is None and not checkpoint.manifest.owners
 
+    def seen_state(self, checkpoint: StoredCheckpoint) -> Collection[int]:
+        """Return nothing: one process sees everything, or cannot use the checkpoint."""
+        del checkpoint
+        return ()
+
     def recut(
         self,
         checkpoint: StoredCheckpoint,
         cuts: Mapping[str, Cut] | None,
         *,
+        with_state: Collection[int] = (),
         recode: Recode | None = None,
     ) -> RecutSource:
         """Return the state of a checkpoint of several ranks as one process has it.
 
         Raises the errors of `RecutSource`.
         """
+        del with_state
         path, manifest = checkpoint.path, checkpoint.manifest
         return RecutSource(self.backend, path, manifest, cuts, (), recode=recode)
 
