@@ -26,6 +26,7 @@ from offload.distributed.rank_granting import RankGranting, is_in_place
 from offload.distributed.rank_keeping import RankKeeping
 from offload.distributed.rank_opening import open_first
 from offload.distributed.rank_sealing import RankSealing, from_message, to_message
+from offload.distributed.recut_rooms import require_rooms
 from offload.distributed.together import together
 from offload.format.boxes import Cut
 from offload.format.layout import Layout
@@ -39,7 +40,6 @@ from offload.journal import Journal
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint, find_stored
-from offload.store.recut_room import require_available
 from offload.store.slot import Slot
 from offload.store.state_store import StateSlot
 
@@ -319,28 +319,17 @@ class RankStore:
         )
 
     def require_recut_room(self, layout: Layout, num_groups: int) -> None:
-        """Check that there is room for the first slot of another cut, with all parts. Collective.
+        """Check that all drives have room for the first slot of another cut. Collective.
 
-        Only a store with one directory is checked.
-
-        Raises:
-            StoreFullError: There is no room. Nothing has been changed; every rank raises it.
+        Raises the errors of `require_rooms`.
         """
-        if len({*self.plan.directories}) > 1:
-            return  # parts are on several drives: whoever writes to a full one says so
         store, layout = self._opened.store, self._lay_out(layout)
         if store is not None:
             needed = store.slot_bytes(layout, num_groups)
         else:
             boxes = [(entry.name, entry.box) for entry in self._share_of(layout).entries]
             needed = sum(owner_sizes(layout, boxes).values())
-
-        def make(asked: Any) -> Json:
-            """Add up what all ranks need, on the writer."""
-            return [sum(asked.values()), self._opened.writer.available_bytes()]
-
-        agreed = self.agreement.agree("restore()", make, lambda _: None, ask=needed, asks=True)
-        require_available(self.directory, *agreed.offer)
+        require_rooms(self._opened, needed)
 
     def manifest_of(self, checkpoint: StoredCheckpoint) -> Manifest:
         """Return the manifest of a checkpoint as it is on the drive."""

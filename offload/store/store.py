@@ -289,6 +289,12 @@ class Store:
         """Return the size in bytes of a slot in the first directory."""
         return self._supply.slot_bytes(layout, num_groups)
 
+    def lasting_parts(self) -> NamedParts:
+        """Return the parts of other owners that checkpoints name which do not expire now."""
+        with self._changed:
+            expired = [checkpoint.path for checkpoint in self.keeping.expired()]
+            return self.named_parts(leaving_out=expired)
+
     def available_bytes(self) -> int:
         """Return the bytes that the next slot may take on the drive of the first directory.
 
