@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
@@ -195,6 +196,8 @@ class RankGranting:
         self._checkpoints.release_older(part)
         names = {name for owner, name in found.named if owner == part.owner} | held
         unknown = tuple(path for owner, path in found.named if owner == _UNKNOWN)
+        if not self._opened.is_near:
+            self._remove_former(part, found, unknown)
         self._checkpoints.forget_recycled(names)
         slot = part.ready(
             layout,
@@ -204,6 +207,17 @@ class RankGranting:
         )
         self.working = found.slot
         return slot
+
+    def _remove_former(self, part: OwnerStore, found: Offer, unknown: tuple[str, ...]) -> None:
+        """Remove what former owners have left on this host, which the writer does not see."""
+        names: dict[int, set[str]] = defaultdict(set)
+        for owner, name in found.named:
+            names[owner].add(name)
+        named = NamedParts({owner: frozenset(each) for owner, each in names.items()}, unknown)
+        for directory in self._opened.further:
+            remove_parts_of_former_owners(
+                part.backend, directory, part.store_id, named, {*self._opened.plan.homes}
+            )
 
 
 def is_in_place(slot: Any) -> bool:

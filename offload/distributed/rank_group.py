@@ -180,12 +180,16 @@ class RankGroup:
         """Return whether a test is true on all ranks."""
         return all(everywhere(self._agreement, what, test).values())
 
-    def union(self, what: str, numbers: Sequence[int]) -> Collection[int]:
-        """Return all numbers that any rank has, each once."""
-        mine = f"{sum(1 << number for number in {*numbers}):x}"  # JSON has no large numbers
+    def union(self, what: str, find: Callable[[], Collection[int]]) -> Collection[int]:
+        """Return all numbers that any rank finds, each once."""
+
+        def as_text() -> str:
+            """Return the numbers of this rank as the bits of one, which may be large for JSON."""
+            return f"{sum(1 << number for number in {*find()}):x}"
+
         found = 0
-        for theirs in everywhere(self._agreement, what, lambda: mine).values():
-            found |= int(theirs, 16)
+        for text in everywhere(self._agreement, what, as_text).values():
+            found |= int(text, 16)
         return [number for number in range(found.bit_length()) if found >> number & 1]
 
     def measure(
@@ -261,6 +265,10 @@ class RankGroup:
     def has_same_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> bool | None:
         """Return whether this rank's share of the model equals a checkpoint's, bit for bit."""
         return self._model.is_same(self._opened(), checkpoint, stored)
+
+    def check_model(self, checkpoint: StoredCheckpoint) -> None:
+        """Check that this rank can load its share of a checkpoint's model."""
+        self._model.check(self._opened(), checkpoint)
 
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model."""

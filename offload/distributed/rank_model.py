@@ -8,6 +8,7 @@ file in its own part of the checkpoint, and reads them from there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -42,7 +43,7 @@ from offload.format.shares.shard_files import model_shard, shard_share
 from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import ModelCopy
 from offload.model.parameters import Stored
-from offload.model.recut_model import read_recut_model
+from offload.model.recut_model import read_recut_model, require_seen_model
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateSlot
 
@@ -136,24 +137,47 @@ class RankModel:
         with store.model_of(checkpoint) as file:
             return is_same_share(share, *args, file, store.backend, context, self._traffic)
 
+    def check(self, store: RankStore, checkpoint: StoredCheckpoint) -> None:
+        """Check that this rank sees its share of a checkpoint's model. No collective.
+
+        Raises:
+            RanksError: It does not, and no other rank sends it.
+        """
+        layout = checkpoint.manifest.layout
+        is_sharded = layout.shard is not None
+        if self._is_sharded and not is_sharded:
+            self._require_all_near(store, checkpoint)
+        if not is_sharded or all(store.plan.near) or self._is_own(layout):
+            return
+        shares = self._shares(layout.model_header, is_sharded=True)
+        require_seen_model(
+            store.backend,
+            checkpoint.path,
+            store.manifest_of(checkpoint),
+            shares.boxes[self._rank],
+            store.directories[1:],
+            sees_first=store.is_near,
+        )
+
+    def _is_own(self, layout: Layout) -> bool:
+        """Return whether a layout has a shard file with the boxes that this rank writes now."""
+        return layout.shard is not None and layout.shard == self._shard(layout.model_header)
+
     def load(self, store: RankStore, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int:
         """Load this rank's share of a checkpoint's model; return the number of bytes read.
 
         `share` must follow, on all ranks, if all have loaded their share.
 
         Raises:
-            RanksError: The ranks do not see what they have to load.
+            RanksError: This rank does not see its share; see `check`.
             DamagedError: A file is damaged.
             gds.StorageError: A file cannot be read.
         """
         manifest = checkpoint.manifest
         layout, memory = manifest.layout, self._memory_of(stored)
         is_sharded = layout.shard is not None
-        is_own = is_sharded and layout.shard == self._shard(layout.model_header)
-        if not is_own and (is_sharded or self._is_sharded):
-            self._require_all_near(store, checkpoint, is_sharded=is_sharded)
         shares = self._loaded = self._shares(layout.model_header, is_sharded=is_sharded)
-        if is_own:
+        if self._is_own(layout):
             return load_share(
                 shard_share(layout),
                 manifest.model_boxes,
@@ -163,25 +187,30 @@ class RankModel:
                 DigestContext(manifest.store_id, manifest.generation),
                 self._traffic,
             )
-        if not store.is_near:
+        if not store.is_near and not is_sharded:
             return 0  # `share` brings it
-        share = self._share_in_one_file(shares)
-        copied = share.copied
-        with store.model_of(checkpoint) as file:
-            if is_sharded or share.through_cache or not is_own_share(copied, manifest.model_boxes):
-                boxes = [(one.name, one.box) for one in shares.boxes[self._rank]]
-                wanted = [LiveBox(name, box, memory(name, box)) for name, box in boxes]
+        boxes = [(one.name, one.box) for one in shares.boxes[self._rank]]
+        with ExitStack() as opened:
+            file = opened.enter_context(store.model_of(checkpoint)) if store.is_near else None
+            share = None if is_sharded else self._share_in_one_file(shares)
+            if (
+                file is None
+                or share is None
+                or share.through_cache
+                or not is_own_share(share.copied, manifest.model_boxes)
+            ):
                 return read_recut_model(
                     store.backend,
                     checkpoint.path,
                     store.manifest_of(checkpoint),
                     file,
-                    wanted,
+                    [LiveBox(name, box, memory(name, box)) for name, box in boxes],
                     self._traffic,
                     parts=store.directories[1:],
+                    partly=is_sharded and not all(store.plan.near),
                 )
             return load_share(
-                copied,
+                share.copied,
                 manifest.model_boxes,
                 memory,
                 file,
@@ -267,21 +296,18 @@ class RankModel:
             self._file_share = shares, file_share(shares, self._rank)
         return self._file_share[1]
 
-    def _require_all_near(
-        self, store: RankStore, checkpoint: StoredCheckpoint, *, is_sharded: bool
-    ) -> None:
-        """Check that all ranks see the first directory, for a model that lies elsewhere.
+    def _require_all_near(self, store: RankStore, checkpoint: StoredCheckpoint) -> None:
+        """Check that all ranks see the first directory, for a model that is in one file there.
 
         Raises:
             RanksError: They do not.
         """
         if all(store.plan.near):
             return
-        lies = "in shard files of other ranks" if is_sharded else "in one file on one host"
         raise RanksError(
-            f"{checkpoint.path} has its model {lies}, and these ranks are on several hosts, which "
-            "do not see all of it: give the ranks the hosts that they had when it was made, or "
-            "export it (offload export) where all of its parts are seen, and load that"
+            f"{checkpoint.path} has its model in one file on one host, and these ranks are on "
+            "several hosts, which do not see all of it: give the ranks the hosts that they had "
+            "when it was made, or export it (offload export), and load that"
         )
 
     def _memory_of(self, stored: Sequence[Stored]) -> Memory:

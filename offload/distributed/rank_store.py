@@ -9,12 +9,13 @@ slots of the next generation, and `rank_sealing` makes them one checkpoint.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from gds import Backend, File
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.layout import box_of
+from offload.checkpoint.recut.owners import Reach, names_with_state
 from offload.checkpoint.recut.reencoding import Recode
 from offload.checkpoint.recut.source import RecutSource
 from offload.distributed.agreement.agreement import Agreement
@@ -25,8 +26,8 @@ from offload.distributed.rank_granting import RankGranting, is_in_place
 from offload.distributed.rank_keeping import RankKeeping
 from offload.distributed.rank_opening import open_first
 from offload.distributed.rank_sealing import RankSealing, from_message, to_message
+from offload.distributed.recut_rooms import require_rooms
 from offload.distributed.together import together
-from offload.errors import RanksError
 from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
@@ -39,7 +40,6 @@ from offload.journal import Journal
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint, find_stored
-from offload.store.recut_room import require_available
 from offload.store.slot import Slot
 from offload.store.state_store import StateSlot
 
@@ -277,51 +277,59 @@ class RankStore:
         own = [(spec.name, box_of(spec)) for spec in checkpoint.manifest.layout.parameters]
         return all(name in found and found[name].box == box for name, box in own)
 
+    def seen_state(self, checkpoint: StoredCheckpoint) -> Collection[int]:
+        """Return which parameters have state that this rank sees, if ranks are on several hosts.
+
+        Raises the errors of `names_with_state`.
+        """
+        if all(self.plan.near):
+            return ()
+        manifest = self._known.manifest_of(checkpoint)
+        names = names_with_state(
+            self.backend,
+            checkpoint.path,
+            manifest,
+            self._known.further_of(manifest),
+            sees_first=self.is_near,
+        )
+        return [n for n, tensor in enumerate(manifest.layout.model) if tensor.name in names]
+
     def recut(
         self,
         checkpoint: StoredCheckpoint,
         cuts: Mapping[str, Cut] | None,
         *,
+        with_state: Collection[int] = (),
         recode: Recode | None = None,
     ) -> RecutSource:
         """Return the state of a checkpoint in the present cut of this rank, for reading.
 
         Raises:
-            RanksError: The ranks are on several hosts, so that they do not see all parts.
+            RanksError: The ranks are on several hosts, and this one does not see what it needs.
         """
         manifest = self._known.manifest_of(checkpoint)
+        reach = None
         if not all(self.plan.near):
-            raise RanksError(
-                f"{checkpoint.path} was made by {len(manifest.owners) + 1} ranks, or in another "
-                "sharding, and these ranks are on several hosts, which do not see all of it: "
-                "go on with as many ranks as made it, in the same sharding"
-            )
+            model = manifest.layout.model
+            names = (tensor.name for n, tensor in enumerate(model) if n in with_state)
+            reach = Reach(self.is_near, frozenset(names))
         further = self._known.further_of(manifest)
-        return RecutSource(self.backend, checkpoint.path, manifest, cuts, further, recode=recode)
+        return RecutSource(
+            self.backend, checkpoint.path, manifest, cuts, further, recode=recode, reach=reach
+        )
 
     def require_recut_room(self, layout: Layout, num_groups: int) -> None:
-        """Check that there is room for the first slot of another cut, with all parts. Collective.
+        """Check that all drives have room for the first slot of another cut. Collective.
 
-        Only a store with one directory is checked.
-
-        Raises:
-            StoreFullError: There is no room. Nothing has been changed; every rank raises it.
+        Raises the errors of `require_rooms`.
         """
-        if len({*self.plan.directories}) > 1:
-            return  # parts are on several drives: whoever writes to a full one says so
         store, layout = self._opened.store, self._lay_out(layout)
         if store is not None:
             needed = store.slot_bytes(layout, num_groups)
         else:
             boxes = [(entry.name, entry.box) for entry in self._share_of(layout).entries]
             needed = sum(owner_sizes(layout, boxes).values())
-
-        def make(asked: Any) -> Json:
-            """Add up what all ranks need, on the writer."""
-            return [sum(asked.values()), self._opened.writer.available_bytes()]
-
-        agreed = self.agreement.agree("restore()", make, lambda _: None, ask=needed, asks=True)
-        require_available(self.directory, *agreed.offer)
+        require_rooms(self._opened, needed)
 
     def manifest_of(self, checkpoint: StoredCheckpoint) -> Manifest:
         """Return the manifest of a checkpoint as it is on the drive."""

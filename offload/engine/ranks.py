@@ -84,12 +84,15 @@ class Ranks(Protocol):
         """
         ...
 
-    def union(self, what: str, numbers: Sequence[int]) -> Collection[int]:
-        """Return all numbers that any rank has, each once. Collective.
+    def union(self, what: str, find: Callable[[], Collection[int]]) -> Collection[int]:
+        """Return all numbers that any rank finds, each once. Collective.
 
         Args:
             what: Call of the user, for messages.
-            numbers: Numbers of this rank, from 0. They take a bit each in the messages.
+            find: Returns the numbers of this rank, from 0. They take a bit each in the messages. It
+                makes no collective call.
+
+        Raises the errors of `together`.
         """
         ...
 
@@ -218,6 +221,14 @@ class Ranks(Protocol):
         """
         ...
 
+    def check_model(self, checkpoint: StoredCheckpoint) -> None:
+        """Check, before anything changes, that this rank can load its share of the model.
+
+        Raises:
+            RanksError: Its host does not see it.
+        """
+        ...
+
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model; return the number of bytes read.
 
@@ -285,10 +296,10 @@ class Alone:
         del what
         return test()
 
-    def union(self, what: str, numbers: Sequence[int]) -> Collection[int]:
+    def union(self, what: str, find: Callable[[], Collection[int]]) -> Collection[int]:
         """Return the numbers of this process."""
         del what
-        return frozenset(numbers)
+        return find()
 
     def measure(
         self, what: str, directory: str, state_bytes: int, action: Callable[[int], None]
@@ -340,6 +351,10 @@ class Alone:
         """Return None: the whole model is to be compared."""
         del checkpoint, stored
         return None
+
+    def check_model(self, checkpoint: StoredCheckpoint) -> None:
+        """Do nothing: one process sees what there is."""
+        del checkpoint
 
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Return None: the whole model is to be loaded."""

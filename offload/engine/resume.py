@@ -160,8 +160,14 @@ def resume(
         compute = state.choose_device(groups, manifest.layout, trainables)
         if source is not None:
             store.require_recut_room(manifest.layout, len(groups))
-        # The train state is read and checked before anything is changed.
-        ranks.together("restore()", lambda: checkpoint.train_state)
+
+        def check() -> None:
+            """Check, before anything is changed, that this rank can load all that it needs."""
+            if parameters:
+                ranks.check_model(found)
+            _ = checkpoint.train_state
+
+        ranks.together("restore()", check)
         if source is not None and reencode:
             level = _CALLER + 1 if parameters else _CALLER  # then `load_state_dict` was called
             _announce_reencoding(state, found.path, found.manifest, source, level)
@@ -224,7 +230,7 @@ def _announce_reencoding(
         RuntimeWarning: The user has made warnings errors. Nothing has changed on any rank.
     """
     mine = [n for n, t in enumerate(manifest.layout.model) if t.name in source.reencoded]
-    num = len(state.ranks.union("restore()", mine))
+    num = len(state.ranks.union("restore()", lambda: mine))
     if not num:
         return
     errors: list[Warning] = []
@@ -264,12 +270,13 @@ def _recut(state: TrainingState, found: StoredCheckpoint, *, reencode: bool) -> 
     store, ranks = state.store, state.ranks
     if ranks.all("restore()", lambda: store.fits(found, ranks.cuts)):
         return None
+    with_state = ranks.union("restore()", lambda: store.seen_state(found))
     made: list[RecutSource] = []
 
     def open_source() -> RecutSource:
         """Open the state of the checkpoint for reading in the present cut."""
         recode = BlockRecoder() if reencode else None
-        made.append(store.recut(found, ranks.cuts, recode=recode))
+        made.append(store.recut(found, ranks.cuts, with_state=with_state, recode=recode))
         return made[0]
 
     try:

@@ -16,6 +16,7 @@ import torch
 
 from gds import ALIGNMENT, Backend, File
 from offload.checkpoint.file_check import PartDirectories
+from offload.checkpoint.recut.layout import out_of_reach
 from offload.checkpoint.recut.owners import model_of_owners
 from offload.checkpoint.second_read import reread_and_check
 from offload.device.staging import Traffic
@@ -35,10 +36,12 @@ def read_recut_model(
     backend: Backend,
     path: str,
     manifest: Manifest,
-    file: File,
+    file: File | None,
     wanted: Sequence[LiveBox],
     traffic: Traffic | None = None,
     parts: PartDirectories = None,
+    *,
+    partly: bool = False,
 ) -> int:
     """Read boxes of a checkpoint's model into live tensors; return the number of bytes read.
 
@@ -46,12 +49,16 @@ def read_recut_model(
         backend: Storage backend of the checkpoint.
         path: Directory of the checkpoint.
         manifest: Manifest of the checkpoint, as it is on the drive.
-        file: The checkpoint's own file with tensors of the model; see `Layout.model_name`.
+        file: The checkpoint's own file with tensors of the model; see `Layout.model_name`. None if
+            it is on another host, which takes shard files, and `partly`.
         wanted: Boxes to read. Boxes without elements are ignored.
         traffic: Counter of the bytes that cross to devices; None to count nothing.
         parts: Directories to search for the parts of owners; None for those of the manifest.
+        partly: Whether the shard files of owners that are not seen here are left out. The others
+            must have every wanted element.
 
     Raises:
+        RanksError: With `partly`, a wanted element is not seen here.
         MismatchError: A wanted box differs from what was written; names it.
         CheckpointError: The part of an owner, which has digests, is missing or damaged.
         DamagedError: The file is damaged. No element has a value from a damaged piece.
@@ -59,29 +66,79 @@ def read_recut_model(
     """
     context = DigestContext(manifest.store_id, manifest.generation)
     counter = Traffic() if traffic is None else traffic
-    if not manifest.owners:
+    if not manifest.owners and file is not None:
         return _read_blocks(backend, manifest, file, wanted, context, counter)
-    owners = model_of_owners(backend, path, manifest, parts)
+    owners = model_of_owners(
+        backend, path, manifest, parts, sees_first=file is not None, partly=partly
+    )
     header = manifest.layout.model_header
     boxes = [[TensorBox(one.name, one.box) for one in owner.boxes] for owner in owners]
-    shares = divide(header, boxes)  # refuses overlapping boxes, and missing elements
+    if partly:
+        _require_reached(path, boxes, [TensorBox(want.name, want.box) for want in wanted])
+    shares = None if partly else divide(header, boxes)  # refuses overlaps, and missing elements
     needed = [TensorBox(want.name, want.box) for want in wanted]
     stored = []
     with ExitStack() as opened:
         for number, owner in enumerate(owners):
             own = owner.layout.shard is not None
-            share = shard_share(owner.layout) if own else shares.share(number)
+            share = shard_share(owner.layout) if own or shares is None else shares.share(number)
             digests = {(one.name, one.box): one.digests for one in owner.boxes}
             known = [d for entry in share.entries for d in digests.get((entry.name, entry.box), ())]
-            if own and number and share.pieces_with(needed):
+            if own and owner.path != path and share.pieces_with(needed):
                 of_owner = backend.open(f"{owner.path}/{owner.layout.model_name}")
                 stored.append(StoredShare(share, opened.enter_context(of_owner), known))
-            else:
+            elif file is not None:
                 stored.append(StoredShare(share, file, known))
         reading = ShareReading(stored, wanted)
         size = reading.buffer_bytes
         reading.read(BlockBuffers(backend, size, counter, block_bytes=size), context)
     return reading.num_bytes
+
+
+def require_seen_model(
+    backend: Backend,
+    path: str,
+    manifest: Manifest,
+    wanted: Sequence[TensorBox],
+    parts: PartDirectories,
+    *,
+    sees_first: bool,
+) -> None:
+    """Check that the shard files which are seen on this host have all wanted elements.
+
+    Args:
+        backend: Storage backend of the parts.
+        path: Directory of the checkpoint.
+        manifest: Manifest of the checkpoint, as it is on the drive.
+        wanted: Boxes of the model.
+        parts: Directories of the store on this host.
+        sees_first: Whether the checkpoint itself is seen here.
+
+    Raises:
+        RanksError: They do not; names the tensor.
+        CheckpointError: A part is damaged, or is not that of the checkpoint.
+    """
+    owners = model_of_owners(backend, path, manifest, parts, sees_first=sees_first, partly=True)
+    boxes = [[TensorBox(one.name, one.box) for one in owner.boxes] for owner in owners]
+    _require_reached(path, boxes, wanted)
+
+
+def _require_reached(
+    path: str, boxes: Sequence[Sequence[TensorBox]], wanted: Sequence[TensorBox]
+) -> None:
+    """Check that the shard files which are seen here have all wanted elements.
+
+    Raises:
+        RanksError: They do not.
+    """
+    found: dict[str, list[Box]] = {}
+    for one in (box for each in boxes for box in each):
+        found.setdefault(one.name, []).append(one.box)
+    for want in wanted:
+        common = [box.intersection(want.box) for box in found.get(want.name, ())]
+        num = sum(box.num_elements for box in common if box is not None)
+        if num < want.box.num_elements:
+            raise out_of_reach(path, f"{want.name!r} {want.box.notation()}", num, want.box)
 
 
 def _read_blocks(

@@ -139,7 +139,8 @@ class CheckpointingOptimizer(StoreOwner):
             StoreFullError: Another number of ranks made the checkpoint, and there is no room for
                 the state as it is divided now. Nothing has been changed.
             RanksError: The ranks ask for different checkpoints, or one of them failed or was lost;
-                or the ranks are on several hosts, and the state was divided in another way.
+                or the state was divided in another way, the ranks are on several hosts, and the
+                host of one of them does not see all the state that it needs.
             CheckpointNotFoundError: The checkpoint does not exist.
             DamagedError: The damaged checkpoint was asked for, or is the last one left, or is the
                 second damaged one in a row.

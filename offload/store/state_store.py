@@ -237,11 +237,20 @@ class StateStore(Protocol):
         """
         ...
 
+    def seen_state(self, checkpoint: StoredCheckpoint) -> Collection[int]:
+        """Return which parameters have state that this process sees, for `recut`.
+
+        Returns:
+            Indices in `Layout.model`; none if every rank sees everything.
+        """
+        ...
+
     def recut(
         self,
         checkpoint: StoredCheckpoint,
         cuts: Mapping[str, Cut] | None,
         *,
+        with_state: Collection[int] = (),
         recode: Recode | None = None,
     ) -> RecutSource:
         """Return the state of a checkpoint in the present cut of this process, for reading.
@@ -249,6 +258,7 @@ class StateStore(Protocol):
         Args:
             checkpoint: One of `checkpoints`.
             cuts: Box of each parameter that this process steps, by name; None for whole ones.
+            with_state: What `seen_state` returns on any rank.
             recode: Function that encodes 8-bit state anew where the cut divides its blocks; None
                 if that is not allowed.
         """

@@ -289,6 +289,12 @@ class Store:
         """Return the size in bytes of a slot in the first directory."""
         return self._supply.slot_bytes(layout, num_groups)
 
+    def lasting_parts(self) -> NamedParts:
+        """Return the parts of other owners that checkpoints name which do not expire now."""
+        with self._changed:
+            expired = [checkpoint.path for checkpoint in self.keeping.expired()]
+            return self.named_parts(leaving_out=expired)
+
     def available_bytes(self) -> int:
         """Return the bytes that the next slot may take on the drive of the first directory.
 
@@ -309,17 +315,24 @@ class Store:
         """Return whether the state of a checkpoint lies in the cut of this process, as a whole."""
         return cuts is None and not checkpoint.manifest.owners
 
+    def seen_state(self, checkpoint: StoredCheckpoint) -> Collection[int]:
+        """Return nothing: one process sees everything, or cannot use the checkpoint."""
+        del checkpoint
+        return ()
+
     def recut(
         self,
         checkpoint: StoredCheckpoint,
         cuts: Mapping[str, Cut] | None,
         *,
+        with_state: Collection[int] = (),
         recode: Recode | None = None,
     ) -> RecutSource:
         """Return the state of a checkpoint of several ranks as one process has it.
 
         Raises the errors of `RecutSource`.
         """
+        del with_state
         path, manifest = checkpoint.path, checkpoint.manifest
         return RecutSource(self.backend, path, manifest, cuts, (), recode=recode)
 

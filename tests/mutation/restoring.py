@@ -71,12 +71,7 @@ RESTORING = (
     Mutation(
         "restore-train-state-unread",
         "the train state is read and checked before anything is changed",
-        (
-            gone(
-                _RESUME,
-                '        ranks.together("restore()", lambda: checkpoint.train_state)\n',
-            ),
-        ),
+        (gone(_RESUME, "            _ = checkpoint.train_state\n"),),
         (_LOST, _DAMAGE),
     ),
     Mutation(

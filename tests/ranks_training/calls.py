@@ -58,6 +58,7 @@ class Setting:
 
     dtype: str = "bfloat16"
     widths: Sequence[int] = (5, 7, 3)
+    frozen_elements: int = 5
     find_unused: bool = False
     hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
     options: dict[str, Any] = field(default_factory=dict)
@@ -78,12 +79,12 @@ class Setting:
 class Model(torch.nn.Module):
     """Layers of a few odd sizes, a frozen parameter, and a buffer that counts forwards."""
 
-    def __init__(self, widths: Sequence[int]) -> None:
+    def __init__(self, widths: Sequence[int], frozen_elements: int = 5) -> None:
         super().__init__()
         pairs = pairwise(widths)
         self.layers = torch.nn.ModuleList([torch.nn.Linear(a, b) for a, b in pairs])
         self.maybe = torch.nn.Linear(widths[-1], widths[-1], bias=False)
-        self.frozen = torch.nn.Parameter(torch.randn(5), requires_grad=False)
+        self.frozen = torch.nn.Parameter(torch.randn(frozen_elements), requires_grad=False)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor, *, uses_all: bool = True) -> torch.Tensor:
@@ -117,7 +118,7 @@ class Calls:
     def _wrapped(self) -> Any:
         torch.manual_seed(7)
         setting = self.setting
-        model = Model(setting.widths).to(getattr(torch, setting.dtype))
+        model = Model(setting.widths, setting.frozen_elements).to(getattr(torch, setting.dtype))
         if setting.kind == "one":
             return model
         if setting.kind == "ddp":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from offload.checkpoint.recut.owners import SourceOwner
-from offload.errors import CheckpointError, MismatchError
+from offload.checkpoint.recut.owners import Reach, SourceOwner
+from offload.errors import CheckpointError, MismatchError, RanksError
 from offload.format._manifest_fields import ScalarValue
 from offload.format.arrays import BLOCK_ELEMENTS
 from offload.format.boxes import Box, Cut
@@ -67,18 +67,21 @@ def recut(
     cuts: Mapping[str, Cut] | None,
     *,
     reencode: bool = False,
+    reach: Reach | None = None,
 ) -> Recut:
     """Describe the state of a checkpoint in the cut of one rank.
 
     Args:
         path: Directory of the checkpoint, for messages.
         manifest: Manifest of the checkpoint.
-        owners: All owners of its state.
+        owners: All owners of its state that are seen here.
         cuts: Box of each parameter that the rank steps, by name; None for whole parameters.
         reencode: Whether 8-bit state may be encoded anew where the cut divides its blocks.
+        reach: What is seen here of a checkpoint, if that may be a part of it.
 
     Raises:
         MismatchError: The rank's cut is not possible with this state; names the parameter.
+        RanksError: The rank needs state that is not seen here; names the parameter.
         CheckpointError: The owners contradict each other.
     """
     stored: dict[str, list[StoredBox]] = {}
@@ -89,10 +92,10 @@ def recut(
     scalars: list[tuple[ScalarValue, ...] | None] = []
     split: set[str] = set()
     for tensor in manifest.layout.model:
-        found = stored.get(tensor.name)
-        if not found or (cuts is not None and tensor.name not in cuts):
+        found = stored.get(tensor.name, ())
+        with_state = found if reach is None else tensor.name in reach.with_state
+        if not with_state or (cuts is not None and tensor.name not in cuts):
             continue
-        spec, scalar = _common(path, found)
         cut = Cut(tensor.shape, Box.whole(tensor.shape)) if cuts is None else cuts[tensor.name]
         if cut.shape != tensor.shape:
             raise MismatchError(
@@ -101,10 +104,11 @@ def recut(
             )
         if cuts is not None and not cut.box.num_elements:
             continue
+        _require_cover(path, tensor.name, cut.box, found, reach)
+        spec, scalar = _common(path, found)
         kept = None if cut.box.sizes == cut.shape else cut
         specs.append(replace(spec, shape=cut.box.sizes, cut=kept))
         scalars.append(scalar)
-        _require_cover(path, tensor.name, cut.box, found)
         if manifest.layout.state_dtype == "int8" and scalar is not None:
             box = _splitting_box(cut.box, found)
             if box is not None and not reencode:
@@ -172,14 +176,35 @@ def _common(
     return specs[0], scalars[0]
 
 
-def _require_cover(path: str, name: str, box: Box, found: Sequence[StoredBox]) -> None:
+def _require_cover(
+    path: str, name: str, box: Box, found: Sequence[StoredBox], reach: Reach | None
+) -> None:
     common = [one.box.intersection(box) for one in found]
     num = sum(one.num_elements for one in common if one is not None)
+    if reach is not None and (num < box.num_elements or not found):
+        raise out_of_reach(path, f"the state of {name!r} {box.notation()}", num, box)
     if num != box.num_elements:
         raise CheckpointError(
             f"{path}: the owners have stored {num} elements of {box.notation()} of {name!r}, "
             f"expected {box.num_elements}"
         )
+
+
+def out_of_reach(path: str, what: str, num: int, box: Box) -> RanksError:
+    """Return the error of a rank that needs more of a checkpoint than is seen on its host.
+
+    Args:
+        path: Directory of the checkpoint.
+        what: What the rank needs, in words.
+        num: Number of its elements that are seen.
+        box: The elements.
+    """
+    return RanksError(
+        f"{path} was made by other ranks, or in another sharding, and these ranks are on several "
+        f"hosts: this one needs {what}, and its host sees {num} of these {box.num_elements} "
+        "elements. Mount or move the directories that have the others there, and name them in "
+        "directory=; or go on with as many ranks as made it, in the same sharding"
+    )
 
 
 def _splitting_box(box: Box, found: Sequence[StoredBox]) -> StoredBox | None:

@@ -35,6 +35,17 @@ class SourceOwner:
     """Files of the owner's state, each opened when it is first needed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What one of several hosts sees of a checkpoint."""
+
+    sees_first: bool
+    """Whether the checkpoint itself, which has the files of owner 0, is seen here."""
+
+    with_state: frozenset[str]
+    """Names of all parameters of which any owner has state, on whatever host it is."""
+
+
 def open_owners(
     backend: Backend,
     path: str,
@@ -42,6 +53,7 @@ def open_owners(
     parts: PartDirectories = None,
     *,
     resources: ExitStack,
+    reach: Reach | None = None,
 ) -> list[SourceOwner]:
     """Open the state of all owners of a checkpoint, and lock their parts against rewriting.
 
@@ -54,24 +66,30 @@ def open_owners(
         parts: Directories of the store on other drives, or directories to search for owners; None
             for those that the manifest names.
         resources: Stack that closes the files and releases the locks.
+        reach: What is seen here, if owners on other hosts may be left out; None if all have to be
+            seen.
 
     Returns:
-        The owners, owner 0 first.
+        The owners, owner 0 first if it is seen here.
 
     Raises:
         CheckpointError: A part is not seen here, is damaged, or is not that of the checkpoint.
         StoreBusyError: A rank is about to rewrite a part.
         UnreadableError: A part could not be read.
     """
-    slot = SealedSlot(backend, path, part_paths(manifest, parts, path), manifest)
-    resources.callback(slot.close)
-    owners = [SourceOwner(0, manifest.layout, manifest.scalars, slot)]
+    owners: list[SourceOwner] = []
+    if reach is None or reach.sees_first:
+        slot = SealedSlot(backend, path, part_paths(manifest, parts, path), manifest)
+        resources.callback(slot.close)
+        owners.append(SourceOwner(0, manifest.layout, manifest.scalars, slot))
     found = find_owner_parts(backend, path, manifest, parts)
     for lock in lock_owner_parts(backend, found):
         resources.callback(lock.release)
     for part in found:
         if part.table is None:
-            raise _missing(path, part)
+            if reach is None:
+                raise _missing(path, part)
+            continue
         files = SealedOwner(backend, part.path, part.table)
         resources.callback(files.close)
         owner = SourceOwner(part.reference.owner, part.table.layout, part.table.scalars, files)
@@ -93,19 +111,65 @@ class ModelOwner:
     """Directory of the owner's part, or of the checkpoint for owner 0."""
 
 
+def names_with_state(
+    backend: Backend,
+    path: str,
+    manifest: Manifest,
+    parts: PartDirectories,
+    *,
+    sees_first: bool,
+) -> set[str]:
+    """Return the names of the parameters of which an owner that is seen here has state.
+
+    Args:
+        backend: Backend of the parts.
+        path: Directory of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        parts: Directories of the store on this host.
+        sees_first: Whether the checkpoint itself is seen here.
+
+    Raises:
+        CheckpointError: A part is damaged, or is not that of the checkpoint.
+        UnreadableError: A part could not be read.
+    """
+    found = find_owner_parts(backend, path, manifest, parts)
+    layouts = [part.table.layout for part in found if part.table is not None]
+    if sees_first:
+        layouts.append(manifest.layout)
+    return {spec.name for layout in layouts for spec in layout.parameters}
+
+
 def model_of_owners(
-    backend: Backend, path: str, manifest: Manifest, parts: PartDirectories = None
+    backend: Backend,
+    path: str,
+    manifest: Manifest,
+    parts: PartDirectories = None,
+    *,
+    sees_first: bool = True,
+    partly: bool = False,
 ) -> list[ModelOwner]:
     """Return what each owner of a checkpoint has written of the model, owner 0 first.
+
+    Args:
+        backend: Storage backend of the checkpoint.
+        path: Directory of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        parts: Directories to search for the parts of owners; None for those of the manifest.
+        sees_first: Whether the checkpoint itself, which has the files of owner 0, is seen here.
+        partly: Whether owners that are not seen here are left out.
 
     Raises:
         CheckpointError: A part is not seen here, is damaged, or is not that of the checkpoint.
         UnreadableError: A part could not be read.
     """
-    found = [ModelOwner(manifest.layout, manifest.model_boxes, path)]
+    found: list[ModelOwner] = []
+    if sees_first:
+        found.append(ModelOwner(manifest.layout, manifest.model_boxes, path))
     for part in find_owner_parts(backend, path, manifest, parts):
         if part.table is None:
-            raise _missing(path, part)
+            if not partly:
+                raise _missing(path, part)
+            continue
         found.append(ModelOwner(part.table.layout, part.table.model_boxes, part.path))
     return found
 

@@ -18,7 +18,7 @@ from gds import Backend
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.recut.layout import Recut, box_of, recut, stretches
 from offload.checkpoint.recut.leaves import CheckedLeaves
-from offload.checkpoint.recut.owners import open_owners
+from offload.checkpoint.recut.owners import Reach, open_owners
 from offload.checkpoint.recut.places import Place, places
 from offload.checkpoint.recut.reencoding import WINDOW_ELEMENTS, Recode, Reencoder
 from offload.checkpoint.sealed_slot import SlotFiles
@@ -44,8 +44,11 @@ class RecutSource(SlotFiles):
         parts: Directories of the store on other drives, or directories to search for owners.
         recode: Function that encodes 8-bit state anew where the cut divides its blocks; None if
             that is not allowed.
+        reach: What is seen here of the checkpoint, if its ranks are on several hosts; None if all
+            of it has to be seen.
 
     Raises:
+        RanksError: The rank needs state that is not seen on its host.
         MismatchError: The cut is not possible with this state; names the parameter.
         CheckpointError: The part of an owner is missing or damaged, or contradicts another one.
         StoreBusyError: A rank is about to rewrite a part.
@@ -61,12 +64,17 @@ class RecutSource(SlotFiles):
         parts: PartDirectories = None,
         *,
         recode: Recode | None = None,
+        reach: Reach | None = None,
     ) -> None:
         self.path = path
         self._resources = ExitStack()
         try:
-            owners = open_owners(backend, path, manifest, parts, resources=self._resources)
-            self._recut: Recut = recut(path, manifest, owners, cuts, reencode=recode is not None)
+            owners = open_owners(
+                backend, path, manifest, parts, resources=self._resources, reach=reach
+            )
+            self._recut: Recut = recut(
+                path, manifest, owners, cuts, reencode=recode is not None, reach=reach
+            )
         except BaseException:
             self._resources.close()
             raise

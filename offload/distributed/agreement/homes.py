@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from offload.distributed.agreement.sights import Sight, StoreSight
@@ -61,33 +62,71 @@ def without_leftovers(stores: Mapping[int, StoreSight]) -> dict[int, StoreSight]
     }
 
 
-def deal(stores: Mapping[int, StoreSight], writer: int) -> dict[int, int]:
-    """Return the rank that serves each owner: the one of those that see it with the least to do."""
+def owners_of_newest(store: StoreSight) -> frozenset[int]:
+    """Return the owners of the newest checkpoint that a rank sees; none if there is none."""
+    whole = [one for one in store.checkpoints if not one.problem]
+    if not whole:
+        return frozenset()
+    newest = max(whole, key=lambda one: one.generation)
+    return frozenset({0, *(owner for owner, _, _ in newest.parts)})
+
+
+def deal(
+    stores: Mapping[int, StoreSight], writer: int, current: Collection[int] = ()
+) -> dict[int, int]:
+    """Return the rank that serves each owner: the one of those that see it with the least to do.
+
+    Args:
+        stores: What each rank sees of the store, by rank.
+        writer: The rank that writes the first directory.
+        current: Owners of the newest checkpoint, which are dealt before those of others.
+    """
     candidates: dict[int, list[int]] = defaultdict(list)
     for rank, store in sorted(stores.items()):
         for owner in store.owners:
             candidates[owner.owner].append(rank)
     load: dict[int, int] = defaultdict(int)
     candidates[0] = [writer]  # its directory is the first
+    positions = {owner: number for number, owner in enumerate(sorted(current or candidates))}
     served_by: dict[int, int] = {}
-    for number, ranks in sorted(candidates.items(), key=lambda item: (len(item[1]), item[0])):
-        server = min(ranks, key=lambda rank: (load[rank], rank != number, rank))
+
+    def order(item: tuple[int, list[int]]) -> tuple[bool, int, int]:
+        number, ranks = item
+        return number not in positions, len(ranks), number
+
+    for number, ranks in sorted(candidates.items(), key=order):
+        own = positions.get(number)
+        server = min(ranks, key=lambda rank: (load[rank], rank != own, rank))
         served_by[number] = server
         load[server] += 1
     return dict(sorted(served_by.items()))
 
 
-def homes(size: int, served_by: Mapping[int, int], store: StoreSight) -> tuple[int, ...]:
+def homes(
+    size: int, served_by: Mapping[int, int], store: StoreSight, current: Collection[int] = ()
+) -> tuple[int, ...]:
     """Return the owner into whose directory each rank writes, by rank.
 
     Args:
         size: Number of ranks.
         served_by: Rank that serves each owner.
         store: What the writer sees.
+        current: Owners of the newest checkpoint. If there are as many ranks, they keep theirs.
+            Otherwise the state is divided anew, and a higher rank gets a higher number, so that
+            shards of a parameter, which cannot change their ranks, have the order of the owners.
     """
     named = {owner for checkpoint in store.checkpoints for owner, _, _ in checkpoint.parts}
     taken = {0, *served_by, *named}
-    by_rank = {rank: owner for owner, rank in sorted(served_by.items(), reverse=True)}
+    if current and len(current) != size and served_by[0] == 0:
+        rising: list[int] = []
+        for rank in range(size):
+            least = rising[-1] + 1 if rising else 0
+            own = [owner for owner, by in served_by.items() if by == rank and owner >= least]
+            free = (number for number in itertools.count(least) if number not in taken)
+            rising.append(min(own) if own else next(free))
+        return tuple(rising)
+    by_preference = sorted(served_by.items(), key=lambda item: (item[0] in current, -item[0]))
+    by_rank = {rank: owner for owner, rank in by_preference}
     for rank in range(size):
         if rank not in by_rank:
             by_rank[rank] = rank if rank not in taken else max(taken) + 1

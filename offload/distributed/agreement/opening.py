@@ -16,6 +16,7 @@ from offload.distributed.agreement.homes import (
     deal,
     directories,
     homes,
+    owners_of_newest,
     require_same_lists,
     without_leftovers,
 )
@@ -175,8 +176,9 @@ def decide(sights: Sequence[Sight]) -> Plan:
             "least, or mount its drive"
         )
     writer = min(with_first)
-    served_by = deal(stores, writer)
-    owners = homes(len(sights), served_by, stores[writer])
+    current = owners_of_newest(stores[writer])
+    served_by = deal(stores, writer, current)
+    owners = homes(len(sights), served_by, stores[writer], current)
     chosen, refused = None, list[tuple[int, str]]()
     if not fresh:
         chosen, refused = _newest_whole(sights, stores, writer, served_by)
