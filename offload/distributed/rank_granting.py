@@ -103,7 +103,7 @@ class RankGranting:
         if slot is None:
             raise RanksError("this rank was granted no slot: restart the job")
         if granted.offer.is_in_place:
-            self._sealing.warn_of_aborted(granted.offer.reason)
+            self._sealing.warn_of_aborted(granted.offer.in_place_of, granted.offer.reason)
         self._sealing.last_aborted = None
         return slot
 

@@ -92,6 +92,8 @@ class RankSealing:
         """Copy of this rank's share of the model in the seal in flight."""
         self.last_aborted: Aborted | None = None
         """The last seal, if it was aborted and no slot has been granted since."""
+        self._warned_of: int | None = None
+        """Number of the last seal that was warned of."""
 
     def path_of(self, step: int) -> str:
         """Return the path that the checkpoint of a step has."""
@@ -290,9 +292,14 @@ class RankSealing:
         except OffloadError:
             return
 
-    def warn_of_aborted(self, reason: str) -> None:
-        """Warn that the last seal failed, and that training goes on in its slot."""
-        warnings.warn(reason, RuntimeWarning, stacklevel=6)
+    def warn_of_aborted(self, number: int, reason: str) -> None:
+        """Warn that a seal failed, and that training goes on in its slot; once for each seal.
+
+        If warnings are errors, no rank has a slot then, and the next call is granted it again.
+        """
+        if number != self._warned_of:
+            self._warned_of = number
+            warnings.warn(reason, RuntimeWarning, stacklevel=6)
 
 
 def to_message(state: EncodedState) -> Json:
