@@ -81,13 +81,14 @@ class RankGroup:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group, self._timeout_s = group, timeout_s
-        prefix = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        prefix = _prefix(ranks)
         self._agreement, start = _meet(prefix, self.rank, self.size, timeout_s)
         self._name = f"{prefix}{start}/"
         """Text before the keys of all notes of this optimizer's ranks."""
         self._traffic = Traffic()
         self._store: RankStore | None = None
-        self._ownership = Ownership(self.rank, self.size, multiple, self._exchange)
+        self._ownership = Ownership(self.rank, self.size, multiple, self._exchange, ranks)
         try:
             self._ownership.know(named, replaces=True)
             self._sets = self._ownership.holder_sets
