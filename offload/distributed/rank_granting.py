@@ -13,6 +13,7 @@ from offload.distributed.rank_checkpoints import RankCheckpoints
 from offload.distributed.rank_opening import Opened
 from offload.distributed.rank_sealing import RankSealing
 from offload.errors import RanksError
+from offload.format.known_leaves import Content
 from offload.format.layout import Layout
 from offload.format.shares.model_shares import ModelShare
 from offload.store.owners.claims import NamedParts
@@ -59,6 +60,8 @@ class RankGranting:
         """Slot of this rank in the grant that is in progress."""
         self.working = ""
         """Name of the working slot in the first directory, on ranks that are not the writer."""
+        self.content = Content()
+        """Content of the model file of that slot, on all ranks."""
 
     def acquire(
         self, layout: Layout, num_groups: int, call: str, *, is_new: bool = False
@@ -105,6 +108,7 @@ class RankGranting:
         if granted.offer.is_in_place:
             self._sealing.warn_of_aborted(granted.offer.in_place_of, granted.offer.reason)
         self._sealing.last_aborted = None
+        self.content = Content(granted.offer.content, granted.offer.readable)
         return slot
 
     def refuse(self, error: Exception, call: str) -> None:
@@ -144,11 +148,14 @@ class RankGranting:
         if last.slot.state is not SlotState.WORKING or not is_in_place(last.slot):
             return None
         self._granted = last.slot
+        content = last.slot.model_leaves.content
         return Offer(
             slot=os.path.basename(last.slot.path),
             generation=last.slot.context.generation,
             in_place_of=last.number,
             reason=last.reason,
+            content=content.name,
+            readable=content.readable,
         )
 
     def _new_slot(self, layout: Layout, num_groups: int) -> Offer:
@@ -167,10 +174,13 @@ class RankGranting:
         named = store.named_parts()
         pairs = [(owner, name) for owner, names in named.names.items() for name in names]
         pairs += [(_UNKNOWN, path) for path in named.unknown]
+        content = own.model_leaves.content
         return Offer(
             slot=os.path.basename(own.path),
             generation=own.context.generation,
             named=tuple(pairs),
+            content=content.name,
+            readable=content.readable,
         )
 
     def _ready(

@@ -12,6 +12,7 @@ from typing import Any
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json, MessageError
 from offload.distributed.agreement.reports import Report
+from offload.distributed.known_shares import KnownShares
 from offload.distributed.share_copy import NoCopy, ShareCopy
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
@@ -90,6 +91,8 @@ class RankSealing:
         """Name of the part that is sealed; empty on the writer."""
         self.copy: ShareCopy | NoCopy | None = None
         """Copy of this rank's share of the model in the seal in flight."""
+        self.known = KnownShares()
+        """What this rank knows of the model files of slots."""
         self.last_aborted: Aborted | None = None
         """The last seal, if it was aborted and no slot has been granted since."""
         self._warned_of: int | None = None
@@ -119,6 +122,7 @@ class RankSealing:
         copy, self.copy = self.copy, None
         if copy is not None:
             copy.close()
+        self.known.forget()  # other ranks write edges of blocks that this one has bytes of
         self._slot = slot
         self._name = slot.name if isinstance(slot, OwnerSlot) else ""
         self._begin(step, 0 if slot is None else slot.context.generation)
@@ -232,7 +236,7 @@ class RankSealing:
         except InDoubtError:
             raise
         except SealError as error:
-            self.last_aborted = Aborted(number, slot, str(error))
+            self._note_aborted(number, slot, error)
             raise
         finally:
             for prepared in done:
@@ -264,7 +268,7 @@ class RankSealing:
             raise
         except SealError as error:
             part.aborted(slot)
-            self.last_aborted = Aborted(number, slot, str(error))
+            self._note_aborted(number, slot, error)
             raise
         part.published(slot)
         return self._published(self.path_of(manifest.step), slot, manifest, reference)
@@ -288,9 +292,14 @@ class RankSealing:
             return
         except SealError as aborted:
             if self._slot is not None:
-                self.last_aborted = Aborted(number, self._slot, str(aborted))
+                self._note_aborted(number, self._slot, aborted)
         except OffloadError:
             return
+
+    def _note_aborted(self, number: int, slot: StateSlot, error: SealError) -> None:
+        """Record that a seal was aborted; what its model file holds is unknown from now on."""
+        slot.model_leaves.forget(readable=False)
+        self.last_aborted = Aborted(number, slot, str(error))
 
     def warn_of_aborted(self, number: int, reason: str) -> None:
         """Warn that a seal failed, and that training goes on in its slot; once for each seal.
