@@ -41,6 +41,6 @@ class KnownShares:
             self._known.popitem(last=False)
         return found[1]
 
-    def forget(self) -> None:
-        """Forget everything, because a seal has failed: what was written may be in a cache only."""
-        self._known.clear()
+    def forget(self, content: Content) -> None:
+        """Forget a file, because a seal has failed: what was written may be in a cache only."""
+        self._known.pop(content.name, None)

@@ -60,8 +60,6 @@ class RankGranting:
         """Slot of this rank in the grant that is in progress."""
         self.working = ""
         """Name of the working slot in the first directory, on ranks that are not the writer."""
-        self.content = Content()
-        """Content of the model file of that slot, on all ranks."""
 
     def acquire(
         self, layout: Layout, num_groups: int, call: str, *, is_new: bool = False
@@ -108,7 +106,7 @@ class RankGranting:
         if granted.offer.is_in_place:
             self._sealing.warn_of_aborted(granted.offer.in_place_of, granted.offer.reason)
         self._sealing.last_aborted = None
-        self.content = Content(granted.offer.content, granted.offer.readable)
+        self._sealing.content = Content(granted.offer.content, granted.offer.readable)
         return slot
 
     def refuse(self, error: Exception, call: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -103,7 +104,7 @@ class RankModel:
             content = slot.model_leaves.content
         elif store.is_near:
             file, close = store.working_model(slot)
-            content = store.working_content
+            content = store.sealing.content
         else:  # the ranks that see the file write all of it
             store.sealing.copy = NoCopy()
             return store.sealing.copy
@@ -120,7 +121,7 @@ class RankModel:
             close,
             known=sealing.known.of(content, share),
             changing={s.spec.name for s in stored if s.parameter.requires_grad},
-            forget=sealing.known.forget,
+            forget=partial(sealing.known.forget, content),
         )
         sealing.copy = copy
         return copy

@@ -16,6 +16,7 @@ from offload.distributed.known_shares import KnownShares
 from offload.distributed.share_copy import NoCopy, ShareCopy
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
+from offload.format.known_leaves import Content
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest, encode_group
 from offload.format.names import checkpoint_name
@@ -93,6 +94,9 @@ class RankSealing:
         """Copy of this rank's share of the model in the seal in flight."""
         self.known = KnownShares()
         """What this rank knows of the model files of slots."""
+        self.content = Content()
+        """Content of the model file of the working slot, as the writer has named it. Without a name
+        after a failed seal, until a slot is granted again."""
         self.last_aborted: Aborted | None = None
         """The last seal, if it was aborted and no slot has been granted since."""
         self._warned_of: int | None = None
@@ -122,7 +126,8 @@ class RankSealing:
         copy, self.copy = self.copy, None
         if copy is not None:
             copy.close()
-        self.known.forget()  # other ranks write edges of blocks that this one has bytes of
+        if slot is None:
+            self.known, self.content = KnownShares(), Content()
         self._slot = slot
         self._name = slot.name if isinstance(slot, OwnerSlot) else ""
         self._begin(step, 0 if slot is None else slot.context.generation)
@@ -299,6 +304,7 @@ class RankSealing:
     def _note_aborted(self, number: int, slot: StateSlot, error: SealError) -> None:
         """Record that a seal was aborted; what its model file holds is unknown from now on."""
         slot.model_leaves.forget(readable=False)
+        self.content = Content()
         self.last_aborted = Aborted(number, slot, str(error))
 
     def warn_of_aborted(self, number: int, reason: str) -> None:

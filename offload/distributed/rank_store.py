@@ -28,7 +28,6 @@ from offload.distributed.rank_sealing import RankSealing, from_message, to_messa
 from offload.distributed.together import together
 from offload.errors import RanksError
 from offload.format.boxes import Cut
-from offload.format.known_leaves import Content
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME
@@ -366,11 +365,6 @@ class RankStore:
             f"{self.directory}/{self._granting.working}/{MODEL_NAME}", writable=True
         )
         return file, file.close
-
-    @property
-    def working_content(self) -> Content:
-        """Content of the model file of the working slot, as the writer has named it."""
-        return self._granting.content
 
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
         """Exclude a damaged checkpoint from use; see `RankCheckpoints.quarantine`."""
