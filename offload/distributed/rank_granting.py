@@ -14,6 +14,7 @@ from offload.distributed.rank_checkpoints import RankCheckpoints
 from offload.distributed.rank_opening import Opened
 from offload.distributed.rank_sealing import RankSealing
 from offload.errors import RanksError
+from offload.format.known_leaves import Content
 from offload.format.layout import Layout
 from offload.format.shares.model_shares import ModelShare
 from offload.store.owners.claims import NamedParts
@@ -104,8 +105,9 @@ class RankGranting:
         if slot is None:
             raise RanksError("this rank was granted no slot: restart the job")
         if granted.offer.is_in_place:
-            self._sealing.warn_of_aborted(granted.offer.reason)
+            self._sealing.warn_of_aborted(granted.offer.in_place_of, granted.offer.reason)
         self._sealing.last_aborted = None
+        self._sealing.content = Content(granted.offer.content, granted.offer.readable)
         return slot
 
     def refuse(self, error: Exception, call: str) -> None:
@@ -145,11 +147,14 @@ class RankGranting:
         if last.slot.state is not SlotState.WORKING or not is_in_place(last.slot):
             return None
         self._granted = last.slot
+        content = last.slot.model_leaves.content
         return Offer(
             slot=os.path.basename(last.slot.path),
             generation=last.slot.context.generation,
             in_place_of=last.number,
             reason=last.reason,
+            content=content.name,
+            readable=content.readable,
         )
 
     def _new_slot(self, layout: Layout, num_groups: int) -> Offer:
@@ -168,10 +173,13 @@ class RankGranting:
         named = store.named_parts()
         pairs = [(owner, name) for owner, names in named.names.items() for name in names]
         pairs += [(_UNKNOWN, path) for path in named.unknown]
+        content = own.model_leaves.content
         return Offer(
             slot=os.path.basename(own.path),
             generation=own.context.generation,
             named=tuple(pairs),
+            content=content.name,
+            readable=content.readable,
         )
 
     def _ready(

@@ -81,22 +81,22 @@ class RankGroup:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group, self._timeout_s = group, timeout_s
-        prefix = _prefix(dist.get_process_group_ranks(group or dist.group.WORLD))
-        channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
-        start = agree_on_start(channel, self.rank, self.size, timeout_s)
-        channel.enter(start)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        prefix = _prefix(ranks)
+        self._agreement, start = _meet(prefix, self.rank, self.size, timeout_s)
         self._name = f"{prefix}{start}/"
         """Text before the keys of all notes of this optimizer's ranks."""
-        self._agreement = Agreement(channel, self.rank, self.size, timeout_s=timeout_s)
         self._traffic = Traffic()
         self._store: RankStore | None = None
-        self._ownership = Ownership(self.rank, self.size, multiple, self._exchange)
-        self._ownership.know(named, replaces=True)
+        self._ownership = Ownership(self.rank, self.size, multiple, self._exchange, ranks)
+        try:
+            self._ownership.know(named, replaces=True)
+            self._sets = self._ownership.holder_sets
+            self._groups, self._steps = self._connect()
+        except BaseException as error:
+            self.close(error)
+            raise
         self._model = RankModel(self.rank, self._ownership, self._traffic, self._agreement.progress)
-        everyone = tuple(range(self.size))
-        self._sets = self._ownership.holder_sets
-        self._groups = HolderGroups({everyone, *self._sets}, group=group, timeout_s=timeout_s)
-        self._steps = StepAgreement(self._groups.everyone)
         self._buffer = BounceBuffer(SLICE_BYTES)
         self._is_replicated = bool(self._sets)
         self._encoded: tuple[Layout, bytes, int] | None = None
@@ -132,10 +132,14 @@ class RankGroup:
         sets = self._ownership.holder_sets
         if sets != self._sets:
             self._sets, self._is_replicated = sets, bool(sets)
-            self._groups = HolderGroups(
-                {tuple(range(self.size)), *sets}, group=self._group, timeout_s=self._timeout_s
-            )
-            self._steps = StepAgreement(self._groups.everyone)
+            self._groups, self._steps = self._connect()
+
+    def _connect(self) -> tuple[HolderGroups, StepAgreement]:
+        """Connect the ranks that hold boxes together. Collective."""
+        sets = {tuple(range(self.size)), *self._sets}
+        groups = HolderGroups(sets, group=self._group, timeout_s=self._timeout_s)
+        look = partial(self._agreement.require_all_here, "step()")
+        return groups, StepAgreement(groups.everyone, look)
 
     def _exchange(self, mine: Json) -> list[Any]:
         """Return what each rank says, by rank. Collective."""
@@ -252,9 +256,9 @@ class RankGroup:
         """Tell the other ranks that a step has failed here."""
         self._agreement.broadcast_error(error)
 
-    def close(self) -> None:
-        """Leave the ranks."""
-        self._agreement.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the ranks, and tell them so; see `Agreement.close`."""
+        self._agreement.close(error)
 
     def model_copy(
         self, slot: StateSlot, stored: Sequence[Stored], marks: Marks
@@ -332,6 +336,18 @@ def _prefix(ranks: Sequence[int]) -> str:
     number = _numbers[group]
     _numbers[group] += 1
     return f"offload/{group}/{number}/"
+
+
+def _meet(prefix: str, rank: int, size: int, timeout_s: float) -> tuple[Agreement, str]:
+    """Meet the other ranks; return the agreement with them, and the name of this start."""
+    channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
+    try:
+        start = agree_on_start(channel, rank, size, timeout_s)
+    except BaseException:
+        channel.close()
+        raise
+    channel.enter(start)
+    return Agreement(channel, rank, size, timeout_s=timeout_s), start
 
 
 def _encode_layout(layout: Layout) -> bytes:

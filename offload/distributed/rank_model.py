@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -68,6 +69,7 @@ class RankModel:
         self._divided: dict[bool, tuple[bytes, ModelShares]] = {}
         """For a sharded model and for a common file: header of the whole model, and shares."""
         self._file_share: tuple[ModelShares, FileShare] | None = None
+        self._shard_share: tuple[ModelShard, FileShare] | None = None
         self._laid_out: tuple[Layout, Layout] | None = None
         """Layout that `lay_out` was given last, and what it has returned."""
         self._loaded: ModelShares | None = None
@@ -76,7 +78,7 @@ class RankModel:
     def forget(self) -> None:
         """Divide the model anew when it is next needed, because parameters have changed."""
         self._divided.clear()
-        self._file_share = self._laid_out = None
+        self._file_share = self._shard_share = self._laid_out = None
 
     def lay_out(self, layout: Layout) -> Layout:
         """Return a layout with the shard file that a new slot of this rank has, if it has one."""
@@ -100,13 +102,16 @@ class RankModel:
         """Return the copy of this rank's share of the model into a slot."""
         if slot.layout.shard is not None:
             file, close = slot.model, _nothing  # closed with its slot
+            content = slot.model_leaves.content
         elif store.is_near:
             file, close = store.working_model(slot)
+            content = store.sealing.content
         else:  # the ranks that see the file write all of it
             store.sealing.copy = NoCopy()
             return store.sealing.copy
+        share, sealing = self._share(slot.layout), store.sealing
         copy = ShareCopy(
-            self._share(slot.layout),
+            share,
             self._memory_of(stored),
             file,
             store.backend,
@@ -115,8 +120,11 @@ class RankModel:
             self._traffic,
             self._progress,
             close,
+            known=sealing.known.of(content, share),
+            changing={s.spec.name for s in stored if s.parameter.requires_grad},
+            forget=partial(sealing.known.forget, content),
         )
-        store.sealing.copy = copy
+        sealing.copy = copy
         return copy
 
     def is_same(
@@ -287,9 +295,11 @@ class RankModel:
         return model_shard(shares, self._rank, self._plan.homes[self._rank])
 
     def _share(self, layout: Layout) -> FileShare:
-        if layout.shard is not None:
-            return FileShare(shard_share(layout))
-        return self._share_in_one_file(self._shares(layout.model_header, is_sharded=False))
+        if layout.shard is None:
+            return self._share_in_one_file(self._shares(layout.model_header, is_sharded=False))
+        if self._shard_share is None or self._shard_share[0] != layout.shard:
+            self._shard_share = layout.shard, FileShare(shard_share(layout))
+        return self._shard_share[1]
 
     def _share_in_one_file(self, shares: ModelShares) -> FileShare:
         if self._file_share is None or self._file_share[0] is not shares:

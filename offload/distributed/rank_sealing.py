@@ -12,9 +12,11 @@ from typing import Any
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json, MessageError
 from offload.distributed.agreement.reports import Report
+from offload.distributed.known_shares import KnownShares
 from offload.distributed.share_copy import NoCopy, ShareCopy
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
+from offload.format.known_leaves import Content
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest, encode_group
 from offload.format.names import checkpoint_name
@@ -90,8 +92,15 @@ class RankSealing:
         """Name of the part that is sealed; empty on the writer."""
         self.copy: ShareCopy | NoCopy | None = None
         """Copy of this rank's share of the model in the seal in flight."""
+        self.known = KnownShares()
+        """What this rank knows of the model files of slots."""
+        self.content = Content()
+        """Content of the model file of the working slot, as the writer has named it. Without a name
+        after a failed seal, until a slot is granted again."""
         self.last_aborted: Aborted | None = None
         """The last seal, if it was aborted and no slot has been granted since."""
+        self._warned_of: int | None = None
+        """Number of the last seal that was warned of."""
 
     def path_of(self, step: int) -> str:
         """Return the path that the checkpoint of a step has."""
@@ -117,6 +126,8 @@ class RankSealing:
         copy, self.copy = self.copy, None
         if copy is not None:
             copy.close()
+        if slot is None:
+            self.known, self.content = KnownShares(), Content()
         self._slot = slot
         self._name = slot.name if isinstance(slot, OwnerSlot) else ""
         self._begin(step, 0 if slot is None else slot.context.generation)
@@ -230,7 +241,7 @@ class RankSealing:
         except InDoubtError:
             raise
         except SealError as error:
-            self.last_aborted = Aborted(number, slot, str(error))
+            self._note_aborted(number, slot, error)
             raise
         finally:
             for prepared in done:
@@ -262,7 +273,7 @@ class RankSealing:
             raise
         except SealError as error:
             part.aborted(slot)
-            self.last_aborted = Aborted(number, slot, str(error))
+            self._note_aborted(number, slot, error)
             raise
         part.published(slot)
         return self._published(self.path_of(manifest.step), slot, manifest, reference)
@@ -286,13 +297,24 @@ class RankSealing:
             return
         except SealError as aborted:
             if self._slot is not None:
-                self.last_aborted = Aborted(number, self._slot, str(aborted))
+                self._note_aborted(number, self._slot, aborted)
         except OffloadError:
             return
 
-    def warn_of_aborted(self, reason: str) -> None:
-        """Warn that the last seal failed, and that training goes on in its slot."""
-        warnings.warn(reason, RuntimeWarning, stacklevel=6)
+    def _note_aborted(self, number: int, slot: StateSlot, error: SealError) -> None:
+        """Record that a seal was aborted; what its model file holds is unknown from now on."""
+        slot.model_leaves.forget(readable=False)
+        self.content = Content()
+        self.last_aborted = Aborted(number, slot, str(error))
+
+    def warn_of_aborted(self, number: int, reason: str) -> None:
+        """Warn that a seal failed, and that training goes on in its slot; once for each seal.
+
+        If warnings are errors, no rank has a slot then, and the next call is granted it again.
+        """
+        if number != self._warned_of:
+            self._warned_of = number
+            warnings.warn(reason, RuntimeWarning, stacklevel=6)
 
 
 def to_message(state: EncodedState) -> Json:

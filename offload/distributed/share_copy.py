@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import groupby
 
 import torch
@@ -52,6 +52,9 @@ class ShareCopy:
         traffic: Counter of the bytes that cross to the host.
         progress: Function that tells the other ranks that this one makes progress.
         close: Function that closes the file.
+        known: Known content of the share in the file, by piece.
+        changing: Names of tensors that steps change; they are never read back for comparison.
+        forget: Function that records that the content of the file is unknown.
     """
 
     def __init__(
@@ -65,6 +68,10 @@ class ShareCopy:
         traffic: Traffic,
         progress: Callable[[], None],
         close: Callable[[], None],
+        *,
+        known: KnownLeaves,
+        changing: Container[str],
+        forget: Callable[[], None],
     ) -> None:
         plan = SharePlan(share.copied)
         self.share = share
@@ -77,8 +84,12 @@ class ShareCopy:
         )
         self._written: WrittenShare | None = None
         self._progress = progress
+        self._known = known
+        self._changing = changing
         self.close = close
         """Function that closes the file, when the seal has ended."""
+        self.forget = forget
+        """Function that records that the content of the file is unknown: the seal has failed."""
 
     @property
     def data_bytes(self) -> int:
@@ -94,20 +105,24 @@ class ShareCopy:
         return self.share.model_stops(layout)
 
     def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
-        """Write the blocks that belong to this rank alone; `finish` writes the rest."""
+        """Write the blocks that belong to this rank alone; `finish` writes the rest.
+
+        What the file is known to hold is left out. Scattered boxes are always written: the digests
+        of their rows are computed from the file, and must be of what was in live memory.
+        """
 
         def moved(nbytes: int) -> None:
             self._progress()
             copied(nbytes)
 
-        known = KnownLeaves(readable=False)
         written = self._written = write_share(
             self._image,
             self._file,
             self._buffers,
             self._context,
-            known,
+            self._known,
             moved,
+            changing=self._changing,
             through_cache=self.share.through_cache,
         )
         num_copied = self.share.copied.nbytes
@@ -131,9 +146,6 @@ class ShareCopy:
         finish_share(self._file, self._written)
         boxes = boxes_of(self.share.copied, self._written.digests)
         return (*boxes, *boxes_of(rows, of_rows))
-
-    def forget(self) -> None:
-        """Do nothing: nothing is remembered of a file."""
 
 
 class NoCopy:

@@ -18,7 +18,7 @@ from offload.engine.seal import SEAL_THREAD
 from offload.errors import OffloadError
 from offload.update.pool import UPDATE_THREAD
 
-_OWN_THREADS = (SEAL_THREAD, STEP_THREAD, UPDATE_THREAD, "gds-")
+_OWN_THREADS = (SEAL_THREAD, STEP_THREAD, UPDATE_THREAD, "gds-", "offload-ranks")
 
 _left_open: list[Engine] = []
 """Engines of optimizers that were collected on a thread that cannot wait for others."""

@@ -6,7 +6,8 @@ implementation. The engine does not know how ranks talk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
@@ -258,9 +259,25 @@ class Ranks(Protocol):
         """Tell the other ranks that a step has failed here. Never waits, never raises."""
         ...
 
-    def close(self) -> None:
-        """Leave the ranks. No exchange, no wait: other ranks may have ended already."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the ranks, and tell them so. Idempotent.
+
+        This is no exchange: other ranks may have ended already.
+
+        Args:
+            error: Error because of which there is no optimizer on this rank; None if it is closed.
+        """
         ...
+
+
+@contextmanager
+def leaving_on_error(ranks: Ranks) -> Iterator[None]:
+    """Leave the ranks if the block raises; the others are told the error."""
+    try:
+        yield
+    except BaseException as error:
+        ranks.close(error)
+        raise
 
 
 class Alone:
@@ -371,5 +388,6 @@ class Alone:
     def failed(self, error: BaseException) -> None:
         """Do nothing."""
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Do nothing."""
+        del error

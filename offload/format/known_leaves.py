@@ -6,6 +6,19 @@ itself, from bytes that it wrote to the file or read from it.
 
 from __future__ import annotations
 
+import uuid
+from typing import NamedTuple
+
+
+class Content(NamedTuple):
+    """Content of a model file, as processes name it that each know a part of it."""
+
+    name: str = ""
+    """Name that no other content has, of this or another file; empty if nothing may be known."""
+
+    readable: bool = False
+    """See `KnownLeaves.readable`."""
+
 
 class KnownLeaves:
     """Digests of the leaves of a model file, block by block.
@@ -23,6 +36,12 @@ class KnownLeaves:
         content yet, or if a write or a sync has failed: then a cache may hold what the drive does
         not."""
         self._blocks: dict[int, bytes] = {}
+        self._name = uuid.uuid4().hex
+
+    @property
+    def content(self) -> Content:
+        """Content of the file. It has another name whenever it has been forgotten."""
+        return Content(self._name, self.readable)
 
     def of(self, block: int) -> bytes | None:
         """Return the digests of a block's leaves, 8 bytes each; None if they are not known."""
@@ -39,6 +58,7 @@ class KnownLeaves:
             readable: Whether unknown blocks may be read back from now on.
         """
         self._blocks.clear()
+        self._name = uuid.uuid4().hex
         self.readable = readable
 
     def __len__(self) -> int:

@@ -10,26 +10,35 @@ has kept a unit of several blocks. The kernel then makes the next sync fail. If 
 returned from `write_share` before one of them calls `finish_share`, this cannot happen.
 
 A rank leaves out content that it has written to the file before, leaf by leaf, as a single process
-does. It does not read back what an earlier process left in the file.
+does. What an earlier process left in the file is read back if no step changes it, compared, and
+written only if it differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from gds import File, IOFuture
+from gds import ALIGNMENT, File, IOFuture
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.errors import MismatchError
 from offload.format.digests import LEAF_BYTES, DigestContext, leaf_digests
 from offload.format.header import Header
 from offload.format.known_leaves import KnownLeaves
-from offload.format.shares.model_blocks import Batch, Range, Segment, SharePlan, writes_of
+from offload.format.shares.model_blocks import (
+    Batch,
+    PlacedPiece,
+    Range,
+    Segment,
+    SharePlan,
+    writes_of,
+)
 from offload.format.shares.model_shares import ModelShare, SharePiece
 from offload.model.model_file import BlockBuffers
+from offload.model.read_back import ReadBack, has_failed
 from offload.model.tensor_image import TensorImage
 from offload.update.dtypes import DTYPE_CODES
 
@@ -83,6 +92,9 @@ class WrittenShare:
     written_bytes: int = 0
     """Number of bytes in blocks that were written, and in the edges."""
 
+    read_bytes: int = 0
+    """Number of bytes that were read back for comparison."""
+
 
 def write_header(file: File, header: Header) -> None:
     """Write the header of a model file, with its padding; not synced. Only the writer does this."""
@@ -97,6 +109,7 @@ def write_share(
     known: KnownLeaves,
     copied: Callable[[int], None],
     *,
+    changing: Container[str] | None = None,
     through_cache: bool = False,
 ) -> WrittenShare:
     """Write the blocks of a share whose bytes all belong to it. The file is not synced.
@@ -113,6 +126,7 @@ def write_share(
             function or `finish_share` raises, it is wrong, and the caller must forget it.
         copied: Function that is called after each batch with the number of bytes of the share that
             have been copied so far. Live tensors may change as far as `ModelShare.stop_of` allows.
+        changing: Names of tensors that are never read back, because they change; None for all.
         through_cache: Whether blocks are written through the page cache as well.
 
     Returns:
@@ -126,11 +140,15 @@ def write_share(
     changed: list[Range] = []
     memory = torch.empty(0, dtype=torch.uint8, device="cpu")
     end = 0
+    back = ReadBack(file, buffers)
     try:
         for index, batch in enumerate(image.plan.batches):
             for write in writes.get(index - 2, []):
                 write.result()
             writes.pop(index - 2, None)
+            asked = _unknown(image.plan.share, batch, known, changing)
+            if asked:
+                back.start(batch.nbytes, _blocks_of(image.plan.share, asked, file.size_bytes))
             handed_over = writes.values()
             has_caught_up = bool(handed_over) and all(w.done() for ws in handed_over for w in ws)
             previous, (buffer, memory) = memory, buffers.get(index, batch.nbytes)
@@ -141,8 +159,11 @@ def write_share(
             view = buffer.memoryview()
             first, _ = batch.segments[0].written
             changed = [part for part in changed if part[1] > first]
+            held = _held(image.plan.share, asked, list(back.take()))
+            found.read_bytes += sum(image.plan.share.pieces[number].nbytes for number in held)
             for number, leaves in _digested(image.plan.share, batch, view, context, found.digests):
-                changed += _changed(image.plan.share.pieces[number], leaves, known.of(number))
+                before = held.get(number, known.of(number))
+                changed += _changed(image.plan.share.pieces[number], leaves, before)
                 known.note(number, leaves)
             writes[index] = []
             for segment, part in zip(
@@ -166,7 +187,8 @@ def write_share(
     finally:
         for each in writes.values():
             for write in each:
-                _wait(write)
+                has_failed(write)
+        back.wait()
     return found
 
 
@@ -230,6 +252,50 @@ def _digested(
         yield placed.index, leaves
 
 
+def _unknown(
+    share: ModelShare, batch: Batch, known: KnownLeaves, changing: Container[str] | None
+) -> list[PlacedPiece]:
+    """Return the pieces of a batch that the file may hold, of which this process does not know."""
+    if changing is None or not known.readable:
+        return []
+    return [
+        placed
+        for placed in batch.pieces
+        if known.of(placed.index) is None
+        and share.entries[share.pieces[placed.index].entry].name not in changing
+    ]
+
+
+def _blocks_of(
+    share: ModelShare, pieces: Sequence[PlacedPiece], size_bytes: int
+) -> list[tuple[int, int, int]]:
+    """Return the whole blocks of a file that hold pieces of a batch; see `ReadBack.start`."""
+    found: list[tuple[int, int, int]] = []
+    for placed in pieces:
+        piece = share.pieces[placed.index]
+        head = piece.start % ALIGNMENT
+        start, stop = piece.start - head, min(-(-piece.stop // ALIGNMENT) * ALIGNMENT, size_bytes)
+        first, last = placed.at - head, placed.at - head + stop - start
+        if found and found[-1][1] >= first and found[-1][2] + first - found[-1][0] == start:
+            found[-1] = found[-1][0], last, found[-1][2]  # it continues the piece before it
+        else:
+            found.append((first, last, start))
+    return found
+
+
+def _held(
+    share: ModelShare, pieces: Sequence[PlacedPiece], read: Sequence[tuple[int, memoryview]]
+) -> dict[int, bytes]:
+    """Return the digests of the leaves of those pieces that have been read back, by index."""
+    found = {}
+    for first, data in read:
+        for placed in pieces:
+            at, nbytes = placed.at - first, share.pieces[placed.index].nbytes
+            if at >= 0 and at + nbytes <= data.nbytes:
+                found[placed.index] = leaf_digests(data[at : at + nbytes])
+    return found
+
+
 def _changed(piece: SharePiece, leaves: bytes, known: bytes | None) -> list[Range]:
     """Return the ranges of the file in which a piece differs from its known content."""
     if known is None:
@@ -256,11 +322,3 @@ def _divided(changed: Sequence[Range], segments: Sequence[Segment]) -> Iterator[
         while last < len(changed) and changed[last][0] < stop:
             last += 1
         yield list(changed[index:last])
-
-
-def _wait(write: IOFuture) -> None:
-    """Wait for a write whose error is of no interest any more."""
-    try:
-        write.result()
-    except OSError:
-        return

@@ -24,6 +24,7 @@ from offload.format.digests import LEAF_BYTES, MODEL_ARRAY, DigestContext, leaf_
 from offload.format.header import Header
 from offload.format.known_leaves import KnownLeaves
 from offload.model.model_file import BlockBuffers, ModelImage
+from offload.model.read_back import ReadBack, has_failed
 
 _DIGEST_BYTES = 8
 
@@ -142,14 +143,13 @@ class _Writer:
     ) -> None:
         self._data_start = image.data_start
         self._file = file
-        self._buffers = buffers
         self._num_buffers = num_buffers
         self._known = known
         self._changing = changing
         self._source = source
         self._found = found
         self._writes: dict[int, list[IOFuture]] = {}
-        self._reads: list[tuple[int, int, IOFuture]] = []
+        self._back = ReadBack(file, buffers)
 
     @property
     def has_caught_up(self) -> bool:
@@ -178,7 +178,7 @@ class _Writer:
             missing = [n for n, held in enumerate(_split(known)) if held != wanted[n]]
         missing = self._clone(index, start, buffer.nbytes, missing, wanted)
         if known is None:
-            if not self._reads:
+            if not self._back.is_under_way:
                 self._start_reading(start, start + buffer.nbytes, missing)
             missing = self._not_held(missing, wanted)
         writes = self._writes[index] = []
@@ -196,9 +196,10 @@ class _Writer:
 
     def wait(self) -> None:
         """Wait until no transfer uses the buffers or the file any more; never raises errors."""
-        reads = [read for _, _, read in self._reads]
-        for transfer in (*reads, *(write for writes in self._writes.values() for write in writes)):
-            _failed(transfer)
+        self._back.wait()
+        for writes in self._writes.values():
+            for write in writes:
+                has_failed(write)
 
     def _can_clone(self, index: int, start: int, stop: int) -> bool:
         source = self._source
@@ -241,41 +242,20 @@ class _Writer:
             for n in leaves
             if not changing.touch(start + n * LEAF_BYTES, min(start + (n + 1) * LEAF_BYTES, stop))
         ]
-        if not asked:
-            return
-        try:
-            memory = self._buffers.spare(stop - start)
-            for first, last in _spans(asked, stop - start):
-                part = memory.slice(first, last - first)
-                at = self._data_start + start + first
-                # The read bypasses the page cache, which may hold writes of an earlier process
-                # that never reached the drive.
-                read = self._file.read_again(part, at, direct=True)
-                self._reads.append((first, last, read))
-        except (StorageError, MemoryError):
-            return  # leaves that cannot be read are written
+        if asked:
+            origin, spans = self._data_start + start, _spans(asked, stop - start)
+            parts = [(first, last, origin + first) for first, last in spans]
+            self._back.start(stop - start, parts)
 
     def _not_held(self, missing: Sequence[int], wanted: Sequence[bytes]) -> list[int]:
         """Return the leaves that the file does not hold, according to the bytes read back."""
         held: set[int] = set()
-        for first, last, read in self._reads:
-            if _failed(read):
-                continue  # a bad place on the drive: writing the leaf is the best remedy
-            self._found.read_bytes += last - first
-            found = _split(leaf_digests(self._buffers.spare(last).memoryview()[first:last]))
+        for first, data in self._back.take():
+            self._found.read_bytes += data.nbytes
+            found = _split(leaf_digests(data))
             numbers = range(first // LEAF_BYTES, first // LEAF_BYTES + len(found))
             held |= {n for n, leaf in zip(numbers, found, strict=True) if leaf == wanted[n]}
-        self._reads.clear()
         return [n for n in missing if n not in held]
-
-
-def _failed(transfer: IOFuture) -> bool:
-    """Wait for a transfer; return whether it failed."""
-    try:
-        transfer.result()
-    except OSError:
-        return True
-    return False
 
 
 def _split(leaves: bytes) -> list[bytes]:

@@ -16,7 +16,7 @@ from offload.ambient import neutral
 from offload.engine.carried_reference import carry, uncarried
 from offload.engine.engine import Engine
 from offload.engine.finalizer import close_left_open, close_quietly
-from offload.engine.ranks import Alone, Ranks
+from offload.engine.ranks import Alone, Ranks, leaving_on_error
 from offload.engine.reference import is_reference
 from offload.engine.state_dict import load_reference, load_tensors, make_reference, materialize
 from offload.engine.strategy import InsideStep, StepStrategy
@@ -156,35 +156,37 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             from offload.distributed.launch import join_ranks  # imports torch.distributed
 
             ranks = join_ranks(process_group, self.param_groups, model, options)
-        with neutral():
-            described = partial(
-                describe_parameters, self.param_groups, model, rule, options.state_format
+        with leaving_on_error(ranks):
+            with neutral():
+                described = partial(
+                    describe_parameters, self.param_groups, model, rule, options.state_format
+                )
+                ranks.together("the constructor", lambda: described(shards=ranks.shards))
+            if on_device:
+                split = options.master == "split"
+                require_steppable(rule, self.param_groups, options.state_dtype, split=split)
+            strategy = _strategy_for(options.overlap, model)
+            state = TrainingState(
+                rule,
+                as_directories(directory),
+                model=model,
+                keep=retention,
+                fresh=fresh,
+                options=options,
+                device=device_of(self.param_groups),
+                ranks=ranks,
             )
-            ranks.together("the constructor", lambda: described(shards=ranks.shards))
-        if on_device:
-            split = options.master == "split"
-            require_steppable(rule, self.param_groups, options.state_dtype, split=split)
-        strategy = _strategy_for(options.overlap, model)
-        state = TrainingState(
-            rule,
-            as_directories(directory),
-            model=model,
-            keep=retention,
-            fresh=fresh,
-            options=options,
-            device=device_of(self.param_groups),
-            ranks=ranks,
-        )
-        try:
-            engine = Engine(state, strategy(state))
-            engine.require_space(self.param_groups)
-        except BaseException:
-            state.close()
-            raise
-        self._engine = engine
-        self._uploads = self._open_tier(options, retention, engine, ranks.serving())
-        if self._uploads is not None:
-            weakref.finalize(self, self._uploads.stop)
+            try:
+                engine = Engine(state, strategy(state))
+                engine.require_space(self.param_groups)
+                uploads = self._open_tier(options, retention, engine, ranks.serving())
+            except BaseException as error:
+                ranks.close(error)  # before the state leaves them without a reason
+                state.close()
+                raise
+        self._engine, self._uploads = engine, uploads
+        if uploads is not None:
+            weakref.finalize(self, uploads.stop)
         # A garbage-collected optimizer releases its store, without reporting on its last seal.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
         optimizer = weakref.ref(self)

@@ -21,7 +21,7 @@ from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import Manifest, invalid_manifest
-from offload.format.names import MANIFEST_NAME, MODEL_NAME, QUARANTINE_NAME, TRAIN_STATE_NAME
+from offload.format.names import MANIFEST_NAME, QUARANTINE_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import PartReference, SealedPart, content_digest
 from offload.store.arrivals import Arrivals
 from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
@@ -382,7 +382,8 @@ def create_slot(backend: Backend, path: str, layout: Layout, sizes: Mapping[str,
     try:
         for name, size in sizes.items():
             files[name] = backend.create(f"{path}/{name}", size)
-        slot = Slot(backend, path, layout, files, _model_leaves(backend, path, readable=False))
+        leaves = _model_leaves(backend, path, layout, readable=False)
+        slot = Slot(backend, path, layout, files, leaves)
         slot.manifest.write_bytes(invalid_manifest(slot.manifest.size_bytes), 0)
         _write_headers(slot)
     except BaseException:
@@ -439,7 +440,7 @@ def open_slot(backend: Backend, path: str, layout: Layout, *, writable: bool) ->
     try:
         for name in (*layout.file_sizes(), TRAIN_STATE_NAME, MANIFEST_NAME):
             files[name] = backend.open(f"{path}/{name}", writable=writable)
-        leaves = _model_leaves(backend, path, readable=True)
+        leaves = _model_leaves(backend, path, layout, readable=True)
     except BaseException:
         for file in files.values():
             file.close()
@@ -452,9 +453,9 @@ def remove_slot(backend: Backend, path: str) -> None:
     remove_folder(backend, path)
 
 
-def _model_leaves(backend: Backend, path: str, *, readable: bool) -> KnownLeaves:
+def _model_leaves(backend: Backend, path: str, layout: Layout, *, readable: bool) -> KnownLeaves:
     """Return a record of a newly opened model file, none of whose content is known yet."""
-    stat = backend.stat(f"{path}/{MODEL_NAME}")
+    stat = backend.stat(f"{path}/{layout.model_name}")
     return KnownLeaves(stat.inode if stat is not None else 0, readable=readable)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.mutation.mutation import Edit, Mutation
 
 _WRITING = "offload/model/model_writing.py"
+_BACK = "offload/model/read_back.py"
+_SHARING = "offload/model/model_sharing.py"
+_SHARES = "tests/ranks_model/test_writing.py"
 _MODEL = "offload/model/model_file.py"
 _SLOT = "offload/store/slot.py"
 _WHOLE = "offload/engine/whole_model.py"
@@ -48,14 +51,37 @@ FROZEN = (
         (f"{_RESUMED}::test_a_bit_that_has_flipped_in_a_slot_is_mended",),
     ),
     Mutation(
+        "share-read-back-believed",
+        "what a rank reads back of its share is compared with the live bytes",
+        (
+            Edit(
+                _SHARING,
+                "before = held.get(number, known.of(number))",
+                "before = leaves if number in held else known.of(number)",
+            ),
+        ),
+        (f"{_SHARES}::TestWhatAnEarlierProcessLeft::test_a_byte_that_is_wrong_is_mended",),
+    ),
+    Mutation(
+        "share-read-back-unasked",
+        "a rank does not read back what may be in a cache only",
+        (
+            Edit(
+                _SHARING,
+                "    if changing is None or not known.readable:\n",
+                "    if changing is None:\n",
+            ),
+        ),
+        (f"{_SHARES}::TestWhatAnEarlierProcessLeft::test_nothing_is_read_if_it_may_not_be",),
+    ),
+    Mutation(
         "slot-read-error-believed",
         "what could not be read back is written",
         (
             Edit(
-                _WRITING,
-                "            if _failed(read):\n",
-                "            if _failed(read):\n"
-                "                held |= set(range(first // LEAF_BYTES, -(-last // LEAF_BYTES)))\n",
+                _BACK,
+                "            if not has_failed(read):",
+                "            if read.result() is not None:",
             ),
         ),
         (f"{_CRASHES}::test_what_is_read_back_late_and_fails_is_written",),
@@ -65,9 +91,9 @@ FROZEN = (
         "what an earlier process left in the page cache is not believed",
         (
             Edit(
-                _WRITING,
-                "self._file.read_again(part, at, direct=True)",
-                "self._file.read(part, at)",
+                _BACK,
+                "self._file.read_again(part, offset, direct=True)",
+                "self._file.read(part, offset)",
             ),
         ),
         (f"{_RESUMED}::test_the_drive_is_asked_and_not_the_page_cache",),
@@ -78,8 +104,8 @@ FROZEN = (
         (
             Edit(
                 _SLOT,
-                "_model_leaves(backend, path, readable=False)",
-                "_model_leaves(backend, path, readable=True)",
+                "_model_leaves(backend, path, layout, readable=False)",
+                "_model_leaves(backend, path, layout, readable=True)",
             ),
         ),
         (f"{_IN_ONE}::test_each_slot_is_written_once_and_then_only_the_leaves_that_change",),

@@ -191,7 +191,7 @@ SHARING = (
     Mutation(
         "share-writes-go-on",
         "when a share has failed none of its writes is under way any more",
-        (Edit(_WRITER, "                _wait(write)\n", "                pass\n"),),
+        (Edit(_WRITER, "                has_failed(write)\n", "                pass\n"),),
         (f"{_WRITING}::test_after_a_failed_write_no_other_write_is_under_way",),
     ),
     Mutation(

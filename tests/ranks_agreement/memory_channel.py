@@ -25,7 +25,8 @@ class MemoryChannel:
         self.memory = memory
         self.is_closed = False
 
-    def put(self, key: str, value: str) -> None:
+    def put(self, key: str, value: str, *, within_s: float | None = None) -> None:
+        del within_s
         with self.memory.changed:
             self._require()
             self.memory.values[key] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -297,10 +298,73 @@ def test_an_interrupt_of_one_rank_is_an_error_of_the_others() -> None:
 def test_closing_exchanges_nothing_and_holds_nobody() -> None:
     ranks = Ranks(2).opened()
     before = dict(ranks.memory.values)
-    ranks.agreements[0].close()
-    assert ranks.memory.values == before
+    for _ in range(2):
+        ranks.agreements[0].close()
+        assert {key: ranks.memory.values[key] for key in before} == before
+        assert ranks.memory.values.keys() - before.keys() == {"left/rank/0", "left/anyone"}
     with pytest.raises(RanksError, match="is closed"):
         ranks.agreements[0].begin_seal("")
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_has_closed_is_named_by_the_next_call_of_all_others(leaver: int) -> None:
+    ranks = Ranks(3).opened()
+    ranks.agreements[leaver].close()
+    words = f"step(): rank {leaver} has closed its optimizer. Restart the job"
+    for error in ranks.all(granted, leave=(leaver,)):
+        assert isinstance(error, RanksError)
+        assert str(error) == words
+    other = next(a for a in ranks.agreements if a.peers.rank != leaver)
+    with pytest.raises(RanksError, match=re.escape(words)):
+        other.begin_seal("")
+
+
+def test_a_rank_that_closes_is_named_by_those_that_wait_for_it_already() -> None:
+    ranks = Ranks(3).opened()
+    waiting = threading.Thread(
+        target=lambda: (
+            eventually(lambda: "exchange/1/sign/2" in ranks.memory.values),
+            ranks.agreements[1].close(),
+        )
+    )
+    waiting.start()
+    for error in ranks.all(granted, leave=(1,)):
+        assert "rank 1 has closed its optimizer" in str(error)
+    waiting.join()
+
+
+def test_a_rank_that_has_closed_is_named_by_a_seal_of_the_others() -> None:
+    ranks = Ranks(3).opened()
+    ranks.agreements[2].close()
+    same_error(ranks.seal(leave=(2,)), SealError, ": rank 2 has closed its optimizer")
+    ranks = Ranks(2).opened()
+    ranks.agreements[0].close()
+    same_error(ranks.seal(leave=(0,)), InDoubtError, "rank 0 has closed its optimizer before")
+
+
+def test_the_error_of_a_constructor_that_has_failed_is_told_to_the_others() -> None:
+    ranks = Ranks(2).opened()
+    ranks.agreements[1].close(OSError("disk full"))
+    (error,) = ranks.all(granted, leave=(1,))
+    assert "rank 1 could not make the optimizer: disk full" in str(error)
+    with pytest.raises(RanksError, match="rank 1 could not make the optimizer"):
+        ranks.agreements[0].require_all_here("step()")
+
+
+def test_ranks_that_have_all_closed_after_a_seal_have_sealed() -> None:
+    ranks = Ranks(3).opened()
+
+    def seal_and_close(agreement: Agreement) -> None:
+        number = agreement.begin_seal(f"part-{agreement.peers.rank}")
+        agreement.meet(number)
+        agreement.report(number, Report(step=7, generation=3))
+        if agreement.is_writer:
+            agreement.decide(number, lambda _: None, lambda: None)
+        else:
+            agreement.decision(number)
+        agreement.close()
+
+    assert ranks.all(seal_and_close) == [None] * 3
 
 
 def test_one_rank_alone_agrees_with_itself() -> None:

@@ -116,8 +116,8 @@ class Entered(MemoryChannel):
         self.name = name
         self.awaits_rank_2 = threading.Event()
 
-    def put(self, key: str, value: str) -> None:
-        super().put(self.name + key, value)
+    def put(self, key: str, value: str, *, within_s: float | None = None) -> None:
+        super().put(self.name + key, value, within_s=within_s)
 
     def get(self, key: str) -> str | None:
         return super().get(self.name + key)

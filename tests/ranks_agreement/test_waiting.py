@@ -7,6 +7,7 @@ import pytest
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.driver import Driver, announcement
 from offload.distributed.agreement.effects import Arrived, Await, Program
+from offload.distributed.agreement.leaving import ANYONE, in_words, leave
 from offload.distributed.agreement.peers import error_key, names, sign_key
 from offload.distributed.agreement.quiet import QuietRanks
 from offload.distributed.agreement.reports import Report
@@ -95,6 +96,39 @@ def test_an_announced_error_does_not_end_the_wait_for_other_ranks() -> None:
     channel.put(error_key("scope"), announcement(2, "rank 2 failed"))
     channel.at = [(30.0, lambda: channel.put("key/1", "done"))]
     assert driver_of(channel).run(waiting(1)) == Arrived({1: "done"})
+
+
+def test_the_wait_for_a_rank_that_has_left_ends_at_once() -> None:
+    channel = TimedChannel(Memory())
+    channel.at = [(5.0, lambda: leave(channel.put, 2, ""))]
+    found = driver_of(channel).run(waiting(1, 2))
+    assert found == Arrived({}, lost=frozenset({2}), left={2: ""})
+    assert channel.time_s <= 5.0 + LOOK_S
+
+
+def test_a_rank_that_has_left_does_not_end_the_wait_for_others() -> None:
+    channel = TimedChannel(Memory())
+    leave(channel.put, 2, "no memory")
+    channel.at = [(30.0, lambda: channel.put("key/1", "done"))]
+    assert driver_of(channel).run(waiting(1)) == Arrived({1: "done"})
+
+
+def test_what_a_rank_has_put_before_it_left_counts() -> None:
+    class Racing(TimedChannel):
+        def get(self, key: str) -> str | None:
+            if key == ANYONE and key not in self.memory.values:
+                self.put("key/1", "done")
+                leave(self.put, 1, "")
+            return super().get(key)
+
+    assert driver_of(Racing(Memory())).run(waiting(1)) == Arrived({1: "done"})
+
+
+def test_ranks_that_have_left_in_words() -> None:
+    assert in_words({1: ""}) == "rank 1 has closed its optimizer"
+    assert in_words({3: "", 1: "", 2: "", 0: "no memory"}) == (
+        "rank 0 could not make the optimizer: no memory; ranks 1 to 3 have closed their optimizers"
+    )
 
 
 def test_signs_are_few_and_only_for_what_is_in_progress() -> None:

@@ -19,6 +19,7 @@ _NAMES = (
     "effects",
     "peers",
     "messages",
+    "leaving",
     "ledger",
     "reports",
     "sights",
@@ -41,6 +42,7 @@ class Wing:
     effects: ModuleType
     peers: ModuleType
     messages: ModuleType
+    leaving: ModuleType
     ledger: ModuleType
     reports: ModuleType
     sights: ModuleType

@@ -87,6 +87,7 @@ class Rank:
         self.backend = backend
         self.file = file
         self.known = KnownLeaves(readable=False)
+        self.changing: set[str] | None = None
         self.written: WrittenShare | None = None
         self.copied: list[int] = []
 
@@ -115,6 +116,7 @@ class Rank:
             context,
             self.known,
             self.copied.append,
+            changing=self.changing,
         )
         if barrier is not None:
             barrier.wait()

@@ -15,6 +15,7 @@ from gds import ALIGNMENT, Buffer, File, IOFuture, MemoryBackend, StorageError
 from gds.backends.wrapper import WrapperFile
 from offload.errors import MismatchError
 from offload.format.digests import LEAF_BYTES
+from offload.format.known_leaves import KnownLeaves
 from offload.format.shares.model_blocks import SharePlan
 from offload.format.shares.model_shares import ModelShares, divide
 from offload.model.live_boxes import views_of
@@ -275,6 +276,66 @@ class TestWhatIsKnown:
         assert ranks.ranks[0].written.written_bytes == 0
         assert ranks.ranks[1].written.written_bytes == LEAF_BYTES + ALIGNMENT
         assert ranks.content() == save_oracle(live, header, tmp_path / "oracle")
+        ranks.close()
+
+
+class TestWhatAnEarlierProcessLeft:
+    """Ranks that open a file which others have written."""
+
+    CHANGING = frozenset(n for n in values(0) if n not in {"frozen", "mask"})
+
+    def left(self, kind: str, path: Path, shares: ModelShares, memory: MemoryBackend) -> Ranks:
+        """Let ranks write a file, and return other ranks that may read it back."""
+        first = Ranks(kind, path, shares, memory=memory)
+        first.seal([values(1)] * 3, CONTEXT)
+        first.close_files()
+        ranks = Ranks(kind, path, shares, is_new=False, memory=memory)
+        for rank in ranks.ranks:
+            rank.known, rank.changing = KnownLeaves(readable=True), set(self.CHANGING)
+        return ranks
+
+    @pytest.mark.parametrize("piece_bytes", [512, 8192, 1 << 24])
+    def test_what_is_frozen_is_read_back_and_not_written(self, kind, piece_bytes, tmp_path):
+        header = header_of(values(0))
+        shares = some_shares(header, piece_bytes)
+        ranks = self.left(kind, tmp_path / "model.safetensors", shares, MemoryBackend())
+        live = {n: t if n in self.CHANGING else values(1)[n] for n, t in values(2).items()}
+        ranks.seal([live] * 3, CONTEXT)
+        assert ranks.content() == save_oracle(live, header, tmp_path / "oracle")
+        frozen = sum(t.nbytes for n, t in live.items() if n not in self.CHANGING)
+        assert sum(rank.written.read_bytes for rank in ranks.ranks) == frozen
+        trained = sum(t.nbytes for n, t in live.items() if n in self.CHANGING)
+        most = trained + 3 * 2 * len(live) * (ALIGNMENT if piece_bytes > 4096 else piece_bytes)
+        assert sum(rank.written.written_bytes for rank in ranks.ranks) <= most
+        ranks.seal([live] * 3, CONTEXT)
+        assert [rank.written.read_bytes for rank in ranks.ranks] == [0] * 3
+        ranks.close()
+
+    @pytest.mark.parametrize("at", [0, 1, -1])
+    def test_a_byte_that_is_wrong_is_mended(self, kind, at, tmp_path):
+        header = header_of(values(0))
+        shares, memory = some_shares(header, 8192), MemoryBackend()
+        ranks = self.left(kind, tmp_path / "model.safetensors", shares, memory)
+        entry = header.entries["frozen"]
+        offset = header.data_start + (entry.stop - 1 if at < 0 else entry.start + at)
+        backend = ranks.ranks[0].backend
+        with backend.open(ranks.path, writable=True) as file:
+            file.write_bytes(bytes([file.read_bytes(offset, 1)[0] ^ 4]), offset)
+            file.sync()
+        ranks.seal([values(1)] * 3, CONTEXT)
+        assert ranks.content() == save_oracle(values(1), header, tmp_path / "oracle")
+        ranks.close()
+
+    def test_nothing_is_read_if_it_may_not_be(self, tmp_path):
+        header = header_of(values(0))
+        shares = some_shares(header, 8192)
+        ranks = self.left("direct", tmp_path / "m", shares, MemoryBackend())
+        for rank in ranks.ranks:
+            rank.known = KnownLeaves(readable=False)
+        ranks.seal([values(1)] * 3, CONTEXT)
+        assert [rank.written.read_bytes for rank in ranks.ranks] == [0] * 3
+        total = sum(rank.written.written_bytes for rank in ranks.ranks)
+        assert total == header.file_bytes - header.data_start
         ranks.close()
 
 

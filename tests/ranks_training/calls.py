@@ -360,6 +360,12 @@ class Calls:
             return type(error).__name__
         return ""
 
+    def strict(self, name: str, *arguments: Any) -> Any:
+        """Make a call in which each warning is an error, as with Python's ``-W error``."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return getattr(self, name)(*arguments)
+
     def open_files(self, text: str) -> list[str]:
         """Return the paths of the store's files that this process has open, if they have a text."""
         return [path for path in open_below(self.directory) if text in path]

@@ -74,6 +74,29 @@ def test_a_checkpoint_that_one_rank_cannot_capture_fails_on_all(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_warnings_as_errors_refuse_one_step_after_a_failed_seal(
+    jobs: Jobs, tmp_path: Path, kind: str
+) -> None:
+    strict = ["strict", "update"]
+    on: Calls = [["backward"], strict, strict, ["settle"], ["checkpoint"], ["result"], ["verify"]]
+    own = [*BEGIN, ["step"], ["bad_checkpoint"], *on]
+    others = [*BEGIN, *SEAL, *on]
+    ranks = run(jobs, tmp_path, kind, others, own)
+    for number, rank in enumerate(ranks):
+        seal, refused = errors(rank)
+        assert seal["call"] == ("bad_checkpoint" if number else "result")
+        assert refused["error"] == "RuntimeWarning"
+        assert "sealing step 2 failed" in refused["message"]
+        assert rank.of("result")["value"] == 3
+        assert rank.of("verify")["value"] == []
+    (tmp_path / "plain").mkdir()
+    calls: Calls = [["open"], ["step", 3], ["bits"]]
+    plain = jobs.run(tmp_path / "plain", [calls] * 2, kind=kind, is_plain=True)
+    again = run(jobs, tmp_path, kind, *[[["open"], ["restore"], ["bits"]]] * 2)
+    assert [r.of("bits")["value"] for r in again] == [r.of("bits")["value"] for r in plain]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_second_checkpoint_of_a_step_that_one_rank_cannot_capture_fails_on_all(
     jobs: Jobs, tmp_path: Path, kind: str
 ) -> None:

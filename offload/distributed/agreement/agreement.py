@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gds.waiting import Monitor
 from offload.distributed.agreement import seal
@@ -12,6 +13,7 @@ from offload.distributed.agreement.channel import Channel, ChannelLostError
 from offload.distributed.agreement.driver import Driver, announcement
 from offload.distributed.agreement.effects import Program
 from offload.distributed.agreement.grant import NO_SEAL, Offer, accept
+from offload.distributed.agreement.leaving import in_words, leave, who_left
 from offload.distributed.agreement.ledger import EMPTY, Outcome
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.opening import Plan, decide
@@ -28,6 +30,10 @@ from offload.distributed.agreement.unanimous import (
     unanimous,
 )
 from offload.errors import InDoubtError, RanksError, SealError, reason_of
+
+_LEAVE_S = 1.0
+"""Most seconds for which a rank that leaves waits for the key-value store. Without its note the
+others miss it after their limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +77,13 @@ class Agreement:
             raise ValueError(f"agreement_timeout_s must be positive, got {timeout_s:g}")
         self._peers = Peers(rank, size, timeout_s)
         # A connection for each thread: a wait on one holds up every other call on the same one.
-        self._channels = [channel, channel.clone(), channel.clone()]
+        self._channels = [channel]
+        try:
+            self._channels += [channel.clone() for _ in range(2)]
+        except BaseException:
+            for made in self._channels:
+                made.close()
+            raise
         self._signs = Signs(self._channels[2], rank, timeout_s)
         quiet = QuietRanks()
         self._exchanges = Driver(self._channels[0], self._signs, timeout_s, quiet)
@@ -319,11 +331,31 @@ class Agreement:
             scope = exchange_scope(self._num_exchanges)
         self._signs.put(error_key(scope), announcement(peers.rank, text))
 
-    def close(self) -> None:
-        """Release the connections. No exchange, no wait: other ranks may have ended already.
+    def require_all_here(self, what: str) -> None:
+        """Check that no rank has left. Any thread; never waits for another rank.
 
-        To be called after the seals of this rank have ended.
+        Args:
+            what: Call of the user, for messages.
+
+        Raises:
+            RanksError: A rank has left. The message names it.
         """
+        if left := who_left(self._signs.get, self._peers.others):
+            text = f"{what}: {in_words(left)}. Restart the job"
+            self._lose(text)
+            raise RanksError(text)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Tell the other ranks that this one leaves, and release the connections. Idempotent.
+
+        No exchange: other ranks may have ended already. Those that wait for this one, now or later,
+        raise an error that names it. To be called after the seals of this rank have ended.
+
+        Args:
+            error: Error because of which there is no optimizer on this rank; None if it is closed.
+        """
+        put = partial(self._signs.put, within_s=_LEAVE_S)
+        leave(put, self._peers.rank, "" if error is None else reason_of(error))
         self._lose("the optimizer of this rank is closed")
         for channel in self._channels:
             channel.close()

@@ -21,8 +21,15 @@ class Channel(Protocol):
     Only one thread may use a channel at a time; a further thread uses a `clone`.
     """
 
-    def put(self, key: str, value: str) -> None:
-        """Set the value of a key, whether or not it has one."""
+    def put(self, key: str, value: str, *, within_s: float | None = None) -> None:
+        """Set the value of a key, whether or not it has one.
+
+        Args:
+            key: The key.
+            value: The value.
+            within_s: Seconds after which a store that does not answer is given up; None for the
+                limit of the channel.
+        """
         ...
 
     def get(self, key: str) -> str | None:

@@ -16,6 +16,7 @@ from offload.distributed.agreement.effects import (
     Program,
     Put,
 )
+from offload.distributed.agreement.leaving import who_left
 from offload.distributed.agreement.messages import MessageError, decode, encode
 from offload.distributed.agreement.peers import error_key, sign_key
 from offload.distributed.agreement.quiet import Quiet, QuietRanks
@@ -123,6 +124,8 @@ class Driver:
             self._signs.give()
             if effect.heeds_errors and (error := self._announced(effect.scope, missing)):
                 return Arrived(values, error)
+            if left := self._left(missing, values):
+                return Arrived(values, lost=frozenset(left), left=left)
             lost = {rank for rank in missing if quiet_s[rank] >= self._timeout_s}
             if lost:
                 for rank in missing:
@@ -158,6 +161,14 @@ class Driver:
             values[rank] = value
             del missing[rank]
             self._quiet.forget(rank)
+
+    def _left(self, missing: dict[int, str], values: dict[int, str]) -> dict[int, str]:
+        """Return those of the missing ranks that have left, each with its reason."""
+        found = who_left(self._channel.get, [*missing])
+        for rank in found:
+            # What it put before it left is read after its note, so nothing of it is overlooked.
+            self._take(missing, values, rank, self._channel.get(missing[rank]))
+        return {rank: reason for rank, reason in found.items() if rank in missing}
 
     def _announced(self, scope: str, missing: dict[int, str]) -> str:
         """Return the error that one of the missing ranks has announced, if any."""

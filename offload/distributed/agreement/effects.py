@@ -10,7 +10,7 @@ act: it reads no clock, opens no file and keeps nothing that is not in its own v
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Await:
     """Wait until each of some ranks has put its key. The result is an `Arrived`.
 
     The wait ends early if one of the ranks that are awaited gives no sign of progress for the
-    agreed limit, or if a rank has announced an error. Silence that an earlier wait has seen counts.
+    agreed limit, has left, or has announced an error. Silence that an earlier wait has seen counts.
     """
 
     wanted: tuple[tuple[int, str], ...]
@@ -67,8 +67,12 @@ class Arrived:
     """Error that a rank has announced, in words, if the wait ended because of it."""
 
     lost: frozenset[int] = frozenset()
-    """Ranks that gave no sign of progress for the limit, if the wait ended because of them. Others
-    may be missing as well, which were only not waited for any longer."""
+    """Ranks that gave no sign of progress for the limit, or have left, if the wait ended because of
+    them. Others may be missing as well, which were only not waited for any longer."""
+
+    left: Mapping[int, str] = field(default_factory=dict)
+    """Those of the lost ranks that have said that they leave, each with the reason, which is empty
+    if the rank has closed its optimizer."""
 
 
 @dataclass(frozen=True, slots=True)

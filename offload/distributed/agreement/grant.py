@@ -24,6 +24,8 @@ _FIELDS = {
     "in_place_of": int,
     "decided": int,
     "reason": str,
+    "content": str,
+    "readable": bool,
 }
 
 NO_SEAL = -1
@@ -53,6 +55,12 @@ class Offer:
     reason: str = ""
     """Why the seal was aborted, in words."""
 
+    content: str = ""
+    """Name of the content of the slot's model file; see `offload.format.known_leaves.Content`."""
+
+    readable: bool = False
+    """Whether that content may be read back."""
+
     @property
     def is_in_place(self) -> bool:
         """Whether all ranks go on in the slot that they have."""
@@ -67,6 +75,8 @@ class Offer:
             "in_place_of": self.in_place_of,
             "decided": self.decided,
             "reason": self.reason,
+            "content": self.content,
+            "readable": self.readable,
         }
 
     @classmethod

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
+from offload.distributed.agreement.leaving import in_words
 from offload.distributed.agreement.messages import Json, decode, encode
 from offload.distributed.agreement.peers import Peers, names
 
@@ -89,6 +91,7 @@ def disagreement(
     refused: Mapping[int, str],
     begun: Collection[int],
     lost: Collection[int] = (),
+    left: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
     """Return why a checkpoint must not be made of some reports, in words; empty if it may.
 
@@ -98,6 +101,7 @@ def disagreement(
         refused: Reason for each rank whose report cannot be read.
         begun: Ranks that have called ``checkpoint()``, as far as it is known.
         lost: Ranks that were waited for in vain. Further ranks may have no report yet.
+        left: Those of them that have said that they leave, each with the reason.
     """
     missing = {*range(peers.size)} - reports.keys() - refused.keys()
     missing = missing & {*lost} or missing
@@ -107,6 +111,9 @@ def disagreement(
         for rank, report in sorted(reports.items())
         if report.error
     ]
+    if left:
+        problems.append(in_words(left))
+        missing -= left.keys()
     if absent := missing - {*begun}:
         problems.append(
             f"{names(absent)} did not call checkpoint() within {peers.timeout_s:g} s: call it on "

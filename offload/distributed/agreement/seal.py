@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from offload.distributed.agreement.channel import ChannelLostError
 from offload.distributed.agreement.effects import Act, Arrived, Await, Delete, Get, Program, Put
+from offload.distributed.agreement.leaving import in_words
 from offload.distributed.agreement.ledger import Outcome
 from offload.distributed.agreement.messages import MessageError, decode, encode
 from offload.distributed.agreement.peers import FIRST_SIGN, Peers, key, seal_scope, sign_key
@@ -206,11 +207,15 @@ def await_decision(
                 yield Put(key(scope, "read", peers.rank), "read")
             return decision
         begun = yield Get(sign_key(scope, peers.leader))
-        what = (
-            f"{leader}, which decides, has not called checkpoint() or hangs: call it on every rank"
-            if begun is None
-            else f"{leader}, which decides, gave no sign of progress for {peers.timeout_s:g} s"
-        )
+        if arrived.left:
+            what = f"{in_words(arrived.left)} before it decided"
+        elif begun is None:
+            what = (
+                f"{leader}, which decides, has not called checkpoint() or hangs: call it on every "
+                "rank"
+            )
+        else:
+            what = f"{leader}, which decides, gave no sign of progress for {peers.timeout_s:g} s"
         yield Put(key(scope, "left"), peers.name(peers.rank))
     except (ChannelLostError, MessageError) as failure:
         what, error = str(failure), failure
@@ -242,7 +247,8 @@ def _gather(
             reports[rank] = Report.decode(text, peers.name(rank))
         except MessageError as error:
             refused[rank] = str(error)
-    return reports, disagreement(peers, reports, refused, begun, arrived.lost), arrived.lost
+    problem = disagreement(peers, reports, refused, begun, arrived.lost, arrived.left)
+    return reports, problem, arrived.lost
 
 
 def _rename(rename: Callable[[], object]) -> Program[Decision]:

@@ -56,10 +56,16 @@ class Signs:
                 self._counts[scope] += 1
                 self._put_sign(scope)
 
-    def put(self, key: str, value: str) -> None:
-        """Set the value of a key, from any thread; never raises."""
+    def put(self, key: str, value: str, *, within_s: float | None = None) -> None:
+        """Set the value of a key, from any thread; never raises. See `Channel.put`."""
         with self._lock:
-            self._put(key, value)
+            self._put(key, value, within_s)
+
+    def get(self, key: str) -> str | None:
+        """Return the value of a key, on any thread; None if it has none or cannot be read."""
+        with self._lock, suppress(ChannelLostError):
+            return self._channel.get(key)
+        return None
 
     @contextmanager
     def during(self, scope: str) -> Iterator[None]:
@@ -75,6 +81,6 @@ class Signs:
     def _put_sign(self, scope: str) -> None:
         self._put(sign_key(scope, self._rank), str(self._counts[scope]))
 
-    def _put(self, key: str, value: str) -> None:
+    def _put(self, key: str, value: str, within_s: float | None = None) -> None:
         with suppress(ChannelLostError):  # what waits for this rank, or it for others, reports it
-            self._channel.put(key, value)
+            self._channel.put(key, value, within_s=within_s)

@@ -64,12 +64,16 @@ class TorchChannel:
         start(threading.Thread(target=_serve, args=(self._calls,), daemon=True, name=_THREAD))
         self._end = weakref.finalize(self, self._calls.put, None)
         limit_s = max(timeout_s, _CONNECT_S)
-        self._connection = self._call("connect to", lambda: _clone(store), limit_s)
+        try:
+            self._connection = self._call("connect to", lambda: _clone(store), limit_s)
+        except BaseException:
+            self.close()
+            raise
         self._store = PrefixStore(prefix, self._connection)
 
-    def put(self, key: str, value: str) -> None:
+    def put(self, key: str, value: str, *, within_s: float | None = None) -> None:
         """Set the value of a key."""
-        self._call("write to", lambda: self._store.set(key, value))
+        self._call("write to", lambda: self._store.set(key, value), within_s)
 
     def get(self, key: str) -> str | None:
         """Return the value of a key; None if it has none."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from offload.distributed.agreement.channel import ChannelLostError
 from offload.distributed.agreement.effects import Act, Arrived, Await, Delete, Program, Put
+from offload.distributed.agreement.leaving import in_words
 from offload.distributed.agreement.messages import Json, MessageError, decode, encode
 from offload.distributed.agreement.peers import Peers, error_key, key, names
 from offload.errors import RanksError, reason_of
@@ -225,6 +226,8 @@ def _missing(
         return "", False
     if arrived.error:
         return arrived.error, True
+    if arrived.left:
+        return in_words(arrived.left), True
     lost = names(missing & arrived.lost or missing)
     text = (
         f"no {what} of {lost} came within {peers.timeout_s:g} s of the last sign of progress. A "

@@ -6,7 +6,9 @@ alike in all supported versions of torch. The group must accept tensors in host 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -33,19 +35,31 @@ class RankGroup(Protocol):
         ...
 
 
-def share_numbers(numbers: Sequence[int], group: RankGroup) -> list[tuple[int, ...]]:
+_LOOK_S = 1.0
+"""Seconds for which a rank waits for the others before it looks whether they will ever come."""
+
+
+def share_numbers(
+    numbers: Sequence[int], group: RankGroup, look: Callable[[], None] | None = None
+) -> list[tuple[int, ...]]:
     """Return the numbers of every rank, by rank. All ranks must give equally many.
 
     Args:
         numbers: Numbers of this rank, each of at most 63 bits and not negative.
         group: Group of the ranks.
+        look: Function that is called about each second while other ranks are waited for. What it
+            raises ends the wait, and then the group can be used no more.
 
     Raises:
         RuntimeError: A rank has ended, or has not called this within the group's time limit.
     """
     table = torch.zeros((group.size(), len(numbers)), dtype=torch.int64, device="cpu")
     table[group.rank()] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    group.allreduce([table], AllreduceOptions()).wait()
+    work = group.allreduce([table], AllreduceOptions())
+    if look is None:
+        work.wait()
+    else:
+        _wait(work, group, look)
     return [tuple(row) for row in table.tolist()]
 
 
@@ -64,3 +78,33 @@ def share_bytes(data: bytes, group: RankGroup) -> list[bytes]:
         table[group.rank(), : len(data)] = own
     group.allreduce([table], AllreduceOptions()).wait()
     return [row[:length].numpy().tobytes() for row, length in zip(table, lengths, strict=True)]
+
+
+def _wait(work: Any, group: RankGroup, look: Callable[[], None]) -> None:
+    """Wait for work of a process group, and look after the other ranks meanwhile."""
+    while True:
+        try:
+            work.wait(timedelta(seconds=_LOOK_S))
+        except RuntimeError:
+            is_over = work.is_completed()
+            try:
+                look()  # also if the work has failed: a rank that ends may have said why
+            except BaseException:
+                _abandon(work, group)
+                raise
+            if is_over:
+                work.wait()
+                return
+        else:
+            return
+
+
+def _abandon(work: Any, group: RankGroup) -> None:
+    """Leave work alone that may never end.
+
+    A thread of gloo waits for it; torch 2.13 cannot stop that. Work and group are never freed: what
+    frees them would wait for the thread, and if the thread frees the work while Python ends, the
+    process is aborted.
+    """
+    for kept in (work, group):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))

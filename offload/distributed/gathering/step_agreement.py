@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,10 +61,13 @@ class StepAgreement:
 
     Args:
         group: Group of all ranks; it must accept tensors in host memory.
+        look: Function that is called while other ranks are waited for to begin a step. It raises
+            `RanksError` if one of them will never come.
     """
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, look: Callable[[], None] | None = None) -> None:
         self._group = group
+        self._look = look
         self._known: list[int] = []
         """Digest of each rank's order, when the orders were last exchanged."""
         self._orders: list[tuple[int, ...]] = []
@@ -87,8 +90,8 @@ class StepAgreement:
 
         Raises:
             RanksError: The ranks differ, or one cannot take the step. The message is the same on
-                all ranks, and names ranks and causes. Or a rank has ended, or is later than the
-                time limit of the group allows.
+                all ranks, and names ranks and causes. Or a rank has ended, has closed its
+                optimizer, or is later than the time limit of the group allows.
         """
         try:
             return self._agree(terms)
@@ -108,7 +111,7 @@ class StepAgreement:
             self._digests = (_digest(terms.stepped), _digest(terms.order))
         stepped, order = self._digests
         numbers = [terms.step, stepped, order, terms.layout, int(bool(terms.refusal))]
-        table = share_numbers(numbers, self._group)
+        table = share_numbers(numbers, self._group, self._look)
         steps, digests, orders, layouts, refuses = ([*col] for col in zip(*table, strict=True))
         if any(refuses):
             said = terms.refusal.encode()[:_MAX_REFUSAL_BYTES].decode(errors="ignore").encode()

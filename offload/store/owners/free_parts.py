@@ -10,6 +10,7 @@ from itertools import count
 from gds import Backend, LockHeldError
 from offload.checkpoint.owner_parts import look_at_part, part_names
 from offload.errors import StoreError, UnreadableError
+from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
 from offload.format.names import owner_number, part_name
 from offload.store.free_slots import try_lock
@@ -50,6 +51,8 @@ class FreeParts:
         self._owner = owner
         self._store_id = store_id
         self._poison = poison
+        self._known: dict[str, KnownLeaves] = {}
+        """Known content of the shard file of each part that this process has written."""
 
     def acquire(
         self, layout: Layout, sizes: Mapping[str, int], named: NamedParts, own: Collection[str]
@@ -122,10 +125,22 @@ class FreeParts:
         try:
             slot.invalidate()
             slot.write_headers()
+            self._recall(slot, is_new=False)
         except BaseException:
             slot.close()
             raise
         return slot
+
+    def _recall(self, slot: OwnerSlot, *, is_new: bool) -> None:
+        """Give a part that was made or opened what is known of its shard file."""
+        if slot.layout.shard is None:
+            return
+        stat = self._backend.stat(f"{slot.path}/{slot.layout.model_name}")
+        inode = stat.inode if stat is not None else 0
+        known = None if is_new else self._known.get(slot.name)
+        if known is None or known.inode != inode or not inode:  # another file is in its place
+            known = KnownLeaves(inode, readable=not is_new)
+        slot.model_leaves = self._known[slot.name] = known
 
     def _held(self, slot: OwnerSlot) -> bool:
         """Lock a part as its writer; close it and return False if another process has locked it."""
@@ -147,6 +162,7 @@ class FreeParts:
         path = f"{self._path}/{name}"
         with naming_free_space(self._backend, path, sum(sizes.values()), "part of an owner"):
             slot = create_owner_slot(self._backend, self._path, name, layout, sizes)
+        self._recall(slot, is_new=True)
         if not self._held(slot):
             raise StoreError(
                 errno.EBUSY, "another process has locked this new part: start again", path

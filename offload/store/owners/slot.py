@@ -17,6 +17,7 @@ from offload.checkpoint.sealed_slot import SlotFiles
 from offload.errors import StoreError
 from offload.format._manifest_fields import ScalarValue
 from offload.format.digests import DigestContext
+from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout, array_file_name
 from offload.format.names import TABLE_NAME
 from offload.format.shares.owners import ModelBox
@@ -68,6 +69,8 @@ class OwnerSlot(SlotFiles):
         self._lock: Lock | None = None
         self._state = OwnerSlotState.FREE
         self.name = name
+        self.model_leaves = KnownLeaves(readable=False)
+        """Known content of the part's shard file, if it has one."""
         self.is_name_durable = False
         """Whether the name of the part is known to be durable."""
 
