@@ -16,6 +16,7 @@ from typing import Any, cast
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.source import RecutSource
 from offload.engine.matching import match_checkpoint, take_hyperparameters
+from offload.engine.rank_arrival import receive_from_tier
 from offload.engine.tier_restore import restore_from_tier
 from offload.engine.training_state import Groups, TrainingState
 from offload.engine.whole_model import load_recut, load_whole
@@ -80,8 +81,15 @@ def restore(
             require()
         return _choose(store, which, discard_newer=discard_newer)
 
-    found = state.ranks.together("restore()", choose)
-    state.ranks.require_same("restore()", "no checkpoint" if found is None else found.path)
+    def choose_together() -> StoredCheckpoint | None:
+        """Return the checkpoint that all ranks are asked for."""
+        chosen = state.ranks.together("restore()", choose)
+        state.ranks.require_same("restore()", "no checkpoint" if chosen is None else chosen.path)
+        return chosen
+
+    found = choose_together()
+    if found is None and which is None and receive_from_tier(state, groups):
+        found = choose_together()
     if found is None:
         arriving = restore_from_tier(state, groups) if which is None else None
         if arriving is not None:
