@@ -226,8 +226,8 @@ class Options:
     tier: Tier | str | None = None
     """Place to which sealed checkpoints are copied in the background, or the URL of the place. None
     copies nothing. With several ranks, each of them copies the part that it stores; give the same
-    tier on every rank. In a directory without checkpoints, `restore` of one process takes the
-    newest complete one of the tier."""
+    tier on every rank. In a directory without checkpoints, `restore` takes the newest complete one
+    of the tier, if as many ranks made it."""
 
     backend: Backend | None = None
     """Storage backend to use instead of the built-in choice. The optimizer does not close it."""

@@ -79,20 +79,6 @@ def require_one_owner(checkpoint: Checkpoint) -> None:
         )
 
 
-def require_one_model_file(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint whose model is in shard files, for a caller that reads one model file.
-
-    Raises:
-        CheckpointError: The model is in shard files.
-    """
-    if checkpoint.manifest.layout.shard is not None:
-        raise CheckpointError(
-            f"{checkpoint.path}: its model is in shard files of ranks on several hosts, which "
-            "cannot be copied to a tier yet: copy the directories of all hosts, or export it where "
-            "they are seen (`offload export --to hf`)"
-        )
-
-
 class Checkpoint:
     """A sealed, immutable checkpoint.
 

@@ -196,6 +196,19 @@ class RankGroup:
             found |= int(text, 16)
         return [number for number in range(found.bit_length()) if found >> number & 1]
 
+    def gather(self, what: str, value: Any, make: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return what one rank makes of what all of them say; the same on all ranks."""
+
+        def offer(asked: Mapping[int, Json]) -> Json:
+            """Make it out of what each rank says, by rank."""
+            return make([asked[rank] for rank in sorted(asked)])
+
+        return self._agreement.agree(what, offer, lambda _: None, ask=value, asks=True).offer
+
+    def progress(self) -> None:
+        """Give a sign of progress."""
+        self._agreement.progress()
+
     def measure(
         self, what: str, directory: str, state_bytes: int, action: Callable[[int], None]
     ) -> None:
@@ -250,6 +263,7 @@ class RankGroup:
             tuple(store.plan.homes),
             store.state_directories[0],
             partial(TorchChannel, origin, f"{self._name}tier/", timeout_s=self._timeout_s),
+            all(store.plan.near),
         )
 
     def failed(self, error: BaseException) -> None:

@@ -40,8 +40,10 @@ from offload.journal import Journal
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint, find_stored
+from offload.store.owners.store import OwnerStore
 from offload.store.slot import Slot
 from offload.store.state_store import StateSlot
+from offload.store.store import Store
 
 ShareOf = Callable[[Layout], ModelShare]
 """Function that returns the boxes of the model that this rank writes, given a layout."""
@@ -143,8 +145,19 @@ class RankStore:
 
         agreed = self.agreement.agree("the constructor", make, ready)
         self._known.pass_over(agreed.notes)
-        self.store_id = str(agreed.offer["store_id"])
+
+    @property
+    def store_id(self) -> str:
         """Identity of the store."""
+        return self.served.store_id
+
+    @property
+    def served(self) -> Store | OwnerStore:
+        """What this rank writes: the store on the writer, else the parts of an owner."""
+        served = self._opened.store or self._opened.part
+        if served is None:
+            raise RuntimeError("this rank has neither the store nor a part of it")
+        return served
 
     @property
     def plan(self) -> Plan:

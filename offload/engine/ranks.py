@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -94,6 +94,27 @@ class Ranks(Protocol):
                 makes no collective call.
 
         Raises the errors of `together`.
+        """
+        ...
+
+    def gather(self, what: str, value: Any, make: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return what one rank makes of what all of them say; the same on all ranks. Collective.
+
+        Args:
+            what: Call of the user, for messages.
+            value: What this rank says, as JSON.
+            make: Makes the result, as JSON, out of what each rank says, by rank. It makes no
+                collective call.
+
+        Raises:
+            RanksError: `make` has failed; every rank raises the same error. Or a rank was lost.
+        """
+        ...
+
+    def progress(self) -> None:
+        """Give a sign of progress, so that this rank does not count as lost. Cheap, never raises.
+
+        Any thread may call it.
         """
         ...
 
@@ -317,6 +338,14 @@ class Alone:
         """Return the numbers of this process."""
         del what
         return find()
+
+    def gather(self, what: str, value: Any, make: Callable[[Sequence[Any]], Any]) -> Any:
+        """Return what is made of the value of this process."""
+        del what
+        return make([value])
+
+    def progress(self) -> None:
+        """Do nothing: nobody waits."""
 
     def measure(
         self, what: str, directory: str, state_bytes: int, action: Callable[[int], None]

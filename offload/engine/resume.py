@@ -16,6 +16,7 @@ from typing import Any, cast
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.source import RecutSource
 from offload.engine.matching import match_checkpoint, take_hyperparameters
+from offload.engine.rank_arrival import receive_from_tier
 from offload.engine.tier_restore import restore_from_tier
 from offload.engine.training_state import Groups, TrainingState
 from offload.engine.whole_model import load_recut, load_whole
@@ -85,11 +86,19 @@ def restore(
             require()
         return _choose(store, which, discard_newer=discard_newer)
 
-    found = state.ranks.together("restore()", choose)
     reencode = state.options.reencode if reencode is None else reencode
-    asked = "no checkpoint" if found is None else found.path
     how = " with reencode=True" if reencode else ""
-    state.ranks.require_same("restore()", f"{asked}{how}")
+
+    def choose_together() -> StoredCheckpoint | None:
+        """Return the checkpoint that all ranks are asked for."""
+        chosen = state.ranks.together("restore()", choose)
+        asked = "no checkpoint" if chosen is None else chosen.path
+        state.ranks.require_same("restore()", f"{asked}{how}")
+        return chosen
+
+    found = choose_together()
+    if found is None and which is None and receive_from_tier(state, groups):
+        found = choose_together()
     if found is None:
         arriving = restore_from_tier(state, groups) if which is None else None
         if arriving is not None:

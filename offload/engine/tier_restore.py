@@ -7,19 +7,17 @@ behind it, and the first step waits for it chunk by chunk.
 from __future__ import annotations
 
 import time
-import warnings
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.arrival import Arrival
 from offload.engine.matching import match_checkpoint, take_hyperparameters
 from offload.engine.training_state import Groups, TrainingState
 from offload.engine.whole_model import load_whole
-from offload.errors import OffloadError, reason_of
 from offload.journal import log_event
 from offload.store.opening import StoredCheckpoint
 from offload.store.slot import Slot
 from offload.store.store import Store
-from offload.tiers.arriving import find_incoming, newest_complete
+from offload.tiers.arriving import find_incoming
 from offload.units import duration
 
 
@@ -32,7 +30,7 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
 
     Returns:
         The checkpoint; None if there is no tier, or if it has no complete checkpoint. Several
-        ranks always get None, and the writer warns if there is one.
+        ranks always get None: `receive_from_tier` is for them.
 
     Raises:
         TierError: The tier cannot be used.
@@ -41,12 +39,7 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
         DamagedError: An object of the tier has other bytes than were sent.
     """
     store, lifecycle, url = state.store, state.lifecycle, state.lifecycle.tier_url
-    if not url or store.checkpoints or store.refused:
-        return None
-    if not isinstance(store, Store):
-        serving = state.ranks.serving()
-        if serving is not None and serving.is_writer:
-            _warn_of_copies(url, store.directory)
+    if not url or store.checkpoints or store.refused or not isinstance(store, Store):
         return None
     started = time.perf_counter()
     incoming = find_incoming(url, store.backend, len(store.directories))
@@ -94,20 +87,3 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
     )
     store.journal.tell()
     return checkpoint
-
-
-def _warn_of_copies(url: str, directory: str) -> None:
-    """Warn if the tier has a checkpoint from which several ranks could go on."""
-    try:
-        newest = newest_complete(url)
-        found = "" if newest is None else f"{newest} is complete"
-    except OffloadError as error:  # the other ranks are not told: training goes on
-        found = f"what the tier has could not be read ({reason_of(error)})"
-    if found:
-        warnings.warn(
-            f"{directory} has no checkpoint, and restore() of several ranks takes none from "
-            f"a tier, so training starts from the beginning; {found}. To go on from the tier, "
-            "stop, bring its newest checkpoint here with `offload pull`, and start again",
-            RuntimeWarning,
-            stacklevel=6,
-        )

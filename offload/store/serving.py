@@ -49,6 +49,9 @@ class Serving:
     connect: Callable[[], Mailbox]
     """Function that returns a mailbox of all ranks. It may take some seconds."""
 
+    sees_all: bool = True
+    """Whether all ranks are on the host of the first directory, so that each sees all parts."""
+
     @property
     def is_writer(self) -> bool:
         """Whether this rank decides for all."""

@@ -89,7 +89,7 @@ class SlotSupply:
 
     def take_over(self, store_id: str, generation: int) -> None:
         """Go on with another identity, and a generation; see `Store.take_over`."""
-        if store_id != self._store_id and self._others:
+        if store_id != self._store_id and (self._others or self._owners):
             self._is_identified = False
         self._store_id = store_id
         self._generation = max(self._generation, generation - 1)

@@ -22,8 +22,10 @@ from offload.retention.leaving import Leaving
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
 from offload.store.owners.slot import OwnerSlot
+from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition
 from offload.store.slot import Slot
+from offload.store.store import Store
 
 StateSlot: TypeAlias = Slot | OwnerSlot
 """Slot that holds the state of this process: the whole state, or that of one owner."""
@@ -140,6 +142,11 @@ class StateStore(Protocol):
     @property
     def store_id(self) -> str:
         """Identity of the store."""
+        ...
+
+    @property
+    def served(self) -> Store | OwnerStore:
+        """What this process writes: the store, or the parts of one of its owners."""
         ...
 
     @property

@@ -234,6 +234,11 @@ class Store:
         """
         self._supply.require_space(layout, num_groups)
 
+    @property
+    def served(self) -> Store:
+        """The store: this process writes all of it."""
+        return self
+
     def take_over(self, store_id: str, generation: int) -> None:
         """Go on with the identity of a store whose checkpoint is about to arrive from elsewhere.
 

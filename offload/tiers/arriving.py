@@ -200,15 +200,3 @@ def find_incoming(url: str, backend: Backend, num_drives: int) -> Incoming | Non
             raise TierError(errno.EINVAL, copy.reason, copy.url)
         download = Download(objects, copy, copy.marker, manifest, backend, NUM_TRANSFERS)
         return Incoming(download, copy.url, backend, opened.pop_all())
-
-
-def newest_complete(url: str) -> str | None:
-    """Return the URL of the newest complete copy in a tier; None if there is none.
-
-    Raises:
-        TierError: The tier cannot be read.
-    """
-    address = parse_address(url)
-    with open_objects(address, timeout_s=DEFAULT_TIMEOUT_S, retry_s=_RETRY_S) as objects:
-        complete = [copy.url for copy in list_copies(objects, address) if copy.marker is not None]
-    return complete[-1] if complete else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from offload.errors import CheckpointError, DamagedError, TierError, TierNotFoundError
 from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode
 from offload.format.names import MANIFEST_NAME
+from offload.format.shares.owners import OwnerReference
 from offload.format.shares.part_table import MAX_TABLE_BYTES, OwnerTable, decode_table
 from offload.tiers.contents import MARKER_NAME, PARAMETERS_NAME, WRITER_NAME, table_name
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, decode_marker
@@ -184,28 +185,32 @@ def read_tables(objects: Objects, copy: TierCopy, manifest: Manifest) -> list[Ow
         DamagedError: A table is missing, or is not the one that was sealed with the checkpoint.
         TierError: A table cannot be read.
     """
-    tables = []
-    for reference in manifest.owners:
-        name = table_name(reference.owner)
-        place = f"{copy.url}/{name}"
-        try:
-            data = objects.get(f"{copy.folder}/{name}", MAX_TABLE_BYTES)
-        except TierNotFoundError as error:
-            raise DamagedError(f"{place}: the object is missing") from error
-        try:
-            table = decode_table(
-                data,
-                place,
-                manifest.layout.model,
-                num_groups=len(manifest.groups),
-                state_dtype=manifest.layout.state_dtype,
-            )
-        except CheckpointError as error:
-            raise DamagedError(str(error)) from error
-        if (table.header.digest, table.owner) != (reference.digest, reference.owner):
-            raise DamagedError(f"{place}: not the table that was sealed with this checkpoint")
-        tables.append(table)
-    return tables
+    return [read_table(objects, copy, manifest, one) for one in manifest.owners]
+
+
+def read_table(
+    objects: Objects, copy: TierCopy, manifest: Manifest, reference: OwnerReference
+) -> OwnerTable:
+    """Read the table of an owner that a manifest refers to; see `read_tables` for the errors."""
+    name = table_name(reference.owner)
+    place = f"{copy.url}/{name}"
+    try:
+        data = objects.get(f"{copy.folder}/{name}", MAX_TABLE_BYTES)
+    except TierNotFoundError as error:
+        raise DamagedError(f"{place}: the object is missing") from error
+    try:
+        table = decode_table(
+            data,
+            place,
+            manifest.layout.model,
+            num_groups=len(manifest.groups),
+            state_dtype=manifest.layout.state_dtype,
+        )
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from error
+    if (table.header.digest, table.owner) != (reference.digest, reference.owner):
+        raise DamagedError(f"{place}: not the table that was sealed with this checkpoint")
+    return table
 
 
 def _require_complete(copy: TierCopy) -> Marker:

@@ -10,9 +10,8 @@ from gds import Buffer
 from offload.errors import DamagedError, TierNotFoundError
 from offload.format.digests import DigestContext, LeafStream
 from offload.format.manifest import Manifest
-from offload.format.names import MODEL_NAME
-from offload.format.shares.part_table import OwnerTable
-from offload.tiers.contents import Chunk, ModelRun, StateObject, model_runs
+from offload.tiers.contents import Chunk, StateObject
+from offload.tiers.model_objects import ModelObject, ModelRun
 from offload.tiers.services.objects import Data, Objects
 from offload.tiers.source import whole_digest
 
@@ -168,20 +167,13 @@ def _joined(digests: Sequence[str]) -> str:
     return whole_digest(",".join(digests).encode())
 
 
-def check_model(
-    fetcher: Fetcher,
-    manifest: Manifest,
-    advance: Advance,
-    tables: Sequence[OwnerTable] = (),
-) -> None:
-    """Read the model's object and compare every piece; the errors are those of `Fetcher.chunk`."""
-    header = manifest.layout.model_header
-    fetcher.range(
-        MODEL_NAME, 0, header.data_start, whole_digest, whole_digest(bytes(header.encoded))
-    )
-    advance(header.data_start)
-    for run in model_runs(manifest, tables):
-        fetcher.check(MODEL_NAME, run.offset, run.chunks, advance)
+def check_model(fetcher: Fetcher, model: ModelObject, advance: Advance) -> None:
+    """Read an object of the model, compare every piece; the errors are those of `Fetcher.chunk`."""
+    encoded = bytes(model.header.encoded)
+    fetcher.range(model.name, 0, len(encoded), whole_digest, whole_digest(encoded))
+    advance(len(encoded))
+    for run in model.runs():
+        fetcher.check(model.name, run.offset, run.chunks, advance)
 
 
 def check_whole(

@@ -1,13 +1,13 @@
 """Division of a checkpoint into the objects of a tier.
 
 The manifest, the model and the train state are one object each, so that people and other libraries
-can open them. A state array is cut into objects of whole chunks. The manifest has a digest for
-every chunk and for every block of the model, so an object can be checked, and asked for again, by
-itself.
+can open them; a model in shard files is one object for each of them. A state array is cut into
+objects of whole chunks. The manifest has a digest for every chunk and for every block of the model,
+so an object can be checked, and asked for again, by itself.
 
 If several ranks made the checkpoint, each owner of state besides the first has a folder of its own,
 with its table and its state. The digests of its chunks, and of the model's boxes that it has
-written, are in the table.
+written, are in the table. `model_objects` has the objects of the model.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from offload.errors import CheckpointError
-from offload.format.digests import MODEL_ARRAY
 from offload.format.layout import Layout
-from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
+from offload.format.manifest import Manifest
 from offload.format.names import (
     MANIFEST_NAME,
     MODEL_NAME,
+    SHARD_FOLDER,
     TABLE_NAME,
     TRAIN_STATE_NAME,
+    is_shard_name,
     owner_name,
 )
-from offload.format.shares.owners import MODEL_PIECE_BYTES, ModelBox
 from offload.format.shares.part_table import OwnerTable
 
 OBJECT_BYTES: Final = 32 << 20
@@ -45,6 +44,7 @@ WRITER_NAME: Final = "WRITER.json"
 
 _STATE_NAME = re.compile(r"(owner-[1-9][0-9]{0,8}/)?state/[A-Za-z_][A-Za-z0-9_]{0,63}\.[0-9]{6,}")
 _TABLE_NAME = re.compile(r"owner-[1-9][0-9]{0,8}/table\.json")
+_SHARD = re.compile(rf"(?:owner-[1-9][0-9]{{0,8}}/)?{SHARD_FOLDER}/([^/]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class Chunk:
     """A range of a file that has a digest: a chunk of a state array, or a piece of the model."""
 
     array: str
-    """Name of the state array. For a piece of ``model.safetensors``, `MODEL_ARRAY`, or the name
-    that stands for its box; see `ModelBox.digest_array`."""
+    """Name of the state array. For a piece of the model, `MODEL_ARRAY`, or the name that stands for
+    its box; see `ModelBox.digest_array`."""
 
     index: int
     """Index of the chunk or block."""
@@ -119,87 +119,6 @@ def state_objects(sealed: Manifest | OwnerTable, object_bytes: int) -> list[Stat
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def model_chunks(
-    manifest: Manifest, tables: Sequence[OwnerTable] = ()
-) -> Iterator[tuple[int, Chunk]]:
-    """Yield the pieces of ``model.safetensors`` that have a digest, each with its first byte there.
-
-    They are in the order of the file, and follow each other without a gap.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        tables: Tables of all owners besides the first.
-
-    Raises:
-        CheckpointError: The pieces leave bytes out, or overlap.
-    """
-    header = manifest.layout.model_header
-    data_bytes = header.file_bytes - header.data_start
-    for block, digest in enumerate(manifest.model_digests):
-        start = block * MODEL_BLOCK_BYTES
-        nbytes = min(MODEL_BLOCK_BYTES, data_bytes - start)
-        yield header.data_start + start, Chunk(MODEL_ARRAY, block, nbytes, digest)
-    if not manifest.owners:
-        return
-    boxes = [*manifest.model_boxes, *(box for table in tables for box in table.model_boxes)]
-    end = header.data_start
-    for offset, chunk in sorted(_box_chunks(manifest, boxes), key=lambda pair: pair[0]):
-        if offset != end:
-            raise CheckpointError(
-                f"model.safetensors: no owner has digests of exactly the bytes {end} to {offset}"
-            )
-        yield offset, chunk
-        end = offset + chunk.nbytes
-    if end != header.file_bytes:
-        raise CheckpointError(
-            f"model.safetensors: no owner has digests of the bytes {end} to {header.file_bytes}"
-        )
-
-
-def _box_chunks(manifest: Manifest, boxes: Iterable[ModelBox]) -> Iterator[tuple[int, Chunk]]:
-    header = manifest.layout.model_header
-    tensors = {tensor.name: tensor for tensor in manifest.layout.model}
-    for box in boxes:
-        first, last = box.byte_range(tensors[box.name])
-        at = header.data_start + header.entries[box.name].start
-        for piece, digest in enumerate(box.digests):
-            start = first + piece * MODEL_PIECE_BYTES
-            nbytes = min(MODEL_PIECE_BYTES, last - start)
-            if nbytes:
-                yield at + start, Chunk(box.digest_array, piece, nbytes, digest)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRun:
-    """Consecutive pieces of ``model.safetensors``, which are read and sent together."""
-
-    offset: int
-    """First byte in the file."""
-
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return sum(chunk.nbytes for chunk in self.chunks)
-
-
-def model_runs(manifest: Manifest, tables: Sequence[OwnerTable] = ()) -> Iterator[ModelRun]:
-    """Yield `model_chunks` in runs of at most `MODEL_BLOCK_BYTES`."""
-    run: list[Chunk] = []
-    begin = nbytes = 0
-    for offset, chunk in model_chunks(manifest, tables):
-        if run and nbytes + chunk.nbytes > MODEL_BLOCK_BYTES:
-            yield ModelRun(begin, tuple(run))
-            run = []
-        if not run:
-            begin, nbytes = offset, 0
-        run.append(chunk)
-        nbytes += chunk.nbytes
-    if run:
-        yield ModelRun(begin, tuple(run))
-
-
 def file_offset(layout: Layout, chunk: Chunk) -> int:
     """Return the first byte of a chunk of state in its file."""
     return layout.byte_range(chunk.array, chunk.index)[0]
@@ -208,8 +127,10 @@ def file_offset(layout: Layout, chunk: Chunk) -> int:
 def is_own_name(name: str) -> bool:
     """Return whether this library gives an object of a copy this name."""
     whole = (MARKER_NAME, PARAMETERS_NAME, WRITER_NAME, MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME)
+    shard = _SHARD.fullmatch(name)
     return (
         name in whole
+        or (shard is not None and is_shard_name(shard[1]))
         or _STATE_NAME.fullmatch(name) is not None
         or _TABLE_NAME.fullmatch(name) is not None
     )

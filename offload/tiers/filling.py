@@ -26,8 +26,9 @@ from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.tiers.catalog import TierCopy
 from offload.tiers.checking import Fetcher, nothing
-from offload.tiers.contents import Chunk, file_offset, model_chunks, state_objects
+from offload.tiers.contents import Chunk, file_offset, state_objects
 from offload.tiers.marker import Marker
+from offload.tiers.model_objects import model_object
 from offload.tiers.sending import Progress
 from offload.tiers.services.objects import Objects
 from offload.tiers.workers import Task, run_all
@@ -157,7 +158,7 @@ class Download:
         slot.train_state.write_bytes(self._train_state, 0)
         ranges = (
             _Range(slot.model, offset, MODEL_NAME, offset, chunk)
-            for offset, chunk in model_chunks(self.manifest)
+            for offset, chunk in model_object(self.manifest).pieces
         )
         self._fill(ranges, self._model_pieces(), nothing, require_going_on)
 
@@ -215,7 +216,7 @@ class Download:
         return [chunk for one in objects for chunk in one.chunks]
 
     def _model_pieces(self) -> list[Chunk]:
-        return [chunk for _, chunk in model_chunks(self.manifest)]
+        return [chunk for _, chunk in model_object(self.manifest).pieces]
 
     def _fetch_train_state(self, size_bytes: int) -> bytes:
         name = TRAIN_STATE_NAME

@@ -10,12 +10,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
-from gds import ALIGNMENT, Buffer, File
-from offload.checkpoint.checkpoint import Checkpoint, require_one_model_file
+from gds import ALIGNMENT, Backend, Buffer, File
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.owner_parts import OwnerPart, check_cover
 from offload.checkpoint.sealed_slot import SealedSlot
 from offload.checkpoint.second_read import reread_and_check
@@ -24,7 +25,8 @@ from offload.format.digests import DigestContext
 from offload.format.manifest import MAX_MANIFEST_BYTES, MODEL_BLOCK_BYTES, decode
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
 from offload.format.shares.part_table import OwnerTable
-from offload.tiers.contents import Chunk, StateObject, file_offset, model_runs
+from offload.tiers.contents import Chunk, StateObject, file_offset
+from offload.tiers.model_objects import ModelObject, model_object
 
 
 class Documents(NamedTuple):
@@ -43,16 +45,15 @@ class Source:
             here, and none of the model's digests.
 
     Raises:
-        CheckpointError: The tables do not describe all of the checkpoint, or its model is in shard
-            files.
+        CheckpointError: The tables do not describe all of the checkpoint.
     """
 
     def __init__(self, checkpoint: Checkpoint, owners: Sequence[OwnerPart] = ()) -> None:
-        require_one_model_file(checkpoint)
-        self.tables: list[OwnerTable] = [one.table for one in owners if one.table is not None]
-        """Tables of the owners besides the first."""
-        if self.tables and len(self.tables) == len(checkpoint.manifest.owners):
-            check_cover(checkpoint.path, checkpoint.manifest, self.tables)
+        tables: list[OwnerTable] = [one.table for one in owners if one.table is not None]
+        if tables and len(tables) == len(checkpoint.manifest.owners):
+            check_cover(checkpoint.path, checkpoint.manifest, tables)
+        self.model: ModelObject = model_object(checkpoint.manifest, tables)
+        """Object of the model that the first directory has."""
         self._checkpoint = checkpoint
         self._manifest = checkpoint.manifest
         self._context = DigestContext(self._manifest.store_id, self._manifest.generation)
@@ -109,29 +110,15 @@ class Source:
         return into.slice(0, wanted.nbytes).memoryview()
 
     def model_blocks(self, memory: Buffer) -> Iterator[memoryview]:
-        """Yield ``model.safetensors`` in pieces: its header, and then block by block.
-
-        The errors are those of `read_object`. A piece stays as it is as long as anybody refers to
-        it; its memory is then used again, because new memory costs more time than reading into it.
+        """Yield the file of `model` in pieces; see `read_model`. Errors are as in `read_object`.
 
         Args:
             memory: Memory to use before any other is allocated; of any size.
         """
-        header = self._manifest.layout.model_header
-        yield memoryview(header.encoded)
-        most = MODEL_BLOCK_BYTES + ALIGNMENT
-        free = [memory.slice(n * most, most) for n in range(memory.nbytes // most)]
-        for run in model_runs(self._manifest, self.tables):
-            if not free:
-                free.append(self._checkpoint.backend.allocate(most, "host"))
-            buffer = free.pop()
-            block = buffer.slice(run.offset % ALIGNMENT, run.nbytes)
-            with self._checkpoint.held():
-                read_chunks(self._slot.model, run.offset, run.chunks, block, self._context)
-            view = memoryview(block.memoryview())
-            weakref.finalize(view, free.append, buffer).atexit = False
-            yield view
-            del view
+        checkpoint, file = self._checkpoint, self._slot.model
+        return read_model(
+            self.model, file, checkpoint.backend, self._context, checkpoint.held, memory
+        )
 
     def close(self) -> None:
         """Close the files. Idempotent."""
@@ -166,6 +153,45 @@ def read_chunks(
             )
             piece.memoryview()[:] = again.memoryview()
         start += chunk.nbytes
+
+
+def read_model(
+    model: ModelObject,
+    file: File,
+    backend: Backend,
+    context: DigestContext,
+    held: Callable[[], AbstractContextManager[object]],
+    memory: Buffer,
+) -> Iterator[memoryview]:
+    """Yield a file of the model in pieces: its header, and then block by block.
+
+    A piece stays as it is as long as anybody refers to it; its memory is then used again, because
+    new memory costs more time than reading into it.
+
+    Args:
+        model: What the file is in the copy.
+        file: File to read.
+        backend: Backend that memory is allocated with.
+        context: Store and generation that the digests are bound to.
+        held: Function that returns a context manager, in which each block is read.
+        memory: Memory to use before any other is allocated; of any size.
+
+    Raises the errors of `read_chunks`.
+    """
+    yield memoryview(model.header.encoded)
+    most = MODEL_BLOCK_BYTES + ALIGNMENT
+    free = [memory.slice(number * most, most) for number in range(memory.nbytes // most)]
+    for run in model.runs():
+        if not free:
+            free.append(backend.allocate(most, "host"))
+        buffer = free.pop()
+        block = buffer.slice(run.offset % ALIGNMENT, run.nbytes)
+        with held():
+            read_chunks(file, run.offset, run.chunks, block, context)
+        view = memoryview(block.memoryview())
+        weakref.finalize(view, free.append, buffer).atexit = False
+        yield view
+        del view
 
 
 def whole_digest(data: bytes | memoryview) -> str:

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from gds import Buffer
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import DamagedError, RecycledError, TierError
-from offload.format.names import MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME
+from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
 from offload.tiers.catalog import copies_of
 from offload.tiers.checking import Fetcher, check_model, check_state, check_whole, nothing
 from offload.tiers.contents import (
@@ -246,7 +246,7 @@ class Upload:
         whole = {MANIFEST_NAME: copy.documents.manifest}
         whole[TRAIN_STATE_NAME] = copy.documents.train_state
         sizes = {
-            MODEL_NAME: manifest.layout.model_header.file_bytes,
+            copy.source.model.name: copy.source.model.nbytes,
             **{name: len(data) for name, data in whole.items()},
             **{one.name: one.nbytes for one in state},
         }
@@ -272,7 +272,7 @@ class Upload:
             if self._parameters:
                 first = islice(transfers, 1 + len(whole))
                 sending.run(first, present, ledger, backend, 0)
-                sent = {name: sizes[name] for name in (MODEL_NAME, *whole)}
+                sent = {name: sizes[name] for name in (copy.source.model.name, *whole)}
                 marker = self._marker(identity, ledger, sent, digests, parameters_only=True)
                 self._put_checked(f"{folder}/{PARAMETERS_NAME}", marker.encode())
                 self._parameters_sent()
@@ -375,13 +375,13 @@ class Upload:
         sending: Sending,
     ) -> Iterator[Transfer]:
         """Yield what this process sends: parameters first."""
-        objects, source, manifest = self._objects, copy.source, self._manifest
-        fetcher = Fetcher(objects, folder, manifest)
-        model_bytes = manifest.layout.model_header.file_bytes
+        objects, source = self._objects, copy.source
+        fetcher = Fetcher(objects, folder, self._manifest)
+        model = source.model
 
         def send_model(buffer: Buffer) -> None:
             blocks = sending.while_going_on(source.model_blocks(buffer))
-            objects.put_stream(f"{folder}/{MODEL_NAME}", blocks, model_bytes)
+            objects.put_stream(f"{folder}/{model.name}", blocks, model.nbytes)
 
         def send_whole(name: str, _: Buffer) -> None:
             objects.put(f"{folder}/{name}", whole[name])
@@ -390,10 +390,10 @@ class Upload:
             objects.put(f"{folder}/{one.name}", source.read_object(one, buffer))
 
         yield Transfer(
-            MODEL_NAME,
-            model_bytes,
+            model.name,
+            model.nbytes,
             send_model,
-            partial(check_model, fetcher, manifest, nothing, source.tables),
+            partial(check_model, fetcher, model, nothing),
         )
         for name, data in whole.items():
             yield Transfer(
@@ -410,7 +410,7 @@ class Upload:
                 partial(check_state, fetcher, one, nothing),
             )
         for share in shares:
-            yield from share.transfers(objects, folder, fetcher)
+            yield from share.transfers(objects, folder, fetcher, sending)
 
     def _require_sizes(self, folder: str, marker: Marker) -> None:
         """Check that the tier lists every object with its size, before the copy is offered.

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from gds import Buffer
 from gds.buffers.host import HostBuffer
-from offload.errors import DamagedError
+from offload.checkpoint.owner_parts import check_cover
+from offload.errors import CheckpointError, DamagedError
 from offload.format.manifest import Manifest
 from offload.format.shares.part_table import OwnerTable
 from offload.tiers.catalog import TierCopy, find_copy, list_copies, read_manifest, read_tables
 from offload.tiers.checking import Advance, Fetcher, check_model, check_state, check_whole
 from offload.tiers.contents import foreign_names, state_objects, wrong_sizes
+from offload.tiers.model_objects import model_objects
 from offload.tiers.sending import NUM_TRANSFERS, Progress
 from offload.tiers.services.address import TierAddress, parse_address
 from offload.tiers.services.objects import Objects
@@ -118,7 +120,10 @@ def _verify(objects: Objects, copy: TierCopy, num_transfers: int, advance: _Sum)
     try:
         manifest = read_manifest(objects, copy)
         tables = read_tables(objects, copy, manifest)
-    except DamagedError as error:
+        if tables:
+            check_cover(copy.url, manifest, tables)
+        models = model_objects(manifest, tables)
+    except CheckpointError as error:
         problems.append(str(error))
         return CopyReport(copy.url, marker.step, tuple(problems), 0, tuple(foreign))
     fetcher = Fetcher(objects, copy.folder, manifest)
@@ -136,7 +141,8 @@ def _verify(objects: Objects, copy: TierCopy, num_transfers: int, advance: _Sum)
 
     def tasks() -> Iterator[Task]:
         yield noting(partial(check_whole, fetcher, marker.sizes, marker.digests))
-        yield noting(partial(_check_model, fetcher, manifest, tables))
+        for model in models:
+            yield noting(partial(check_model, fetcher, model))
         sealed_of_owners: list[Manifest | OwnerTable] = [manifest, *tables]
         for sealed in sealed_of_owners:
             for one in state_objects(sealed, marker.object_bytes):
@@ -144,9 +150,3 @@ def _verify(objects: Objects, copy: TierCopy, num_transfers: int, advance: _Sum)
 
     run_all(tasks(), num_transfers, lambda: HostBuffer(1))
     return CopyReport(copy.url, marker.step, tuple(problems), advance.done - before, tuple(foreign))
-
-
-def _check_model(
-    fetcher: Fetcher, manifest: Manifest, tables: Sequence[OwnerTable], advance: Advance
-) -> None:
-    check_model(fetcher, manifest, advance, tables)

@@ -16,7 +16,6 @@ from offload.format.document import digest_of
 from offload.retention.policy import LastK
 from offload.store.maintenance.pruning import prune
 from offload.store.quarantine import verify_and_mark
-from offload.tiers import push
 from tests.format.spec_reader import model_of_shards, owner_parts, read_manifest
 from tests.ranks_store.job import LAYOUTS, MODEL, SHAPES, shard_bytes
 from tests.ranks_store.test_owner_readers import made, part_of
@@ -140,11 +139,6 @@ def test_the_parameters_are_loaded(store: Path) -> None:
     for name, parameter in model.named_parameters():
         found = parameter.detach().view(torch.int16).numpy().view(np.uint16)
         assert (found == expected[name]).all()
-
-
-def test_copies_to_a_tier_are_refused_by_name(store: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="its model is in shard files of ranks on several"):
-        push(store, f"file://{tmp_path}/tier")
 
 
 def test_the_version_is_5_and_the_tables_2(store: Path) -> None:

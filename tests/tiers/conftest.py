@@ -13,6 +13,7 @@ import offload
 from offload.cli import main
 from tests.campaigns import FULL
 from tests.command_line import Run, runner
+from tests.ranks_training.rank_server import Jobs
 from tests.stores.small import make_model, make_optimizer, train
 from tests.tiers import servers
 from tests.tiers.proxy import Proxy
@@ -94,6 +95,14 @@ def _tier(request: pytest.FixtureRequest, kind: str) -> str:
 def tier(request: pytest.FixtureRequest) -> str:
     """URL of an empty tier of each kind; JuiceFS's gateway in the full run only."""
     return _tier(request, request.param)
+
+
+@pytest.fixture(scope="session")
+def jobs() -> Iterator[Jobs]:
+    """A server that forks ranks."""
+    server = Jobs()
+    yield server
+    server.close()
 
 
 @pytest.fixture

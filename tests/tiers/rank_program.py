@@ -1,57 +1,130 @@
-"""One rank of a training with a tier: ``rank_program.py DIRECTORY CASE``; CASE is a JSON object."""
+"""One rank of a training with a tier: ``rank_program.py DIRECTORY CASE``; CASE is a JSON object.
+
+With ``"hosts": "ab"`` rank 0 is on a host a, which sees the directory ``a`` in DIRECTORY, and rank
+1 on a host b, which sees ``b``. Neither sees the directory of the other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import logging
+import os
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
+from offload.distributed import node
+from offload.errors import OffloadError
 from offload.options import Tier
+from tests.numerics.reference import bits
+from tests.ranks_training.calls import record, record_into
+from tests.ranks_training.host_backend import HostBackend
+
+logging.getLogger("offload").setLevel(logging.INFO)
 
 
-def main(directory: str, case: dict[str, Any]) -> dict[str, Any]:
-    """Restore, train, seal, and close; return what the test looks at."""
+def make_model(kind: str, width: int) -> torch.nn.Module:
+    """Make replicas, or shards."""
     torch.manual_seed(7)
-    layers = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 24)).bfloat16()
-    model = DistributedDataParallel(layers)
+    layers = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.Linear(width, 24)).bfloat16()
+    if kind == "ddp":
+        return DistributedDataParallel(layers)
+    for layer in layers:
+        fully_shard(layer)
+    return fully_shard(layers)
+
+
+def local_bits(model: torch.nn.Module) -> str:
+    """Return a digest of what this rank has of the parameters."""
+    digest = hashlib.blake2b(digest_size=8)
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        digest.update(bits(local.detach()).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Restore, train, seal, and close; return what the test looks at."""
+    rank = dist.get_rank()
+    directory, backend = folder, None
+    if "hosts" in case:
+        host = case["hosts"][rank]
+        node.this_node = lambda: node.Node(host, f"boot of {host}")
+        directory, backend = f"{folder}/{host}", HostBackend(Path(folder), host)
+    model = make_model(case.get("kind", "ddp"), case.get("width", 96))
+    tier = case["tier"] if rank not in case.get("without", []) else None
     optimizer = offload.AdamW(
         model.parameters(),
         directory=directory,
         model=model,
         keep=case.get("keep", 2),
+        fresh=case.get("fresh", False),
         options=offload.Options(
             allow_volatile=True,
             agreement_timeout_s=5.0,
             chunk_bytes=4096,
             drives=offload.DriveTuning(calibrate=False),
-            tier=Tier(case["tier"], finish_s=case.get("finish_s", 60.0)),
+            tier=Tier(tier, finish_s=case.get("finish_s", 60.0)) if tier else None,
+            backend=backend,
         ),
         lr=1e-2,
     )
+    errors: list[list[str]] = []
+    restored = None
     with warnings.catch_warnings(record=True) as caught:
-        restored = optimizer.restore()
+        warnings.simplefilter("always")
+        for _ in range(1 + case.get("retries", 0)):
+            try:
+                restored = optimizer.restore()
+                break
+            except OffloadError as error:
+                errors.append([type(error).__name__, str(error)])
+    found = {
+        "errors": errors,
+        "resumed": restored.step if restored else 0,
+        "state": restored.train_state if restored else None,
+        "warned": [str(one.message) for one in caught if "complete" in str(one.message)],
+    }
+    if errors and restored is None:
+        return found
     for step in range(optimizer.num_steps + 1, case["last"] + 1):
         optimizer.zero_grad()
-        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        generator = torch.Generator().manual_seed(1000 * step + rank)
         x = torch.randn(4, 64, generator=generator).bfloat16()
         model(x).float().square().mean().backward()
         optimizer.step()
         if step in case["seals"]:
-            optimizer.checkpoint({"step": step}).result()
+            optimizer.checkpoint({"step": step, "rank": rank}).result()
     optimizer.close()
     stats = optimizer.stats().tier
     return {
-        "resumed": restored.step if restored else 0,
-        "warned": [str(one.message) for one in caught if "offload pull" in str(one.message)],
+        **found,
+        "bits": local_bits(model),
         "tier": dataclasses.asdict(stats) if stats is not None else None,
     }
+
+
+def run_calls(
+    folder: Path, rank: int, size: int, calls: list[Any], setting: dict[str, Any]
+) -> None:
+    """Run one rank that a server has forked; see `tests.ranks_training.rank_server`."""
+    del rank, size
+    os.environ.update(setting["environment"])
+    record_into(folder)
+    dist.init_process_group("gloo")
+    (case,) = calls
+    record("main", value=main(str(folder / case.pop("into")), case))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import offload
 from gds import ALIGNMENT, Backend, Buffer, PosixBackend, WrapperBackend
 from gds.contract import BufferKind
 from offload.tiers import pull, push
-from offload.tiers.contents import model_chunks
+from offload.tiers.model_objects import model_object
 from offload.tiers.services.reused import ReusedMemory
 from tests.stores.files import tree
 from tests.tiers.proxy import Proxy
@@ -71,7 +71,7 @@ def test_a_download_takes_one_part_for_each_transfer(
         manifest = checkpoint.manifest
     layout = manifest.layout
     piece = max(layout.max_chunk_bytes(name) for name in layout.array_names)
-    block = max(chunk.nbytes for _, chunk in model_chunks(manifest))
+    block = max(chunk.nbytes for _, chunk in model_object(manifest).pieces)
     # Four for the parameters, which are freed before the four for the state.
     assert len(backend.sizes) <= 8
     assert max(backend.sizes) <= max(piece, block) + ALIGNMENT

@@ -61,17 +61,6 @@ def test_each_rank_sends_its_part_and_the_copy_is_complete(
     assert all(report.ok for report in verify_tier(s3))
 
 
-def test_ranks_in_an_empty_directory_are_told_of_what_the_tier_has(tmp_path: Path, s3: str) -> None:
-    run(2, PROGRAM, str(tmp_path / "run"), one_seal(s3))
-    (copy,) = list_tier(s3)
-    untrained = json.dumps({"tier": s3, "last": 0, "seals": []})
-    said = run(2, PROGRAM, str(tmp_path / "other"), untrained)
-    assert [rank["resumed"] for rank in said] == [0, 0]
-    (warning,) = said[0]["warned"]
-    assert f"{copy.url} is complete" in warning
-    assert said[1]["warned"] == []
-
-
 def kill_at(ranks: list[Popen[str]], victim: int, proxy: Proxy, at: int, when: str) -> None:
     """Kill a rank when the server is about to be asked for an object, or has just taken it."""
     lock, num_puts = threading.Lock(), 0

@@ -138,6 +138,23 @@ class OwnerStore:
             if part.header is not None and part.header.store_id == self.store_id
         ]
 
+    def take_over(self, store_id: str) -> None:
+        """Go on with the identity of a store whose checkpoint is about to arrive from elsewhere.
+
+        The store has no checkpoint of its own. What its ranks have written under another identity
+        is removed, so that nobody takes it for a second store later.
+
+        Args:
+            store_id: Identity of that store.
+
+        Raises:
+            StoreError: This process may not write to the directory any more.
+            gds.StorageError: A part could not be removed.
+        """
+        if store_id != self.store_id:
+            self.remove_unnamed(NamedParts({}))
+            self.store_id = store_id
+
     def ready(
         self,
         layout: Layout,

@@ -1,4 +1,4 @@
-"""An owner's share of a copy: the table of its part, and its state, as objects."""
+"""An owner's share of a copy: the table of its part, its shard file of the model, and its state."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from functools import partial
 
 from gds import Backend, Buffer
 from offload.format.manifest import Manifest
-from offload.tiers.checking import Fetcher, check_state, check_whole, nothing
+from offload.tiers.checking import Fetcher, check_model, check_state, check_whole, nothing
 from offload.tiers.contents import StateObject, state_objects, table_name
 from offload.tiers.ledger import Unrecorded
+from offload.tiers.model_objects import ModelObject
 from offload.tiers.ranks.owner_source import OwnerSource
 from offload.tiers.sending import Sending, Transfer
 from offload.tiers.services.objects import Objects
@@ -44,8 +45,10 @@ class OwnerShare:
         self._table = table_name(source.owner)
         self.state: list[StateObject] = state_objects(source.table, object_bytes)
         """Objects of the owner's state."""
+        shard = source.model
         self.sizes = {
             self._table: len(source.document),
+            **({} if shard is None else {shard.name: shard.nbytes}),
             **{one.name: one.nbytes for one in self.state},
         }
         """Size in bytes of each object, by name."""
@@ -57,17 +60,24 @@ class OwnerShare:
         """Size in bytes of the largest object of state."""
         return max((one.nbytes for one in self.state), default=0)
 
-    def transfers(self, objects: Objects, folder: str, fetcher: Fetcher) -> Iterator[Transfer]:
-        """Yield what is to be sent, the table first.
+    def transfers(
+        self, objects: Objects, folder: str, fetcher: Fetcher, sending: Sending
+    ) -> Iterator[Transfer]:
+        """Yield what is to be sent: the table, then the shard file of the model, then the state.
 
         Args:
             objects: Objects of the tier.
             folder: Folder of the copy.
             fetcher: Reads objects of the copy back.
+            sending: Sends what is yielded.
         """
 
         def send_table(_: Buffer) -> None:
             objects.put(f"{folder}/{self._table}", self._source.document)
+
+        def send_model(one: ModelObject, buffer: Buffer) -> None:
+            blocks = sending.while_going_on(self._source.model_blocks(one, buffer))
+            objects.put_stream(f"{folder}/{one.name}", blocks, one.nbytes)
 
         def send(one: StateObject, buffer: Buffer) -> None:
             objects.put(f"{folder}/{one.name}", self._source.read_object(one, buffer))
@@ -78,6 +88,14 @@ class OwnerShare:
             send_table,
             partial(check_whole, fetcher, self.sizes, self.digests, nothing),
         )
+        shard = self._source.model
+        if shard is not None:
+            yield Transfer(
+                shard.name,
+                shard.nbytes,
+                partial(send_model, shard),
+                partial(check_model, fetcher, shard, nothing),
+            )
         for one in self.state:
             yield Transfer(
                 one.name,
@@ -114,6 +132,6 @@ def send_share(
     listed = objects.sizes_below(below)
     present = {name.removeprefix(f"{folder}/"): nbytes for name, nbytes in listed.items()}
     fetcher = Fetcher(objects, folder, manifest)
-    transfers = share.transfers(objects, folder, fetcher)
+    transfers = share.transfers(objects, folder, fetcher, sending)
     sending.run(transfers, present, Unrecorded(0), backend, share.most_bytes)
     return ShareSent(share.sizes, share.digests, sum(sending.sent.values()))

@@ -7,6 +7,9 @@ says whether the part was recycled or is damaged.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from gds import Backend, Buffer
 from offload.checkpoint.owner_parts import OwnerPart, read_table_header
 from offload.checkpoint.reader_lock import recycled
@@ -16,7 +19,8 @@ from offload.format.digests import DigestContext
 from offload.format.names import TABLE_NAME
 from offload.format.shares.part_table import OwnerTable, decode_table_header
 from offload.tiers.contents import StateObject, file_offset
-from offload.tiers.source import read_chunks
+from offload.tiers.model_objects import ModelObject, shard_object
+from offload.tiers.source import read_chunks, read_model
 
 
 class OwnerSource:
@@ -41,6 +45,8 @@ class OwnerSource:
         self.owner = part.reference.owner
         self.table: OwnerTable = part.table
         """Description of the part."""
+        self.model: ModelObject | None = shard_object(part.table)
+        """Object of the owner's shard file of the model; None if the model is in one file."""
         self._backend = backend
         self._path = part.path
         self._digest = part.reference.digest
@@ -52,6 +58,8 @@ class OwnerSource:
             for chunk in range(self.table.layout.num_chunks):
                 for name in self.table.layout.array_names:
                     _ = self._files.array(name, chunk)  # a part that is removed can still be read
+            if self.model is not None:
+                _ = self._files.model
             self.require_present()
         except BaseException:
             self._files.close()
@@ -95,15 +103,31 @@ class OwnerSource:
             gds.StorageError: A chunk cannot be read.
         """
         layout = self.table.layout
-        try:
+        with self._telling_why():
             for start, chunk in wanted.starts():
                 file = self._files.array(chunk.array, chunk.index)
                 piece = into.slice(start, chunk.nbytes)
                 read_chunks(file, file_offset(layout, chunk), [chunk], piece, self._context)
+        return into.slice(0, wanted.nbytes).memoryview()
+
+    def model_blocks(self, model: ModelObject, memory: Buffer) -> Iterator[memoryview]:
+        """Yield the shard file in pieces; see `read_model`, with the errors of `read_object`.
+
+        Args:
+            model: The object `model`.
+            memory: Memory to use before any other is allocated; of any size.
+        """
+        file = self._files.model
+        return read_model(model, file, self._backend, self._context, self._telling_why, memory)
+
+    @contextmanager
+    def _telling_why(self) -> Iterator[None]:
+        """Raise `RecycledError` instead of `DamagedError` in a block if the part was recycled."""
+        try:
+            yield
         except DamagedError:
             self.require_present()
             raise
-        return into.slice(0, wanted.nbytes).memoryview()
 
     def close(self) -> None:
         """Close the files. Idempotent."""

@@ -1,0 +1,157 @@
+"""Restoring several ranks from the tier: each downloads what it serves, and then all go on from it.
+
+The download ends before the checkpoint is opened, so no forward runs while it arrives. The ranks
+agree after each step of it, and an error of one rank is raised on all of them.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from offload.checkpoint.recut.layout import box_of
+from offload.engine.matching import match_checkpoint
+from offload.engine.training_state import Groups, TrainingState
+from offload.errors import MismatchError, RanksError
+from offload.format.shares.owners import OwnerReference
+from offload.journal import log_event
+from offload.store.serving import Serving
+from offload.tiers.ranks.arriving_share import ArrivingShare, find_newest
+from offload.units import duration, size
+
+_CALL = "restore()"
+
+
+def receive_from_tier(state: TrainingState, groups: Groups) -> bool:
+    """Download the newest complete checkpoint of the tier into the store of all ranks. Collective.
+
+    Nothing of the model or the optimizer is changed. After an error nothing has become a
+    checkpoint, and the next call goes on from what has arrived.
+
+    Args:
+        state: State of this rank. Its store has no checkpoint that could be restored.
+        groups: ``param_groups`` of the optimizer.
+
+    Returns:
+        Whether the store has the checkpoint now; False if there is no tier, or if the tier has no
+        complete checkpoint, or if the store has checkpoints.
+
+    Raises:
+        TierError: The tier cannot be used.
+        CheckpointError: Other ranks than the present ones made the checkpoint.
+        MismatchError: The checkpoint does not fit the optimizer and the model. Nothing has changed.
+        StoreFullError: There is no room for the checkpoint. Nothing was fetched.
+        DamagedError: An object of the tier has other bytes than were sent.
+        RanksError: The ranks have different tiers, or another rank has failed; its message names
+            the rank and the cause.
+    """
+    ranks, store, lifecycle = state.ranks, state.store, state.lifecycle
+    serving = ranks.serving()
+    if serving is None:
+        return False
+    is_empty = not store.checkpoints and not store.refused
+    url = str(ranks.gather(_CALL, [lifecycle.tier_url, is_empty], _common_tier))
+    if not url:
+        return False
+    looked = ranks.together(_CALL, lambda: find_newest(url) if serving.is_writer else ("", ""))
+    newest = str(ranks.gather(_CALL, looked[0], lambda said: said[serving.writer]))
+    if looked[1]:
+        warnings.warn(looked[1], RuntimeWarning, stacklevel=5)
+    if not newest:
+        log_event(f"{url}: no complete checkpoint; training starts from the beginning")
+        store.journal.tell()
+        return False
+    state.know_parameters(groups)
+    _download(state, groups, serving, newest)
+    store.refresh(warn_of_refused=False)
+    return True
+
+
+def _download(state: TrainingState, groups: Groups, serving: Serving, url: str) -> None:
+    """Download a copy and make it a checkpoint of the store. Collective."""
+    ranks, store = state.ranks, state.store
+    began_s = time.perf_counter()
+    opened: list[ArrivingShare] = []
+    backend = store.backend
+    try:
+
+        def open_share() -> ArrivingShare:
+            """Open the copy, and read what it says of the share of this rank."""
+            opened.append(ArrivingShare(url, backend, serving.owner, serving.owners))
+            return opened[0]
+
+        share = ranks.together(_CALL, open_share)
+        ranks.together(_CALL, lambda: _match(state, groups, serving, share))
+        # A step would begin another history under the identity that the store gets now.
+        state.lifecycle.broken = f"restoring {url} failed half way"
+        ranks.together(_CALL, lambda: share.reserve(store.served))
+        ranks.together(_CALL, lambda: share.fetch(ranks.progress))
+        reference = ranks.together(_CALL, share.seal_part)
+        said = ranks.gather(_CALL, None if reference is None else asdict(reference), _references)
+        references = [OwnerReference(**one) for one in said]
+        ranks.together(_CALL, lambda: share.publish(references))
+        share.published()
+    finally:
+        for one in opened:
+            one.close()
+    log_event(
+        f"{url}: rank {serving.rank} has its share after "
+        f"{duration(time.perf_counter() - began_s)}; {size(share.bytes_fetched)} fetched, "
+        f"{size(share.bytes_kept)} were here"
+    )
+    store.journal.tell()
+
+
+def _match(state: TrainingState, groups: Groups, serving: Serving, share: ArrivingShare) -> None:
+    """Check, before anything is fetched, that a checkpoint fits the model of this rank.
+
+    If it was divided in another way than the model is now, the restore that follows checks the
+    rest: only there all parts are seen.
+
+    Raises:
+        MismatchError: It does not fit.
+        CheckpointError: The class cannot have its hyper-parameters or scalar state.
+    """
+    own, cuts, table = share.own_manifest, state.ranks.cuts or {}, state.table
+    for tensor in own.layout.model:
+        cut = cuts.get(tensor.name)
+        if cut is not None and cut.shape != tensor.shape:
+            raise MismatchError(
+                f"{share.url}: {tensor.name!r} has the shape {list(tensor.shape)}, and the model "
+                f"has {list(cut.shape)}: build the model as it was when the checkpoint was made"
+            )
+    boxes = [(spec.name, box_of(spec)) for spec in own.layout.parameters]
+    if all(name in cuts and cuts[name].box == box for name, box in boxes):
+        match_checkpoint(
+            share.url, own, groups, table.model, state.rule, table.state_format, table.shards
+        )
+    elif not serving.sees_all:
+        raise MismatchError(
+            f"{share.url}: the state of owner {serving.owner} is not divided as the model of this "
+            "rank is, and the ranks are on several hosts: go on in the sharding that the "
+            "checkpoint was made in, or bring it to one host with `offload pull` first"
+        )
+
+
+def _common_tier(said: Sequence[Any]) -> str:
+    """Return the tier of all ranks; empty if they have none, or if a store has checkpoints.
+
+    Raises:
+        RanksError: The ranks have different tiers.
+    """
+    urls = [url for url, _ in said]
+    for rank, url in enumerate(urls):
+        if url != urls[0]:
+            raise RanksError(
+                f"rank 0 has the tier {urls[0]!r} and rank {rank} has {url!r}: give the same "
+                "Options(tier=...) to all ranks"
+            )
+    return urls[0] if all(is_empty for _, is_empty in said) else ""
+
+
+def _references(said: Sequence[Any]) -> list[Any]:
+    """Return the references of all ranks but the writer, by rising owner."""
+    return sorted((one for one in said if one is not None), key=lambda one: one["owner"])
