@@ -46,10 +46,12 @@ class ProtocolSteps:
         backend.fail_if(self._operation)
         put, delete = TorchChannel.put, TorchChannel.delete
 
-        def watched_put(channel: TorchChannel, key: str, value: str) -> None:
+        def watched_put(
+            channel: TorchChannel, key: str, value: str, *, within_s: float | None = None
+        ) -> None:
             if "/sign/" not in key or value == FIRST_SIGN:  # the other signs come by the clock
                 self._reached(f"put {key}")
-            put(channel, key, value)
+            put(channel, key, value, within_s=within_s)
 
         def watched_delete(channel: TorchChannel, key: str) -> None:
             self._reached(f"delete {key.partition('/')[0]}")

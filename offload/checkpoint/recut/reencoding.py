@@ -7,14 +7,15 @@ are copied with its scale. Otherwise the block is decoded, and encoded anew with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from offload.checkpoint.recut.leaves import CheckedLeaves
 from offload.checkpoint.recut.places import Place
 from offload.format.arrays import BLOCK_ELEMENTS, scale_name
 from offload.format.layout import Layout
+
+if TYPE_CHECKING:
+    import numpy as np  # at run time only where values are encoded: `offload ls` needs none
 
 Values: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -62,6 +63,8 @@ class Reencoder:
             DamagedError: A chunk of an owner is not as it was written.
             gds.StorageError: A chunk of an owner cannot be read.
         """
+        import numpy as np
+
         is_signed = layout.formats[array].dtype == "I8"
         codes = np.zeros(num, np.int8 if is_signed else np.uint8)
         scales = np.zeros(num, np.uint16)
@@ -88,4 +91,6 @@ class Reencoder:
 
 
 def _copy(values: Values, out: memoryview) -> None:
+    import numpy as np
+
     out[: values.nbytes] = np.ascontiguousarray(values).view(np.uint8).data
