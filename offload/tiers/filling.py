@@ -7,6 +7,7 @@ filled in part is compared first, and only the rest is asked for.
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,47 @@ class DownloadStoppedError(TierError):
 
 def _nothing() -> None:
     """Let the download go on."""
+
+
+class SlotUse:
+    """Use of slots by the threads of a download, some of which may outlive it.
+
+    A request that is not answered may keep its thread for long after the download has failed. By
+    then the slot may belong to another download, or to a step.
+
+    Args:
+        url: URL of the copy, for messages.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._changed = Monitor()
+        self._num_blocks = 0
+        self._has_ended = False
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Use files of slots in a block, which `end` waits for.
+
+        Raises:
+            DownloadStoppedError: The use has ended.
+        """
+        with self._changed:
+            if self._has_ended:
+                raise DownloadStoppedError(errno.EINTR, "the download has ended", self._url)
+            self._num_blocks += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_blocks -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Begin no further block, and wait until those that have begun have ended. Idempotent."""
+        with self._changed:
+            self._has_ended = True
+        self._changed.wait_until(lambda: not self._num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +132,14 @@ class Download:
     ) -> None:
         self.manifest = manifest
         """Manifest of the checkpoint on the drives of the store."""
-        self._url = copy.url
         self._marker = marker
         self._backend = backend
         self._num_transfers = num_transfers
         self._progress = progress
         self._fetcher = Fetcher(objects, copy.folder, manifest)
         self._context = DigestContext(manifest.store_id, manifest.generation)
-        self._changed = Monitor()
-        self._num_writes = 0
-        self._has_ended = False
+        self._mutex = threading.Lock()
+        self._use = SlotUse(copy.url)
         self._may_hold_parts = False
         self._train_state = b""
         self._total = marker.sizes[TRAIN_STATE_NAME] + sum(
@@ -206,9 +246,7 @@ class Download:
 
         A request that is not answered may keep its thread for long. What it brings is dropped.
         """
-        with self._changed:
-            self._has_ended = True
-        self._changed.wait_until(lambda: not self._num_writes)
+        self._use.end()
 
     def state_pieces(self) -> list[Chunk]:
         """Return the pieces of state: each chunk once for each state array that has it."""
@@ -246,28 +284,14 @@ class Download:
         """Fetch a chunk and write it, unless the slot holds it."""
         chunk = place.chunk
         into = buffer.slice(place.offset % ALIGNMENT, chunk.nbytes)
-        with self._using_slot():
+        with self._use.block():
             kept = self._may_hold_parts and self._holds(place, into)
         if not kept:
             self._fetcher.chunk(place.name, place.start, chunk, into)
-            with self._using_slot():
+            with self._use.block():
                 place.file.write(into, place.offset).result()
         self._advance(chunk.nbytes, fetched=not kept)
         arrived(chunk.index)
-
-    @contextmanager
-    def _using_slot(self) -> Iterator[None]:
-        """Use files of the slot in a block, which `end` waits for."""
-        with self._changed:
-            if self._has_ended:
-                raise DownloadStoppedError(errno.EINTR, "the download has ended", self._url)
-            self._num_writes += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_writes -= 1
-                self._changed.notify_all()
 
     def _holds(self, place: _Range, into: Buffer) -> bool:
         chunk = place.chunk
@@ -278,7 +302,7 @@ class Download:
         return self._context.digest(chunk.array, chunk.index, into.memoryview()) == chunk.digest
 
     def _advance(self, nbytes: int, *, fetched: bool) -> None:
-        with self._changed:
+        with self._mutex:
             if fetched:
                 self.bytes_fetched += nbytes
             else:

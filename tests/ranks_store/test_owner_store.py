@@ -67,6 +67,21 @@ def test_a_ready_part_is_invalid_and_has_its_final_size(backend: MemoryBackend) 
     assert slot.state is OwnerSlotState.WORKING
 
 
+def test_parts_of_an_identity_that_was_taken_over_are_written_again(
+    backend: MemoryBackend,
+) -> None:
+    """As after a restore from a tier: the owner has one part more than checkpoints."""
+    store = open_owner(backend)
+    store.take_over("f" * 32)
+    newest = sealed(store, 1)
+    for generation in range(2, 6):
+        newest = sealed(store, generation, naming(newest))
+        assert newest.name in ("part-1", "part-2")
+    assert len([*part_paths(backend)]) == 2
+    assert store.remove_unnamed(naming(newest)) != []
+    assert [*part_paths(backend)] == [f"{store.path}/{newest.name}"]
+
+
 def test_a_part_that_a_checkpoint_names_is_never_rewritten(backend: MemoryBackend) -> None:
     store = open_owner(backend)
     first = sealed(store, 1)

@@ -13,6 +13,7 @@ from gds import ALIGNMENT, Backend, Buffer, PosixBackend, WrapperBackend
 from gds.contract import BufferKind
 from offload.tiers import pull, push
 from offload.tiers.model_objects import model_object
+from offload.tiers.services.folder_objects import FolderObjects
 from offload.tiers.services.reused import ReusedMemory
 from tests.stores.files import tree
 from tests.tiers.proxy import Proxy
@@ -34,6 +35,32 @@ def test_memory_is_used_again_when_nothing_refers_to_it() -> None:
     again = [memory.take(4000), memory.take(5000)]
     assert {bytes(one[:1]) for one in again} == {b"x", b"y"}, "both blocks are used again"
     assert bytes(memory.take(6000)[:1]) == b"\0"
+
+
+def test_pieces_of_a_folder_give_their_memory_back_when_nobody_asks_for_more(
+    tmp_path: Path,
+) -> None:
+    with PosixBackend() as inner:
+        backend = _AllSizes(inner)
+        objects = FolderObjects(f"{tmp_path}/tier", backend)
+        objects.put("x", b"x" * 100_000)
+        for _ in range(5):
+            pieces = objects.pieces("x", 0, 100_000)
+            assert bytes(next(pieces)) == b"x" * 100_000
+            del pieces  # without asking for its end, as `Fetcher.check` does
+    assert len(backend.sizes) == 1
+
+
+class _AllSizes(WrapperBackend):
+    """Backend that notes all memory that it gives."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.sizes: list[int] = []
+
+    def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
+        self.sizes.append(nbytes)
+        return self.inner.allocate(nbytes, kind)
 
 
 class _Counting(WrapperBackend):

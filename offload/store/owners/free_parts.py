@@ -54,6 +54,10 @@ class FreeParts:
         self._known: dict[str, KnownLeaves] = {}
         """Known content of the shard file of each part that this process has written."""
 
+    def take_over(self, store_id: str) -> None:
+        """Go on with another identity of the store; see `OwnerStore.take_over`."""
+        self._store_id = store_id
+
     def acquire(
         self, layout: Layout, sizes: Mapping[str, int], named: NamedParts, own: Collection[str]
     ) -> OwnerSlot:

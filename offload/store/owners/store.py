@@ -154,6 +154,7 @@ class OwnerStore:
         if store_id != self.store_id:
             self.remove_unnamed(NamedParts({}))
             self.store_id = store_id
+            self._free.take_over(store_id)
 
     def ready(
         self,

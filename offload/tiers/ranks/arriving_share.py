@@ -216,6 +216,7 @@ class ArrivingShare:
         """Close the connection to the tier, and give up what is not published. Idempotent."""
         store, slot, part = self._served, self._slot, self._part
         self._slot = self._part = None
+        self._download.end()  # a late answer must not be written to what is released
         if slot is not None and isinstance(store, Store) and store.checkpoint_of(slot) is None:
             store.release(slot)
         if part is not None and isinstance(store, OwnerStore):

@@ -114,6 +114,7 @@ class OwnersDownload:
                 train_state = self._download.train_state(slot)
                 return self._publish(store, slot, owners, train_state)
             except BaseException:
+                self._download.end()
                 if store.checkpoint_of(slot) is None:
                     store.release(slot)
                 raise

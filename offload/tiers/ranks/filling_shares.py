@@ -33,7 +33,7 @@ from offload.store.store import Store
 from offload.tiers.catalog import TierCopy
 from offload.tiers.checking import Fetcher
 from offload.tiers.contents import Chunk, file_offset, state_objects
-from offload.tiers.filling import GoingOn
+from offload.tiers.filling import GoingOn, SlotUse
 from offload.tiers.marker import Marker
 from offload.tiers.model_objects import ModelObject, ModelRun
 from offload.tiers.sending import Progress
@@ -99,6 +99,7 @@ class SharesDownload:
         self._fetcher = Fetcher(objects, copy.folder, manifest)
         self._context = DigestContext(manifest.store_id, manifest.generation)
         self._mutex = threading.Lock()
+        self._use = SlotUse(copy.url)
         self._total = 0
         self.bytes_fetched = 0
         """Number of bytes fetched from the tier."""
@@ -149,6 +150,13 @@ class SharesDownload:
             return data
         return pack_train_state(unpack_encoded(data)[0], self._manifest, size_bytes)
 
+    def end(self) -> None:
+        """Write nothing more. On return no thread of this download uses a slot or part. Idempotent.
+
+        A request that is not answered may keep its thread for long. What it brings is dropped.
+        """
+        self._use.end()
+
     def _ranges(self, share: Share) -> Iterator[_Range]:
         """Yield everything of a share that has digests: its part of the model, then its state."""
         into, may_hold = share.into, share.may_hold_parts
@@ -165,12 +173,13 @@ class SharesDownload:
         """Fetch a range and write it, unless the file holds it."""
         nbytes = one.run.nbytes
         into = buffer.slice(one.offset % ALIGNMENT, nbytes)
-        if one.may_be_there and self._holds(one, into):
-            self._advance(nbytes, fetched=False)
-            return
-        into.memoryview()[:] = memoryview(self._fetcher.run(one.name, one.run))
-        one.file.write(into, one.offset).result()
-        self._advance(nbytes, fetched=True)
+        with self._use.block():
+            kept = one.may_be_there and self._holds(one, into)
+        if not kept:
+            into.memoryview()[:] = memoryview(self._fetcher.run(one.name, one.run))
+            with self._use.block():
+                one.file.write(into, one.offset).result()
+        self._advance(nbytes, fetched=not kept)
 
     def _holds(self, one: _Range, into: Buffer) -> bool:
         try:

@@ -152,7 +152,11 @@ class FolderObjects:
             buffer = self._free.pop()
         except IndexError:
             buffer = self._backend.allocate(_COPY_BYTES + ALIGNMENT)
-        yield buffer  # after an error, a transfer may still use it
+        try:
+            yield buffer  # after an error, a transfer may still use it
+        except GeneratorExit:  # nobody asks for further pieces, and none is being read
+            self._free.append(buffer)
+            raise
         self._free.append(buffer)
 
     def _open(self, name: str) -> File:
