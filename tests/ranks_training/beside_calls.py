@@ -17,7 +17,7 @@ def run(
     """Make calls on all ranks, all of which succeed; return what came of them, by call and rank."""
     ranks = jobs.run(folder, [calls] * num_ranks, program=f"tests.ranks_training.{module}")
     for rank in ranks:
-        assert rank.status == 0, rank.errors
+        assert rank.has_come_to_its_end, rank.errors
         assert rank.failed() == [], rank.errors
     values = [[outcome["value"] for outcome in rank.outcomes] for rank in ranks]
     return [[*found] for found in zip(*values, strict=True)]

@@ -18,7 +18,7 @@ from tests.ranks_training.rank_server import Jobs, Rank
 BEGIN: list[list[Any]] = [["open"], ["step"], ["checkpoint"], ["result"]]
 AGAIN: list[list[Any]] = [["open"], ["restore"], ["step"], ["checkpoint"], ["result"], ["verify"]]
 
-_AGAIN_S = 10.0
+_AGAIN_S = 3.0
 """Seconds after which a signal is sent once more."""
 
 COMMANDS = (["ls"], ["verify"], ["pin", "a"], ["prune", "--keep", "1"], ["show"], ["unpin", "a"])
@@ -75,7 +75,7 @@ def require_goes_on(jobs: Jobs, folder: Path, kind: str, ranks: list[Rank]) -> N
 def test_a_signal_ends_one_rank_and_the_others_raise_in_time(
     jobs: Jobs, tmp_path: Path, kind: str, number: signal.Signals
 ) -> None:
-    calls = [*BEGIN, ["train", 400, 1]]
+    calls = [*BEGIN, ["train", 100_000, 1]]
     job = jobs.start(tmp_path, [calls] * 3, kind=kind, timeout_s=15.0, group_timeout_s=20.0)
     job.until(1, len(BEGIN) + 2)
     end(job.pids[1], number)

@@ -32,7 +32,7 @@ def run(jobs: Jobs, folder: Path, num: int, kind: str, *calls: Any, **options: A
     )
     for rank in ranks:
         assert not rank.failed(), [one for one in rank.outcomes if one["error"]]
-        assert rank.status == 0, rank.errors
+        assert rank.has_come_to_its_end, rank.errors
     return ranks
 
 

@@ -51,7 +51,7 @@ def job(jobs: Jobs, folder: Path, num: int, kind: str, calls: Any, **setting: An
 def succeeded(ranks: list[Rank]) -> list[Rank]:
     for rank in ranks:
         assert not rank.failed(), [one for one in rank.outcomes if one["error"]]
-        assert rank.status == 0, rank.errors
+        assert rank.has_come_to_its_end, rank.errors
     return ranks
 
 
