@@ -42,7 +42,7 @@ from offload.store.poison import Poison
 from offload.store.shared import SharedStore
 from offload.store.slot import Slot, open_slot
 from offload.store.store_errors import NOTHING_CHANGED, as_store_errors
-from offload.store.store_id import read_store_id
+from offload.store.store_id import read_identity
 from offload.store.writer_lock import WriterLock
 
 
@@ -101,6 +101,10 @@ class StoreContent:
     is_identified: bool
     """Whether ``store.json`` need not be written, because it holds `store_id` already or because
     the store has only one directory and one owner."""
+
+    taken_over: int
+    """Generation that the next history has to begin after, because a checkpoint of this identity
+    was about to arrive from elsewhere; 0 if there was none."""
 
     parts: PartPool
     """Parts on the store's further drives."""
@@ -287,11 +291,12 @@ def _read_content(
             owners.release(path)
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)
     has_parts = bool(others) or shared is not None  # sealed elsewhere before any checkpoint is
-    recorded = read_store_id(backend, directory, durable=True) if has_parts else None
+    recorded = read_identity(backend, directory, durable=True) if has_parts else None
+    recorded_id = None if recorded is None else recorded.store_id
     if checkpoints:
         store_id = checkpoints[-1].manifest.store_id
     else:
-        store_id = wanted_id or recorded or uuid.uuid4().hex
+        store_id = wanted_id or recorded_id or uuid.uuid4().hex
     parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison, owners)
     for checkpoint in checkpoints:
         checkpoint.known_ids = ids_at(backend, checkpoint.path, checkpoint.manifest, parts)
@@ -306,7 +311,8 @@ def _read_content(
     return StoreContent(
         lock=lock,
         store_id=store_id,
-        is_identified=recorded == store_id or not has_parts,
+        is_identified=recorded_id == store_id or not has_parts,
+        taken_over=recorded.taken_over if recorded is not None and recorded_id == store_id else 0,
         parts=parts,
         checkpoints=checkpoints,
         refused=refused,

@@ -21,7 +21,7 @@ from offload.store.poison import Poison
 from offload.store.sealing import Sealing
 from offload.store.slot import Slot
 from offload.store.space import Room, file_bytes, no_room, require_room
-from offload.store.store_id import write_store_id
+from offload.store.store_id import StoreIdentity, write_store_id
 from offload.store.withdrawal import Withdrawal
 
 # A checkpoint that could not be read may have any generation. New generations start this far above
@@ -69,6 +69,9 @@ class SlotSupply:
         self._lock = opened.lock
         self._store_id = opened.store_id
         self._is_identified = opened.is_identified
+        self._taken_over = opened.taken_over
+        self._is_arriving = False
+        """Whether the next slot is for the checkpoint that was taken over."""
         self._checkpoints = opened.checkpoints
         self._parts = opened.parts
         self._free = free
@@ -89,10 +92,13 @@ class SlotSupply:
 
     def take_over(self, store_id: str, generation: int) -> None:
         """Go on with another identity, and a generation; see `Store.take_over`."""
-        if store_id != self._store_id and (self._others or self._owners):
+        is_known = store_id == self._store_id and generation <= self._taken_over
+        if not is_known and (self._others or self._owners):
             self._is_identified = False
+        self._taken_over = max(generation, self._taken_over if store_id == self._store_id else 0)
         self._store_id = store_id
         self._generation = max(self._generation, generation - 1)
+        self._is_arriving = True
 
     def slot_bytes(self, layout: Layout, num_groups: int) -> int:
         """Return the size in bytes of a slot in the first directory."""
@@ -138,6 +144,9 @@ class SlotSupply:
         self._require_place_of(slot)
         if self._owners:
             self._hold(slot)
+        if not self._is_arriving:
+            self._generation = max(self._generation, self._taken_over)
+        self._is_arriving = False
         self._generation += 1
         slot.begin_generation(DigestContext(self._store_id, self._generation))
         return slot
@@ -247,5 +256,6 @@ class SlotSupply:
     def _identify(self) -> None:
         """Make the store's identity durable before the first part of it is written."""
         if not self._is_identified:
-            write_store_id(self._backend, self._directory, self._store_id, self._poison)
+            identity = StoreIdentity(self._store_id, self._taken_over)
+            write_store_id(self._backend, self._directory, identity, self._poison)
             self._is_identified = True

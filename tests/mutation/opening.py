@@ -177,7 +177,7 @@ OPENING = (
             gone(
                 _SUPPLY,
                 "            write_store_id("
-                "self._backend, self._directory, self._store_id, self._poison)\n",
+                "self._backend, self._directory, identity, self._poison)\n",
             ),
         ),
         (f"{_DRIVES}::TestOrder",),
