@@ -8,6 +8,7 @@ another one. So a rank believes only what it has written or read under the prese
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Final
 
 from offload.format.known_leaves import Content, KnownLeaves
@@ -15,6 +16,17 @@ from offload.format.shares.file_shares import FileShare
 
 _MOST: Final = 256
 """Number of files that are remembered; each takes 8 bytes for each MiB of the share."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """The model file that all ranks write for a slot."""
+
+    folder: str = ""
+    """Name of the directory that has it, below the first directory; empty if it is not known."""
+
+    content: Content = field(default_factory=Content)
+    """Its content, as the writer has named it."""
 
 
 class KnownShares:

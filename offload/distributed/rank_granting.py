@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn
 from gds import StorageError
 from offload.distributed.agreement.grant import NO_SEAL, Offer
 from offload.distributed.agreement.messages import Json
+from offload.distributed.known_shares import SharedFile
 from offload.distributed.rank_checkpoints import RankCheckpoints
 from offload.distributed.rank_opening import Opened
 from offload.distributed.rank_sealing import RankSealing
@@ -59,8 +60,6 @@ class RankGranting:
         self._share_of = share_of
         self._granted: StateSlot | None = None
         """Slot of this rank in the grant that is in progress."""
-        self.working = ""
-        """Name of the working slot in the first directory, on ranks that are not the writer."""
 
     def acquire(
         self, layout: Layout, num_groups: int, call: str, *, is_new: bool = False
@@ -107,7 +106,8 @@ class RankGranting:
         if granted.offer.is_in_place:
             self._sealing.warn_of_aborted(granted.offer.in_place_of, granted.offer.reason)
         self._sealing.last_aborted = None
-        self._sealing.content = Content(granted.offer.content, granted.offer.readable)
+        content = Content(granted.offer.content, granted.offer.readable)
+        self._sealing.granted(slot, SharedFile(granted.offer.slot, content))
         return slot
 
     def refuse(self, error: Exception, call: str) -> None:
@@ -197,6 +197,7 @@ class RankGranting:
             RanksError: The rank's part of the aborted seal is lost.
         """
         if found.in_place_of != NO_SEAL:
+            self._sealing.wait_ended()  # it takes back its part after it has read the decision
             last = self._sealing.last_aborted
             if last is None or last.slot.state is not OwnerSlotState.WORKING:
                 raise RanksError(_LOST)
@@ -207,14 +208,12 @@ class RankGranting:
         if not self._opened.is_near:
             self._remove_former(part, found, unknown)
         self._checkpoints.forget_recycled(names)
-        slot = part.ready(
+        return part.ready(
             layout,
             found.generation,
             NamedParts({part.owner: frozenset(names)}, unknown),
             written=[(entry.name, entry.box) for entry in self._share_of(layout).entries],
         )
-        self.working = found.slot
-        return slot
 
     def _remove_former(self, part: OwnerStore, found: Offer, unknown: tuple[str, ...]) -> None:
         """Remove what former owners have left on this host, which the writer does not see."""

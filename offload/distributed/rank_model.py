@@ -105,7 +105,7 @@ class RankModel:
             content = slot.model_leaves.content
         elif store.is_near:
             file, close = store.working_model(slot)
-            content = store.sealing.content
+            content = store.sealing.shared_of(slot).content
         else:  # the ranks that see the file write all of it
             store.sealing.copy = NoCopy()
             return store.sealing.copy

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import base64
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json, MessageError
 from offload.distributed.agreement.reports import Report
-from offload.distributed.known_shares import KnownShares
+from offload.distributed.known_shares import KnownShares, SharedFile
 from offload.distributed.share_copy import NoCopy, ShareCopy
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
-from offload.format.known_leaves import Content
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest, encode_group
 from offload.format.names import checkpoint_name
@@ -94,13 +95,24 @@ class RankSealing:
         """Copy of this rank's share of the model in the seal in flight."""
         self.known = KnownShares()
         """What this rank knows of the model files of slots."""
-        self.content = Content()
-        """Content of the model file of the working slot, as the writer has named it. Without a name
-        after a failed seal, until a slot is granted again."""
+        self._shared: MutableMapping[StateSlot, SharedFile] = WeakKeyDictionary()
+        """Model file of each slot that was granted. A seal may fail when the next slot has been
+        granted already, or none could be, so what is known belongs to a slot."""
         self.last_aborted: Aborted | None = None
         """The last seal, if it was aborted and no slot has been granted since."""
+        self._has_ended = threading.Event()
+        """Whether what became of the last seal has been noted here, also of its slot."""
+        self._has_ended.set()
         self._warned_of: int | None = None
         """Number of the last seal that was warned of."""
+
+    def granted(self, slot: StateSlot, shared: SharedFile) -> None:
+        """Record the model file of a slot for which all ranks are ready."""
+        self._shared[slot] = shared
+
+    def shared_of(self, slot: StateSlot) -> SharedFile:
+        """Return the model file of a slot; its content has no name after a failed seal."""
+        return self._shared.get(slot, SharedFile())
 
     def path_of(self, step: int) -> str:
         """Return the path that the checkpoint of a step has."""
@@ -127,13 +139,14 @@ class RankSealing:
         if copy is not None:
             copy.close()
         if slot is None:
-            self.known, self.content = KnownShares(), Content()
+            self.known = KnownShares()
         self._slot = slot
         self._name = slot.name if isinstance(slot, OwnerSlot) else ""
         self._begin(step, 0 if slot is None else slot.context.generation)
 
     def _begin(self, step: int, generation: int) -> None:
         self._number = self._agreement.begin_seal(self._name)
+        self._has_ended.clear()
         self._has_met = False
         self.last_aborted = None  # its slot belongs to this seal now, and may become a checkpoint
         self._position = step, generation
@@ -145,6 +158,11 @@ class RankSealing:
             copy.close()
         if self._store is not None:
             self._store.sealing.end()
+        self._has_ended.set()
+
+    def wait_ended(self) -> None:
+        """Wait until the last seal has ended on this rank, of which the decision is known."""
+        self._has_ended.wait()
 
     def compose(self, slot: Any, train_state: EncodedState, **content: Any) -> Composition:
         """Describe this rank's part of a checkpoint; see `offload.store.sealing.compose`."""
@@ -280,6 +298,12 @@ class RankSealing:
 
     def abandon(self, error: BaseException) -> None:
         """Report that this rank's part of the seal has failed. Never raises."""
+        try:
+            self._abandon(error)
+        finally:
+            self._has_ended.set()
+
+    def _abandon(self, error: BaseException) -> None:
         number, self._number = self._number, None
         if number is None:
             return  # the outcome is known already, or no seal has begun
@@ -304,7 +328,7 @@ class RankSealing:
     def _note_aborted(self, number: int, slot: StateSlot, error: SealError) -> None:
         """Record that a seal was aborted; what its model file holds is unknown from now on."""
         slot.model_leaves.forget(readable=False)
-        self.content = Content()
+        self._shared[slot] = SharedFile(self.shared_of(slot).folder)
         self.last_aborted = Aborted(number, slot, str(error))
 
     def warn_of_aborted(self, number: int, reason: str) -> None:

@@ -383,7 +383,7 @@ class RankStore:
         if isinstance(slot, Slot):
             return slot.model, lambda: None  # closed with its slot
         file = self.backend.open(
-            f"{self.directory}/{self._granting.working}/{MODEL_NAME}", writable=True
+            f"{self.directory}/{self.sealing.shared_of(slot).folder}/{MODEL_NAME}", writable=True
         )
         return file, file.close
 

@@ -28,6 +28,18 @@ BEGIN: Calls = [["do", "tests.ranks_training.frozen:begin"], ["open"]]
 SEAL: Calls = [["step"], MOVED, ["checkpoint"], ["result"], MOVED]
 
 
+def of(name: str, *arguments: Any) -> list[Any]:
+    """Return a call of one of the functions for ranks with frozen tensors."""
+    return ["do", f"tests.ranks_training.frozen:{name}", *arguments]
+
+
+def calls_of(calls: Calls, rank: int) -> Calls:
+    """Return the calls of one rank: those of all, and its ``only`` ones."""
+    return [
+        one[2] if one[0] == "only" else one for one in calls if one[0] != "only" or one[1] == rank
+    ]
+
+
 def run(jobs: Jobs, folder: Path, kind: str, *calls: Calls) -> list[Rank]:
     ranks = jobs.run(folder, calls, kind=kind, widths=WIDTHS, given=True, timeout_s=60.0)
     assert [rank.status for rank in ranks] == [0] * len(calls), [rank.errors for rank in ranks]
@@ -97,3 +109,77 @@ def test_after_a_seal_that_failed_on_one_rank_all_write_everything(
         others = [*found[1:NUM_SLOTS], *found[NUM_SLOTS + 1 :]]
         assert all(written <= MOST for written in others), found
         require_whole(rank, tmp_path, 3 * NUM_SLOTS + 3)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_seal_that_fails_when_the_state_has_moved_on_spoils_nothing_known_of_the_next_slot(
+    jobs: Jobs, tmp_path: Path, kind: str
+) -> None:
+    calls: Calls = [
+        *BEGIN,
+        of("fill", 1.0),
+        *SEAL * (NUM_SLOTS + 1),
+        ["step"],
+        ["only", 1, of("hold_sync")],
+        ["checkpoint"],
+        ["step"],  # to the next slot, while the seal has not failed yet
+        ["only", 1, of("fail_sync")],
+        ["settle"],
+        of("fill", 2.0),
+        ["checkpoint"],
+        ["result"],
+        of("fill", 1.0),
+        *SEAL * NUM_SLOTS,
+        ["write_values", "values"],
+        ["verify"],
+    ]
+    each = [calls_of(calls, rank) for rank in range(NUM_RANKS)]
+    for rank in run(jobs, tmp_path, kind, *each):
+        assert "injected failure of sync" in rank.of("settle")["value"]
+        require_whole(rank, tmp_path, NUM_SLOTS + 3 + NUM_SLOTS)
+
+
+def test_ranks_write_the_file_of_their_slot_if_the_next_one_was_refused_before_the_seal_failed(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    calls: Calls = [
+        *BEGIN,
+        ["step"],
+        ["only", 1, of("hold_sync")],
+        ["checkpoint"],
+        ["only", 2, ["fail", "make_dir", "owner-2/part-"]],
+        ["keep_error", "step"],  # the other ranks have got a slot ready
+        ["only", 1, of("fail_sync")],
+        ["settle"],
+        ["step"],  # in the first slot
+        ["checkpoint"],
+        ["result"],
+        ["write_values", "values"],
+        ["verify"],
+    ]
+    for rank in run(jobs, tmp_path, "fsdp2", *(calls_of(calls, rank) for rank in range(3))):
+        assert rank.of("keep_error")["value"]
+        assert "injected failure of sync" in rank.of("settle")["value"]
+        require_whole(rank, tmp_path, 2)
+
+
+def test_a_rank_goes_on_in_place_although_its_drive_is_slow_to_take_its_part_back(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    calls: Calls = [
+        *BEGIN[:1],
+        ["only", 1, of("slow_tables", 0.3)],
+        *BEGIN[1:],
+        ["step"],
+        ["only", 0, ["fail", "sync", "model.safetensors"]],
+        ["checkpoint"],
+        ["only", 0, ["keep_error", "result"]],
+        ["step"],  # rank 1 asks for a slot before it has taken back the one that was sealed
+        ["settle"],
+        ["checkpoint"],
+        ["result"],
+        ["write_values", "values"],
+        ["verify"],
+    ]
+    for rank in run(jobs, tmp_path, "fsdp2", *(calls_of(calls, r) for r in range(NUM_RANKS))):
+        require_whole(rank, tmp_path, 2)
