@@ -153,3 +153,43 @@ def test_all_ranks_skip_a_step_that_one_must_skip(value: float) -> None:
     results = ranks.values(ranks.run(3, flags, [[0.0], [0.0, value], []]))
     expected = 0.0 if value == 0 else 1.0
     assert results == [[expected], [expected, expected], []]
+
+
+class LateWork:
+    """Work of a group that is complete, but was seen to be only after a wait had ended."""
+
+    num_waits = 0
+
+    def wait(self, limit: object = None) -> None:
+        self.num_waits += 1
+        if limit is not None:
+            raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class LateGroup:
+    """A group of one rank whose work is late."""
+
+    def __init__(self) -> None:
+        self.work = LateWork()
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+    def allreduce(self, tensors: list[torch.Tensor], options: object, /) -> LateWork:
+        del tensors, options
+        return self.work
+
+
+def test_a_rank_that_has_left_after_it_took_part_is_no_loss() -> None:
+    def look() -> None:
+        raise RanksError("rank 1 has closed its optimizer")
+
+    group = LateGroup()
+    assert share_numbers([7], group, look) == [(7,)]  # type: ignore[arg-type]
+    assert group.work.num_waits == 2

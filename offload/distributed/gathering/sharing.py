@@ -86,15 +86,21 @@ def _wait(work: Any, group: RankGroup, look: Callable[[], None]) -> None:
         try:
             work.wait(timedelta(seconds=_LOOK_S))
         except RuntimeError:
-            is_over = work.is_completed()
+            failure: RuntimeError | None = None
+            if work.is_completed():
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    failure = error
+                else:
+                    return  # what has left after it took part is no loss
             try:
                 look()  # also if the work has failed: a rank that ends may have said why
             except BaseException:
                 _abandon(work, group)
                 raise
-            if is_over:
-                work.wait()
-                return
+            if failure is not None:
+                raise failure from None
         else:
             return
 
