@@ -17,7 +17,11 @@ import offload
 from tests.ranks_training.launch import TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
-STEPS, EVERY, STOPPED_AT = 7, 2, 4
+STEPS, EVERY = 7, 2
+
+STOPPED_AT = 5
+"""Step after which a run is stopped. The second checkpoint was begun before it, and so the first is
+durable: a checkpoint waits for the one before it."""
 
 
 def torchrun(example: Path, directory: Path, *, stop_at: str | None = None) -> list[str]:
