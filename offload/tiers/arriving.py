@@ -25,7 +25,8 @@ from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.tiers.catalog import find_copy, list_copies, read_manifest
 from offload.tiers.download import on_drives
-from offload.tiers.filling import Download, DownloadStoppedError
+from offload.tiers.filling import Download
+from offload.tiers.range_filling import DownloadStoppedError, RangeFilling
 from offload.tiers.sending import NUM_TRANSFERS
 from offload.tiers.services.address import parse_address
 from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
@@ -64,12 +65,12 @@ class Incoming:
     @property
     def bytes_fetched(self) -> int:
         """Number of bytes fetched from the tier so far."""
-        return self._download.bytes_fetched
+        return self._download.filling.bytes_fetched
 
     @property
     def bytes_kept(self) -> int:
         """Number of bytes that an earlier download of this checkpoint had left in the slot."""
-        return self._download.bytes_kept
+        return self._download.filling.bytes_kept
 
     def reserve(self, store: Store) -> Slot:
         """Make the store one of this checkpoint's, and return a slot with room for it.
@@ -198,5 +199,6 @@ def find_incoming(url: str, backend: Backend, num_drives: int) -> Incoming | Non
         manifest = on_drives(found, num_drives, copy)
         if copy.marker is None:
             raise TierError(errno.EINVAL, copy.reason, copy.url)
-        download = Download(objects, copy, copy.marker, manifest, backend, NUM_TRANSFERS)
+        filling = RangeFilling(objects, copy, manifest, backend, NUM_TRANSFERS)
+        download = Download(filling, copy.marker, manifest)
         return Incoming(download, copy.url, backend, opened.pop_all())

@@ -56,13 +56,14 @@ class Fetcher:
         digest = partial(self._context.digest, chunk.array, chunk.index)
         return self.range(name, start, chunk.nbytes, digest, chunk.digest, into)
 
-    def run(self, name: str, run: ModelRun) -> Data:
-        """Return the bytes of consecutive pieces of the model; the errors are those of `chunk`."""
+    def run(self, name: str, run: ModelRun, into: Buffer) -> Data:
+        """Return the bytes of consecutive pieces, in the memory that is given; see `chunk`."""
         if len(run.chunks) == 1:
-            return self.chunk(name, run.offset, run.chunks[0])
+            return self.chunk(name, run.offset, run.chunks[0], into)
         expected = [chunk.digest for chunk in run.chunks]
 
         def digests(data: memoryview) -> str:
+            """Return the digests of all pieces as one."""
             found, start = [], 0
             for chunk in run.chunks:
                 piece = data[start : start + chunk.nbytes]
@@ -70,7 +71,7 @@ class Fetcher:
                 start += chunk.nbytes
             return _joined(found)
 
-        return self.range(name, run.offset, run.nbytes, digests, _joined(expected))
+        return self.range(name, run.offset, run.nbytes, digests, _joined(expected), into)
 
     def range(
         self,

@@ -19,14 +19,16 @@ from dataclasses import dataclass, replace
 from gds import Backend
 from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.owner_parts import check_cover
 from offload.errors import CheckpointError, StoreError
 from offload.format.manifest import Manifest
 from offload.format.names import TRAIN_STATE_NAME
 from offload.retention.policy import Record, Retention
 from offload.store.shared import SharedStore
 from offload.store.store import Store
-from offload.tiers.catalog import TierCopy, find_copy, read_manifest
+from offload.tiers.catalog import TierCopy, find_copy, read_manifest, read_tables
 from offload.tiers.filling import Download
+from offload.tiers.range_filling import RangeFilling
 from offload.tiers.ranks.download_owners import OwnersDownload, owners_in
 from offload.tiers.sending import NUM_TRANSFERS, Progress
 from offload.tiers.services.address import parse_address
@@ -140,22 +142,23 @@ def pull(
         if present is not None:
             seconds = time.monotonic() - began_s
             return PullReport(present.path, copy.url, manifest.step, True, 0, 0, seconds)
-        given = objects, copy, marker, manifest, storage, num_transfers, progress
-        download: Download | OwnersDownload
+        filling = RangeFilling(objects, copy, manifest, storage, num_transfers, progress)
         if owners:
-            download = OwnersDownload(*given)
-            path = download.run(store, allow_volatile=allow_volatile, allow_remote=allow_remote)
+            tables = read_tables(objects, copy, manifest)
+            check_cover(copy.url, manifest, tables)
+            path = OwnersDownload(filling, tables, marker, manifest, storage).run(
+                store, allow_volatile=allow_volatile, allow_remote=allow_remote
+            )
         else:
-            download = Download(*given)
-            path = download.run(store)
+            path = Download(filling, marker, manifest).run(store)
         seconds = time.monotonic() - began_s
         return PullReport(
             path,
             copy.url,
             manifest.step,
             False,
-            download.bytes_fetched,
-            download.bytes_kept,
+            filling.bytes_fetched,
+            filling.bytes_kept,
             seconds,
         )
 

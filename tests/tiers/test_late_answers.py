@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,7 +13,7 @@ from offload.errors import TierError
 from offload.format.digests import DigestContext
 from offload.tiers.contents import Chunk
 from offload.tiers.model_objects import ModelRun
-from offload.tiers.ranks.filling_shares import SharesDownload, _Range
+from offload.tiers.range_filling import Range, RangeFilling
 from tests.eventually import eventually
 
 CONTEXT = DigestContext("0" * 32, 7)
@@ -29,36 +29,34 @@ class _Objects:
         self.asked, self.answers = threading.Event(), threading.Event()
 
     def get_range(self, name: str, start: int, nbytes: int, into: Any = None) -> bytes:
-        del start, nbytes, into
+        del start
         if name.endswith("fails"):
             self.asked.wait(10)
             raise TierError(5, "broken", name)
         self.asked.set()
         self.answers.wait(10)
+        into.memoryview()[:nbytes] = DATA
         return DATA
 
 
-def test_a_late_answer_is_not_written_to_what_was_released(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_late_answer_is_not_written_to_what_was_released() -> None:
     backend, objects = MemoryBackend(), _Objects()
     backend.make_dir("/a")
     file = backend.create("/a/state", 2 * len(DATA))
     chunks = [Chunk("x", i, len(DATA), CONTEXT.digest("x", i, memoryview(DATA))) for i in (0, 1)]
     ranges = [
-        _Range(file, i * len(DATA), name, ModelRun(0, (chunks[i],)), may_be_there=False)
+        Range(file, i * len(DATA), name, ModelRun(0, (chunks[i],)), may_be_there=False)
         for i, name in enumerate(["fails", "late"])
     ]
     sealed = SimpleNamespace(store_id=CONTEXT.store_id, generation=CONTEXT.generation)
     copy = SimpleNamespace(folder="copy", url="file:///tier/copy")
-    untyped: Any = SharesDownload
-    download: SharesDownload = untyped(objects, copy, None, sealed, backend, 2)
-    monkeypatch.setattr(download, "_ranges", lambda _: ranges)
+    untyped: Any = RangeFilling
+    filling: RangeFilling = untyped(objects, copy, sealed, backend, 2)
     before = threading.active_count()
     with pytest.raises(TierError, match="broken"):
-        download.fill([cast(Any, None)])
+        filling.fill(ranges)
     assert threading.active_count() == before + 1, "a thread is left behind"
-    download.end()
+    filling.end()
     objects.answers.set()
     assert eventually(lambda: threading.active_count() == before)
     assert file.read_bytes(0, 2 * len(DATA)) == bytes(2 * len(DATA))

@@ -27,11 +27,11 @@ from offload.store.owners.store import OwnerStore
 from offload.store.slot import Slot
 from offload.store.store import Store
 from offload.tiers.catalog import find_copy, list_copies, read_manifest, read_table, read_tables
-from offload.tiers.filling import GoingOn
 from offload.tiers.model_objects import model_object, shard_object
+from offload.tiers.range_filling import GoingOn, RangeFilling
 from offload.tiers.ranks.filling_shares import (
     Share,
-    SharesDownload,
+    fill_shares,
     publish,
     reserve_part,
     reserve_slot,
@@ -117,9 +117,8 @@ class ArrivingShare:
                 if tables:
                     check_cover(url, manifest, tables)
                 self._model = model_object(manifest, tables)
-            self._download = SharesDownload(
-                objects, copy, copy.marker, manifest, backend, NUM_TRANSFERS
-            )
+            self._marker = copy.marker
+            self._filling = RangeFilling(objects, copy, manifest, backend, NUM_TRANSFERS)
             self._resources = opened.pop_all()
 
     @property
@@ -139,12 +138,12 @@ class ArrivingShare:
     @property
     def bytes_fetched(self) -> int:
         """Number of bytes that this rank has fetched from the tier."""
-        return self._download.bytes_fetched
+        return self._filling.bytes_fetched
 
     @property
     def bytes_kept(self) -> int:
         """Number of bytes that an earlier download had left."""
-        return self._download.bytes_kept
+        return self._filling.bytes_kept
 
     def reserve(self, served: Store | OwnerStore) -> None:
         """Make the store one of this checkpoint's, and reserve room for the share of this rank.
@@ -167,16 +166,18 @@ class ArrivingShare:
             self._part, self._share = reserve_part(served, self._table, self._model, named)
 
     def fetch(self, require_going_on: GoingOn) -> None:
-        """Fetch the share, and on the writer the train state; see `SharesDownload.fill`.
+        """Fetch the share, and on the writer the train state first; see `RangeFilling`.
 
         Args:
             require_going_on: Function that is called again and again, and raises an error to end
                 early.
         """
-        if self._share is not None:
-            self._download.fill([self._share], require_going_on)
         if self._slot is not None:
-            self._train_state = self._download.train_state(self._slot)
+            size_bytes = self._slot.train_state.size_bytes
+            self._train_state = self._filling.train_state(self._marker, size_bytes)
+        if self._share is not None:
+            shares = [self._share]
+            fill_shares(self._filling, shares, self._marker.object_bytes, require_going_on)
 
     def seal_part(self) -> OwnerReference | None:
         """Make the part of this rank durable, and return the reference to it; None on the writer.
@@ -216,7 +217,7 @@ class ArrivingShare:
         """Close the connection to the tier, and give up what is not published. Idempotent."""
         store, slot, part = self._served, self._slot, self._part
         self._slot = self._part = None
-        self._download.end()  # a late answer must not be written to what is released
+        self._filling.end()  # a late answer must not be written to what is released
         if slot is not None and isinstance(store, Store) and store.checkpoint_of(slot) is None:
             store.release(slot)
         if part is not None and isinstance(store, OwnerStore):

@@ -12,26 +12,24 @@ from contextlib import ExitStack, closing
 from typing import NamedTuple
 
 from gds import Backend
-from offload.checkpoint.owner_parts import check_cover
 from offload.format.manifest import Manifest
+from offload.format.names import TRAIN_STATE_NAME
 from offload.format.shares.part_table import OwnerTable
 from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.slot import Slot
 from offload.store.store import Store
-from offload.tiers.catalog import TierCopy, read_tables
 from offload.tiers.marker import Marker
 from offload.tiers.model_objects import model_object, shard_object
+from offload.tiers.range_filling import RangeFilling
 from offload.tiers.ranks.filling_shares import (
     Share,
-    SharesDownload,
+    fill_shares,
     publish,
     reserve_part,
     reserve_slot,
     seal_part,
 )
-from offload.tiers.sending import Progress
-from offload.tiers.services.objects import Objects
 
 
 class _Owner(NamedTuple):
@@ -47,47 +45,27 @@ class OwnersDownload:
     """Download of a checkpoint of several ranks.
 
     Args:
-        objects: Objects of the tier.
-        copy: Copy to fetch.
+        filling: Fetches ranges of the copy.
+        tables: Tables of the owners besides the first.
         marker: Marker of the copy.
         manifest: Manifest of the checkpoint.
         backend: Storage backend of the store.
-        num_transfers: Number of transfers at a time.
-        progress: Function that is called with the bytes done and the total.
-
-    Raises:
-        DamagedError: A table is missing, or is another one than was sent.
-        CheckpointError: The owners do not have each element of the checkpoint once.
-        TierError: A table cannot be read.
     """
 
     def __init__(
         self,
-        objects: Objects,
-        copy: TierCopy,
+        filling: RangeFilling,
+        tables: Sequence[OwnerTable],
         marker: Marker,
         manifest: Manifest,
         backend: Backend,
-        num_transfers: int,
-        progress: Progress | None,
     ) -> None:
+        self._filling = filling
+        self._tables = tables
+        self._marker = marker
         self._manifest = manifest
-        self._tables = read_tables(objects, copy, manifest)
-        check_cover(copy.url, manifest, self._tables)
         self._backend = backend
-        self._download = SharesDownload(
-            objects, copy, marker, manifest, backend, num_transfers, progress
-        )
-
-    @property
-    def bytes_fetched(self) -> int:
-        """Number of bytes fetched from the tier."""
-        return self._download.bytes_fetched
-
-    @property
-    def bytes_kept(self) -> int:
-        """Number of bytes that the store held already."""
-        return self._download.bytes_kept
+        filling.expect(marker.sizes[TRAIN_STATE_NAME])
 
     def run(self, store: Store, *, allow_volatile: bool, allow_remote: bool) -> str:
         """Fill a slot and a part for each owner, and publish them as one checkpoint.
@@ -110,11 +88,12 @@ class OwnersDownload:
                     self._open(resources, store, table, allow_volatile, allow_remote)
                     for table in self._tables
                 ]
-                self._download.fill([share, *(one.share for one in owners)])
-                train_state = self._download.train_state(slot)
+                train_state = self._filling.train_state(self._marker, slot.train_state.size_bytes)
+                shares = [share, *(one.share for one in owners)]
+                fill_shares(self._filling, shares, self._marker.object_bytes)
                 return self._publish(store, slot, owners, train_state)
             except BaseException:
-                self._download.end()
+                self._filling.end()
                 if store.checkpoint_of(slot) is None:
                     store.release(slot)
                 raise

@@ -1,0 +1,228 @@
+"""Copying of ranges of a tier's objects into files of slots, compared before they are written.
+
+What an earlier download has left in a file is compared first, and only the rest is asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from gds import ALIGNMENT, Backend, Buffer, File, StorageError
+from gds.waiting import Monitor
+from offload.errors import TierError
+from offload.format.digests import DigestContext
+from offload.format.manifest import Manifest
+from offload.format.names import TRAIN_STATE_NAME
+from offload.format.train_state import unpack_encoded
+from offload.store.sealing import pack_train_state
+from offload.tiers.catalog import TierCopy
+from offload.tiers.checking import Fetcher, nothing
+from offload.tiers.marker import Marker
+from offload.tiers.model_objects import ModelRun
+from offload.tiers.sending import Progress
+from offload.tiers.services.objects import Objects
+from offload.tiers.workers import Task, run_all
+
+GoingOn: TypeAlias = Callable[[], None]
+"""Function that is called again and again, and raises an error to end early."""
+
+
+class DownloadStoppedError(TierError):
+    """A download was told to end. Another one goes on from the parts that it has written."""
+
+
+def go_on() -> None:
+    """Let the download go on."""
+
+
+class SlotUse:
+    """Use of slots by the threads of a download, some of which may outlive it.
+
+    A request that is not answered may keep its thread for long after the download has failed. By
+    then the slot may belong to another download, or to a step.
+
+    Args:
+        url: URL of the copy, for messages.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._changed = Monitor()
+        self._num_blocks = 0
+        self._has_ended = False
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Use files of slots in a block, which `end` waits for.
+
+        Raises:
+            DownloadStoppedError: The use has ended.
+        """
+        with self._changed:
+            if self._has_ended:
+                raise DownloadStoppedError(errno.EINTR, "the download has ended", self._url)
+            self._num_blocks += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_blocks -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Begin no further block, and wait until those that have begun have ended. Idempotent."""
+        with self._changed:
+            self._has_ended = True
+        self._changed.wait_until(lambda: not self._num_blocks)
+
+
+class Range(NamedTuple):
+    """Consecutive bytes of a file here and of an object there."""
+
+    file: File
+    offset: int
+    """First byte in the file."""
+
+    name: str
+    """Name of the object."""
+
+    run: ModelRun
+    """The bytes in the object."""
+
+    may_be_there: bool
+    """Whether an earlier download may have written them."""
+
+
+class RangeFilling:
+    """Ranges of one copy that are fetched by several threads.
+
+    Args:
+        objects: Objects of the tier.
+        copy: Copy to fetch.
+        manifest: Manifest of the checkpoint.
+        backend: Storage backend that memory is allocated with.
+        num_transfers: Number of transfers at a time.
+        progress: Function that is called with the bytes done and the bytes that are expected.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        copy: TierCopy,
+        manifest: Manifest,
+        backend: Backend,
+        num_transfers: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self._manifest = manifest
+        self._backend = backend
+        self._num_transfers = num_transfers
+        self._progress = progress
+        self._fetcher = Fetcher(objects, copy.folder, manifest)
+        self._context = DigestContext(manifest.store_id, manifest.generation)
+        self._mutex = threading.Lock()
+        self._use = SlotUse(copy.url)
+        self._expected = 0
+        self.bytes_fetched = 0
+        """Number of bytes fetched from the tier."""
+        self.bytes_kept = 0
+        """Number of bytes that the files held already."""
+
+    def expect(self, nbytes: int) -> None:
+        """Count bytes that are going to be fetched or found, for the progress."""
+        self._expected += nbytes
+
+    def fill(
+        self,
+        ranges: Sequence[Range],
+        arrived: Callable[[int], object] = nothing,
+        require_going_on: GoingOn = go_on,
+    ) -> None:
+        """Fetch ranges, in their order, and write them.
+
+        Args:
+            ranges: The ranges.
+            arrived: Called with the index of each piece that has been compared with its digest and
+                is in its file.
+            require_going_on: Function that is called again and again, and raises an error to end
+                early.
+
+        Raises:
+            DamagedError: An object is missing, or has other bytes than were sent.
+            TierError: An object cannot be read.
+            gds.StorageError: A file cannot be written.
+        """
+        most = max((one.run.nbytes for one in ranges), default=0)
+        tasks: Iterator[Task] = (partial(self._fill_range, one, arrived) for one in ranges)
+        run_all(
+            tasks,
+            self._num_transfers,
+            lambda: self._backend.allocate(most + ALIGNMENT, "host"),
+            require_going_on,
+        )
+
+    def train_state(self, marker: Marker, size_bytes: int) -> bytes:
+        """Fetch the train state, packed for a slot.
+
+        Args:
+            marker: Marker of the copy.
+            size_bytes: Size that the slot reserves, which may be another one than in the copy.
+
+        Raises:
+            TrainStateTooLargeError: The train state does not fit into the slot.
+            DamagedError: The object is missing, or has other bytes than were sent.
+            TierError: The object cannot be read.
+        """
+        name = TRAIN_STATE_NAME
+        data = self._fetcher.whole(name, marker.sizes[name], marker.digests[name])
+        if len(data) != size_bytes:
+            data = pack_train_state(unpack_encoded(data)[0], self._manifest, size_bytes)
+        self._advance(marker.sizes[name], fetched=True)
+        return data
+
+    def end(self) -> None:
+        """Write nothing more. On return no thread uses a file of a range. Idempotent.
+
+        A request that is not answered may keep its thread for long. What it brings is dropped.
+        """
+        self._use.end()
+
+    def _fill_range(self, one: Range, arrived: Callable[[int], object], buffer: Buffer) -> None:
+        """Fetch a range and write it, unless the file holds it."""
+        into = buffer.slice(one.offset % ALIGNMENT, one.run.nbytes)
+        with self._use.block():
+            kept = one.may_be_there and self._holds(one, into)
+        if not kept:
+            self._fetcher.run(one.name, one.run, into)
+            with self._use.block():
+                one.file.write(into, one.offset).result()
+        self._advance(one.run.nbytes, fetched=not kept)
+        for chunk in one.run.chunks:
+            arrived(chunk.index)
+
+    def _holds(self, one: Range, into: Buffer) -> bool:
+        try:
+            one.file.read(into, one.offset).result()
+        except StorageError:
+            return False  # a sector that cannot be read may well be written
+        start = 0
+        for chunk in one.run.chunks:
+            view = into.slice(start, chunk.nbytes).memoryview()
+            if self._context.digest(chunk.array, chunk.index, view) != chunk.digest:
+                return False
+            start += chunk.nbytes
+        return True
+
+    def _advance(self, nbytes: int, *, fetched: bool) -> None:
+        with self._mutex:
+            if fetched:
+                self.bytes_fetched += nbytes
+            else:
+                self.bytes_kept += nbytes
+            if self._progress is not None:
+                self._progress(self.bytes_fetched + self.bytes_kept, self._expected)
