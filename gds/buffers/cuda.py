@@ -215,6 +215,7 @@ class Cuda:
         """Set a range of device memory to zeros; it is done on return."""
 
         def call() -> None:
+            """Put the filling on the stream, and wait for its end."""
             with self._locks["to device"]:
                 stream = self._streams["to device"]
                 self._runtime.memsetAsync(address, 0, nbytes, stream.ptr)
@@ -240,6 +241,7 @@ class Cuda:
         )
 
         def call() -> None:
+            """Put the copy on the stream of its direction, and wait for its end."""
             # The wait is outside the lock, so that copies of several threads overlap.
             with self._locks[direction]:
                 stream = self._streams[direction]
@@ -308,6 +310,7 @@ class Cuda:
         errors: list[BaseException] = []
 
         def work() -> None:
+            """Make the call on this thread, whose device is set first."""
             try:
                 self._runtime.setDevice(self.device)
                 results.append(call())

@@ -22,7 +22,7 @@ from offload.store.owners.claims import NamedParts
 from offload.store.owners.slot import OwnerSlotState
 from offload.store.owners.store import OwnerStore
 from offload.store.recut_room import remove_parts_of_former_owners
-from offload.store.slot import SlotState
+from offload.store.slots.slot import SlotState
 from offload.store.state_store import StateSlot
 
 _UNKNOWN: Final = -1

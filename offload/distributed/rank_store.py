@@ -41,7 +41,7 @@ from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint, find_stored
 from offload.store.owners.store import OwnerStore
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSlot
 from offload.store.store import Store
 

@@ -107,11 +107,12 @@ class ShareCopy:
     def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
         """Write the blocks that belong to this rank alone; `finish` writes the rest.
 
-        What the file is known to hold is left out. Scattered boxes are always written: the digests
-        of their rows are computed from the file, and must be of what was in live memory.
+        Bytes that the file is known to hold are left out. Scattered boxes are always written: the
+        digests of their rows are computed from the file, and must be of what was in live memory.
         """
 
         def moved(nbytes: int) -> None:
+            """Tell the other ranks and the caller that bytes were copied."""
             self._progress()
             copied(nbytes)
 

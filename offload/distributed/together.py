@@ -22,7 +22,7 @@ def together(agreement: Agreement, what: str, action: Callable[[], T]) -> T:
         action: What this rank does. It makes no collective call.
 
     Returns:
-        What the action returns on this rank.
+        The value that the action returns on this rank.
 
     Raises:
         OffloadError: The action failed on a rank. That rank raises the error of the action, and the

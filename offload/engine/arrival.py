@@ -14,7 +14,7 @@ from offload.errors import OffloadError
 from offload.format.layout import Layout
 from offload.journal import log_event
 from offload.store.opening import StoredCheckpoint
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.store import Store
 from offload.tiers.arriving import Incoming
 from offload.units import duration, size

@@ -150,8 +150,8 @@ class Ranks(Protocol):
             error: Error of this rank.
 
         Returns:
-            What tells all ranks of the error, and waits until they have ended the seal; another
-            thread may call it. None if there is no other rank.
+            A function that tells all ranks of the error, and waits until they have ended the seal.
+            Another thread may call it. None if there is no other rank.
         """
         ...
 
@@ -215,8 +215,7 @@ class Ranks(Protocol):
             terms: The step of this rank.
 
         Returns:
-            What brings the new values of this rank to those that hold them as well, and theirs to
-            this one.
+            The exchange of new values with the ranks that hold the same parameters.
 
         Raises:
             RanksError: The ranks differ. Nothing has been changed.

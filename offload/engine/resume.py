@@ -26,7 +26,7 @@ from offload.journal import log_event
 from offload.model.parameters import Stored, Trainable
 from offload.store.opening import StoredCheckpoint
 from offload.store.quarantine_limit import try_to_quarantine
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSource, StateStore
 from offload.stream.state_check import check_state
 from offload.units import duration, many, said_once, seen_from, size

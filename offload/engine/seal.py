@@ -77,6 +77,7 @@ class SealHandle:
         """
 
         def ended(future: Pending[Checkpoint]) -> None:
+            """Use the checkpoint, if the seal made one."""
             if future.exception() is None:
                 use(future.result())
 

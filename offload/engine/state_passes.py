@@ -52,7 +52,7 @@ def begin_values(state: TrainingState, groups: Groups, state_pass: StatePass) ->
     """Agree with the other ranks on a step, before anything is changed.
 
     Returns:
-        What brings the new values of the pass to other ranks, and theirs to this one.
+        The exchange of new values with the other ranks during the pass.
 
     Raises:
         RanksError: The ranks differ. Nothing has been changed.

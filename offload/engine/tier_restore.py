@@ -15,7 +15,7 @@ from offload.engine.training_state import Groups, TrainingState
 from offload.engine.whole_model import load_whole
 from offload.journal import log_event
 from offload.store.opening import StoredCheckpoint
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.store import Store
 from offload.tiers.arriving import find_incoming
 from offload.units import duration

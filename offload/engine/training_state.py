@@ -38,7 +38,7 @@ from offload.model.table import ParameterTable
 from offload.options import Options
 from offload.placement.choose import PlacementChooser
 from offload.retention.policy import Retention
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSlot
 from offload.stream.drives import Drives
 from offload.stream.memory import WorkingMemory

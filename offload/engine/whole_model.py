@@ -15,7 +15,7 @@ from offload.model.model_writing import CloneSource, TensorRanges
 from offload.model.parameters import Stored
 from offload.model.recut_model import read_recut_model
 from offload.store.opening import StoredCheckpoint
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.state_store import StateStore
 
 

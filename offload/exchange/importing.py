@@ -36,7 +36,7 @@ from offload.model.model_writing import write_model
 from offload.options import Options
 from offload.retention.policy import Retention, as_retention
 from offload.store.sealing import compose
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.store import Store
 from offload.stream.drives import Directory, Drives, as_directories
 from offload.stream.passes import RingPass, ring_for_one_pass

@@ -97,6 +97,7 @@ class Following:
             return
 
         def read() -> Any:
+            """Return the reference that was saved in the folder."""
             try:
                 return torch.load(os.path.join(input_dir, REFERENCE_NAME), weights_only=True)
             except FileNotFoundError:

@@ -37,6 +37,7 @@ def unwrapped_names(model: torch.nn.Module) -> Callable[[str], str]:
     }
 
     def unwrapped(name: str) -> str:
+        """Return a name without the parts that wrappers have put into it."""
         if prefixes:
             parts = name.split(".")
             kept = [

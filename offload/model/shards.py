@@ -176,6 +176,7 @@ def own_shards(
     """
 
     def shard_of(name: str, tensor: torch.Tensor) -> Shard | None:
+        """Return the piece of a tensor that this rank updates, None if it updates nothing of it."""
         cut = own.get(name)
         if cut is None and (name in has_owner or not (keeps_others or is_dtensor(tensor))):
             return None
@@ -229,6 +230,7 @@ def _local_part_of(owner: DTensor, name: str) -> Callable[[torch.Tensor], torch.
     from torch.distributed.tensor import DTensor
 
     def part_of(tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the parameter or of its gradient."""
         if tensor is not owner:
             placements = getattr(tensor, "placements", None)
             if not isinstance(tensor, DTensor) or placements != owner.placements:

@@ -127,6 +127,7 @@ class ShareReading:
         placer = Placer(self._wanted, buffers)
 
         def start_reads(index: int) -> None:
+            """Begin to read the segments of a batch, if there is one with this index."""
             if index < len(self._work):
                 started = reads[index] = []
                 work, buffer = self._work[index], memory[index % len(memory)].buffer

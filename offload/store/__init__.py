@@ -9,7 +9,7 @@ from offload.store.maintenance.pruning import PruneReport, prune
 from offload.store.opening import StoredCheckpoint
 from offload.store.poison import Poison
 from offload.store.quarantine import verify_and_mark
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.store import Store
 
 __all__ = [

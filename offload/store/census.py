@@ -20,7 +20,7 @@ from offload.checkpoint.reading import check_name, decode_manifest
 from offload.errors import CheckpointError
 from offload.format.manifest import Manifest
 from offload.store.opening import StoreContent, StoredCheckpoint, ids_at
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.units import seen_from
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from gds import Backend, File
-from offload.store.slot_folder import files_in
+from offload.store.slots.folder import files_in
 
 FileIds: TypeAlias = dict[str, tuple[int, int]]
 """Inode and size in bytes of files, by name or by path."""

@@ -37,10 +37,10 @@ from offload.store.directories import check_directories, require_number_of_direc
 from offload.store.file_identity import FileIds, ids_in
 from offload.store.new_directories import make_directories
 from offload.store.owners.claims import OwnerClaims
-from offload.store.part_pool import PartPool, part_numbers
 from offload.store.poison import Poison
 from offload.store.shared import SharedStore
-from offload.store.slot import Slot, open_slot
+from offload.store.slots.part_pool import PartPool, part_numbers
+from offload.store.slots.slot import Slot, open_slot
 from offload.store.store_errors import NOTHING_CHANGED, as_store_errors
 from offload.store.store_id import read_identity
 from offload.store.writer_lock import WriterLock

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from offload.checkpoint.checkpoint import Checkpoint
     from offload.checkpoint.verify import VerifyReport
     from offload.store.opening import StoredCheckpoint
-    from offload.store.slot import Slot
+    from offload.store.slots.slot import Slot
 
 _NOT_MARKED = "a damaged checkpoint could not be marked"
 

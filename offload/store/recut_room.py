@@ -13,7 +13,7 @@ from offload.format.unreadable import as_unreadable
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.free_parts import unnamed_parts
 from offload.store.owners.store import remove_unnamed_parts
-from offload.store.slot_folder import files_in
+from offload.store.slots.folder import files_in
 from offload.store.store_errors import NOTHING_CHANGED
 from offload.units import size
 
@@ -72,7 +72,7 @@ def remove_parts_of_former_owners(
 ) -> None:
     """Remove the parts of owners that no rank serves any more, and that no checkpoint names.
 
-    What cannot be removed now stays; the next call tries it again.
+    Parts that cannot be removed now stay; the next call tries it again.
 
     Args:
         backend: Backend of the directory.

@@ -35,11 +35,11 @@ from offload.format.shares.owners import ModelBox, OwnerReference, num_pieces
 from offload.format.train_state import EncodedState, pack_encoded
 from offload.retention.policy import Record
 from offload.store.expiry import Keeping, record_of
-from offload.store.free_slots import FreeSlots, lock_existing
 from offload.store.opening import StoreContent, StoredCheckpoint
 from offload.store.owners.claims import require_agreement
 from offload.store.poison import Poison
-from offload.store.slot import Slot
+from offload.store.slots.free import FreeSlots, lock_existing
+from offload.store.slots.slot import Slot
 from offload.store.withdrawal import Withdrawal
 
 _NO_DIGEST = "0" * 16

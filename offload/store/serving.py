@@ -1,4 +1,4 @@
-"""What each rank serves of a store, for work beside training that all ranks share."""
+"""The part of a store that each rank serves, for work beside training that all ranks share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Mailbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Which part of the state each rank serves, as one of them sees it."""
+    """The part of the state that each rank serves, as one of the ranks sees it."""
 
     rank: int
     """This rank, from 0."""

@@ -24,7 +24,7 @@ from offload.store.opening import StoredCheckpoint
 from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.store import Store
 
 StateSlot: TypeAlias = Slot | OwnerSlot

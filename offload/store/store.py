@@ -42,10 +42,8 @@ from offload.retention.pins import drop_unfinished
 from offload.retention.policy import Retention
 from offload.store.census import Census
 from offload.store.expiry import Keeping
-from offload.store.free_slots import FreeSlots
 from offload.store.opening import StoredCheckpoint, find_stored, open_directories, open_stored
 from offload.store.owners.claims import NamedParts
-from offload.store.part_pool import PartLeftovers
 from offload.store.poison import Poison
 from offload.store.quarantine import Quarantine
 from offload.store.recut_room import (
@@ -55,8 +53,10 @@ from offload.store.recut_room import (
 )
 from offload.store.sealing import Sealing, pack_train_state
 from offload.store.shared import SharedStore
-from offload.store.slot import Slot
-from offload.store.slot_supply import SlotSupply
+from offload.store.slots.free import FreeSlots
+from offload.store.slots.part_pool import PartLeftovers
+from offload.store.slots.slot import Slot
+from offload.store.slots.supply import SlotSupply
 from offload.store.withdrawal import Withdrawal
 
 

@@ -13,11 +13,11 @@ from offload.journal import Journal
 from offload.retention.policy import Record
 from offload.store.census import Census
 from offload.store.expiry import Keeping
-from offload.store.free_slots import FreeSlots, try_lock
 from offload.store.opening import StoreContent, StoredCheckpoint, open_stored
 from offload.store.poison import Poison
 from offload.store.quarantine import remove_mark
-from offload.store.slot import Slot
+from offload.store.slots.free import FreeSlots, try_lock
+from offload.store.slots.slot import Slot
 from offload.units import duration, size
 
 

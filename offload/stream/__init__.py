@@ -1,6 +1,6 @@
 """Memory and motion: chunks of state on their way from the drives through the ring and back.
 
-This wing may know `model`, `update`, `device`, `store.slot`, `format`, `options` and `gds`. It
+This wing may know `model`, `update`, `device`, `store.slots`, `format`, `options` and `gds`. It
 never imports `engine` or `exchange`.
 """
 

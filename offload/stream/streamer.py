@@ -316,6 +316,7 @@ class Streamer:
         is_done = False
 
         def ended(numbers: Iterable[int]) -> None:
+            """Count chunks as ended, and act once after the last one."""
             nonlocal is_done
             with self._changed:
                 left.difference_update(numbers)

@@ -21,7 +21,7 @@ from offload.errors import CheckpointError, OffloadError, TierError, reason_of
 from offload.format.manifest import Manifest
 from offload.store.arrivals import Arrivals
 from offload.store.opening import StoredCheckpoint
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.store import Store
 from offload.tiers.catalog import find_copy, list_copies, read_manifest
 from offload.tiers.download import on_drives

@@ -66,8 +66,8 @@ class BackgroundUploads:
         check: How objects are checked after they were sent.
         num_kept: Function that returns how many of the newest checkpoints the store keeps.
         backend: Storage backend of the store; None for the local file system.
-        serving: Which rank serves what, on the rank that writes the store; None for one process.
-            The other ranks have `FollowingUploads`.
+        serving: The part that each rank serves, on the rank that writes the store; None for one
+            process. The other ranks have `FollowingUploads`.
         leaving: Where retention looks for checkpoints that are leaving; None if nothing looks.
         measurements: Measurements to go by; for tests.
 
@@ -290,6 +290,7 @@ class BackgroundUploads:
         checkpoint, began_s, sent = offered.checkpoint, time.monotonic(), 0
 
         def progress(done: int, total: int) -> None:  # noqa: ARG001
+            """Remember how many bytes have been sent."""
             nonlocal sent
             sent = done
 

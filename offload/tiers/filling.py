@@ -13,7 +13,7 @@ from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME, TRAIN_STATE_NAME
 from offload.store.opening import StoredCheckpoint
 from offload.store.sealing import Composition
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.store import Store
 from offload.tiers.checking import nothing
 from offload.tiers.contents import Chunk, file_offset, state_objects

@@ -1,6 +1,7 @@
 """Copying of ranges of a tier's objects into files of slots, compared before they are written.
 
-What an earlier download has left in a file is compared first, and only the rest is asked for.
+The bytes that an earlier download has left in a file are compared first. Only the others are
+fetched.
 """
 
 from __future__ import annotations

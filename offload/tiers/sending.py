@@ -111,6 +111,7 @@ class Sending:
         """
 
         def tasks() -> Iterator[Task]:
+            """Yield the transfers as tasks of the workers."""
             for transfer in transfers:
                 is_there = present.get(transfer.name) == transfer.nbytes
                 yield partial(self._carry_out, transfer, is_there, record)

@@ -380,13 +380,16 @@ class Upload:
         model = source.model
 
         def send_model(buffer: Buffer) -> None:
+            """Send the model file."""
             blocks = sending.while_going_on(source.model_blocks(buffer))
             objects.put_stream(f"{folder}/{model.name}", blocks, model.nbytes)
 
         def send_whole(name: str, _: Buffer) -> None:
+            """Send an object whose bytes are in memory."""
             objects.put(f"{folder}/{name}", whole[name])
 
         def send_state(one: StateObject, buffer: Buffer) -> None:
+            """Send an object of state."""
             objects.put(f"{folder}/{one.name}", source.read_object(one, buffer))
 
         yield Transfer(

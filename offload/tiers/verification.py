@@ -130,6 +130,8 @@ def _verify(objects: Objects, copy: TierCopy, num_transfers: int, advance: _Sum)
     lock = threading.Lock()
 
     def noting(check: Callable[[Advance], None]) -> Task:
+        """Return a task that notes damage and goes on."""
+
         def task(_: Buffer) -> None:
             try:
                 check(advance)
@@ -140,6 +142,7 @@ def _verify(objects: Objects, copy: TierCopy, num_transfers: int, advance: _Sum)
         return task
 
     def tasks() -> Iterator[Task]:
+        """Yield the checks of everything that the copy has."""
         yield noting(partial(check_whole, fetcher, marker.sizes, marker.digests))
         for model in models:
             yield noting(partial(check_model, fetcher, model))

@@ -17,7 +17,7 @@ import torch
 import offload.checkpoint.sealed_slot
 import offload.format.manifest
 import offload.model.model_file
-import offload.store.free_slots
+import offload.store.slots.free
 from gds import Backend, Buffer, IOFuture, MemoryBackend, PosixBackend, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from gds.contract import File, Lock
@@ -25,7 +25,7 @@ from offload import AdamW, Checkpoint, list_checkpoints, load_parameters, open_c
 from offload.engine.seal import SEAL_THREAD, Seal
 from offload.errors import SealError, StoreLockedError
 from offload.format.layout import Layout
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from tests.crash import children as child
 from tests.crash.fault_backend import FaultBackend, Kind
 from tests.forking import Children
@@ -350,7 +350,7 @@ class TestReaders:
                 waits.append(seconds)
                 reader.close()
 
-        monkeypatch.setattr(offload.store.free_slots, "time", Clock)
+        monkeypatch.setattr(offload.store.slots.free, "time", Clock)
         training.step()
         assert len(waits) == 1
         assert len([n for n in training.backend.list_dir(STORE) if n != "LOCK"]) == 2

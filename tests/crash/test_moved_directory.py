@@ -18,7 +18,7 @@ from offload import AdamW, open_checkpoint
 from offload.engine.seal import SEAL_THREAD
 from offload.errors import SealError, StoreError
 from offload.format.names import MANIFEST_NAME
-from offload.store.free_slots import ReaderWait
+from offload.store.slots.free import ReaderWait
 from tests.crash.test_overlooked_steps import copy
 from tests.stores.files import contents
 from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options

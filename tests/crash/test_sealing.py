@@ -11,7 +11,7 @@ from offload.checkpoint.reading import read_manifest
 from offload.errors import SealError
 from offload.store.opening import StoredCheckpoint
 from offload.store.sealing import Prepared, Sealing
-from offload.store.slot import Slot, SlotState
+from offload.store.slots.slot import Slot, SlotState
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.test_protocol_steps import STORE, Training
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutation import Edit, Mutation, gone, killed, power
 
 _READER_OPENING = "offload/checkpoint/opening.py"
-_SUPPLY = "offload/store/slot_supply.py"
+_SUPPLY = "offload/store/slots/supply.py"
 _EXPIRY = "offload/store/expiry.py"
 _STORE = "offload/store/store.py"
 _OPENING = "offload/store/opening.py"

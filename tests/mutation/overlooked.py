@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, gone
 
-_SUPPLY = "offload/store/slot_supply.py"
+_SUPPLY = "offload/store/slots/supply.py"
 _SEALING = "offload/store/sealing.py"
 _MODEL = "offload/model/model_file.py"
-_POOL = "offload/store/part_pool.py"
-_SLOT = "offload/store/slot.py"
+_POOL = "offload/store/slots/part_pool.py"
+_SLOT = "offload/store/slots/slot.py"
 _NAMES = "gds/backends/names.py"
 _TESTS = "tests/crash/test_overlooked_steps.py"
 _PROCESS = "tests/contract/test_posix_process.py"

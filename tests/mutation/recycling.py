@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, faults, gone, killed, power
 
-_SUPPLY = "offload/store/slot_supply.py"
+_SUPPLY = "offload/store/slots/supply.py"
 _SEALING = "offload/store/sealing.py"
 _STORE = "offload/store/store.py"
 _WITHDRAWAL = "offload/store/withdrawal.py"
 _RETENTION = "offload/retention/policy.py"
-_SLOT = "offload/store/slot.py"
-_FREE = "offload/store/free_slots.py"
-_PARTS = "offload/store/part.py"
-_POOL = "offload/store/part_pool.py"
+_SLOT = "offload/store/slots/slot.py"
+_FREE = "offload/store/slots/free.py"
+_PARTS = "offload/store/slots/part.py"
+_POOL = "offload/store/slots/part_pool.py"
 _STEPS = "tests/crash/test_protocol_steps.py"
 _CONCURRENCY = "tests/crash/test_concurrency.py"
 _DRIVES = "tests/crash/test_drives.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutation import Edit, Mutation, faults, gone, power
 
 _SEALED_SLOT = "offload/checkpoint/sealed_slot.py"
-_SLOT = "offload/store/slot.py"
+_SLOT = "offload/store/slots/slot.py"
 _RESUME = "offload/engine/resume.py"
 _MODEL = "offload/model/model_file.py"
 _STREAMER = "offload/stream/streamer.py"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutation.mutation import Edit, Mutation, faults, gone, power
 
-_SUPPLY = "offload/store/slot_supply.py"
+_SUPPLY = "offload/store/slots/supply.py"
 _SEALING = "offload/store/sealing.py"
 _STORE = "offload/store/store.py"
-_SLOT = "offload/store/slot.py"
+_SLOT = "offload/store/slots/slot.py"
 _SEAL = "offload/engine/seal.py"
 _MODEL = "offload/model/model_writing.py"
 _RESEAL = "offload/engine/reseal.py"

@@ -15,7 +15,7 @@ from tests.mutation.generated.results import Record, source_digests
 from tests.mutation.generated.selection import Noticing
 from tests.mutation.mutation import ROOT, Edit, Mutation
 
-STORE, PARTS = "offload/store/store.py", "offload/store/part.py"
+STORE, PARTS = "offload/store/store.py", "offload/store/slots/part.py"
 LISTED = [
     Mutation(f"{number}", "a step", (Edit(file, "a", "b"),), ("tests/conftest.py",))
     for number, file in enumerate([STORE] * 6 + [PARTS] * 6)

@@ -25,7 +25,7 @@ from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition, Prepared, compose
 from offload.store.shared import SharedStore
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.store import Store
 
 ONE, TWO = "/one/run", "/two/run"

@@ -13,7 +13,7 @@ from gds import MemoryBackend
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.manifest import Manifest, decode, num_model_blocks, reserved_bytes
 from offload.format.slot_files import slot_sizes
-from offload.store.slot import create_slot
+from offload.store.slots.slot import create_slot
 
 STORE_ID = "0123456789abcdef" * 2
 

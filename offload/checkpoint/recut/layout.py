@@ -232,7 +232,8 @@ def _splitting_box(box: Box, found: Sequence[StoredBox]) -> StoredBox | None:
 def _within_phases(run: Stretch, stored: StoredBox) -> Iterator[Stretch]:
     """Yield parts of a stretch; `Stretch.source` counts from an element that begins a block.
 
-    That is the first element of the stored box, or also its first one in a chunk.
+    Blocks begin at the first element of the stored box and, in some layouts, at its first element
+    in a chunk.
     """
     layout, head = stored.owner.layout, 0
     if layout.counts_from == "chunk":  # whose length is a multiple of a block's

@@ -63,7 +63,7 @@ class Driver:
     def run(self, program: Program[T]) -> T:
         """Perform the effects of a program in order, and return its result.
 
-        What an effect raises is raised within the program.
+        An error that an effect raises is raised within the program.
         """
         step: Callable[[Any], Effect] = program.send
         value: Any = None

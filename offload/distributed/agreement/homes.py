@@ -91,6 +91,7 @@ def deal(
     served_by: dict[int, int] = {}
 
     def order(item: tuple[int, list[int]]) -> tuple[bool, int, int]:
+        """Put directories with a known position first, then those that the fewest ranks see."""
         number, ranks = item
         return number not in positions, len(ranks), number
 

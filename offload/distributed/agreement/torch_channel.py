@@ -80,6 +80,7 @@ class TorchChannel:
         store = self._store
 
         def read() -> str | None:
+            """Return the value of the key, None if it is not there yet."""
             return store.get(key).decode() if store.check([key]) else None
 
         return self._call("read from", read)

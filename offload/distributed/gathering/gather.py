@@ -326,6 +326,7 @@ class Gathering:
         found: list[torch.Tensor] = []
 
         def prepare() -> None:
+            """Find the bytes that are sent or received."""
             views = self._views(piece)
             if len(views) == 1 and views[0].is_contiguous():
                 if transfer.owner != self._rank:

@@ -128,6 +128,7 @@ def cut_batches(pieces: Sequence[SharePiece], capacity_bytes: int) -> tuple[Batc
     placed: list[PlacedPiece] = []
 
     def close(*, continues: bool) -> None:
+        """End the batch. Its last tensor may go on in the next one."""
         last = segments[-1] = replace(segments[-1], continues=continues)
         end = last.at + last.nbytes
         batches.append(Batch(tuple(segments), tuple(placed), _up(end), last.position + last.nbytes))

@@ -40,7 +40,7 @@ from offload.store.maintenance.unnamed_parts import left_alone
 from offload.store.owners.free_parts import unnamed_parts
 from offload.store.owners.store import remove_unnamed_parts
 from offload.store.shared import SharedStore
-from offload.store.slot_folder import files_in
+from offload.store.slots.folder import files_in
 from offload.store.store import Store
 from offload.units import part_options, seen_from
 

@@ -11,7 +11,7 @@ import errno
 
 from offload.errors import StoreError
 from offload.format.manifest import Manifest
-from offload.store.part_pool import PartLeftovers
+from offload.store.slots.part_pool import PartLeftovers
 
 _REASON = (
     "it is sealed for this store, but no checkpoint here names it. If one was removed by hand, "

@@ -13,7 +13,6 @@ from offload.errors import StoreError, UnreadableError
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
 from offload.format.names import owner_number, part_name
-from offload.store.free_slots import try_lock
 from offload.store.full_disk import naming_free_space
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.slot import (
@@ -24,7 +23,8 @@ from offload.store.owners.slot import (
     remove_owner_part,
 )
 from offload.store.poison import Poison
-from offload.store.slot_folder import directories_in
+from offload.store.slots.folder import directories_in
+from offload.store.slots.free import try_lock
 
 NOT_READY = "a free part could not be made ready"
 """Reason why a process reuses no part any more."""

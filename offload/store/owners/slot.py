@@ -23,7 +23,7 @@ from offload.format.names import TABLE_NAME
 from offload.format.shares.owners import ModelBox
 from offload.format.shares.part_table import OwnerTable, invalid_table
 from offload.store.file_identity import has_other_names, ids_in, ids_of
-from offload.store.slot_folder import files_in, make_folder, remove_folder, sync_names
+from offload.store.slots.folder import files_in, make_folder, remove_folder, sync_names
 
 
 class OwnerSlotState(Enum):

@@ -24,7 +24,7 @@ from offload.store.opening import StoredCheckpoint
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.store import Store
 from offload.tiers.catalog import find_copy, list_copies, read_manifest, read_table, read_tables
 from offload.tiers.model_objects import model_object, shard_object

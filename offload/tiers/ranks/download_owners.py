@@ -17,7 +17,7 @@ from offload.format.names import TRAIN_STATE_NAME
 from offload.format.shares.part_table import OwnerTable
 from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.store import Store
 from offload.tiers.marker import Marker
 from offload.tiers.model_objects import model_object, shard_object

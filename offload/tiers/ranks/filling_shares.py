@@ -22,7 +22,7 @@ from offload.store.owners.claims import NamedParts
 from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition
-from offload.store.slot import Slot
+from offload.store.slots.slot import Slot
 from offload.store.store import Store
 from offload.tiers.contents import file_offset, state_objects
 from offload.tiers.model_objects import ModelObject, ModelRun

@@ -156,6 +156,7 @@ class FollowingUploads:
         signs, ended = Signs(box, rank), threading.Event()
 
         def is_stopped() -> bool:
+            """Return whether the order was withdrawn, or this rank has ended."""
             if signs.give():  # at intervals, so that the notes are not asked all the time
                 now = read_order(box)
                 if now is None or now.number != order.number or not now.goes_on:

@@ -73,13 +73,16 @@ class OwnerShare:
         """
 
         def send_table(_: Buffer) -> None:
+            """Send the table of this owner."""
             objects.put(f"{folder}/{self._table}", self._source.document)
 
         def send_model(one: ModelObject, buffer: Buffer) -> None:
+            """Send this owner's part of the model."""
             blocks = sending.while_going_on(self._source.model_blocks(one, buffer))
             objects.put_stream(f"{folder}/{one.name}", blocks, one.nbytes)
 
         def send(one: StateObject, buffer: Buffer) -> None:
+            """Send an object of state."""
             objects.put(f"{folder}/{one.name}", self._source.read_object(one, buffer))
 
         yield Transfer(
@@ -115,7 +118,7 @@ def send_share(
 ) -> ShareSent:
     """Send the share of an owner that another process writes the marker for.
 
-    What the tier has already is compared and not sent again, so no record is needed.
+    Objects that the tier has already are compared and not sent again, so no record is needed.
 
     Args:
         share: The share.

@@ -125,7 +125,7 @@ class RankShares:
 
     Args:
         box: Mailbox of the ranks.
-        serving: Which rank serves what.
+        serving: The part that each rank serves.
         number: Number of the upload; larger than that of every earlier one.
         generation: Generation of the checkpoint.
         is_stopped: Function that says whether to end the upload.

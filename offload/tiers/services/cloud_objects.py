@@ -114,6 +114,7 @@ class CloudObjects:
         is_supported = True
 
         def put() -> bool:
+            """Write the object if there is none of its name, and return whether it was written."""
             nonlocal is_supported
             try:
                 self._obstore.put(
@@ -186,6 +187,7 @@ class CloudObjects:
         """
 
         def ask() -> Iterator[bytes]:
+            """Ask for the range, and return its bytes as they come."""
             answer = self._obstore.get(
                 self._store, self._prefix + name, options={"range": (start, start + nbytes)}
             )
@@ -216,6 +218,7 @@ class CloudObjects:
         """Return the objects below a folder; see `Objects.sizes_below`."""
 
         def found() -> dict[str, int]:
+            """Return the sizes of all objects of the folder by name."""
             pages = self._obstore.list(self._store, self._folder(folder), chunk_size=1000)
             return {
                 one["path"].removeprefix(self._prefix): int(one["size"])

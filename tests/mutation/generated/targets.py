@@ -14,8 +14,8 @@ MODULES: Final[dict[str, str]] = {
     "reseal": "offload/engine/reseal.py",
     "store": "offload/store/store.py",
     "sealing": "offload/store/sealing.py",
-    "slot_supply": "offload/store/slot_supply.py",
-    "slot": "offload/store/slot.py",
+    "slot_supply": "offload/store/slots/supply.py",
+    "slot": "offload/store/slots/slot.py",
     "state_slots": "offload/engine/working_slot.py",
     "model_file": "offload/model/model_file.py",
     "model_writing": "offload/model/model_writing.py",
@@ -54,7 +54,7 @@ MODULES: Final[dict[str, str]] = {
     "census": "offload/store/census.py",
     "in_place": "offload/store/file_identity.py",
     "unnamed_parts": "offload/store/maintenance/unnamed_parts.py",
-    "free_slots": "offload/store/free_slots.py",
+    "free_slots": "offload/store/slots/free.py",
     "keeping": "offload/store/expiry.py",
     "retention": "offload/retention/policy.py",
     "pins": "offload/retention/pins.py",
@@ -63,8 +63,8 @@ MODULES: Final[dict[str, str]] = {
     "space": "offload/store/space.py",
     "full_disk": "offload/store/full_disk.py",
     # parts
-    "parts": "offload/store/part.py",
-    "part_pool": "offload/store/part_pool.py",
+    "parts": "offload/store/slots/part.py",
+    "part_pool": "offload/store/slots/part_pool.py",
     "part_file": "offload/format/part_file.py",
 }
 """Path within the checkout of each module that is mutated, by its short name."""

@@ -29,9 +29,9 @@ from offload.format.part_file import SealedPart, part_sizes
 from offload.store.file_identity import FileIds, ids_in
 from offload.store.full_disk import naming_free_space
 from offload.store.owners.claims import OwnerClaims
-from offload.store.part import Part, adopt_part, create_part, open_part, remove_part
 from offload.store.poison import Poison
-from offload.store.slot_folder import directories_in
+from offload.store.slots.folder import directories_in
+from offload.store.slots.part import Part, adopt_part, create_part, open_part, remove_part
 
 Claims = Mapping[str, frozenset[int] | None]
 """Numbers of the parts that an unusable checkpoint's manifest names, by path of the checkpoint's

@@ -17,10 +17,10 @@ from offload.format.layout import Layout
 from offload.format.names import slot_name
 from offload.journal import log_event
 from offload.store.full_disk import FULL, naming_free_space
-from offload.store.part_pool import PartPool
 from offload.store.poison import Poison
-from offload.store.slot import Slot, SlotState, adopt_slot, create_slot, remove_slot
-from offload.store.slot_folder import directories_in
+from offload.store.slots.folder import directories_in
+from offload.store.slots.part_pool import PartPool
+from offload.store.slots.slot import Slot, SlotState, adopt_slot, create_slot, remove_slot
 from offload.store.space import Room, has_room
 from offload.units import size
 

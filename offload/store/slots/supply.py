@@ -13,13 +13,13 @@ from offload.format.layout import Layout
 from offload.format.slot_files import slot_sizes
 from offload.format.unwritable import writing
 from offload.store.expiry import Keeping
-from offload.store.free_slots import FreeSlots, ReaderWait
 from offload.store.full_disk import FULL
 from offload.store.opening import StoreContent
-from offload.store.part_pool import part_bytes
 from offload.store.poison import Poison
 from offload.store.sealing import Sealing
-from offload.store.slot import Slot
+from offload.store.slots.free import FreeSlots, ReaderWait
+from offload.store.slots.part_pool import part_bytes
+from offload.store.slots.slot import Slot
 from offload.store.space import Room, file_bytes, no_room, require_room
 from offload.store.store_id import StoreIdentity, write_store_id
 from offload.store.withdrawal import Withdrawal

@@ -26,8 +26,8 @@ from offload.format.part_file import PartReference, SealedPart, content_digest
 from offload.store.arrivals import Arrivals
 from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
 from offload.store.full_disk import naming_free_space
-from offload.store.part import Part
-from offload.store.slot_folder import files_in, make_folder, remove_folder, sync_names
+from offload.store.slots.folder import files_in, make_folder, remove_folder, sync_names
+from offload.store.slots.part import Part
 
 
 class SlotState(Enum):
