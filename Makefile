@@ -53,7 +53,7 @@ test: lint
 # The long campaigns as well, of which `make test` runs a sample: tests/campaigns.py has the list.
 test-full: export OMP_WAIT_POLICY ?= PASSIVE
 test-full: export FULL_TESTS := 1
-test-full: $(VENV)/.machine-code
+test-full: $(VENV)/.machine-code $(VENV)/.azurite
 test-full: lint
 	$(PYTEST)
 	$(MAKE) mutants
@@ -173,6 +173,14 @@ endif
 # The compiler of the CUDA kernels and a disassembler: neither needs a GPU or a driver.
 $(VENV)/.machine-code: $(VENV)/.dev constraints.txt
 	$(INSTALL) --no-deps nvidia-cuda-nvrtc nvidia-cuda-nvdisasm
+	@touch $@
+
+# Microsoft's emulator of Azure Blob Storage, for the tests of az://. Where it cannot be had, they
+# are skipped.
+$(VENV)/.azurite: $(VENV)/.dev
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund \
+	  --prefix $(VENV)/azurite azurite@3.37.0; fi || \
+	  echo "Azurite could not be installed: the tests of az:// are skipped" >&2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base $(KERNEL_SOURCES)

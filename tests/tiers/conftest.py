@@ -63,6 +63,16 @@ def juicefs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int
         yield place
 
 
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """Microsoft's emulator of Azure Blob Storage."""
+    program = servers.find_azurite()
+    if program is None:
+        pytest.skip("Azurite is not installed; `make test-full` installs it where npm is")
+    with servers.azurite(tmp_path_factory.mktemp("azurite"), program) as place:
+        yield place
+
+
 @pytest.fixture
 def s3(moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
     """URL of an empty tier on moto."""
@@ -86,14 +96,22 @@ def _tier(request: pytest.FixtureRequest, kind: str) -> str:
         return f"file://{folder}/tier"
     if kind == "moto":
         return str(request.getfixturevalue("s3"))
-    host, port = request.getfixturevalue("juicefs")
-    request.getfixturevalue("monkeypatch").setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    return f"s3://tier/{request.node.name.replace('[', '-').replace(']', '')}"
+    name = request.node.name.replace("[", "-").replace("]", "")
+    host, port = request.getfixturevalue(kind)
+    monkeypatch = request.getfixturevalue("monkeypatch")
+    if kind == "azurite":
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", servers.AZURE_ACCOUNT)
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", servers.AZURE_KEY)
+        endpoint = f"http://{host}:{port}/{servers.AZURE_ACCOUNT}"
+        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
+        return f"az://bucket/{name}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+    return f"s3://tier/{name}"
 
 
-@pytest.fixture(params=["file", "moto", *(["juicefs"] if FULL else [])])
+@pytest.fixture(params=["file", "moto", *(["juicefs", "azurite"] if FULL else [])])
 def tier(request: pytest.FixtureRequest) -> str:
-    """URL of an empty tier of each kind; JuiceFS's gateway in the full run only."""
+    """URL of an empty tier of each kind; JuiceFS's gateway and Azurite in the full run only."""
     return _tier(request, request.param)
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from offload.errors import DamagedError, TierAccessError, TierError, TierNotFoundError
+from offload.errors import (
+    DamagedError,
+    TierAccessError,
+    TierError,
+    TierNotFoundError,
+    TierUnavailableError,
+)
 from offload.tiers.services.address import parse_address
 from offload.tiers.services.folder_objects import FolderObjects
 from offload.tiers.services.objects import Objects
@@ -93,6 +100,18 @@ def test_removed_objects_are_gone_and_missing_ones_are_no_error(objects: Objects
         objects.put(name, b"x")
     objects.delete([*names[1:], "a/none", "none/x"])
     assert objects.sizes_below("") == {"a/0": 1}
+
+
+def test_settings_of_connections_in_the_environment_hold(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_objects(s3, retry_s=0) as objects:
+        objects.put("x", b"one")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("AWS_PROXY_URL", f"http://127.0.0.1:{port}")  # where nobody listens
+    with open_objects(s3, retry_s=0) as objects, pytest.raises(TierUnavailableError):
+        objects.size("x")
 
 
 def test_missing_and_large_objects_are_errors_with_names(objects: Objects, tier: str) -> None:

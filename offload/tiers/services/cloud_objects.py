@@ -31,6 +31,18 @@ _PIECE_BYTES = 128 << 10
 """Least size in bytes of the pieces in which an answer is read."""
 
 
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Variables of the environment that have the address of a server, by scheme; the first one wins."""
+
+_PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_SWITCHES = ("allow_http", "allow_invalid_certificates")
+_TEXTS = ("proxy_url", "proxy_ca_certificate", "proxy_excludes")
+
+
 class CloudObjects:
     """Objects of a bucket; implements `Objects`.
 
@@ -60,10 +72,8 @@ class CloudObjects:
         if address.scheme == "s3":
             # JuiceFS answers a request to remove many objects in a way that the library refuses.
             settings = {"unsigned_payload": True, "disable_bulk_delete": True}
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        if address.scheme == "s3" and endpoint:
-            settings["endpoint"] = endpoint
-        plain = bool(endpoint) and str(endpoint).startswith("http://")
+            if endpoint := _first_of(_ENDPOINTS["s3"][:2]):
+                settings["endpoint"] = endpoint
         connect: Any = from_url  # typed for each service by itself
         failed = ""
         try:
@@ -72,7 +82,7 @@ class CloudObjects:
                 config=settings,
                 client_options={
                     "timeout": timedelta(seconds=timeout_s),
-                    **({"allow_http": True} if plain and address.scheme == "s3" else {}),
+                    **_client_options(address.scheme),
                 },
                 retry_config={
                     "max_retries": 1000 if retry_s else 0,
@@ -296,6 +306,26 @@ class CloudObjects:
 
     def _named(self, error: Exception, name: str, doing: str) -> TierError:
         return named_error(error, f"{self._url}{'/' if name else ''}{name}", doing)
+
+
+def _first_of(names: Iterable[str]) -> str | None:
+    """Return the first variable of the environment that is set and not empty."""
+    return next((found for name in names if (found := os.environ.get(name))), None)
+
+
+def _client_options(scheme: str) -> dict[str, Any]:
+    """Return settings of connections from the environment, such as ``AZURE_ALLOW_HTTP``.
+
+    The library reads them by itself only if it is given no such settings at all, not even a time
+    limit. An endpoint of ``http://`` needs no further permission.
+    """
+    options: dict[str, Any] = {}
+    for name in (*_SWITCHES, *_TEXTS):
+        if value := os.environ.get(f"{_PREFIXES[scheme]}_{name.upper()}"):
+            options[name] = value.lower() in ("1", "true", "yes") if name in _SWITCHES else value
+    if (_first_of(_ENDPOINTS[scheme]) or "").startswith("http://"):
+        options["allow_http"] = True
+    return options
 
 
 def _library(url: str) -> Any:  # untyped if the library is not installed
