@@ -116,7 +116,11 @@ class CudaCompute:
         self._stream: torch.cuda.Stream = _cuda.Stream(device, priority=PRIORITY)
         self._lock = threading.Lock()
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
-        digest.compile_kernels(device.index or 0)
+        # CuPy's guard makes the device current again that was current before. That would be GPU 0
+        # in a thread that has chosen none, and its context there would take memory. Torch's guard
+        # leaves GPU 0 alone unless this process uses it.
+        with torch.cuda.device(device):
+            digest.compile_kernels(device.index or 0)
 
     def view(self, buffer: Buffer) -> torch.Tensor:
         """Return the buffer as a tensor by means of ``__cuda_array_interface__``.
@@ -157,10 +161,7 @@ class CudaCompute:
 
     def prepare(self, form: Form) -> None:
         """Compile the variant for this device."""
-        # CuPy's guard makes the device current again that was current before. That would be GPU 0
-        # in a thread that has chosen none, and its context there would take memory. Torch's guard
-        # leaves GPU 0 alone unless this process uses it.
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device):  # as in the constructor
             update.compile_form(form, self.device.index or 0)
 
     def update(

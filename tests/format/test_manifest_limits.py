@@ -14,7 +14,7 @@ import pytest
 
 from offload.format.manifest import MAX_CONTENT_BYTES, MAX_MANIFEST_BYTES
 from offload.format.names import MANIFEST_NAME
-from offload.format.strict_json import MAX_VALUES, parse_json
+from offload.format.strict_json import MAX_VALUES, num_marks, parse_json
 
 HEAD = b'{"format":2,"digest":"x","body":{"a":['
 TAIL = b"0]}}"
@@ -56,6 +56,18 @@ def test_one_of_too_many_values_is_refused_before_it_is_parsed(tmp_path: Path, u
     grown_bytes, message = refused(tmp_path, HEAD + unit * count + TAIL)
     assert f"at most {MAX_VALUES} are read" in message
     assert str(tmp_path) in message
+    assert grown_bytes < MOST_GROWN_BYTES
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b"1111,", b'"",'], ids=repr)
+def test_one_with_as_many_values_as_allowed_takes_bounded_memory(
+    tmp_path: Path, unit: bytes
+) -> None:
+    """Its digest is wrong, which is known only after it has been parsed."""
+    grown_bytes, message = refused(
+        tmp_path, HEAD + unit * (MAX_VALUES // num_marks(unit) - 100) + TAIL
+    )
+    assert "digest" in message
     assert grown_bytes < MOST_GROWN_BYTES
 
 

@@ -452,6 +452,22 @@ class TestTheWarning:
     def test_small_models_are_not_worth_a_word(self, plain):
         assert self.sealed(plain) == []
 
+    @pytest.mark.parametrize(("num_frozen", "num_warnings"), [(10_239, 0), (10_240, 1)])
+    def test_ten_times_what_is_trained_is(self, plain, monkeypatch, num_frozen, num_warnings):
+        monkeypatch.setattr(frozen_space, "_LEAST_BYTES", 1)
+        model = torch.nn.Module()
+        model.trained = torch.nn.Parameter(torch.ones(1024))
+        model.frozen = torch.nn.Parameter(torch.ones(num_frozen), requires_grad=False)
+        model.trained.grad = torch.ones(1024)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with AdamW(
+                [model.trained], directory=STORE, model=model, options=options(plain)
+            ) as optimizer:
+                optimizer.step()
+                optimizer.checkpoint()
+        assert len(caught) == num_warnings, [str(one.message) for one in caught]
+
     def test_nor_is_a_model_of_which_much_is_trained(self, plain, low_floor, monkeypatch):
         monkeypatch.setattr(frozen_space, "_RATIO", 100)
         assert self.sealed(plain) == []

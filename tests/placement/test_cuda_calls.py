@@ -70,6 +70,11 @@ class Recorder:
         finally:
             self.guards -= 1
 
+    def compile_kernels(self, number: int) -> None:
+        assert number == DEVICE.index
+        assert self.guards, "CuPy's guard would make a context on the device before"
+        self.calls.append("compile digests")
+
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
         assert self.guards
         self.calls.append(f"register {nbytes} {flags}")
@@ -140,8 +145,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 @pytest.fixture
 def compute(cuda, monkeypatch) -> CudaCompute:
     monkeypatch.setattr(offload.device.compute.torch, "empty", lambda *_, **__: torch.zeros(0))
-    monkeypatch.setattr(offload.device.compute.digest, "compile_kernels", lambda _device: None)
+    monkeypatch.setattr(offload.device.compute.digest, "compile_kernels", cuda.compile_kernels)
     made = CudaCompute(DEVICE)
+    assert cuda.take() == ["compile digests"]
     monkeypatch.undo()
     cuda.install(monkeypatch)
     return made
@@ -253,7 +259,7 @@ def test_computing_follows_what_it_depends_on_and_is_waited_for_by_the_host_alon
     cuda, monkeypatch
 ):
     monkeypatch.setattr(offload.device.compute.torch, "empty", lambda *_, **__: torch.zeros(0))
-    monkeypatch.setattr(offload.device.compute.digest, "compile_kernels", lambda _device: None)
+    monkeypatch.setattr(offload.device.compute.digest, "compile_kernels", cuda.compile_kernels)
     compute, boundary = CudaCompute(DEVICE), CudaBoundary(DEVICE)
     assert len(cuda.streams) == 3
     began = boundary.now()
@@ -263,6 +269,7 @@ def test_computing_follows_what_it_depends_on_and_is_waited_for_by_the_host_alon
         done = compute.mark()
     compute.wait(done)
     assert cuda.take() == [
+        "compile digests",
         "record event 1 of training",
         "stream 0 waits for event 1 of training",
         "copy on stream 0",
