@@ -5,8 +5,9 @@
 
 Each round measures what `offload.size` needs: the rates of the drive and the time of a sync with
 ``gds bench``, a step with all state in memory (the rate of the update), and the copies and digests
-of parameters on one core. Then it measures what `offload.size` predicts from these: a streamed
-step, a seal and a restore. Predicted bytes are compared with the sizes of the store's files.
+of parameters on one core, alone and beside transfers (``gds bench --staged``). Then it measures
+what `offload.size` predicts from these: a streamed step, a seal and a restore. Predicted bytes are
+compared with the sizes of the store's files.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from bench._streamed import Streamed, exact_state_bytes
 from gds import PosixBackend
 from offload.format.digests import leaf_digests
 from offload.format.header import build_header
+from offload.format.manifest import MODEL_BLOCK_BYTES
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.sizing import Machine, Plan, Run, measured_drives
 
@@ -43,6 +45,9 @@ parameters, which take a sixth of it."""
 
 _SYNC_BYTES = 4096
 """Bytes that are written before each sync whose time is measured."""
+
+_STAGED_BLOCKS = 4
+"""Blocks of memory through which parameters are read; a seal has three."""
 
 _LIMIT = 1.10
 """Largest ratio of prediction and measurement, whichever of the two is larger."""
@@ -126,6 +131,8 @@ def _measure(args: argparse.Namespace, result: Result, directory: str, stack: Ex
             "drive_mixed_gbps": machine.mixed_gbps,
             "update_gbps": machine.update_gbps,
             "copy_gbps": machine.copy_gbps,
+            "staged_read_gbps": machine.staged_read_gbps,
+            "staged_write_gbps": machine.staged_write_gbps,
             "sync_s": machine.sync_s,
         }
         for name, value in found.items():
@@ -138,15 +145,20 @@ def _measure(args: argparse.Namespace, result: Result, directory: str, stack: Ex
 
 def _machine(args: argparse.Namespace, directory: str, resident: Streamed) -> Machine:
     """Measure the drive as a user would, and update and copies with nothing to read or write."""
+    whole = ["--file-size", f"{args.file_mib}M"]
+    whole += ["--seconds", str(args.seconds), "--ramp", str(min(args.seconds, 0.5))]
     arguments = ["--sweep", "rw=read,write,mixed"]
     arguments += ["--size", f"{args.chunk_mib}M", "--threads", str(args.threads)]
-    arguments += ["--file-size", f"{args.file_mib}M"]
-    arguments += ["--seconds", str(args.seconds), "--ramp", str(min(args.seconds, 0.5))]
-    path = _gds_bench(directory, "drive", arguments)
+    path = _gds_bench(directory, "drive", arguments + whole)
+    block = min(MODEL_BLOCK_BYTES, args.file_mib << 19)
+    arguments = ["--staged", "--sweep", "rw=read,write", "--size", str(block)]
+    arguments += ["--threads", str(args.threads), "--depth", str(_STAGED_BLOCKS)]
+    staged = _gds_bench(directory, "staged", arguments + whole)
     moved = 2 * exact_state_bytes(args.parameters)
     update = moved / resident.sample(args.steps) / 1e9
     return Machine(
         **measured_drives(path).rates,
+        **measured_drives(staged).rates,
         update_gbps=update,
         copy_gbps=_copy_gbps(resident.parameters),
         sync_s=_sync_s(args, directory),

@@ -1,8 +1,9 @@
 """Time of a seal and of a resume: bytes at the rate of the drives, and parts that do not grow.
 
-While a block is transferred, the next one is copied and digested on one core. So the slower of
-both counts for all blocks, and the faster one for the block that has nothing beside it: the copy of
-the first block of a seal, or of the last block of a resume. The module is pure arithmetic.
+While a block is transferred, the next one is copied and digested on one core. If the rate of both
+together has been measured, it counts for all bytes. Otherwise the slower of both counts for all
+blocks, and the faster one for the block that has nothing beside it: the copy of the first block of
+a seal, or of the last block of a resume. The module is pure arithmetic.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def num_seal_syncs(num_arrays: int, num_drives: int) -> int:
 def seal_parts(
     nbytes: float,
     *,
-    drive_gbps: float,
+    drive_gbps: float | None,
     copy_gbps: float | None,
+    staged_gbps: float | None = None,
     sync_s: float | None,
     num_syncs: int,
 ) -> dict[str, float]:
@@ -58,19 +60,23 @@ def seal_parts(
 
     Args:
         nbytes: Bytes of the parameters.
-        drive_gbps: Rate of writes to the drives in GB/s.
+        drive_gbps: Rate of writes to the drives in GB/s; not None if `staged_gbps` is None.
         copy_gbps: Rate in GB/s at which one core copies and digests parameters; None leaves the
             copies out.
-        sync_s: Seconds of one sync; None leaves the syncs out. If `copy_gbps` is None as well, only
-            writing is counted.
+        staged_gbps: Rate in GB/s of copies, digests and writes at the same time; None to compute
+            the time from the other two rates.
+        sync_s: Seconds of one sync; None leaves the syncs out. If the copies are left out as well,
+            only writing is counted.
         num_syncs: Number of syncs.
     """
     parts = _blocks(
         nbytes,
         drive_gbps,
         copy_gbps,
+        staged_gbps,
         begin_s=SEAL_BEGIN_S,
         moved="writing",
+        together="copying and writing",
         copied_alone="copying the first block",
         moved_alone="writing the last block",
     )
@@ -79,21 +85,31 @@ def seal_parts(
     return parts
 
 
-def resume_parts(nbytes: float, *, drive_gbps: float, copy_gbps: float | None) -> dict[str, float]:
+def resume_parts(
+    nbytes: float,
+    *,
+    drive_gbps: float | None,
+    copy_gbps: float | None,
+    staged_gbps: float | None = None,
+) -> dict[str, float]:
     """Return the seconds of each part of a resume; the parts follow each other.
 
     Args:
         nbytes: Bytes of the parameters.
-        drive_gbps: Rate of reads from the drives in GB/s.
+        drive_gbps: Rate of reads from the drives in GB/s; not None if `staged_gbps` is None.
         copy_gbps: Rate in GB/s at which one core digests and copies parameters; None leaves
             everything out but reading.
+        staged_gbps: Rate in GB/s of reads, digests and copies at the same time; None to compute the
+            time from the other two rates.
     """
     return _blocks(
         nbytes,
         drive_gbps,
         copy_gbps,
+        staged_gbps,
         begin_s=RESUME_BEGIN_S,
         moved="reading",
+        together="reading and copying",
         copied_alone="copying the last block",
         moved_alone="reading the first block",
     )
@@ -101,11 +117,13 @@ def resume_parts(nbytes: float, *, drive_gbps: float, copy_gbps: float | None) -
 
 def _blocks(
     nbytes: float,
-    drive_gbps: float,
+    drive_gbps: float | None,
     copy_gbps: float | None,
+    staged_gbps: float | None,
     *,
     begin_s: float,
     moved: str,
+    together: str,
     copied_alone: str,
     moved_alone: str,
 ) -> dict[str, float]:
@@ -113,13 +131,19 @@ def _blocks(
 
     Args:
         nbytes: Bytes of all blocks.
-        drive_gbps: Rate of transfers in GB/s.
+        drive_gbps: Rate of transfers in GB/s; not None if `staged_gbps` is None.
         copy_gbps: Rate of copies in GB/s; None leaves out everything but transfers.
+        staged_gbps: Rate of both at the same time in GB/s; None if it is not known.
         begin_s: Seconds before the first block.
         moved: Name of all transfers.
+        together: Name of transfers and copies together.
         copied_alone: Name of the copy without overlap, if the drives are slower.
         moved_alone: Name of the transfer without overlap, if copying is slower.
     """
+    if staged_gbps is not None:
+        return {together: nbytes / 1e9 / staged_gbps, _BEGIN: begin_s}
+    if drive_gbps is None:
+        raise ValueError("no rate of the drives is known")
     if copy_gbps is None:
         return {moved: nbytes / 1e9 / drive_gbps}
     block = min(nbytes, MODEL_BLOCK_BYTES)
