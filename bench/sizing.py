@@ -5,15 +5,16 @@
 
 Each round measures what `offload.size` needs: the rates of the drive and the time of a sync with
 ``gds bench``, a step with all state in memory (the rate of the update), and the copies and digests
-of parameters on one core, alone and beside transfers (``gds bench --staged``). Then it measures
-what `offload.size` predicts from these: a streamed step, a seal and a restore. Predicted bytes are
-compared with the sizes of the store's files.
+of parameters on one core, alone and beside transfers (``gds bench --staged``), and how fast the
+kernel makes new memory. Then it measures what `offload.size` predicts from these: a streamed step,
+a seal and a restore. Predicted bytes are compared with the sizes of the store's files.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import json
 import os
@@ -32,11 +33,15 @@ from bench._model import make_gradients, make_parameters
 from bench._statistics import median, median_interval, ratios
 from bench._streamed import Streamed, exact_state_bytes
 from gds import PosixBackend
+from gds.buffers.host import HostBuffer
+from gds.calibration import load_calibration
 from offload.format.digests import leaf_digests
 from offload.format.header import build_header
 from offload.format.manifest import MODEL_BLOCK_BYTES
+from offload.format.names import CALIBRATION_NAME
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.sizing import Machine, Plan, Run, measured_drives
+from offload.sizing.checkpoint_time import RESUME_BLOCKS, RESUME_THREADS
 
 _SLACK_BYTES = 8 << 10
 _STORES_STATE = 7
@@ -46,8 +51,11 @@ parameters, which take a sixth of it."""
 _SYNC_BYTES = 4096
 """Bytes that are written before each sync whose time is measured."""
 
-_STAGED_BLOCKS = 4
-"""Blocks of memory through which parameters are read; a seal has three."""
+_SEAL_BLOCKS = 3
+"""Blocks of memory through which a seal writes."""
+
+_WARM_UP_SEALS = 2
+"""Seals before the first round: one for each slot, whose model file is only reserved until then."""
 
 _LIMIT = 1.10
 """Largest ratio of prediction and measurement, whichever of the two is larger."""
@@ -108,6 +116,8 @@ def _measure(args: argparse.Namespace, result: Result, directory: str, stack: Ex
     stack.enter_context(resident)
     with _streamed(args, f"{directory}/sealed", settings) as sealed:
         sealed.optimizer.checkpoint().result()
+    for _ in range(_WARM_UP_SEALS):
+        _seal(streamed)
     samples: dict[str, list[float]] = {}
     for number in range(args.rounds):
         machine = _machine(args, directory, resident)
@@ -133,6 +143,7 @@ def _measure(args: argparse.Namespace, result: Result, directory: str, stack: Ex
             "copy_gbps": machine.copy_gbps,
             "staged_read_gbps": machine.staged_read_gbps,
             "staged_write_gbps": machine.staged_write_gbps,
+            "new_memory_gbps": machine.new_memory_gbps,
             "sync_s": machine.sync_s,
         }
         for name, value in found.items():
@@ -150,19 +161,48 @@ def _machine(args: argparse.Namespace, directory: str, resident: Streamed) -> Ma
     arguments = ["--sweep", "rw=read,write,mixed"]
     arguments += ["--size", f"{args.chunk_mib}M", "--threads", str(args.threads)]
     path = _gds_bench(directory, "drive", arguments + whole)
-    block = min(MODEL_BLOCK_BYTES, args.file_mib << 19)
-    arguments = ["--staged", "--sweep", "rw=read,write", "--size", str(block)]
-    arguments += ["--threads", str(args.threads), "--depth", str(_STAGED_BLOCKS)]
-    staged = _gds_bench(directory, "staged", arguments + whole)
+    seal = _staged(args, directory, "write", _threads(args, directory), _SEAL_BLOCKS, whole)
+    resume = _staged(args, directory, "read", RESUME_THREADS, RESUME_BLOCKS, whole)
     moved = 2 * exact_state_bytes(args.parameters)
     update = moved / resident.sample(args.steps) / 1e9
     return Machine(
         **measured_drives(path).rates,
-        **measured_drives(staged).rates,
+        **measured_drives(seal).rates,
+        **measured_drives(resume).rates,
         update_gbps=update,
         copy_gbps=_copy_gbps(resident.parameters),
+        new_memory_gbps=_new_memory_gbps(),
         sync_s=_sync_s(args, directory),
     )
+
+
+def _staged(
+    args: argparse.Namespace,
+    directory: str,
+    rw: str,
+    threads: int,
+    blocks: int,
+    whole: Sequence[str],
+) -> str:
+    """Measure transfers with copies and digests beside them; return the path of the output."""
+    block = min(MODEL_BLOCK_BYTES, args.file_mib << 19)
+    arguments = ["--staged", "--rw", rw, "--size", str(block)]
+    arguments += ["--threads", str(threads), "--depth", str(blocks), *whole]
+    return _gds_bench(directory, f"staged-{rw}", arguments)
+
+
+def _threads(args: argparse.Namespace, directory: str) -> int:
+    """Return the number of threads that write, as the store has measured it."""
+    found = load_calibration(f"{directory}/streamed/{CALIBRATION_NAME}")
+    return args.threads if found is None else found.write_threads
+
+
+def _new_memory_gbps() -> float:
+    """Return the rate in GB/s at which the kernel makes new memory for the blocks of a resume."""
+    buffer = HostBuffer(RESUME_BLOCKS * MODEL_BLOCK_BYTES)
+    started = time.perf_counter()
+    ctypes.memset(buffer.address, 1, buffer.nbytes)
+    return buffer.nbytes / (time.perf_counter() - started) / 1e9
 
 
 def _sync_s(args: argparse.Namespace, directory: str) -> float:

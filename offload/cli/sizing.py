@@ -22,6 +22,7 @@ _OPTIONS = {
     "copy_gbps": "--copy",
     "staged_read_gbps": "--staged-read",
     "staged_write_gbps": "--staged-write",
+    "new_memory_gbps": "--new-memory",
     "sync_s": "--sync",
     "link_gbps": "--link",
     "network_gbps": "--network",
@@ -133,6 +134,9 @@ def register(app: typer.Typer) -> None:
             float | None,
             _option("GB/s of writes while a core copies and digests: gds bench --staged."),
         ] = None,
+        new_memory: Annotated[
+            float | None, _option("GB/s at which the kernel makes new memory.")
+        ] = None,
         sync: Annotated[
             Any, _option("Time of one sync of a file, as 0.2ms.", parser=_seconds)
         ] = None,
@@ -223,6 +227,7 @@ def register(app: typer.Typer) -> None:
                     **rates,
                     update_gbps=update,
                     copy_gbps=copy,
+                    new_memory_gbps=new_memory,
                     sync_s=sync,
                     link_gbps=link,
                     network_gbps=network,

@@ -42,11 +42,15 @@ class Machine:
 
     staged_read_gbps: float | None = None
     """Rate at which blocks are read from the drives while one core digests and copies others, as
-    in a resume. It replaces `read_gbps` and `copy_gbps` there, which are measured one at a time."""
+    in a resume. It replaces `read_gbps` there, which is measured with nothing beside it."""
 
     staged_write_gbps: float | None = None
     """Rate at which blocks are written to the drives, and become durable, while one core copies
-    and digests others, as in a seal. It replaces `write_gbps` and `copy_gbps` there."""
+    and digests others, as in a seal. It replaces `write_gbps` there."""
+
+    new_memory_gbps: float | None = None
+    """Rate at which the kernel makes memory that a process touches for the first time. A resume
+    reads into such memory."""
 
     sync_s: float | None = None
     """Seconds of one sync of a file after a small write. A seal makes several."""

@@ -111,6 +111,7 @@ def size(
             drive_gbps=machine.read_gbps,
             copy_gbps=machine.copy_gbps,
             staged_gbps=machine.staged_read_gbps,
+            new_memory_gbps=machine.new_memory_gbps,
         )
     copies = copies_of(
         saved,

@@ -20,7 +20,8 @@ from tests.stores.small import make_model, make_optimizer, train
 
 FULL = (
     *("--read", "9.6", "--write", "5", "--mixed", "9", "--update", "20", "--link", "25"),
-    *("--copy", "8", "--sync", "0.5ms", "--staged-read", "4", "--staged-write", "3"),
+    *("--copy", "8", "--sync", "0.5ms", "--staged-read", "4"),
+    *("--staged-write", "3", "--new-memory", "0.9"),
     *("--network", "12", "--gpu-memory", "80GB", "--host-memory", "256 GiB", "--tbw", "7000TB"),
     *("--gpus", "1024", "--tp", "8", "--pp", "16", "--storage", "273", "--storage-read", "500"),
     *("--writer", "1", "--efficiency", "0.4", "--keep", "3", "--every", "10min"),
