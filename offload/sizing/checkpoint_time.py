@@ -28,8 +28,8 @@ RESUME_BLOCKS = 4
 """Blocks of memory through which a resume reads. All of them are new."""
 
 RESUME_THREADS = 2
-"""Threads that read in a resume. Each waits for the kernel to make the memory of its block. Since
-they begin at the same time, the drive has nothing to do meanwhile."""
+"""Threads that read in a resume. Both wait for the kernel to make the memory of their blocks, and
+the drive has nothing to do meanwhile."""
 
 _SLOT_SYNCS = 5
 """Syncs of a seal besides those of state arrays: of model file, train state and manifest, and of
@@ -114,7 +114,7 @@ def resume_parts(
             everything out but reading.
         staged_gbps: Rate in GB/s of reads, digests and copies at the same time; None to take the
             slower of the other two rates.
-        new_memory_gbps: Rate in GB/s at which the kernel makes new memory; None to count what it
+        new_memory_gbps: Rate in GB/s at which the kernel makes new memory for two threads; None to count what it
             took on another machine, if anything but reading is counted.
     """
     parts = _blocks(
@@ -130,7 +130,7 @@ def resume_parts(
     )
     if new_memory_gbps is not None:
         memory = min(nbytes, RESUME_BLOCKS * MODEL_BLOCK_BYTES) / 1e9
-        parts |= {_BEGIN: RESUME_BEGIN_S, _MEMORY: memory / new_memory_gbps / RESUME_THREADS}
+        parts |= {_BEGIN: RESUME_BEGIN_S, _MEMORY: memory / new_memory_gbps}
     elif _BEGIN in parts:
         parts[_BEGIN] += FIRST_MEMORY_S
     return parts
