@@ -114,8 +114,8 @@ def resume_parts(
             everything out but reading.
         staged_gbps: Rate in GB/s of reads, digests and copies at the same time; None to take the
             slower of the other two rates.
-        new_memory_gbps: Rate in GB/s at which the kernel makes new memory for two threads; None to count what it
-            took on another machine, if anything but reading is counted.
+        new_memory_gbps: Rate in GB/s at which the kernel makes new memory for two threads; None to
+            count what it took on another machine, if anything but reading is counted.
     """
     parts = _blocks(
         nbytes,

@@ -49,8 +49,8 @@ class Machine:
     and digests others, as in a seal. It replaces `write_gbps` there."""
 
     new_memory_gbps: float | None = None
-    """Rate at which the kernel makes memory that a process touches for the first time. A resume
-    reads into such memory."""
+    """Rate at which the kernel makes memory that two threads of a process touch for the first time.
+    A resume reads into such memory."""
 
     sync_s: float | None = None
     """Seconds of one sync of a file after a small write. A seal makes several."""

@@ -75,15 +75,15 @@ def test_rates_measured_at_the_same_time_replace_the_slower_one_alone() -> None:
     assert plan.steps == size(BILLION, machine=alone).steps
 
 
-def test_new_memory_of_four_blocks_is_made_by_two_threads() -> None:
+def test_a_resume_reads_into_four_blocks_of_new_memory() -> None:
     plan = size(BILLION, machine=Machine(**DRIVES, new_memory_gbps=0.5))
     assert plan.resume_parts_s == pytest.approx(
-        {"reading": 0.5, "beginning": 0.002, "new memory": 4 * BLOCK_GB / 0.5 / 2}
+        {"reading": 0.5, "beginning": 0.002, "new memory": 4 * BLOCK_GB / 0.5}
     )
     assert plan.seal_parts_s == {"writing": 1.0}
     plan = size(1_000_000, machine=Machine(**DRIVES, staged_read_gbps=3.2, new_memory_gbps=0.5))
     assert plan.resume_parts_s == pytest.approx(
-        {"reading and copying": 0.000625, "beginning": 0.002, "new memory": 0.002}
+        {"reading and copying": 0.000625, "beginning": 0.002, "new memory": 0.004}
     )
 
 
