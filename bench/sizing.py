@@ -56,6 +56,9 @@ _SYNC_BYTES = 4096
 _SEAL_BLOCKS = 3
 """Blocks of memory through which a seal writes."""
 
+_FREED_BLOCKS = 4 * RESUME_BLOCKS
+"""Blocks of memory that are free before a resume; it takes `RESUME_BLOCKS`."""
+
 _AT_REST = "master.safetensors"
 """File of a checkpoint that is as old as its parameters and at least as large. A file that has just
 been written may be in a cache of the drive, or of a host below a virtual drive."""
@@ -204,6 +207,17 @@ def _threads(args: argparse.Namespace, directory: str) -> int:
     return args.threads if found is None else found.write_threads
 
 
+def _give_memory_back() -> None:
+    """Use memory and free it, so that the kernel has as much as the next steps need.
+
+    Below a virtual machine, the host may take memory back that was free for some seconds. Giving it
+    again takes from nothing to a hundred times as long as clearing it, which is no property of a
+    resume.
+    """
+    buffer = HostBuffer(_FREED_BLOCKS * MODEL_BLOCK_BYTES)
+    ctypes.memset(buffer.address, 1, buffer.nbytes)
+
+
 def _new_memory() -> tuple[HostBuffer, float]:
     """Make memory as a resume does; return it, and the rate in GB/s at which it was made."""
     buffer = HostBuffer(RESUME_BLOCKS * MODEL_BLOCK_BYTES)
@@ -309,6 +323,7 @@ def _resume(
     parameters = make_parameters(args.parameters, args.tensors, seed=0)
     options = offload.Options(**settings)
     with offload.AdamW(parameters, lr=1e-4, directory=directory, options=options) as optimizer:
+        _give_memory_back()
         kept, new_memory_gbps = _new_memory()
         started = time.perf_counter()
         optimizer.restore()
