@@ -204,15 +204,16 @@ def _block(args: argparse.Namespace) -> int:
 def _threads(args: argparse.Namespace, directory: str) -> int:
     """Return the number of threads that write, as the store has measured it."""
     found = load_calibration(f"{directory}/streamed/{CALIBRATION_NAME}")
-    return args.threads if found is None else found.write_threads
+    threads: int = args.threads if found is None else found.write_threads
+    return threads
 
 
 def _give_memory_back() -> None:
     """Use memory and free it, so that the kernel has as much as the next steps need.
 
-    Below a virtual machine, the host may take memory back that was free for some seconds. Giving it
-    again takes from nothing to a hundred times as long as clearing it, which is no property of a
-    resume.
+    The host of a virtual machine may take memory back that was free for some seconds. When such
+    memory is used again, making it took up to 80 times as long as on other occasions, which is no
+    property of a resume.
     """
     buffer = HostBuffer(_FREED_BLOCKS * MODEL_BLOCK_BYTES)
     ctypes.memset(buffer.address, 1, buffer.nbytes)
