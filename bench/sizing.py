@@ -5,21 +5,25 @@
 
 Each round measures what `offload.size` needs: the rates of the drive and the time of a sync with
 ``gds bench``, a step with all state in memory (the rate of the update), and the copies and digests
-of parameters on one core. Then it measures what `offload.size` predicts from these: a streamed
-step, a seal and a restore. Predicted bytes are compared with the sizes of the store's files.
+of parameters on one core, alone and beside transfers (``gds bench --staged``), and how fast the
+kernel makes new memory. Then it measures what `offload.size` predicts from these: a streamed step,
+a seal and a restore. Predicted bytes are compared with the sizes of the store's files.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +34,16 @@ from bench._harness import BenchError, Parser, Result, count, require_space, run
 from bench._model import make_gradients, make_parameters
 from bench._statistics import median, median_interval, ratios
 from bench._streamed import Streamed, exact_state_bytes
-from gds import PosixBackend
+from gds import ALIGNMENT, PosixBackend
+from gds.buffers.host import HostBuffer
+from gds.calibration import load_calibration
 from offload.format.digests import leaf_digests
 from offload.format.header import build_header
+from offload.format.manifest import MODEL_BLOCK_BYTES
+from offload.format.names import CALIBRATION_NAME
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.sizing import Machine, Plan, Run, measured_drives
+from offload.sizing.checkpoint_time import RESUME_BLOCKS, RESUME_THREADS
 
 _SLACK_BYTES = 8 << 10
 _STORES_STATE = 7
@@ -43,6 +52,19 @@ parameters, which take a sixth of it."""
 
 _SYNC_BYTES = 4096
 """Bytes that are written before each sync whose time is measured."""
+
+_SEAL_BLOCKS = 3
+"""Blocks of memory through which a seal writes."""
+
+_FREED_BLOCKS = 4 * RESUME_BLOCKS
+"""Blocks of memory that are free before a resume; it takes `RESUME_BLOCKS`."""
+
+_AT_REST = "master.safetensors"
+"""File of a checkpoint that is as old as its parameters and at least as large. A file that has just
+been written may be in a cache of the drive, or of a host below a virtual drive."""
+
+_WARM_UP_SEALS = 2
+"""Seals before the first round: one for each slot, whose model file is only reserved until then."""
 
 _LIMIT = 1.10
 """Largest ratio of prediction and measurement, whichever of the two is larger."""
@@ -75,7 +97,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=3, help="of reads, and of writes (default: %(default)s)")
     add("--steps", type=int, default=3, help="steps in one sample (default: %(default)s)")
     add("--seconds", type=float, default=2.5, help="of each run of gds bench (default: 2.5)")
-    add("--file-mib", type=int, default=1024, help="file of gds bench (default: %(default)s)")
+    add(
+        "--file-mib", type=int, default=0, help="file of gds bench (default: as large as the state)"
+    )
     add("--syncs", type=int, default=100, help="syncs in one sample (default: %(default)s)")
     add("--figures", default="", help="draw the figures of docs/sizing.md into this folder")
     quick = {
@@ -88,6 +112,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "syncs": 5,
     }
     args = parser.read(arguments, quick=quick)
+    if not args.file_mib:
+        args.file_mib = -(-exact_state_bytes(args.parameters) >> 20)
     if not args.what:
         args.what = f"{args.parameters / (1 << 20):g}Mi"
     return args
@@ -103,9 +129,14 @@ def _measure(args: argparse.Namespace, result: Result, directory: str, stack: Ex
     stack.enter_context(resident)
     with _streamed(args, f"{directory}/sealed", settings) as sealed:
         sealed.optimizer.checkpoint().result()
+    for _ in range(_WARM_UP_SEALS):
+        _seal(streamed)
     samples: dict[str, list[float]] = {}
     for number in range(args.rounds):
         machine = _machine(args, directory, resident)
+        step_s, seal_s = streamed.sample(args.steps), _seal(streamed)
+        resume_s, new_memory_gbps = _resume(args, f"{directory}/sealed", settings)
+        machine = replace(machine, new_memory_gbps=new_memory_gbps)
         plan = offload.size(
             f"{directory}/sealed",
             machine=machine,
@@ -114,18 +145,21 @@ def _measure(args: argparse.Namespace, result: Result, directory: str, stack: Ex
         )
         found = {
             "predicted_step_s": plan.steps[1].seconds,
-            "step_s": streamed.sample(args.steps),
+            "step_s": step_s,
             "predicted_seal_s": plan.seal_s,
             "predicted_writing_s": _seconds(plan.parameter_bytes, machine.write_gbps),
-            "seal_s": _seal(streamed),
+            "seal_s": seal_s,
             "predicted_resume_s": plan.resume_s,
             "predicted_reading_s": _seconds(plan.parameter_bytes, machine.read_gbps),
-            "resume_s": _resume(args, f"{directory}/sealed", settings),
+            "resume_s": resume_s,
             "drive_read_gbps": machine.read_gbps,
             "drive_write_gbps": machine.write_gbps,
             "drive_mixed_gbps": machine.mixed_gbps,
             "update_gbps": machine.update_gbps,
             "copy_gbps": machine.copy_gbps,
+            "staged_read_gbps": machine.staged_read_gbps,
+            "staged_write_gbps": machine.staged_write_gbps,
+            "new_memory_gbps": machine.new_memory_gbps,
             "sync_s": machine.sync_s,
         }
         for name, value in found.items():
@@ -138,19 +172,62 @@ def _measure(args: argparse.Namespace, result: Result, directory: str, stack: Ex
 
 def _machine(args: argparse.Namespace, directory: str, resident: Streamed) -> Machine:
     """Measure the drive as a user would, and update and copies with nothing to read or write."""
+    whole = ["--file-size", f"{args.file_mib}M"]
+    whole += ["--seconds", str(args.seconds), "--ramp", str(min(args.seconds, 0.5))]
     arguments = ["--sweep", "rw=read,write,mixed"]
     arguments += ["--size", f"{args.chunk_mib}M", "--threads", str(args.threads)]
-    arguments += ["--file-size", f"{args.file_mib}M"]
-    arguments += ["--seconds", str(args.seconds), "--ramp", str(min(args.seconds, 0.5))]
-    path = _gds_bench(directory, "drive", arguments)
+    path = _gds_bench(directory, "drive", arguments + whole)
+    staged = ["--staged", "--rw", "write", "--size", str(_block(args)), *whole]
+    staged += ["--threads", str(_threads(args, directory)), "--depth", str(_SEAL_BLOCKS)]
+    seal = _gds_bench(directory, "staged-write", staged)
+    at_rest = next(Path(f"{directory}/sealed").glob(f"step-*/{_AT_REST}"))
+    staged = ["--staged", "--rw", "read", "--size", str(_block(args)), "--seconds", "0"]
+    staged += ["--ramp", "0", "--threads", str(RESUME_THREADS), "--depth", str(RESUME_BLOCKS)]
+    resume = _gds_bench(directory, "staged-read", staged, place=str(at_rest))
     moved = 2 * exact_state_bytes(args.parameters)
     update = moved / resident.sample(args.steps) / 1e9
     return Machine(
         **measured_drives(path).rates,
+        **measured_drives(seal).rates,
+        **measured_drives(resume).rates,
         update_gbps=update,
         copy_gbps=_copy_gbps(resident.parameters),
         sync_s=_sync_s(args, directory),
     )
+
+
+def _block(args: argparse.Namespace) -> int:
+    """Return the bytes of a block of parameters, fewer for a small model."""
+    return min(MODEL_BLOCK_BYTES, args.parameters // ALIGNMENT * ALIGNMENT)
+
+
+def _threads(args: argparse.Namespace, directory: str) -> int:
+    """Return the number of threads that write, as the store has measured it."""
+    found = load_calibration(f"{directory}/streamed/{CALIBRATION_NAME}")
+    threads: int = args.threads if found is None else found.write_threads
+    return threads
+
+
+def _give_memory_back() -> None:
+    """Use memory and free it, so that the kernel has as much as the next steps need.
+
+    The host of a virtual machine may take memory back that was free for some seconds. When such
+    memory is used again, making it took up to 80 times as long as on other occasions, which is no
+    property of a resume.
+    """
+    buffer = HostBuffer(_FREED_BLOCKS * MODEL_BLOCK_BYTES)
+    ctypes.memset(buffer.address, 1, buffer.nbytes)
+
+
+def _new_memory() -> tuple[HostBuffer, float]:
+    """Make memory as a resume does; return it, and the rate in GB/s at which it was made."""
+    buffer = HostBuffer(RESUME_BLOCKS * MODEL_BLOCK_BYTES)
+    each = buffer.nbytes // RESUME_THREADS
+    starts = range(buffer.address, buffer.address + buffer.nbytes, each)
+    with ThreadPoolExecutor(RESUME_THREADS) as pool:
+        started = time.perf_counter()
+        list(pool.map(lambda start: ctypes.memset(start, 1, each), starts))
+    return buffer, buffer.nbytes / (time.perf_counter() - started) / 1e9
 
 
 def _sync_s(args: argparse.Namespace, directory: str) -> float:
@@ -186,13 +263,31 @@ def _seconds(nbytes: float, gbps: float | None) -> float | None:
     return None if gbps is None else nbytes / 1e9 / gbps
 
 
-def _gds_bench(directory: str, name: str, arguments: Sequence[str]) -> str:
-    """Run ``gds bench`` once for each row, and return the path of its JSON output."""
+def _gds_bench(
+    directory: str, name: str, arguments: Sequence[str], *, place: str | None = None
+) -> str:
+    """Run ``gds bench`` once for each row, and return the path of its JSON output.
+
+    Args:
+        directory: Directory of the output, and of the scratch file.
+        name: Name of the output.
+        arguments: Arguments of the command besides the place.
+        place: File that is only read; None for a scratch file.
+    """
     from gds.cli import main as gds_main
 
     path = f"{directory}/{name}.json"
     given = sys.argv
-    sys.argv = ["gds", "bench", directory, *arguments, "--allow-small", "--repeat", "1", "--json"]
+    sys.argv = [
+        "gds",
+        "bench",
+        place or directory,
+        *arguments,
+        "--allow-small",
+        "--repeat",
+        "1",
+        "--json",
+    ]
     try:
         with contextlib.redirect_stdout(io.StringIO()) as text:
             gds_main()
@@ -219,14 +314,23 @@ def _seal(streamed: Streamed) -> float:
     return time.perf_counter() - started
 
 
-def _resume(args: argparse.Namespace, directory: str, settings: dict[str, Any]) -> float:
-    """Return the seconds of a restore, until parameters are in place."""
+def _resume(
+    args: argparse.Namespace, directory: str, settings: dict[str, Any]
+) -> tuple[float, float]:
+    """Return the seconds of a restore, until parameters are in place, and the rate of new memory.
+
+    The memory is kept until the restore has ended, so that the restore cannot use it again.
+    """
     parameters = make_parameters(args.parameters, args.tensors, seed=0)
     options = offload.Options(**settings)
     with offload.AdamW(parameters, lr=1e-4, directory=directory, options=options) as optimizer:
+        _give_memory_back()
+        kept, new_memory_gbps = _new_memory()
         started = time.perf_counter()
         optimizer.restore()
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        del kept
+        return seconds, new_memory_gbps
 
 
 def _claims(result: Result, samples: dict[str, list[float]]) -> None:

@@ -173,6 +173,12 @@ def bench(
     reopen: Annotated[
         bool, typer.Option("--reopen", help="Open and close a file in every request.")
     ] = False,
+    staged: Annotated[
+        bool,
+        typer.Option(
+            "--staged", help="Copy and digest each block on one thread beside the transfers."
+        ),
+    ] = False,
     passes: Annotated[int, typer.Option(help="Number of times that every block is moved.")] = 1,
     seconds: Annotated[
         float, typer.Option(help="Least duration of a run in seconds; whole passes are run.")
@@ -257,6 +263,7 @@ def bench(
         interval_s=interval,
         files=files,
         reopen=reopen,
+        staged=staged,
         file_bytes=_file_bytes(places[0], parse_size(file_size)),
     )
     plan = Plan(

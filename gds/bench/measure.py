@@ -15,6 +15,7 @@ from gds.bench.link import link_meter
 from gds.bench.passes import Lane, Order, Pass, order_of
 from gds.bench.result import Requests, Run
 from gds.bench.series import Series
+from gds.bench.staged import StagedPass, ordinary_memory
 from gds.bench.target import Target
 from gds.bench.workload import Workload
 from gds.contract import Backend
@@ -45,12 +46,14 @@ def measure(
         seed: Seed of the random order of requests.
 
     Raises:
-        RefusedError: The workload would write to, or verify, an existing file of the user.
+        RefusedError: The workload would write to, or verify, an existing file of the user, or
+            several directories are to be measured through ordinary memory.
         WrongDataError: A read returned other data than was written.
         StorageError: A transfer failed.
     """
     for targets in lanes:
         check_allowed(workload, targets[0], verify=verify)
+    check_staged(workload, len(lanes), verify=verify)
     generator = np.random.default_rng(seed)
     collected = _Collected(workload)
     ramp_s = sync_s = user_s = system_s = 0.0
@@ -65,13 +68,15 @@ def measure(
             opened.append(stack.enter_context(closing(Lane(backend, workload, targets))))
         every = [target for targets in lanes for target in targets]
 
+        begin = _passes(workload, opened, verify=verify)
+
         def orders() -> list[Order]:
             """Return the requests of a pass for each lane."""
             return [order_of(workload, generator) for _ in opened]
 
         while ramp_s < (0.0 if workload.cache == "as-is" else workload.ramp_s):
             _prepare_cache(workload, every)
-            one = Pass(workload, opened, verify=verify)
+            one = begin()
             ramp_s += one.run(orders(), limit_s=workload.ramp_s - ramp_s)
             if workload.writes:
                 _sync(opened)
@@ -79,7 +84,7 @@ def measure(
             planned = orders()
             found = _prepare_cache(workload, every)
             cached = found if cached is None else max(cached, found or 0.0)
-            one = Pass(workload, opened, verify=verify)
+            one = begin()
             before = resource.getrusage(resource.RUSAGE_SELF)
             with meter.running():
                 elapsed_s = one.run(planned)
@@ -117,6 +122,14 @@ def measure(
         cached_before=cached,
         verified_bytes=verified,
     )
+
+
+def _passes(workload: Workload, lanes: Sequence[Lane], *, verify: bool) -> Callable[[], Pass]:
+    """Return a function that prepares a pass of the workload."""
+    if workload.staged:
+        memory = ordinary_memory(workload, lanes[0].targets[0])
+        return lambda: StagedPass(workload, lanes, memory)
+    return lambda: Pass(workload, lanes, verify=verify)
 
 
 class _Collected:
@@ -174,6 +187,16 @@ def check_allowed(workload: Workload, target: Target, *, verify: bool) -> None:
             f"--verify cannot check {target.path}, whose expected content is unknown: name a "
             "directory, in which a scratch file is made"
         )
+
+
+def check_staged(workload: Workload, num_lanes: int, *, verify: bool) -> None:
+    """Raise `RefusedError` if blocks cannot be moved through ordinary memory."""
+    if not workload.staged:
+        return
+    if num_lanes > 1:
+        raise RefusedError("--staged measures a single directory: name one of them")
+    if verify:
+        raise RefusedError("--staged measures speed, and --verify takes time: pass one of the two")
 
 
 def _prepare_cache(workload: Workload, targets: Sequence[Target]) -> float | None:

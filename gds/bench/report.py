@@ -215,5 +215,5 @@ class Report:
 
 def _columns(workload: Workload) -> dict[str, Any]:
     """Return the columns that name a workload in a CSV file."""
-    names = ("rw", "path", "size", "threads", "depth", "mix", "cache")
+    names = ("rw", "path", "size", "threads", "depth", "mix", "cache", "staged")
     return {**{name: getattr(workload, name) for name in names}, "depth": workload.in_flight}

@@ -16,7 +16,7 @@ from gds import probe
 from gds.bench.compare import compare
 from gds.bench.figure import new_figure, plot_axis
 from gds.bench.fio import FioError, FioRunner
-from gds.bench.measure import OpenBackend, check_allowed, measure
+from gds.bench.measure import OpenBackend, check_allowed, check_staged, measure
 from gds.bench.report import Point, Report
 from gds.bench.statistics import MIN_PAIRS
 from gds.bench.steadiness import MOST_ROUNDS
@@ -102,6 +102,8 @@ def run(
     began_s = time.perf_counter()
     system = system or System()
     make = backend or partial(open_path, no_driver=system.library_error("libcuda.so.1"))
+    for workload in plan.workloads:
+        check_staged(workload, len(plan.places), verify=plan.verify)
     _check_paths(plan, make)
     if plan.plot:  # fail before the measurements, not after them
         plot_axis(plan.workloads)
@@ -157,6 +159,8 @@ def _compare_all(
     """Add a comparison with fio for every workload; returns the reason if one cannot be made."""
     if len(lanes) > 1 or len(lanes[0]) > 1 or plan.workloads[0].reopen:
         return ["not compared with fio: only a single file, opened once, can be compared"]
+    if any(workload.staged for workload in plan.workloads):
+        return ["not compared with fio: it does not copy and digest what it moves"]
     target = lanes[0][0]
     try:
         runner = FioRunner(os.path.dirname(target.path) or ".")
@@ -270,8 +274,9 @@ def _measure_all(
         """Add one run to a point."""
         workload = point.workload
         number = len(point.runs)
+        staged = "staged " if workload.staged else ""
         say(
-            f"{workload.rw} {workload.path}, requests of {workload.size} bytes, "
+            f"{staged}{workload.rw} {workload.path}, requests of {workload.size} bytes, "
             f"{workload.threads} threads, depth {workload.in_flight}, run {number + 1}"
         )
         seed = plan.seed + number
@@ -315,6 +320,11 @@ def _remarks(report: Report) -> list[str]:
     if any(not run.direct and (run.cached_before or 0) > 0.5 for w, run in runs if w.reads):
         found.append(
             "Some or all reads came from the page cache: their speed is not that of the drive."
+        )
+    if any(workload.staged for workload, _ in runs):
+        found.append(
+            "Staged: one thread copied each block between ordinary memory and a buffer, and "
+            "digested it, while the drive moved other blocks. The rate is that of all together."
         )
     found += [
         f"{' and '.join(places)} are on the same file system: together they share its rate."

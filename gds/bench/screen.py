@@ -158,6 +158,7 @@ def _settings(point: Point) -> dict[str, str]:
         "threads": str(workload.threads),
         "depth": str(workload.in_flight),
         **({"mix": f"{workload.mix}% reads"} if mixed else {}),
+        **({"staged": "yes"} if workload.staged else {}),
         "page cache": state_text(workload, point.runs),
     }
 

@@ -87,6 +87,10 @@ class Workload:
     reopen: bool = False
     """Whether every request opens its file, and closes it afterwards."""
 
+    staged: bool = False
+    """Whether one thread copies each block between ordinary memory and the buffer of its request,
+    and digests it, while the other buffers are in flight; see `gds.bench.staged`."""
+
     def __post_init__(self) -> None:
         """Raise `RefusedError` if the workload cannot be measured."""
         for name, value, known in (
@@ -125,10 +129,26 @@ class Workload:
             raise RefusedError(
                 f"ramp is {self.ramp_s:g} seconds, but must be a number of 0 or more"
             )
+        if self.staged:
+            self._require_stageable()
         if not self.interval_s >= LEAST_INTERVAL_S:
             raise RefusedError(
                 f"interval is {self.interval_s:g} seconds, but must be at least "
                 f"{LEAST_INTERVAL_S:g}"
+            )
+
+    def _require_stageable(self) -> None:
+        """Raise `RefusedError` if blocks cannot be moved through ordinary memory."""
+        if self.rw not in ("read", "write"):
+            raise RefusedError(f"--staged measures read or write, not {self.rw}")
+        if PATHS[self.path].memory != "host":
+            raise RefusedError(f"--staged measures paths of host memory, not {self.path}")
+        if self.reopen:
+            raise RefusedError("--staged keeps its files open: leave --reopen out")
+        if self.in_flight < 2:
+            raise RefusedError(
+                "--staged needs two buffers or more, one to copy and one in flight: pass "
+                "--threads or --depth 2"
             )
 
     @property

@@ -20,6 +20,9 @@ _OPTIONS = {
     "mixed_gbps": "--mixed",
     "update_gbps": "--update",
     "copy_gbps": "--copy",
+    "staged_read_gbps": "--staged-read",
+    "staged_write_gbps": "--staged-write",
+    "new_memory_gbps": "--new-memory",
     "sync_s": "--sync",
     "link_gbps": "--link",
     "network_gbps": "--network",
@@ -106,7 +109,8 @@ def register(app: typer.Typer) -> None:
             int, typer.Option(help="Bytes of a gradient in memory; 0: those of the dtype.")
         ] = 0,
         drives_from: Annotated[
-            str | None, _option("Output of gds bench --json: rates of the drives.")
+            list[str] | None,
+            _option("Output of gds bench --json: rates of the drives. May be repeated."),
         ] = None,
         read: Annotated[float | None, _option("GB/s of reads from the drives of a rank.")] = None,
         write: Annotated[float | None, _option("GB/s of writes to the drives of a rank.")] = None,
@@ -121,6 +125,17 @@ def register(app: typer.Typer) -> None:
         ] = None,
         copy: Annotated[
             float | None, _option("GB/s at which one core copies and digests parameters.")
+        ] = None,
+        staged_read: Annotated[
+            float | None,
+            _option("GB/s of reads while a core digests and copies: gds bench --staged."),
+        ] = None,
+        staged_write: Annotated[
+            float | None,
+            _option("GB/s of writes while a core copies and digests: gds bench --staged."),
+        ] = None,
+        new_memory: Annotated[
+            float | None, _option("GB/s at which the kernel makes new memory.")
         ] = None,
         sync: Annotated[
             Any, _option("Time of one sync of a file, as 0.2ms.", parser=_seconds)
@@ -185,10 +200,18 @@ def register(app: typer.Typer) -> None:
         from offload.sizing import Cluster, Machine, Precision, Run, measured_drives, size
         from offload.sizing.checks import FieldError
 
-        measured = None if drives_from is None else measured_drives(drives_from)
-        rates: dict[str, Any] = {} if measured is None else dict(measured.rates)
-        doubts = [] if measured is None else measured.doubts
-        given = {"read_gbps": read, "write_gbps": write, "mixed_gbps": mixed}
+        measured = [measured_drives(path) for path in drives_from or ()]
+        rates: dict[str, Any] = {}
+        for one in measured:
+            rates |= {name: max(rate, rates.get(name, 0)) for name, rate in one.rates.items()}
+        doubts = [doubt for one in measured for doubt in one.doubts]
+        given = {
+            "read_gbps": read,
+            "write_gbps": write,
+            "mixed_gbps": mixed,
+            "staged_read_gbps": staged_read,
+            "staged_write_gbps": staged_write,
+        }
         rates |= {name: rate for name, rate in given.items() if rate is not None}
         try:
             plan = size(
@@ -204,6 +227,7 @@ def register(app: typer.Typer) -> None:
                     **rates,
                     update_gbps=update,
                     copy_gbps=copy,
+                    new_memory_gbps=new_memory,
                     sync_s=sync,
                     link_gbps=link,
                     network_gbps=network,

@@ -61,6 +61,7 @@ def lines(plan: Plan, doubts: Sequence[str] = ()) -> Iterator[str]:
             _time(step.seconds),
             step.limited_by or "",
         )
+    yield from _link(plan)
     yield from _drives(plan, doubts)
     yield from _notes(plan)
     yield ""
@@ -68,6 +69,20 @@ def lines(plan: Plan, doubts: Sequence[str] = ()) -> Iterator[str]:
     for text in plan.remarks:
         yield ""
         yield from textwrap.wrap(text, _WIDTH)
+
+
+def _link(plan: Plan) -> Iterator[str]:
+    """Return lines with what a seal and a resume move over the link."""
+    host, storage = plan.steps[1], plan.steps[2]
+
+    def moved(nbytes: float, seconds: float | None) -> str:
+        """Return bytes, and the seconds that they take if the rate is known."""
+        return _size(nbytes) + ("" if seconds is None else f" ({_time(seconds)})")
+
+    sealed = moved(host.seal_link_bytes, host.seal_link_s)
+    resumed = moved(host.resume_link_bytes, host.resume_link_s)
+    none = f"{_size(storage.seal_link_bytes)} with the update on the storage"
+    yield from _note(f"Over the link, a seal moves {sealed}, {none}, and a resume {resumed}.")
 
 
 def _drives(plan: Plan, doubts: Sequence[str]) -> Iterator[str]:

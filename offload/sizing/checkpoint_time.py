@@ -1,8 +1,9 @@
 """Time of a seal and of a resume: bytes at the rate of the drives, and parts that do not grow.
 
-While a block is transferred, the next one is copied and digested on one core. So the slower of
-both counts for all blocks, and the faster one for the block that has nothing beside it: the copy of
-the first block of a seal, or of the last block of a resume. The module is pure arithmetic.
+While a block is transferred, the next one is copied and digested on one core. If the rate of both
+together has been measured, it counts for all blocks; otherwise the slower of both does. The faster
+one counts for the block that has nothing beside it: the copy of the first block of a seal, or of
+the last block of a resume. The module is pure arithmetic.
 """
 
 from __future__ import annotations
@@ -14,10 +15,21 @@ SEAL_BEGIN_S = 0.002
 encoded, and a thread starts. The fastest of 15 seals of 128 Mi parameters on 2 virtual cores needed
 1.8 ms."""
 
-RESUME_BEGIN_S = 0.004
-"""Seconds until the first read of a resume is at the drive: the manifest is compared with the
-model, files are opened, and the kernel clears new memory for the block. The fastest of 12 restores
-of 128 Mi parameters on 2 virtual cores needed 2.0 ms, and clearing the memory took 2.1 ms."""
+RESUME_BEGIN_S = 0.002
+"""Seconds until a resume asks for its first byte: the manifest is compared with the model, and
+files are opened. The fastest of 12 restores of 128 Mi parameters on 2 virtual cores needed
+2.0 ms."""
+
+FIRST_MEMORY_S = 0.002
+"""Seconds in which the kernel makes the memory of a resume's first block, if its rate is not given:
+2.1 ms on 2 virtual cores."""
+
+RESUME_BLOCKS = 4
+"""Blocks of memory through which a resume reads. All of them are new."""
+
+RESUME_THREADS = 2
+"""Threads that read in a resume. Both wait for the kernel to make the memory of their blocks, and
+the drive has nothing to do meanwhile."""
 
 _SLOT_SYNCS = 5
 """Syncs of a seal besides those of state arrays: of model file, train state and manifest, and of
@@ -33,6 +45,7 @@ and of the ``part.json`` of the oldest checkpoint."""
 
 
 _BEGIN = "beginning"
+_MEMORY = "new memory"
 
 
 def num_seal_syncs(num_arrays: int, num_drives: int) -> int:
@@ -49,8 +62,9 @@ def num_seal_syncs(num_arrays: int, num_drives: int) -> int:
 def seal_parts(
     nbytes: float,
     *,
-    drive_gbps: float,
+    drive_gbps: float | None,
     copy_gbps: float | None,
+    staged_gbps: float | None = None,
     sync_s: float | None,
     num_syncs: int,
 ) -> dict[str, float]:
@@ -58,19 +72,23 @@ def seal_parts(
 
     Args:
         nbytes: Bytes of the parameters.
-        drive_gbps: Rate of writes to the drives in GB/s.
+        drive_gbps: Rate of writes to the drives in GB/s; not None if `staged_gbps` is None.
         copy_gbps: Rate in GB/s at which one core copies and digests parameters; None leaves the
             copies out.
-        sync_s: Seconds of one sync; None leaves the syncs out. If `copy_gbps` is None as well, only
-            writing is counted.
+        staged_gbps: Rate in GB/s of copies, digests and writes at the same time; None to take the
+            slower of the other two rates.
+        sync_s: Seconds of one sync; None leaves the syncs out. If the copies are left out as well,
+            only writing is counted.
         num_syncs: Number of syncs.
     """
     parts = _blocks(
         nbytes,
         drive_gbps,
         copy_gbps,
+        staged_gbps,
         begin_s=SEAL_BEGIN_S,
         moved="writing",
+        together="copying and writing",
         copied_alone="copying the first block",
         moved_alone="writing the last block",
     )
@@ -79,33 +97,54 @@ def seal_parts(
     return parts
 
 
-def resume_parts(nbytes: float, *, drive_gbps: float, copy_gbps: float | None) -> dict[str, float]:
+def resume_parts(
+    nbytes: float,
+    *,
+    drive_gbps: float | None,
+    copy_gbps: float | None,
+    staged_gbps: float | None = None,
+    new_memory_gbps: float | None = None,
+) -> dict[str, float]:
     """Return the seconds of each part of a resume; the parts follow each other.
 
     Args:
         nbytes: Bytes of the parameters.
-        drive_gbps: Rate of reads from the drives in GB/s.
+        drive_gbps: Rate of reads from the drives in GB/s; not None if `staged_gbps` is None.
         copy_gbps: Rate in GB/s at which one core digests and copies parameters; None leaves
             everything out but reading.
+        staged_gbps: Rate in GB/s of reads, digests and copies at the same time; None to take the
+            slower of the other two rates.
+        new_memory_gbps: Rate in GB/s at which the kernel makes new memory for two threads; None to
+            count what it took on another machine, if anything but reading is counted.
     """
-    return _blocks(
+    parts = _blocks(
         nbytes,
         drive_gbps,
         copy_gbps,
+        staged_gbps,
         begin_s=RESUME_BEGIN_S,
         moved="reading",
+        together="reading and copying",
         copied_alone="copying the last block",
         moved_alone="reading the first block",
     )
+    if new_memory_gbps is not None:
+        memory = min(nbytes, RESUME_BLOCKS * MODEL_BLOCK_BYTES) / 1e9
+        parts |= {_BEGIN: RESUME_BEGIN_S, _MEMORY: memory / new_memory_gbps}
+    elif _BEGIN in parts:
+        parts[_BEGIN] += FIRST_MEMORY_S
+    return parts
 
 
 def _blocks(
     nbytes: float,
-    drive_gbps: float,
+    drive_gbps: float | None,
     copy_gbps: float | None,
+    staged_gbps: float | None,
     *,
     begin_s: float,
     moved: str,
+    together: str,
     copied_alone: str,
     moved_alone: str,
 ) -> dict[str, float]:
@@ -113,16 +152,25 @@ def _blocks(
 
     Args:
         nbytes: Bytes of all blocks.
-        drive_gbps: Rate of transfers in GB/s.
+        drive_gbps: Rate of transfers in GB/s; not None if `staged_gbps` is None.
         copy_gbps: Rate of copies in GB/s; None leaves out everything but transfers.
+        staged_gbps: Rate of both at the same time in GB/s; None if it is not known.
         begin_s: Seconds before the first block.
         moved: Name of all transfers.
+        together: Name of transfers and copies together.
         copied_alone: Name of the copy without overlap, if the drives are slower.
         moved_alone: Name of the transfer without overlap, if copying is slower.
     """
+    block = min(nbytes, MODEL_BLOCK_BYTES)
+    if staged_gbps is not None:
+        parts = {together: nbytes / 1e9 / staged_gbps}
+        if copy_gbps is not None:
+            parts[copied_alone] = block / 1e9 / copy_gbps
+        return parts | {_BEGIN: begin_s}
+    if drive_gbps is None:
+        raise ValueError("no rate of the drives is known")
     if copy_gbps is None:
         return {moved: nbytes / 1e9 / drive_gbps}
-    block = min(nbytes, MODEL_BLOCK_BYTES)
     if drive_gbps <= copy_gbps:
         parts = {moved: nbytes / 1e9 / drive_gbps, copied_alone: block / 1e9 / copy_gbps}
     else:

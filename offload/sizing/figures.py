@@ -54,7 +54,7 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Bytes and seconds of a step with the state updated in one place, for each rank."""
+    """Bytes and seconds with the state updated in one place; seconds are those of one rank."""
 
     place: str
     """``host``, ``device`` or ``storage``."""
@@ -71,6 +71,18 @@ class StepTime:
     seconds: float | None
     limited_by: str | None
     """The slowest part."""
+
+    seal_link_bytes: float
+    """Bytes that cross the link in a seal, over all ranks. Next to the storage there are none,
+    because the parameters of the last step are there already."""
+
+    seal_link_s: float | None
+    """Seconds that these bytes take on the link; None if its rate is not given."""
+
+    resume_link_bytes: float
+    """Bytes that cross the link in a resume, over all ranks: parameters for every replica."""
+
+    resume_link_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,18 @@ class Machine:
     copy_gbps: float | None = None
     """Rate at which one core copies and digests parameters in a seal or a resume."""
 
+    staged_read_gbps: float | None = None
+    """Rate at which blocks are read from the drives while one core digests and copies others, as
+    in a resume. It replaces `read_gbps` there, which is measured with nothing beside it."""
+
+    staged_write_gbps: float | None = None
+    """Rate at which blocks are written to the drives, and become durable, while one core copies
+    and digests others, as in a seal. It replaces `write_gbps` there."""
+
+    new_memory_gbps: float | None = None
+    """Rate at which the kernel makes memory that two threads of a process touch for the first time.
+    A resume reads into such memory."""
+
     sync_s: float | None = None
     """Seconds of one sync of a file after a small write. A seal makes several."""
 
@@ -81,8 +93,8 @@ class MeasuredDrives(NamedTuple):
     """Rates that ``gds bench`` has measured."""
 
     rates: dict[str, float]
-    """Rates in GB/s, as fields of `Machine`: ``read_gbps``, ``write_gbps`` and ``mixed_gbps``, as
-    far as they were measured."""
+    """Rates in GB/s, as fields of `Machine`: ``read_gbps``, ``write_gbps``, ``mixed_gbps``,
+    ``staged_read_gbps`` and ``staged_write_gbps``, as far as they were measured."""
 
     doubts: list[str]
     """Reasons, as text for people, not to trust a rate: what ``gds bench`` says of its runs."""
@@ -95,7 +107,8 @@ def measured_drives(path: str | os.PathLike[str]) -> MeasuredDrives:
     drive. Rates through the page cache do not count.
 
     Args:
-        path: File with the output of ``gds bench DIRECTORY --sweep rw=read,write,mixed --json``.
+        path: File with the output of ``gds bench DIRECTORY --sweep rw=read,write,mixed --json``, or
+            of ``gds bench DIRECTORY --staged --sweep rw=read,write --json``.
 
     Raises:
         SizingError: The file cannot be read, or is not such an output.
@@ -105,10 +118,10 @@ def measured_drives(path: str | os.PathLike[str]) -> MeasuredDrives:
     try:
         best = _best_results(parse_json(content, max_values=_MAX_BENCH_VALUES))
         found = MeasuredDrives(
-            {f"{rw}_gbps": _rate(result) for rw, result in best.items()},
+            {f"{name}_gbps": _rate(result) for name, result in best.items()},
             [
-                f"{rw}: {reason}"
-                for rw, result in best.items()
+                f"{name.replace('_', ' ')}: {reason}"
+                for name, result in best.items()
                 for reason in result.get("verdict_reasons", ())
             ],
         )
@@ -120,7 +133,7 @@ def measured_drives(path: str | os.PathLike[str]) -> MeasuredDrives:
 
 
 def _best_results(report: Any) -> dict[str, Any]:
-    """Return the result with the largest rate of reads, writes and both, by ``rw``."""
+    """Return the result with the largest rate of each kind, by ``rw``, or "staged_" and ``rw``."""
     found: dict[str, Any] = {}
     for result in report["results"]:
         workload = result["workload"]
@@ -129,11 +142,15 @@ def _best_results(report: Any) -> dict[str, Any]:
             continue
         if workload["path"] == "buffered":
             continue
-        if rw not in found or _rate(result) > _rate(found[rw]):
-            found[rw] = result
+        name = f"staged_{rw}" if workload.get("staged") else rw
+        if name not in found or _rate(result) > _rate(found[name]):
+            found[name] = result
     return found
 
 
 def _rate(result: Any) -> float:
-    rate: float = result["median"]["bytes_per_s"] / 1e9
+    """Return the rate of a result in GB/s; of staged writes with their syncs, as a seal makes."""
+    workload = result["workload"]
+    durable = workload.get("staged") and workload["rw"] == "write"
+    rate: float = result["median"]["durable_bytes_per_s" if durable else "bytes_per_s"] / 1e9
     return rate

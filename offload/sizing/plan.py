@@ -95,17 +95,24 @@ def size(
     steps = _steps(found, machine, cluster)
     own = next((s.seconds for s in steps if s.place == "host"), None)
     seal = resume = None
-    if machine.write_gbps is not None:
+    if machine.write_gbps is not None or machine.staged_write_gbps is not None:
         seal = seal_parts(
             found.parameter_bytes / cluster.gpus,
             drive_gbps=machine.write_gbps,
             copy_gbps=machine.copy_gbps,
+            staged_gbps=machine.staged_write_gbps,
             sync_s=machine.sync_s,
             num_syncs=_num_syncs(found, precision, shares),
         )
     held = found.parameter_bytes / (cluster.tp * cluster.pp)
-    if machine.read_gbps is not None:
-        resume = resume_parts(held, drive_gbps=machine.read_gbps, copy_gbps=machine.copy_gbps)
+    if machine.read_gbps is not None or machine.staged_read_gbps is not None:
+        resume = resume_parts(
+            held,
+            drive_gbps=machine.read_gbps,
+            copy_gbps=machine.copy_gbps,
+            staged_gbps=machine.staged_read_gbps,
+            new_memory_gbps=machine.new_memory_gbps,
+        )
     copies = copies_of(
         saved,
         found.parameter_bytes,
@@ -255,21 +262,32 @@ def _steps(found: ModelSize, machine: Machine, cluster: Cluster) -> list[StepTim
         )
         if link is not None:
             device = device_parts(one, drive_gbps=drives, to_host_gbps=link, to_device_gbps=link)
+
+    def time(
+        place: str, link_bytes: float, parts: Mapping[str, float] | None, gbps: float | None
+    ) -> StepTime:
+        """Return the time of a step in one place, whose link has the rate `gbps`."""
+        slowest = None if parts is None else max(parts, key=parts.__getitem__)
+        sealed = 0 if place == "storage" else parameters
+        resumed = parameters * cluster.replicas
+        return StepTime(
+            place,
+            link_bytes / found.num_parameters,
+            link_bytes,
+            parts,
+            None if parts is None or slowest is None else parts[slowest],
+            slowest,
+            seal_link_bytes=sealed,
+            seal_link_s=None if gbps is None else sealed / ranks / 1e9 / gbps,
+            resume_link_bytes=resumed,
+            resume_link_s=None if gbps is None else resumed / ranks / 1e9 / gbps,
+        )
+
     return [
-        _step_time("device", 2 * state, found.num_parameters, device),
-        _step_time("host", gradients + 2 * parameters, found.num_parameters, host),
-        _step_time("storage", gradients + parameters, found.num_parameters, storage),
+        time("device", 2 * state, device, link),
+        time("host", gradients + 2 * parameters, host, link),
+        time("storage", gradients + parameters, storage, machine.network_gbps),
     ]
-
-
-def _step_time(
-    place: str, link_bytes: float, num_parameters: int, parts: Mapping[str, float] | None
-) -> StepTime:
-    each = link_bytes / num_parameters
-    if parts is None:
-        return StepTime(place, each, link_bytes, None, None, None)
-    slowest = max(parts, key=parts.__getitem__)
-    return StepTime(place, each, link_bytes, parts, parts[slowest], slowest)
 
 
 def _interval(name: str, stall_s: float, run: Run) -> Interval:

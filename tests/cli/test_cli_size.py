@@ -20,7 +20,8 @@ from tests.stores.small import make_model, make_optimizer, train
 
 FULL = (
     *("--read", "9.6", "--write", "5", "--mixed", "9", "--update", "20", "--link", "25"),
-    *("--copy", "8", "--sync", "0.5ms"),
+    *("--copy", "8", "--sync", "0.5ms", "--staged-read", "4"),
+    *("--staged-write", "3", "--new-memory", "0.9"),
     *("--network", "12", "--gpu-memory", "80GB", "--host-memory", "256 GiB", "--tbw", "7000TB"),
     *("--gpus", "1024", "--tp", "8", "--pp", "16", "--storage", "273", "--storage-read", "500"),
     *("--writer", "1", "--efficiency", "0.4", "--keep", "3", "--every", "10min"),
@@ -208,6 +209,38 @@ def test_a_rate_from_a_file_is_named_as_such(run: Run, tmp_path: Path) -> None:
     code, out, err = run("size", "7B", "--drives-from", path)
     assert (code, out) == (1, "")
     assert err.startswith("error: read_gbps of --drives-from is 0.0, expected a positive")
+
+
+def test_several_files_with_rates_are_taken_together(run: Run, tmp_path: Path) -> None:
+    def written(name: str, **rates: float) -> Path:
+        """Write an output of gds bench with these rates in GB/s."""
+        results = [
+            {
+                "workload": {
+                    "rw": rw.removeprefix("staged_"),
+                    "path": "direct",
+                    "mix": 50,
+                    "staged": rw.startswith("staged_"),
+                },
+                "median": {"bytes_per_s": gbps * 1e9, "durable_bytes_per_s": gbps * 1e9},
+            }
+            for rw, gbps in rates.items()
+        ]
+        path = tmp_path / name
+        path.write_text(json.dumps({"results": results}))
+        return path
+
+    drive = written("drive.json", read=2.0, write=2.5)
+    again = written("again.json", read=1.5, write=3.0)
+    staged = written("staged.json", staged_read=1.0, staged_write=1.6)
+    files = [option for path in (drive, again, staged) for option in ("--drives-from", path)]
+    found = json.loads(run("size", "1e9", *files, "--json")[1])
+    machine = found["machine"]
+    assert (machine["read_gbps"], machine["write_gbps"]) == (2.0, 3.0)
+    assert found["resume_parts_s"] == {"reading and copying": 2.0, "beginning": 0.004}
+    assert found["seal_parts_s"] == {"copying and writing": 1.25, "beginning": 0.002}
+    found = json.loads(run("size", "1e9", *files, "--staged-write", "2", "--json")[1])
+    assert found["seal_parts_s"] == {"copying and writing": 1.0, "beginning": 0.002}
 
 
 def test_the_parts_of_a_seal_and_a_resume_are_printed_if_they_are_known(run: Run) -> None:

@@ -29,7 +29,7 @@ BLOCKS = 16
 TARGET = {"path", "paths", "scratch_file", "file_bytes", "filesystem", "source"}
 WORKLOAD = {
     "rw", "path", "size", "threads", "depth", "mix", "cache", "passes", "seconds", "ramp_s",
-    "interval_s", "file_bytes", "files", "reopen",
+    "interval_s", "file_bytes", "files", "reopen", "staged",
 }  # fmt: skip
 LATENCY = {
     "latency_mean_s", "latency_stddev_s", "latency_min_s", "latency_p50_s", "latency_p90_s",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -49,6 +51,49 @@ def test_copying_counts_instead_of_the_drives_if_it_is_slower() -> None:
     assert plan.resume_parts_s == pytest.approx(
         {"copying": 0.4, "reading the first block": BLOCK_GB / 50, "beginning": 0.004}
     )
+
+
+def test_rates_measured_at_the_same_time_replace_the_slower_one_alone() -> None:
+    alone = Machine(**DRIVES, copy_gbps=8.0, sync_s=0.004)
+    together = dataclasses.replace(alone, staged_write_gbps=1.6, staged_read_gbps=3.2)
+    plan = size(BILLION, machine=together)
+    assert plan.seal_parts_s == pytest.approx(
+        {
+            "copying and writing": 1.25,
+            "copying the first block": BLOCK_GB / 8,
+            "beginning": 0.002,
+            "syncs": 0.04,
+        }
+    )
+    assert plan.resume_parts_s == pytest.approx(
+        {
+            "reading and copying": 0.625,
+            "copying the last block": BLOCK_GB / 8,
+            "beginning": 0.004,
+        }
+    )
+    assert plan.steps == size(BILLION, machine=alone).steps
+
+
+def test_a_resume_reads_into_four_blocks_of_new_memory() -> None:
+    plan = size(BILLION, machine=Machine(**DRIVES, new_memory_gbps=0.5))
+    assert plan.resume_parts_s == pytest.approx(
+        {"reading": 0.5, "beginning": 0.002, "new memory": 4 * BLOCK_GB / 0.5}
+    )
+    assert plan.seal_parts_s == {"writing": 1.0}
+    plan = size(1_000_000, machine=Machine(**DRIVES, staged_read_gbps=3.2, new_memory_gbps=0.5))
+    assert plan.resume_parts_s == pytest.approx(
+        {"reading and copying": 0.000625, "beginning": 0.002, "new memory": 0.004}
+    )
+
+
+def test_rates_measured_at_the_same_time_are_enough() -> None:
+    plan = size(BILLION, machine=Machine(staged_write_gbps=1.6))
+    assert plan.seal_s == pytest.approx(1.252)
+    assert plan.resume_s is None
+    plan = size(BILLION, machine=Machine(staged_read_gbps=3.2))
+    assert plan.resume_s == pytest.approx(0.629)
+    assert plan.seal_s is None
 
 
 def test_a_model_smaller_than_a_block_is_copied_once() -> None:

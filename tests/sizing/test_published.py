@@ -70,6 +70,33 @@ class TestSizes:
         assert [steps[p].bytes_per_parameter for p in ("device", "host", "storage")] == [24, 6, 4]
         assert (steps["device"].link_bytes, steps["storage"].link_bytes) == (4.2e12, 0.7e12)
 
+    def test_traffic_of_a_checkpoint(self) -> None:  # 14 copied, 2 sealed, 0 next to the storage
+        plan = size(175e9, machine=Machine(link_gbps=25.0, network_gbps=12.5))
+        device, host, storage = plan.steps
+        assert [copies.link_bytes / 175e9 for copies in plan.copies] == [14, 14, 14, 2]
+        assert [s.seal_link_bytes / 175e9 for s in (device, host, storage)] == [2, 2, 0]
+        assert [s.seal_link_s for s in (device, host, storage)] == [14, 14, 0]
+        assert [s.resume_link_bytes / 175e9 for s in (device, host, storage)] == [2, 2, 2]
+        assert [s.resume_link_s for s in (device, host, storage)] == [14, 14, 28]
+
+    def test_traffic_of_a_checkpoint_of_several_ranks(self) -> None:  # arithmetic
+        machine, cluster = Machine(link_gbps=25.0), Cluster(gpus=16, tp=2, pp=2)
+        host = size(175e9, machine=machine, cluster=cluster).steps[1]
+        assert (host.seal_link_bytes, host.resume_link_bytes) == (350e9, 4 * 350e9)
+        assert host.seal_link_s == pytest.approx(350 / 16 / 25)
+        assert host.resume_link_s == pytest.approx(350 / 4 / 25)
+
+    @pytest.mark.parametrize(
+        ("each", "gives"), [(13.749, False), (13.75, True), (13.786, True), (13.788, False)]
+    )
+    def test_bytes_that_give_all_published_sizes(self, each: float, gives: bool) -> None:
+        # SK hynix; only 13.75 to 13.787 give all three roundings
+        first, second, third = (
+            size(number, checkpoint_bytes_per_parameter=each).checkpoint_bytes / TERA
+            for number in (175e9, 544e9, 1e12)
+        )
+        assert ((f"{first:.1f}", f"{second:.0f}", f"{third:.1f}") == ("2.4", "7", "13.8")) is gives
+
 
 class TestThisProject:
     def test_seven_billion_with_keep_2(self) -> None:  # arithmetic
@@ -172,7 +199,8 @@ class TestWriters:
         assert pytest.approx(464, abs=0.5) == 273 * 1.7
 
     @pytest.mark.parametrize(
-        ("reduction", "share"), [(0.12, 0.29), (0.17, 0.41), (1 - 1 / 1.12, 0.26)]
+        ("reduction", "share"),
+        [(0.12, 0.29), (0.17, 0.41), (1 - 1 / 1.12, 0.26), (1 - 1 / 1.17, 0.35)],
     )
     def test_share_in_checkpoints(self, reduction: float, share: float) -> None:  # DDN
         assert share_in_checkpoints(reduction, 1.7) == pytest.approx(share, abs=0.005)
@@ -190,6 +218,10 @@ class TestRestores:
         assert at_1_tb.each_s == pytest.approx(82.8)
         assert at_1_tb.once_s == pytest.approx(13.8)
         assert big(storage_read_gbps=1638.0).restores.each_s == pytest.approx(50.55, abs=0.005)
+
+    def test_direct_io(self) -> None:  # DDN: reads 1.6 times as fast
+        restored = big(storage_read_gbps=1000.0 * 1.6).restores
+        assert restored.each_s == pytest.approx(82.8 / 1.6)
 
     def test_parameters_only(self) -> None:  # SK hynix + arithmetic
         restores = big(storage_read_gbps=1000.0).restores

@@ -190,9 +190,32 @@ def test_the_drives_that_gds_bench_measured(
     )
 
 
+def test_rates_of_staged_transfers_count_as_such_and_writes_with_their_syncs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runner("gds", gds_main, monkeypatch, capsys)
+    arguments = (
+        *("--size", "64K", "--file-size", "1M", "--seconds", "0", "--ramp", "0", "--repeat", "1"),
+        *("--allow-small", "--allow-volatile", "--json"),
+    )
+    code, out, err = run("bench", tmp_path, "--staged", "--sweep", "rw=read,write", *arguments)
+    assert code == 0, err
+    path = tmp_path / "staged.json"
+    path.write_text(out)
+    reads, writes = (result["median"] for result in json.loads(out)["results"])
+    assert measured_drives(path).rates == pytest.approx(
+        {
+            "staged_read_gbps": reads["bytes_per_s"] / 1e9,
+            "staged_write_gbps": writes["durable_bytes_per_s"] / 1e9,
+        }
+    )
+
+
 def test_what_gds_bench_doubts_is_said(tmp_path: Path) -> None:
-    def result(rw: str, gbps: float, path: str = "direct", **others: object) -> dict[str, object]:
-        workload = {"rw": rw, "mix": 50, "path": path}
+    def result(
+        rw: str, gbps: float, path: str = "direct", *, staged: bool = False, **others: object
+    ) -> dict[str, object]:
+        workload = {"rw": rw, "mix": 50, "path": path} | ({"staged": True} if staged else {})
         return {"workload": workload, "median": {"bytes_per_s": gbps * 1e9}, **others}
 
     report = {
@@ -201,13 +224,17 @@ def test_what_gds_bench_doubts_is_said(tmp_path: Path) -> None:
             result("read", 3.0, verdict_reasons=["unstable: 1.6 to 3 GB/s between runs"]),
             result("read", 30.0, "buffered"),
             result("write", 1.5, verdict_reasons=[]),
+            result("read", 1.2, staged=True, verdict_reasons=["too short: a run of 0.2 s"]),
         ]
     }
     path = tmp_path / "drive.json"
     path.write_text(json.dumps(report))
     found = measured_drives(path)
-    assert found.rates == {"read_gbps": 3.0, "write_gbps": 1.5}
-    assert found.doubts == ["read: unstable: 1.6 to 3 GB/s between runs"]
+    assert found.rates == {"read_gbps": 3.0, "write_gbps": 1.5, "staged_read_gbps": 1.2}
+    assert found.doubts == [
+        "read: unstable: 1.6 to 3 GB/s between runs",
+        "staged read: too short: a run of 0.2 s",
+    ]
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"results": 3}', '{"results": [{}]}', "nothing"])
