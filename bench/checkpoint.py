@@ -7,6 +7,7 @@ seal has ended. The stall of another way is the time until its call returns; syn
 followed by fsync.
 
     python -m bench.checkpoint --directory DIR
+    python -m bench.checkpoint --directory DIR --parts cost --parameters 32Mi    # part of it
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ from bench._statistics import alternate, median, ratios
 from bench._streamed import STATE_ARRAYS, Streamed, exact_state_bytes
 from bench.replay import fill_random
 from gds import IOFuture, PosixBackend
+
+_PARTS = ("stalls", "cost")
+"""What is measured: how long training stands still for a checkpoint, beside other ways of saving,
+and what a checkpoint after every step adds to steps back to back."""
 
 _PARAMETER_BYTES = 2
 _POLL_S = 0.0005
@@ -201,27 +206,36 @@ class RawSeal:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the result."""
     args = _arguments(arguments)
-    small, large = args.parameters
+    sizes: list[int] = args.parameters
     with scratch(args.directory) as directory:
-        require_space(directory, 5 * exact_state_bytes(small + large))
+        require_space(directory, 5 * exact_state_bytes(sum(sizes)))
         result = Result("checkpoint", args, directory)
-        ours = {n: _one_size(args, result, directory, n) for n in (small, large)}
-        names = {n: f"offload_{mebi(n)}_beside_the_other_size_stall_s" for n in ours}
-        samples = alternate(
-            {names[n]: partial(ours[n].stall, 1) for n in ours}, args.rounds, report=say
-        )
-        result.add_samples(samples)
-        result.claim(
-            f"training stands still for a checkpoint at {mebi(large)}, beside {mebi(small)}",
-            ratios(samples[names[large]], samples[names[small]]),
-            numerator=names[large],
-            denominator=names[small],
-            limit=args.size_limit,
-            size_ratio=large / small,
-        )
+        ours = {n: _one_size(args, result, directory, n) for n in sizes}
+        if "stalls" in args.parts and len(sizes) == 2:
+            _beside_the_other_size(args, result, ours)
         for one in ours.values():
             one.optimizer.close()
         result.write()
+
+
+def _beside_the_other_size(
+    args: argparse.Namespace, result: Result, ours: dict[int, Checkpointed]
+) -> None:
+    """Measure the stalls of both sizes in turns."""
+    small, large = ours
+    names = {n: f"offload_{mebi(n)}_beside_the_other_size_stall_s" for n in ours}
+    samples = alternate(
+        {names[n]: partial(ours[n].stall, 1) for n in ours}, args.rounds, report=say
+    )
+    result.add_samples(samples)
+    result.claim(
+        f"training stands still for a checkpoint at {mebi(large)}, beside {mebi(small)}",
+        ratios(samples[names[large]], samples[names[small]]),
+        numerator=names[large],
+        denominator=names[small],
+        limit=args.size_limit,
+        size_ratio=large / small,
+    )
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -231,8 +245,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--parameters",
         type=lambda text: [count(word) for word in words(text)],
         default="64Mi,128Mi",
-        help="two model sizes, with a comma (default: %(default)s)",
+        help="one or two model sizes, with a comma (default: %(default)s)",
     )
+    add("--parts", default=",".join(_PARTS), help="what to measure (default: %(default)s)")
     add("--tensors", type=int, default=8, help="parameter tensors (default: %(default)s)")
     add("--chunk-mib", type=float, default=32, help="of one FP32 array (default: %(default)s)")
     add("--ring", type=int, default=6, help="chunks in memory (default: %(default)s)")
@@ -252,22 +267,39 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "pair_s": 0,
     }
     args = parser.read(arguments, quick=quick)
-    if len(args.parameters) != 2 or args.parameters[0] >= args.parameters[1]:
-        parser.error("--parameters takes two sizes, the smaller one first")
+    if len(args.parameters) not in (1, 2) or sorted({*args.parameters}) != args.parameters:
+        parser.error("--parameters takes one size, or two, the smaller one first")
+    args.parts = words(args.parts)
+    if not args.parts or not {*args.parts} <= {*_PARTS}:
+        parser.error(f"--parts takes {', '.join(_PARTS)}, or one of them")
     unknown = set(words(args.peers)) - _TITLES.keys()
     if unknown:
         parser.error(f"--peers: no {', '.join(sorted(unknown))}; there are {', '.join(_TITLES)}")
-    args.what = args.what or "-".join(map(mebi, args.parameters))
+    parts = () if {*args.parts} == {*_PARTS} else args.parts
+    args.what = args.what or "-".join((*parts, *map(mebi, args.parameters)))
     return args
 
 
 def _one_size(
     args: argparse.Namespace, result: Result, directory: str, num_parameters: int
 ) -> Checkpointed:
-    """Measure all ways at one size, and return our optimizer, still open."""
+    """Measure what was asked for at one size, and return our optimizer, still open."""
     label = mebi(num_parameters)
     say(f"preparing {label}")
     ours = Checkpointed(args, directory, num_parameters)
+    if "stalls" in args.parts:
+        _beside_other_ways(args, result, ours, directory)
+    if "cost" in args.parts:
+        _back_to_back(args, result, ours, directory, label)
+    return ours
+
+
+def _beside_other_ways(
+    args: argparse.Namespace, result: Result, ours: Checkpointed, directory: str
+) -> None:
+    """Measure how long training stands still, what is written and which memory is taken."""
+    num_parameters = ours.num_parameters
+    label = mebi(num_parameters)
     savers = Savers(directory)
     state = make_state(ours.trained.parameters)
     peers = words(args.peers)
@@ -300,8 +332,6 @@ def _one_size(
             denominator=f"{name}_{label}_stall_s",
             limit=args.limit if name == "torch_save" else None,
         )
-    _back_to_back(args, result, ours, directory, label)
-    return ours
 
 
 def _peer(savers: Savers, name: str, state: State, more: dict[str, list[float]]) -> float:

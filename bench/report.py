@@ -147,7 +147,7 @@ def render(runs: list[Run], folder: Path, figures: dict[str, Path]) -> str:
         parts.append(_claims_table(own, folder))
         parts.extend(_remarks(r) for r in own)
         if bench == "checkpoint":
-            parts.extend(_checkpoint_table(r) for r in own)
+            parts.extend(_checkpoint_table(r) for r in own if "stalls" in _parts(r))
         if bench == "frozen":
             parts.extend(_frozen_table(r) for r in own)
         if bench == "peers":
@@ -208,6 +208,12 @@ def _remarks(one: Run) -> str:
     if one["notes"]:
         lines.append(one["notes"])
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def _parts(one: Run) -> Sequence[str]:
+    """Return what a run of `bench.checkpoint` has measured; early ones measured everything."""
+    parts: Sequence[str] = one["settings"].get("parts", ("stalls", "cost"))
+    return parts
 
 
 def _checkpoint_table(one: Run) -> str:

@@ -185,7 +185,7 @@ def test_update_cpu(measured: Measured) -> None:
     if choose_kernel(torch.optim.AdamW, "float32").kernel is None:
         pytest.skip("updates here run torch's code")
     found = measured(update_cpu.main)
-    check(found, rounds=3, claims=8)
+    check(found, rounds=3, claims=11)
     assert all(value > 0 for values in found["samples"].values() for value in values)
 
 
@@ -273,6 +273,28 @@ def test_checkpoint(measured: Measured) -> None:
         written = found["facts"][f"torch_save_{label}_written_bytes_per_parameter"]
         assert written == pytest.approx(14, rel=0.1)
         assert found["facts"][f"offload_{label}_written_bytes_per_parameter"] < written / 2
+
+
+def test_parts_of_checkpoint(measured: Measured, tmp_path: Path) -> None:
+    found = measured(checkpoint.main, "--parts", "cost", "--parameters", "128Ki")
+    check(found, rounds=3, claims=1)
+    assert found["what"] == "cost-128Ki"
+    (claim,) = found["claims"]
+    assert "a checkpoint after every step at 128Ki" in claim["claim"]
+    found |= {"quick": False}
+    (tmp_path / "one.json").write_text(json.dumps(found))
+    page = report.render(report.read_results(str(tmp_path)), tmp_path, {})
+    assert "a checkpoint after every step at 128Ki" in page
+    assert "stops training" not in page, "that was not measured"
+
+
+@pytest.mark.parametrize("wrong", [["--parts", "costs"], ["--parts", ""], ["--parameters", "2,1"]])
+def test_parts_of_checkpoint_that_do_not_exist(
+    wrong: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        checkpoint.main(["--quick", "--directory", str(tmp_path), *wrong])
+    assert wrong[0] in capsys.readouterr().err
 
 
 def test_frozen(measured: Measured) -> None:

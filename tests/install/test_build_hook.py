@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import hatch_build
 from hatch_build import KernelError, find_compiler, needed_by, platform_tag
 from offload.update.kernel.sources import source_digest
 from tests.install.trees import (
@@ -123,6 +124,18 @@ def test_another_processor_gets_a_package_without_the_kernel(tree: Path) -> None
     assert built.path.name.endswith("-py3-none-any.whl")
     assert not libraries(tree)
     assert "this is i686 with Linux" in warning(built.said)
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "i686"])
+def test_nothing_is_compiled_for_another_processor(
+    machine: str, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has run the kernel there: a compiler that is there must not be asked, either."""
+    monkeypatch.setenv("CXX", "false")
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    with pytest.raises(KernelError, match=f"this is {machine} with "):
+        hatch_build.build(tree / KERNEL)
+    assert not libraries(tree)
 
 
 @needs_compiler

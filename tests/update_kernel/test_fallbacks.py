@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -154,6 +155,21 @@ def test_the_environment_turns_the_kernel_off(
     with caplog.at_level(logging.INFO, "offload"):
         assert steps_as_torch_in_memory() == "torch (OFFLOAD_UPDATE=torch)"
     assert lines_of(caplog) == []
+
+
+@pytest.mark.parametrize("machine", ["aarch64", "ppc64le"])
+def test_another_kind_of_processor_runs_torchs_code(
+    machine: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked_again: None,
+) -> None:
+    """Even where the libraries are, and whatever torch says of its instructions."""
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    code = steps_as_torch_in_memory()
+    assert code == f"torch (the kernel is written for x86_64, and this processor is {machine})"
+    (line,) = lines_of(caplog)
+    assert f"this processor is {machine}" in line
 
 
 def changed_step(

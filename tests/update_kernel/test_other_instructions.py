@@ -14,6 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = Path(__file__).parent.relative_to(ROOT)
+AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+"""Instructions that a processor must have for the second library, as in /proc/cpuinfo."""
+
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
 
@@ -78,6 +81,16 @@ def test_torch_without_vector_instructions_runs_its_own_code() -> None:
 
 def test_avx2_uses_the_kernel() -> None:
     assert codes(AVX2) == {"kernel (AVX2)"}
+
+
+def test_avx512_uses_the_kernel() -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    if missing := AVX512 - flags:
+        pytest.skip(
+            "this processor has no AVX-512, so no test has run the kernel's code for it: "
+            f"{', '.join(sorted(missing))} are missing"
+        )
+    assert codes({"ATEN_CPU_CAPABILITY": "avx512"}) == {"kernel (AVX512)"}
 
 
 @pytest.mark.parametrize("mkl", ["SSE4_2", "AVX2"])

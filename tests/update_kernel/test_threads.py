@@ -24,6 +24,9 @@ from tests.update_kernel.steps import kernel_for
 
 ROOT = Path(__file__).parents[2]
 
+AT_ONCE = 1 << 15
+"""Elements from which on torch divides an operation among its threads."""
+
 # Each rank writes what it finds, and tries the pool on a machine of eight cores.
 RANK = """
 import json, os, sys, threading
@@ -118,6 +121,53 @@ def test_only_with_the_number_that_torchrun_sets_for_several_ranks_are_cores_sha
         if value is not None:
             monkeypatch.setenv(name, value)
     assert default_num_threads() == num_threads
+
+
+# Every square root of a process that has just begun, in order, until two steps have been taken.
+ROOTS = """
+import json, sys, threading
+import torch
+
+found, root = [], torch.Tensor.sqrt
+
+def watched(values):
+    begun = any(t.name.startswith("offload-update") for t in threading.enumerate())
+    found.append((threading.current_thread().name, values.numel(), begun))
+    return root(values)
+
+torch.Tensor.sqrt = watched
+torch.set_num_threads(2)
+import offload
+from gds import MemoryBackend
+options = offload.Options(backend=MemoryBackend(), allow_volatile=True)
+parameters = [torch.nn.Parameter(torch.ones(1 << 20)) for _ in range(2)]
+with offload.AdamW(parameters, directory="/s", options=options) as optimizer:
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones(1 << 20)
+        optimizer.step()
+    optimizer.checkpoint().result()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("code", ["", "torch"])
+def test_the_first_square_root_of_a_process_runs_on_one_thread(code: str) -> None:
+    """If several threads run it at once, MKL may be less exact (pytorch issue 188792)."""
+    done = subprocess.run(
+        [sys.executable, "-c", ROOTS],
+        env=environment(OFFLOAD_UPDATE=code),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    roots = json.loads(done.stdout)
+    thread, num_elements, had_begun = roots[0]
+    assert (thread, had_begun) == ("MainThread", False)
+    assert num_elements < AT_ONCE, "torch would divide it among its own threads"
+    assert any(name.startswith("offload-update") for name, _, _ in roots), "later ones run on these"
 
 
 @pytest.mark.parametrize("by_kernel", [False, True], ids=["torch", "kernel"])

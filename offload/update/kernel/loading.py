@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import struct
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,9 @@ _FOLDER: Final = Path(__file__).parent
 _SOURCES: Final = _FOLDER / "source"
 _LIBRARIES: Final = {"AVX2": "update_avx2.so", "AVX512": "update_avx512.so"}
 """Names of the libraries by torch's name of the processor's instructions."""
+
+_MACHINE: Final = "x86_64"
+"""The only kind of processor on which the kernel has been run."""
 
 TURNED_OFF: Final = "OFFLOAD_UPDATE=torch"
 """Setting of an environment variable that turns the kernel off."""
@@ -106,6 +110,8 @@ def find_library() -> Library | str:
     name, _, value = TURNED_OFF.partition("=")
     if os.environ.get(name) == value:
         return TURNED_OFF
+    if (machine := platform.machine()) != _MACHINE:
+        return f"the kernel is written for {_MACHINE}, and this processor is {machine}"
     instructions = torch.backends.cpu.get_cpu_capability()
     if instructions not in _LIBRARIES:
         return f"torch runs its {instructions} code, and the kernel needs AVX2 or AVX-512"
