@@ -24,7 +24,12 @@ from offload.distributed.agreement.start_name import agree_on_start
 from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.distributed.drive_turns import measure_in_turns
 from offload.distributed.gathering.gather import BounceBuffer, Gathering
-from offload.distributed.gathering.gather_plan import SLICE_BYTES, GatherPlan, layout_chunks
+from offload.distributed.gathering.gather_plan import (
+    SLICE_BYTES,
+    GatherPlan,
+    box_plan,
+    layout_chunks,
+)
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.live_ranges import part_of
 from offload.distributed.gathering.sharing import share_bytes
@@ -295,6 +300,21 @@ class RankGroup:
     def share_model(self, stored: Sequence[Stored]) -> None:
         """Bring what each rank has loaded to all ranks that hold it."""
         self._model.share(stored, self._groups, self._buffer)
+
+    def share_state(self, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
+        """Bring the boxes of tensors from the rank that steps each box to all that hold it."""
+        if not self._is_replicated:
+            return
+        kinds = [(name, dtype) for name, dtype, _ in tensors]
+        plan = box_plan(self.size, self._ownership.boxes, kinds)
+
+        def memory(number: str, box: Box) -> torch.Tensor:
+            """Return memory of a box of the tensor with a number."""
+            return part_of(tensors[int(number)][2], box)
+
+        gathering = Gathering(plan, self._groups, memory, self._buffer)
+        gathering.updated(0)
+        gathering.finish()
 
     def begin_step(self, terms: Step) -> Values:
         """Agree with all ranks on a step, and return what brings its new values to all of them."""

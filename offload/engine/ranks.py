@@ -271,6 +271,21 @@ class Ranks(Protocol):
         """
         ...
 
+    def share_state(self, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
+        """Bring the boxes of tensors from the rank that steps each box to all that hold it.
+
+        Collective, if any part of the model is on several ranks.
+
+        Args:
+            tensors: Tensors that are sharded as a parameter is, each after the name of the
+                parameter and the safetensors code of its own dtype; as many, in the same order, on
+                all ranks.
+
+        Raises:
+            RanksError: A rank was lost.
+        """
+        ...
+
     def serving(self) -> Serving | None:
         """Return which rank serves which part of the open store; None for one process."""
         ...
@@ -407,6 +422,9 @@ class Alone:
         return None
 
     def share_model(self, stored: Sequence[Stored]) -> None:
+        """Do nothing."""
+
+    def share_state(self, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
         """Do nothing."""
 
     def serving(self) -> Serving | None:

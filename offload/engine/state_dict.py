@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import torch
 
 from offload.device.boundary import HOST
 from offload.device.staging import flat_tensors
@@ -16,6 +19,8 @@ from offload.engine.state_passes import new_pass, run_pass
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError, MismatchError
 from offload.exchange.torch_dicts import (
+    MASTERS,
+    HeldParameter,
     MaterializedState,
     check_groups,
     load_groups,
@@ -24,18 +29,20 @@ from offload.exchange.torch_dicts import (
     stated_steps,
 )
 from offload.format.layout import Layout
-from offload.model.parameters import memories
+from offload.model.parameters import Trainable, group_names, memories
+from offload.model.shards import Shard
 from offload.store.opening import StoredCheckpoint
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.stream.passes import RingPass
 from offload.update.coding.decoder import StateDecoder, kept_arrays
 from offload.update.coding.filler import ParameterState, StateFiller
+from offload.update.dtypes import DTYPE_CODES
+from offload.update.rules import Scalars
 
 _LOADING = "load_state_dict()"
 """Call of the user, for messages."""
 
-_INSTEAD = "Use checkpoint() and restore()"
-"""Remedy if that call is refused."""
+_HOLDING = "materialized()"
 
 
 def make_reference(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
@@ -97,35 +104,72 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
 
 
 def materialize(engine: Engine, groups: Groups) -> MaterializedState:
-    """Read the present state into memory, as FP32, through the ring; changes nothing.
+    """Read the present state into memory, as FP32, through the ring; changes nothing. Collective.
 
     Raises:
         gds.StorageError: A transfer failed.
         DamagedError: The data read differs from the data written.
-        MismatchError: This rank steps a parameter in part.
+        RanksError: A rank was lost, or makes another call.
     """
     state = engine.state
-    state.lifecycle.require_usable()
+    state.ranks.together(_HOLDING, state.lifecycle.require_usable)
     engine.relayout(groups)
-    table, layout = state.table, state.layout
-    _require_alone(
-        state,
-        layout,
-        "full_state_dict(), like materialized(),",
-        "Call checkpoint(), and read the checkpoint: with torch.distributed.checkpoint.load(state, "
-        "storage_reader=offload.integrations.dcp.CheckpointReader(path)), which gives each rank "
-        "its shards under torch's own names; with offload.read_state(checkpoint, name); or with "
-        "`offload export`",
-    )
-    materialized = MaterializedState(
-        table.trainables,
-        table.scalars,
-        [kept_arrays(t.spec, layout) for t in table.trainables],
-        [state.rule.initial_state(group) for group in groups],
-    )
-    streamer, chunks = state.ring(), range(layout.num_chunks)
+    held = _held_by_ranks(state, groups) if state.ranks.size > 1 else _held_alone(state)
+    initial = [state.rule.initial_state(group) for group in groups]
+    materialized = MaterializedState(held, initial)
+    state.ranks.together(_HOLDING, partial(_read, state, materialized))
+    state.ranks.share_state(materialized.shared())
+    return materialized
+
+
+def _held_alone(state: TrainingState) -> list[HeldParameter]:
+    """Return the parameters that this process trains alone."""
+    layout = state.layout
+    return [
+        HeldParameter(t.spec.name, t.parameter, t.spec.group, scalars, kept_arrays(t.spec, layout))
+        for t, scalars in zip(state.table.trainables, state.table.scalars, strict=True)
+    ]
+
+
+def _held_by_ranks(state: TrainingState, groups: Groups) -> list[HeldParameter]:
+    """Return the parameters that any rank steps a part of. Collective.
+
+    A rank knows the scalar state of those only that it steps itself.
+    """
+    mine = [
+        [t.spec.name, scalars and [(n, kind, _as_text(v)) for n, kind, v in scalars]]
+        for t, scalars in zip(state.table.trainables, state.table.scalars, strict=True)
+    ]
+    said: dict[str, Scalars | None] = {
+        name: scalars and tuple((n, kind, _from_text(v)) for n, kind, v in scalars)
+        for one in state.ranks.gather(_HOLDING, mine, list)
+        for name, scalars in one
+    }
+    numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
+    arrays = [state.rule.rule(group).arrays for group in groups]
+    named = group_names(groups, state.table.model, state.table.shards)
+    return [
+        HeldParameter(name, parameter, number, said[name], arrays[number])
+        for number, (name, parameter) in zip(numbers, named, strict=True)
+        if name in said
+    ]
+
+
+def _as_text(value: float | int) -> str | int:
+    """Return a number as JSON that keeps its bits; messages have no infinite ones."""
+    return value if isinstance(value, int) else float(value).hex()
+
+
+def _from_text(value: str | int) -> float | int:
+    return float.fromhex(value) if isinstance(value, str) else value
+
+
+def _read(state: TrainingState, materialized: MaterializedState) -> None:
+    """Read what this rank steps into memory."""
+    table = state.table
+    streamer, chunks = state.ring(), range(state.layout.num_chunks)
     live = flat_tensors(memories(table.trainables), writable=False, traffic=state.meter.traffic)
-    decoder = StateDecoder(layout, table.scalars, live)
+    decoder = StateDecoder(state.layout, table.scalars, live)
     reading = RingPass(streamer, source=state.slots.present)
     reading.announce(chunks)
     for chunk in chunks:
@@ -133,34 +177,33 @@ def materialize(engine: Engine, groups: Groups) -> MaterializedState:
             reading.taken(chunk) as frame,
             frame.tensors_on(HOST, changes=False) as arrays,
         ):
-            for block in decoder.blocks(chunk, arrays):
-                materialized.copy(*block)
+            for index, start, values in decoder.blocks(chunk, arrays):
+                materialized.copy(table.trainables[index], start, values)
+        state.ranks.progress()
     streamer.begin(state.slots.present, state.chunks())
-    return materialized
 
 
-def _require_alone(state: TrainingState, layout: Layout | None, call: str, remedy: str) -> None:
-    """Refuse a call that needs the whole state in this process.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Loaded:
+    """A state dict that has been checked against the optimizer."""
 
-    Args:
-        state: State of the training.
-        layout: Layout of this rank's state.
-        call: The call, for the message.
-        remedy: What to do instead, as a sentence without its full stop.
+    groups: list[dict[str, Any]]
+    """Parameter groups with the dict's hyper-parameters."""
 
-    Raises:
-        MismatchError: Other ranks have parts of the state.
-    """
-    cut = [p for p in layout.parameters if p.cut is not None] if layout is not None else []
-    if state.ranks.size > 1 or cut:
-        raise MismatchError(
-            f"{call} needs the whole state, of which this rank has a part only: it is not "
-            f"supported with several ranks yet. {remedy}"
-        )
+    layout: Layout
+    trainables: Sequence[Trainable]
+
+    states: Sequence[ParameterState]
+    """State of what this rank steps of each of the trainables."""
+
+    stated_steps: int | None
+    """Number of steps that the dict states."""
 
 
 def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     """Stream a torch state dict into the store; see `OffloadedOptimizer.load_state_dict`.
+
+    Collective.
 
     Args:
         engine: Engine of the optimizer.
@@ -170,10 +213,49 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
 
     Raises:
         MismatchError: The state dict does not fit the optimizer.
+        RanksError: The ranks differ in what they load, or one of them was lost.
     """
-    state = engine.state
-    if state.ranks.size > 1:  # other ranks may load a reference
-        state.ranks.together(_LOADING, partial(_require_alone, state, None, _LOADING, _INSTEAD))
+    state, ranks = engine.state, engine.state.ranks
+    state.know_parameters(groups)
+    loaded = ranks.together(_LOADING, partial(_check, state, groups, state_dict))
+    masters = " with masters" if state_dict.get(MASTERS) else ""
+    ranks.require_same(_LOADING, f"a state dict of torch{masters}")
+    state.collect_seal(wait=True)
+    engine.relayout(loaded.groups)
+    steps = loaded.stated_steps
+    if steps is None:
+        mine = num_steps([given.scalars for given in loaded.states])
+        steps = ranks.gather(_LOADING, mine, _largest)
+    steps = state.num_steps if steps is None else steps
+    live = flat_tensors(memories(loaded.trainables), writable=True, traffic=state.meter.traffic)
+    work = StateFiller(
+        loaded.layout,
+        loaded.states,
+        live,
+        step=steps,
+        seed=state.options.rounding_seed,
+    )
+    filling = new_pass(state, loaded.groups, work, state.chunks(), source=None)
+    try:
+        ranks.together(_LOADING, partial(run_pass, state, filling))
+    except BaseException:
+        state.lifecycle.broken = state.lifecycle.broken or f"{_LOADING} failed on another rank"
+        raise
+    state.num_steps = steps
+    if masters and ranks.size > 1:
+        named = group_names(loaded.groups, state.table.model, state.table.shards)
+        ranks.share_state(
+            [(name, DTYPE_CODES[p.dtype], p) for name, p in named if p.dtype != torch.float32]
+        )
+    load_groups(groups, loaded.groups)
+
+
+def _check(state: TrainingState, groups: Groups, state_dict: Mapping[str, Any]) -> _Loaded:
+    """Check a state dict of torch; changes nothing, and makes no collective call.
+
+    Raises:
+        MismatchError: It does not fit the optimizer.
+    """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise MismatchError(
             f"load_state_dict() got a dict with the keys {sorted(map(str, state_dict))}, "
@@ -182,21 +264,16 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
         )
     said = stated_steps(state_dict)
     state.lifecycle.require_usable()
-    merged, states = read_state_dict(state_dict, groups, state.rule)
+    shards: dict[torch.Tensor, Shard | None] | None = None
+    if (shard_of := state.table.shards) is not None:
+        named = group_names(groups, state.table.model, shard_of)
+        shards = {parameter: shard_of(name, parameter) for name, parameter in named}
+    merged, states = read_state_dict(state_dict, groups, state.rule, shards)
     layout, trainables = state.table.describe(merged)
-    _require_alone(state, layout, _LOADING, _INSTEAD)
-    state.collect_seal(wait=True)
-    engine.relayout(merged)
     found = [states.get(t.parameter, ParameterState()) for t in trainables]
-    steps = num_steps([given.scalars for given in found]) if said is None else said
-    live = flat_tensors(memories(trainables), writable=True, traffic=state.meter.traffic)
-    work = StateFiller(
-        layout,
-        found,
-        live,
-        step=state.num_steps if steps is None else steps,
-        seed=state.options.rounding_seed,
-    )
-    run_pass(state, new_pass(state, merged, work, state.chunks(), source=None))
-    state.num_steps = state.num_steps if steps is None else steps
-    load_groups(groups, merged)
+    return _Loaded(merged, layout, trainables, found, said)
+
+
+def _largest(said: Sequence[int | None]) -> int | None:
+    """Return the largest number of steps that a rank says; None if none says any."""
+    return max((steps for steps in said if steps is not None), default=None)

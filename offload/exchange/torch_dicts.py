@@ -11,8 +11,10 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -20,7 +22,7 @@ from offload.errors import MismatchError
 from offload.format._manifest_fields import MAX_COUNT, NOT_HYPERPARAMETERS
 from offload.format.arrays import MASTER
 from offload.model.parameters import Trainable
-from offload.update.coding.decoder import has_master
+from offload.model.shards import Shard, is_dtensor
 from offload.update.coding.filler import HeldTensor, ParameterState, TensorSource
 from offload.update.rules import (
     Rule,
@@ -40,6 +42,10 @@ parameter may be smaller, since it does not count steps in which the parameter h
 
 NO_ENTRY: Mapping[str, Any] = {}
 """Placeholder for the missing entry of a parameter that has never been stepped."""
+
+Part: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
+"""Function that returns this rank's part of a tensor of state. It is given what the tensor is, for
+messages, and the tensor, which has the shape of the whole parameter."""
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -68,62 +74,100 @@ class _OnStorage(dict[str, Any]):
     def __missing__(self, key: str) -> NoReturn:
         raise KeyError(
             f"{key}: the state of parameters is on storage, not in optimizer.state. Within `with "
-            "optimizer.materialized():` all of it is here, in one process; "
-            "offload.read_state(checkpoint, name) reads that of one parameter from a checkpoint, "
-            "and offload.integrations.dcp.CheckpointReader loads a checkpoint into torch's own "
+            "optimizer.materialized():` it is here, with several ranks if all of them are in the "
+            "block; offload.read_state(checkpoint, name) reads that of one parameter from a "
+            "checkpoint, and offload.integrations.dcp.CheckpointReader loads one into torch's own "
             "state dicts on any number of ranks"
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldParameter:
+    """A parameter whose state is held in memory."""
+
+    name: str
+    """Name in files."""
+
+    parameter: torch.Tensor
+
+    group: int
+    """Index of its parameter group."""
+
+    scalars: Scalars | None
+    """Scalar state; None if the parameter has no state yet."""
+
+    arrays: Sequence[str]
+    """Names of the state arrays that the optimizer keeps."""
+
+
 class MaterializedState:
-    """The whole state in memory, in torch's own form.
+    """The state in memory, in torch's own form.
+
+    Tensors are like the parameter: with several ranks, those of a DTensor are DTensors of its mesh
+    and placements, with this rank's shard.
 
     Args:
-        trainables: The trainable parameters, in element-space order.
-        scalars: Scalar state of each parameter; None for a parameter that has no state yet.
-        arrays: Names of the state arrays that the optimizer keeps, for each parameter.
+        held: The parameters.
         initial: State that torch's constructor makes, for each parameter group.
     """
 
-    def __init__(
-        self,
-        trainables: Sequence[Trainable],
-        scalars: Sequence[Scalars | None],
-        arrays: Sequence[Sequence[str]],
-        initial: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def __init__(self, held: Sequence[HeldParameter], initial: Sequence[Mapping[str, Any]]) -> None:
+        self.held = held
         self.state: dict[torch.Tensor, dict[str, Any]] = {}
         self.masters: dict[torch.Tensor, torch.Tensor] = {}
-        self._trainables = trainables
-        for trainable, values, names in zip(trainables, scalars, arrays, strict=True):
-            parameter, shape = trainable.parameter, trainable.spec.shape
-            if values is None:
-                state = unstepped_state(initial[trainable.spec.group], shape)
+        for one in held:
+            parameter = one.parameter
+            if one.scalars is None:
+                state = unstepped_state(initial[one.group], parameter)
             else:
-                state = write_scalars(values)
-                state.update({name: _empty(shape) for name in names})
+                state = write_scalars(one.scalars)
+                state.update({name: _empty(parameter) for name in one.arrays})
             if state:  # torch has no entry for parameters of an SGD without momentum
                 self.state[parameter] = state
-            if has_master(trainable.spec):
-                self.masters[parameter] = _empty(shape)
+            if parameter.dtype != torch.float32:
+                self.masters[parameter] = _empty(parameter)
 
-    def copy(self, index: int, start: int, values: Mapping[str, torch.Tensor]) -> None:
+    def copy(self, trainable: Trainable, start: int, values: Mapping[str, torch.Tensor]) -> None:
         """Copy one block of a parameter's state into the tensors in memory; see `DecodedBlock`.
 
         Args:
-            index: Index of the parameter in the layout.
+            trainable: The parameter, of which this rank may step a part.
             start: First element of the block.
             values: Flat FP32 values by the name of the array.
         """
-        parameter = self._trainables[index].parameter
+        shard = trainable.shard
         for name, block in values.items():
-            whole = self.masters if name == MASTER else self.state[parameter]
-            tensor = whole[parameter] if name == MASTER else whole[name]  # type: ignore[index]
-            tensor.view(-1)[start : start + len(block)].copy_(block)
+            tensor = self._tensor(trainable.parameter, name)
+            memory = tensor if shard is None else shard.part_of(tensor)
+            memory.view(-1)[start : start + len(block)].copy_(block)
+
+    def shared(self) -> list[tuple[str, str, torch.Tensor]]:
+        """Return the tensors that are read from storage; see `Ranks.share_state`."""
+        return [
+            (one.name, "F32", self._tensor(one.parameter, array))
+            for one in self.held
+            for array in (
+                *(one.arrays if one.scalars is not None else ()),
+                *((MASTER,) if one.parameter in self.masters else ()),
+            )
+        ]
+
+    def _tensor(self, parameter: torch.Tensor, array: str) -> torch.Tensor:
+        if array == MASTER:
+            return self.masters[parameter]
+        tensor: torch.Tensor = self.state[parameter][array]
+        return tensor
 
 
-def _empty(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
+def _empty(parameter: torch.Tensor) -> torch.Tensor:
+    """Return memory for FP32 values of a parameter, sharded as the parameter is."""
+    if is_dtensor(parameter):
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            contiguous = torch.contiguous_format
+            return torch.empty_like(
+                parameter, dtype=torch.float32, device="cpu", memory_format=contiguous
+            )
+    return torch.empty(tuple(parameter.shape), dtype=torch.float32, device="cpu")
 
 
 def number_parameters(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
@@ -140,15 +184,15 @@ MAX_STEPS = 10**18
 hold it."""
 
 
-def unstepped_state(initial: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+def unstepped_state(initial: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """Return the state of a parameter that was never stepped, as torch's constructor makes it.
 
     Args:
         initial: State that the constructor makes of one element; empty for most classes.
-        shape: Shape of the parameter.
+        parameter: The parameter.
     """
     return {
-        name: torch.full(shape, value.item(), dtype=value.dtype, device="cpu")
+        name: _empty(parameter).to(value.dtype).fill_(value.item())
         if isinstance(value, torch.Tensor) and value.dim()
         else copy.deepcopy(value)
         for name, value in initial.items()
@@ -159,6 +203,7 @@ def read_state_dict(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     rule: UpdateRule,
+    shards: Mapping[torch.Tensor, Shard | None] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[torch.Tensor, ParameterState]]:
     """Check a torch state dict against an optimizer, and find the state of each parameter in it.
 
@@ -167,6 +212,8 @@ def read_state_dict(
             device, or memory-mapped.
         groups: Parameter groups of the optimizer that loads the dict.
         rule: Update rule of the optimizer; it tells which state the optimizer keeps.
+        shards: This rank's part of each parameter, None for one of which it steps nothing. What is
+            returned is then the state of these parts. None if this process steps everything.
 
     Returns:
         The groups with the dict's hyper-parameters, and the state of each parameter that has any.
@@ -205,6 +252,7 @@ def read_state_dict(
                     tuple(parameter.shape),
                     kept,
                     template,
+                    None if shards is None else partial(_part, parameter, shards.get(parameter)),
                 )
     for number in (*state_dict["state"], *masters):
         if number not in known:
@@ -222,6 +270,7 @@ def read_parameter_state(
     shape: tuple[int, ...],
     kept: Rule,
     template: Scalars,
+    part: Part | None = None,
 ) -> ParameterState:
     """Check the entry of one parameter in a torch state dict, and return it as a `ParameterState`.
 
@@ -234,6 +283,8 @@ def read_parameter_state(
         shape: Shape of the parameter.
         kept: State that the optimizer keeps of the parameter.
         template: Names and kinds of the parameter's scalar state, as from `scalar_template`.
+        part: Function that returns this rank's part of a tensor, given what it is for messages;
+            None for whole tensors.
 
     Raises:
         MismatchError: The entry differs from the state that the optimizer keeps.
@@ -255,7 +306,7 @@ def read_parameter_state(
         )
     out = ParameterState()
     if master is not None:
-        out.master = _source(f"the master of {at}", master, shape)
+        out.master = _source(f"the master of {at}", master, shape, part)
     if present or (not expected and out.master is not None):
         kinds = {name: _kind(present[name], kind) for name, kind, _ in template}
         out.scalars = tuple(
@@ -263,7 +314,9 @@ def read_parameter_state(
             for name, kind in kinds.items()
         )
         _check_steps(at, out.scalars)
-        out.arrays = {n: _source(f"{n!r} of the {at}", present[n], shape) for n in kept.arrays}
+        out.arrays = {
+            n: _source(f"{n!r} of the {at}", present[n], shape, part) for n in kept.arrays
+        }
     return out
 
 
@@ -325,25 +378,64 @@ def _check_names(index: int, group: Mapping[str, Any], saved: Mapping[str, Any])
             )
 
 
-def _source(what: str, value: Any, shape: tuple[int, ...]) -> TensorSource:
+def _source(what: str, value: Any, shape: tuple[int, ...], part: Part | None) -> TensorSource:
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or hasattr(value, "full_tensor"):
+        if value.layout != torch.strided or (part is None and is_dtensor(value)):
             raise MismatchError(
                 f"load_state_dict(): {what} is a {value.layout} {type(value).__name__}, expected "
                 "a dense tensor: gather shards first"
             )
-        value = HeldTensor(value)
-    elif not hasattr(value, "read"):
+        _require_form(what, value, shape)
+        return HeldTensor(value if part is None else part(what, value))
+    if not hasattr(value, "read"):
         raise MismatchError(
             f"load_state_dict(): {what} is a {type(value).__name__}, expected a tensor"
         )
+    _require_form(what, value, shape)
     source: TensorSource = value
-    if source.shape != shape or source.dtype not in _STATE_DTYPES:
+    return source
+
+
+def _require_form(what: str, value: Any, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor or source of another shape, or of a dtype that no state has."""
+    if tuple(value.shape) != shape or value.dtype not in _STATE_DTYPES:
         raise MismatchError(
-            f"load_state_dict(): {what} is {source.dtype} of shape {list(source.shape)}, expected "
+            f"load_state_dict(): {what} is {value.dtype} of shape {list(value.shape)}, expected "
             f"float32 of shape {list(shape)}"
         )
-    return source
+
+
+def _part(
+    parameter: torch.Tensor, shard: Shard | None, what: str, value: torch.Tensor
+) -> torch.Tensor:
+    """Return this rank's part of a tensor of state: of a whole one, or of one that is sharded.
+
+    Args:
+        parameter: Parameter that the state belongs to.
+        shard: This rank's part of it; None if it steps nothing of it.
+        what: What the tensor is, for messages.
+        value: Tensor of the parameter's shape.
+
+    Raises:
+        MismatchError: The tensor is sharded in another way than the parameter.
+    """
+    if is_dtensor(value):
+        wanted = _placed(parameter) if is_dtensor(parameter) else None
+        if wanted != _placed(value):
+            raise MismatchError(
+                f"load_state_dict(): {what} is a DTensor with the placements "
+                f"{list(value.placements)}, and the parameter "  # type: ignore[attr-defined]
+                + ("is a plain tensor" if wanted is None else f"has {list(wanted[1])}")
+                + ", or they are on different meshes: redistribute it to the mesh and placements "
+                "of the parameter, or pass whole tensors (full_tensor())"
+            )
+        return value if shard is None else shard.part_of(value)
+    return value if shard is None or shard.cut is None else value.detach()[shard.cut.box.slices]
+
+
+def _placed(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.device_mesh, tuple(tensor.placements)
 
 
 def _kind(value: Any, default: str) -> str:

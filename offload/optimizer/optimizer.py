@@ -319,10 +319,10 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         ``master`` has, by the same numbers, the FP32 values of parameters that are live in 16 bits.
         ``num_steps`` is the number of optimizer steps taken. A parameter that is in no group any
         more has no number, so its state is left out. The whole state must fit in host memory;
-        ``offload export`` does without.
+        ``offload export`` does without. With several ranks, see `materialized`.
 
         Raises:
-            MismatchError: Several ranks train the model. The message says what to do instead.
+            RanksError: A rank was lost, or makes another call.
             gds.StorageError: The state cannot be read.
             DamagedError: The state differs from the data that was written.
         """
@@ -336,9 +336,13 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         Within the block, `state` has FP32 tensors, `state_dict` returns them, and `step` is
         refused. Changes to the tensors are lost; use `load_state_dict` to change the state.
 
+        With several ranks, all of them enter the block. Each rank then has what torch's optimizer
+        would have there: of a DTensor, DTensors with its own shard; of a plain parameter, such as
+        those of DistributedDataParallel, the whole state.
+
         Raises:
             OffloadError: The block is within another one.
-            MismatchError: Several ranks train the model. The message says what to do instead.
+            RanksError: A rank was lost, or makes another call.
             gds.StorageError: The state cannot be read.
             DamagedError: The state differs from the data that was written.
         """
@@ -368,7 +372,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
 
     def _materialize(self) -> None:
         with self._exclusive("materialized") as engine:
-            engine.join()
+            engine.join_all("materialized()")
             self._materialized = materialize(engine, self.param_groups)
         present = number_parameters(self.param_groups)
         self.state.clear()
@@ -386,13 +390,14 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         it has ``master``, the live 16-bit parameters become the rounded masters; otherwise the
         masters begin as the live parameters. The number of steps becomes its ``num_steps``, or else
         the largest ``step`` of a parameter. Checkpoints of the store stay; call `checkpoint`
-        afterwards.
+        afterwards. With several ranks, all of them call this, each with whole tensors or with
+        DTensors that are sharded as the parameters are.
 
         Raises:
             ValueError: The numbers of groups or parameters differ, in torch's own words.
             MismatchError: The reference names another state, or the dict is of another class, or
-                has other shapes or names; or it is a torch state dict, and several ranks train the
-                model. Nothing has been changed.
+                has other shapes, names or shards. Nothing has been changed.
+            RanksError: The ranks load different things, or one of them was lost.
             NotRestoredError: The store has checkpoints, and neither `restore` nor ``fresh=True``
                 has decided about them.
         """

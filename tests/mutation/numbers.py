@@ -188,7 +188,7 @@ NUMBERS = (
     Mutation(
         "steps-counted-by-parameters",
         "a full state dict sets the number of steps that it says",
-        (Edit("offload/engine/state_dict.py", " if said is None else said\n", "\n"),),
+        (Edit("offload/engine/state_dict.py", "= loaded.stated_steps\n", "= None\n"),),
         (_DICTS,),
     ),
     Mutation(

@@ -13,8 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from offload.engine.state_dict import load_tensors, materialize
-from offload.errors import MismatchError, OverlapError, UnsupportedParameterError
+from offload.errors import OverlapError, UnsupportedParameterError
 from offload.format.boxes import Box, Cut
 from offload.format.shares.dealing import deal_rows
 from offload.model.names import unwrapped_names
@@ -23,7 +22,6 @@ from offload.model.shards import own_shards, rows, uncounted, whole
 from offload.overlap.backward import DuringBackward
 from tests.numerics.reference import Reference, assert_same_parameters
 from tests.ranks.rank import Rank
-from tests.ranks.replicas import Replicas
 
 
 def network() -> torch.nn.Sequential:
@@ -90,19 +88,6 @@ def test_steps_during_backward_are_refused(tmp_path: Path) -> None:
     rank = Rank(torch.optim.AdamW, model.parameters(), tmp_path, lambda _, p: whole(p))
     with rank, pytest.raises(OverlapError, match="gradient of this rank alone"):
         DuringBackward(rank.training, model)
-
-
-def test_whole_state_is_refused_where_parameters_are_cut(tmp_path: Path) -> None:
-    replicas = Replicas(2, torch.bfloat16, tmp_path, torch.optim.AdamW)
-    replicas.step(1)
-    rank = replicas.ranks[0]
-    with pytest.raises(MismatchError, match=r"full_state_dict\(\).*this rank has a part only"):
-        materialize(rank.engine, rank.param_groups)
-    torch_dict = {"state": {}, "param_groups": rank.state_dict()["param_groups"]}
-    with pytest.raises(MismatchError, match=r"load_state_dict\(\).*this rank has a part only"):
-        load_tensors(rank.engine, rank.param_groups, torch_dict)
-    replicas.step(2)  # nothing has changed
-    replicas.close()
 
 
 def test_a_parameter_without_elements_here_is_not_stored(tmp_path: Path) -> None:

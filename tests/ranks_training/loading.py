@@ -24,12 +24,16 @@ from tests.ranks_training.calls import Calls
 from tests.ranks_training.given import model_of, plain_name, set_gradients
 
 
-def stock(model: torch.nn.Module, optimizer: str, **hyper: Any) -> torch.optim.Optimizer:
+def stock(
+    model: torch.nn.Module, optimizer: str, *, named: bool = False, **hyper: Any
+) -> torch.optim.Optimizer:
     """Return torch's own optimizer, with the groups of `given.open_optimizer`."""
-    named = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in named if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in named if p.dim() <= 1]},
+    trained = [(plain_name(n), p) for n, p in model.named_parameters() if p.requires_grad]
+    weights = [one for one in trained if one[1].dim() > 1]
+    others = [one for one in trained if one[1].dim() <= 1]
+    groups: list[dict[str, Any]] = [
+        {"params": weights if named else [p for _, p in weights], "weight_decay": 0.1},
+        {"params": others if named else [p for _, p in others]},
     ]
     return getattr(torch.optim, optimizer)(groups, **{"lr": 1e-2, **hyper})
 
@@ -143,13 +147,9 @@ def newest(store: Path) -> Path:
     return max(store.glob("step-*"))
 
 
-def ask_for_the_state(calls: Calls, inside: bool) -> None:
-    """Ask torch for the state of an optimizer of several ranks."""
-    if inside:
-        with calls.optimizer.materialized():
-            get_optimizer_state_dict(calls.model, calls.optimizer)
-    else:
-        get_optimizer_state_dict(calls.model, calls.optimizer)
+def ask_for_the_state(calls: Calls) -> None:
+    """Ask torch for the state of an optimizer that holds none in memory."""
+    get_optimizer_state_dict(calls.model, calls.optimizer)
 
 
 def listed_while_pins_move(calls: Calls, steps: int) -> list[list[int]]:

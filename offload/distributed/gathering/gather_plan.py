@@ -18,6 +18,7 @@ from typing import TypeAlias
 from offload.format.boxes import Box
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout
+from offload.format.shares.dealing import OwnedBox
 
 BoxKey: TypeAlias = tuple[str, Box]
 """Name of a tensor, and a box of it."""
@@ -195,6 +196,32 @@ def layout_chunks(
         if pieces:
             found.append(RankChunk(number, tuple(pieces)))
     return found
+
+
+def box_plan(
+    num_ranks: int, boxes: Iterable[OwnedBox], tensors: Sequence[tuple[str, str]]
+) -> GatherPlan:
+    """Return the plan that brings boxes of tensors from their owners to all that hold them.
+
+    Each tensor is called by its number in decimal digits, and each owner has one chunk, number 0.
+
+    Args:
+        num_ranks: Number of ranks.
+        boxes: Boxes of all parameters.
+        tensors: For each tensor, the name of the parameter that it is sharded like, and the
+            safetensors code of its dtype.
+    """
+    by_name: dict[str, list[OwnedBox]] = {}
+    for one in boxes:
+        by_name.setdefault(one.name, []).append(one)
+    holders: dict[BoxKey, tuple[int, ...]] = {}
+    pieces: list[list[BoxPiece]] = [[] for _ in range(num_ranks)]
+    for number, (name, dtype) in enumerate(tensors):
+        for one in by_name.get(name, ()):
+            piece = BoxPiece(str(number), one.cut.box, dtype, 0, one.cut.box.num_elements)
+            holders[piece.key] = one.holders
+            pieces[one.owner].append(piece)
+    return GatherPlan([[RankChunk(0, tuple(own))] if own else [] for own in pieces], holders)
 
 
 def deal_reading(
