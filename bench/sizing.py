@@ -198,7 +198,8 @@ def _machine(args: argparse.Namespace, directory: str, resident: Streamed) -> Ma
 
 def _block(args: argparse.Namespace) -> int:
     """Return the bytes of a block of parameters, fewer for a small model."""
-    return min(MODEL_BLOCK_BYTES, args.parameters // ALIGNMENT * ALIGNMENT)
+    parameters: int = args.parameters
+    return min(MODEL_BLOCK_BYTES, parameters // ALIGNMENT * ALIGNMENT)
 
 
 def _threads(args: argparse.Namespace, directory: str) -> int:
