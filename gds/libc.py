@@ -22,6 +22,8 @@ _AT_EMPTY_PATH: Final = 0x1000
 _STATX_MNT_ID: Final = 0x1000
 _STATX_DIOALIGN: Final = 0x2000
 _STATX_BYTES: Final = 256
+_ATTRIBUTES_AT: Final = 0x08
+_ATTRIBUTE_DAX: Final = 0x200000
 _MNT_ID_AT: Final = 0x90
 _DIO_ALIGN_AT: Final = 0x98
 
@@ -70,6 +72,18 @@ def mount_id(fd: int) -> int | None:
         return None
     (number,) = struct.unpack_from("=Q", buffer, _MNT_ID_AT)
     return int(number)
+
+
+def is_dax(fd: int) -> bool:
+    """Return whether an open file is memory of a DAX device, used without the page cache.
+
+    It is False if the kernel (before 5.8) does not report that.
+    """
+    buffer = _statx(fd, 0)
+    if buffer is None:
+        return False
+    (attributes,) = struct.unpack_from("=Q", buffer, _ATTRIBUTES_AT)
+    return bool(attributes & _ATTRIBUTE_DAX)
 
 
 def rename_with(source: str, target: str, flags: int) -> None:

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from offload.model.loading import load_parameters
     from offload.model.process_groups import SEPARATE
     from offload.optimizer import OffloadedOptimizer
-    from offload.options import DriveTuning, Options, Tier
+    from offload.options import DriveTuning, MemoryDirectory, Options, Tier
     from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
     from offload.sizing.plan import size
     from offload.store.maintenance.pinning import pin, unpin
@@ -99,6 +99,7 @@ __all__ = [
     "InDoubtError",
     "LastK",
     "ManifestError",
+    "MemoryDirectory",
     "MetricError",
     "MismatchError",
     "NotRestoredError",
@@ -197,7 +198,7 @@ _MODULES = {
     "offload.checkpoint.listing": ("CheckpointInfo", "list_checkpoints"),
     "offload.model.loading": ("load_parameters",),
     "offload.optimizer": ("OffloadedOptimizer",),
-    "offload.options": ("DriveTuning", "Options", "Tier"),
+    "offload.options": ("DriveTuning", "MemoryDirectory", "Options", "Tier"),
     "offload.store.quarantine_limit": ("verify_before_resume",),
     "offload.store.maintenance.pinning": ("pin", "unpin"),
     "offload.model.process_groups": ("SEPARATE",),

@@ -60,6 +60,37 @@ class Tier:
             raise ValueError(f"finish_s must not be negative, got {self.finish_s}")
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryDirectory:
+    """A directory whose files are memory, in which state may stay between steps.
+
+    The kernel does not count that memory as anonymous memory of the process. It is returned when
+    the optimizer is closed, or the process ends. No checkpoint depends on it.
+
+    Raises:
+        ValueError: The size is not possible. The message says why.
+    """
+
+    path: str | os.PathLike[str]
+    """Directory on a DAX device (CXL or persistent memory, mounted with ``-o dax``), on hugetlbfs,
+    or on tmpfs."""
+
+    size: int | str | None = None
+    """Most memory that is taken, by each rank: a number of bytes, or a string such as ``"64GiB"``.
+    None for as much as is free when the first step begins, but for 1/64 of it. A size is required
+    with several ranks, on tmpfs, and on hugetlbfs that was mounted without ``size=``."""
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for a size that is not possible."""
+        if self.size_bytes == 0:
+            raise ValueError(f"size of {os.fspath(self.path)} must be positive, got {self.size!r}")
+
+    @property
+    def size_bytes(self) -> int | None:
+        """`size` in bytes; None if the free space decides."""
+        return None if self.size is None else parse_bytes(self.size, "size")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveTuning:
     """Settings for using the drives; every default is measured, or found out by trying.
@@ -139,10 +170,12 @@ class Options:
     memory if state is updated on the device. None for the number that the drive was measured to
     need; 6 if nothing was measured."""
 
-    host_memory: int | str = 0
+    host_memory: int | str | os.PathLike[str] | MemoryDirectory = 0
     """Host memory in which state may stay between steps, in addition to the ring: a number of
     bytes, or a string such as ``"8GiB"``. A step neither reads nor writes the chunks that fit in
-    it. They are written only when a checkpoint is sealed."""
+    it. They are written only when a checkpoint is sealed. A directory on a DAX device, on hugetlbfs
+    or on tmpfs takes the memory there: a path with a ``/``, or a `MemoryDirectory`, which has a
+    size."""
 
     device_memory: int | str = 0
     """Device memory in which state may stay between steps, if state is updated on the device (see
@@ -265,8 +298,8 @@ class Options:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
                 )
-        host_memory_bytes, device_memory_bytes = self.host_memory_bytes, self.device_memory_bytes
-        if self.placement == "device" and host_memory_bytes:
+        device_memory_bytes = self.device_memory_bytes
+        if self.placement == "device" and (self.host_memory_bytes or self.memory_directory):
             raise ValueError(
                 'host_memory has no effect with placement="device": state stays in device_memory'
             )
@@ -298,8 +331,20 @@ class Options:
             )
 
     @property
+    def memory_directory(self) -> MemoryDirectory | None:
+        """The directory that `host_memory` names; None if it is a number of bytes."""
+        named = self.host_memory
+        if isinstance(named, MemoryDirectory):
+            return named
+        if isinstance(named, os.PathLike) or (isinstance(named, str) and "/" in named):
+            return MemoryDirectory(named)
+        return None
+
+    @property
     def host_memory_bytes(self) -> int:
-        """`host_memory` in bytes."""
+        """`host_memory` in bytes; 0 if it is a directory."""
+        if self.memory_directory is not None:
+            return 0
         return parse_bytes(self.host_memory, "host_memory")
 
     @property
@@ -322,7 +367,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _UNITS |= {f"{unit}i": 1 << 10 * power for power, unit in enumerate("kmgtp", start=1)}
 
 
-def parse_bytes(value: int | str, name: str) -> int:
+def parse_bytes(value: object, name: str) -> int:
     """Return a number of bytes, given as a number or as text such as ``"8GiB"`` or ``"500 MB"``.
 
     Args:

@@ -64,6 +64,7 @@ GDS_MAY_KNOW: dict[str, set[str]] = {
     "buffers": {"contract", "errors", "waiting"},
     "probe": {"buffers", "contract", "libc"},
     "places": {"errors", "probe"},
+    "memory_directories": {"buffers", "errors", "libc", "places", "probe"},
     "check": {"buffers", "contract", "libc", "paths", "places", "probe"},
     "backends": {"buffers", "check", "contract", "errors", "libc", "paths", "probe", "waiting"},
     "small_files": {"backends"},

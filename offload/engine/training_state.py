@@ -399,6 +399,7 @@ class TrainingState:
                 self.collect_seal(wait=True)
         finally:
             self.memory.reset()  # files must not be closed while transfers use them
+            self.memory.release()
             with ExitStack() as releases:  # an error in one callback does not skip the others
                 if self.meter.trace is not None:
                     releases.callback(self.meter.trace.write)

@@ -38,6 +38,7 @@ from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
 from offload.store.serving import Serving
 from offload.stream.drives import Directory, as_directories
+from offload.stream.host_memory import require_host_memory
 from offload.tiers.background import RETRY_S, BackgroundUploads
 from offload.tiers.ranks.following import FollowingUploads
 from offload.tiers.services.opening import require_tier
@@ -88,6 +89,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         UnreadableError: A file or directory in the store could not be read. Its content may be
             whole. Nothing has been changed.
         StoreFullError: There is no room for ``keep + 1`` slots in addition to the pinned ones.
+        gds.errors.RefusedError: The directory of ``host_memory=`` is no memory, or needs a size.
         PinError: ``fresh=True`` would withdraw a pinned checkpoint.
         StoreError: The directory cannot be used, or is not a store of this kind. The message says
             why.
@@ -161,7 +163,13 @@ class OffloadedOptimizer(CheckpointingOptimizer):
                 described = partial(
                     describe_parameters, self.param_groups, model, rule, options.state_format
                 )
-                ranks.together("the constructor", lambda: described(shards=ranks.shards))
+
+                def check() -> None:
+                    """Check what this rank was given."""
+                    described(shards=ranks.shards)
+                    require_host_memory(options, ranks.size)
+
+                ranks.together("the constructor", check)
             if on_device:
                 split = options.master == "split"
                 require_steppable(rule, self.param_groups, options.state_dtype, split=split)

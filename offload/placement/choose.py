@@ -17,6 +17,7 @@ from offload.options import Options
 from offload.placement.model import decide
 from offload.placement.rates import MeasurementSetup, find_rates, step_bytes
 from offload.stream.drives import Drives
+from offload.stream.host_memory import host_memory_bytes
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.steppable import require_steppable, why_not_steppable
@@ -94,7 +95,7 @@ class PlacementChooser:
             )
             step = step_bytes(
                 layout,
-                kept_on_host=options.host_memory_bytes,
+                kept_on_host=host_memory_bytes(options),
                 kept_on_device=options.device_memory_bytes,
             )
             self._chosen, reason = decide(step, find_rates(setup))

@@ -79,7 +79,7 @@ class HostFrames:
                 'not (KvikioBackend(memory="pinned")). With Options(placement="device"), the '
                 "optimizer itself requests device memory for state"
             )
-        return buffer, torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)
+        return buffer, tensor_of(buffer)
 
     def digests(self, arrays: Mapping[str, torch.Tensor]) -> ChunkDigests:
         """Return digests that the CPU computes."""
@@ -93,6 +93,11 @@ class HostFrames:
         self, fetched: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
     ) -> None:
         """Do nothing: the tensors are the same."""
+
+
+def tensor_of(buffer: Buffer) -> torch.Tensor:
+    """Return a buffer of host memory as a tensor of bytes, which keeps the memory alive."""
+    return torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)
 
 
 class Frame:

@@ -9,6 +9,7 @@ from offload.options import Options
 from offload.stream.device_frames import DeviceFrames
 from offload.stream.drives import Drives
 from offload.stream.frame import FrameMemory, HostFrames, frame_bytes
+from offload.stream.host_memory import host_memory_bytes, resident_frames
 from offload.stream.meter import Meter
 from offload.stream.streamer import Streamer
 
@@ -40,11 +41,15 @@ class WorkingMemory:
         """
         if self.streamer is None:
             options, backend = self._options, self._drives.backends[0]
-            memory: FrameMemory = HostFrames(backend)
-            resident_bytes = options.host_memory_bytes
+            memory: FrameMemory
+            kept_in: FrameMemory
             if compute is not None:
-                memory = DeviceFrames(backend, compute, self._meter.traffic)
+                memory = kept_in = DeviceFrames(backend, compute, self._meter.traffic)
                 resident_bytes = options.device_memory_bytes
+            else:
+                memory = HostFrames(backend)
+                kept_in = resident_frames(options, backend)
+                resident_bytes = host_memory_bytes(options)
             ring_chunks = self._drives.tune(layout.state_bytes, frame_bytes(layout))
             self.streamer = Streamer(
                 memory,
@@ -52,6 +57,7 @@ class WorkingMemory:
                 ring_chunks,
                 self._meter,
                 resident_bytes=resident_bytes,
+                resident_memory=kept_in,
                 verify_reads=options.verify == "always",
             )
         return self.streamer
@@ -82,6 +88,12 @@ class WorkingMemory:
         """Wait for all transfers, then discard chunks in memory and forget errors."""
         if self.streamer is not None:
             self.streamer.reset()
+
+    def release(self) -> None:
+        """Release all memory for good, after `reset`. The sizes of the ring are still known."""
+        if self.streamer is not None:
+            self.streamer.release()
+        self._blocks = None
 
     def drop(self) -> None:
         """Release all memory, before another layout is used.

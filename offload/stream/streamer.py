@@ -51,6 +51,7 @@ class Streamer:
         ring_chunks: Maximal number of frames in the ring; fewer are created for fewer chunks.
         meter: Meter that counts the seconds that `take` waits.
         resident_bytes: Memory for all resident chunks together, in bytes.
+        resident_memory: Memory of the resident chunks; None for that of the other frames.
         verify_reads: Whether every chunk that is read is compared with its digest.
     """
 
@@ -62,16 +63,18 @@ class Streamer:
         meter: Meter,
         *,
         resident_bytes: int = 0,
+        resident_memory: FrameMemory | None = None,
         verify_reads: bool = False,
     ) -> None:
         self.layout = layout
         self._verify_reads = verify_reads
         nbytes = frame_bytes(layout)
+        kept_in = memory if resident_memory is None else resident_memory
         most = min(resident_bytes // nbytes if nbytes else 0, layout.num_chunks)
-        while most and frames_bytes(memory, layout, most) > resident_bytes:
+        while most and frames_bytes(kept_in, layout, most) > resident_bytes:
             most -= 1
         resident = _spread(most, layout)
-        frames = allocate_frames(memory, layout, len(resident))
+        frames = allocate_frames(kept_in, layout, len(resident))
         self._resident = dict(zip(resident, frames, strict=True))
         num_frames = min(ring_chunks, layout.num_chunks - len(resident))
         self._frames = allocate_frames(memory, layout, num_frames)
@@ -79,7 +82,7 @@ class Streamer:
         self._free = [*self._frames]
         self._num_frames = num_frames
         self.ring_bytes = frames_bytes(memory, layout, num_frames)
-        self.resident_bytes = frames_bytes(memory, layout, len(resident))
+        self.resident_bytes = frames_bytes(kept_in, layout, len(resident))
         self._held: set[int] = set()
         """Resident chunks whose memory holds their current state."""
         self._dirty: set[int] = set()
@@ -283,6 +286,11 @@ class Streamer:
                 frame.futures = []  # their callbacks refer to this object: a cycle keeps memory
             self._source = None
             self.error = None
+
+    def release(self) -> None:
+        """Free all memory. Only the sizes can be asked for afterwards; `reset` comes before."""
+        with self._changed:
+            self._resident, self._frames, self._free = {}, [], []
 
     def raise_error(self) -> None:
         """Raise the error of the first transfer that failed, if any."""

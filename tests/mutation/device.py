@@ -174,7 +174,7 @@ DEVICE = (
         (
             Edit(
                 _STREAMER,
-                "        while most and frames_bytes(memory, layout, most) > resident_bytes:\n"
+                "        while most and frames_bytes(kept_in, layout, most) > resident_bytes:\n"
                 "            most -= 1\n",
                 "",
             ),
