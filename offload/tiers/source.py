@@ -7,6 +7,7 @@ a training process from recycling a checkpoint: the upload ends instead.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import weakref
@@ -165,8 +166,10 @@ def read_model(
 ) -> Iterator[memoryview]:
     """Yield a file of the model in pieces: its header, and then block by block.
 
-    A piece stays as it is as long as anybody refers to it; its memory is then used again, because
-    new memory costs more time than reading into it.
+    A piece stays as it is as long as anybody refers to it, or to a part of it. Its memory is then
+    used again, because new memory costs more time than reading into it. Pieces in the memory of the
+    caller last until the caller uses it for something else. The file is not closed: that is for its
+    owner, also if the caller takes only some of the pieces.
 
     Args:
         model: What the file is in the copy.
@@ -188,8 +191,11 @@ def read_model(
         block = buffer.slice(run.offset % ALIGNMENT, run.nbytes)
         with held():
             read_chunks(file, run.offset, run.chunks, block, context)
-        view = memoryview(block.memoryview())
-        weakref.finalize(view, free.append, buffer).atexit = False
+        # Parts of a view keep what it was made from, and not the view itself.
+        owner = (ctypes.c_ubyte * block.nbytes).from_buffer(block.memoryview())
+        weakref.finalize(owner, free.append, buffer).atexit = False
+        view = memoryview(owner).cast("B")
+        del owner
         yield view
         del view
 
