@@ -94,5 +94,7 @@ def _room(opened: Opened, needed_bytes: int, lasting: NamedParts) -> Room:
     elif opened.is_near and place == opened.place:
         available = free  # what nobody needs there is counted by the writer
     else:
-        available = available_bytes(backend, home, opened.plan.store_id, lasting, ())
+        # After a download from a tier, the store has another identity than when it was opened.
+        store_id = opened.plan.store_id if opened.part is None else opened.part.store_id
+        available = available_bytes(backend, home, store_id, lasting, ())
     return Room(drive, place, home, needed_bytes, free, max(available - free, 0))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from offload.distributed.recut_rooms import Room, first_lacking
+from gds import MemoryBackend
+from offload.distributed.rank_opening import Opened
+from offload.distributed.recut_rooms import Room, _room, first_lacking
+from tests.ranks_store.job import ONE, TWO
+from tests.ranks_store.test_owner_store import STORE_ID, naming, open_owner, sealed
 from tests.ranks_training.rank_server import Jobs
 from tests.ranks_training.test_hosts import ROUND, on, run_all
 from tests.ranks_training.test_reshaped_hosts import FOUR, SETTING, contents, go_on
+from tests.stores.files import contents as files_of
 
 
 def room(drive: str, directory: str, needed: int, free: int, spare: int = 0) -> Room:
@@ -71,3 +77,18 @@ def test_directories_of_one_host_are_checked_too(jobs: Jobs, tmp_path: Path) -> 
         assert rank.of("restore")["error"] == "StoreFullError"
     assert contents(tmp_path) == before
     go_on(jobs, tmp_path, [[here]] * 3, 2)
+
+
+def test_parts_count_as_spare_under_the_identity_that_came_from_a_tier() -> None:
+    """A rank in another directory than the first counts what nobody needs there."""
+    backend = MemoryBackend()
+    owner = open_owner(backend)
+    owner.take_over("f" * 32)
+    reference = sealed(owner)
+    peers = SimpleNamespace(peers=SimpleNamespace(rank=1))
+    plan = SimpleNamespace(store_id=STORE_ID, directories=(ONE, TWO), near=(True, False))
+    opened: Any = Opened(peers, backend, plan, (TWO,), ONE, part=owner)  # type: ignore[arg-type]
+    files = files_of(backend, f"{owner.path}/{reference.name}")
+    part_bytes = sum(map(len, files.values()))
+    assert _room(opened, 1, naming()).spare_bytes == part_bytes > 0
+    assert _room(opened, 1, naming(reference)).spare_bytes == 0
