@@ -6,14 +6,17 @@ agree after each step of it, and an error of one rank is raised on all of them.
 
 from __future__ import annotations
 
+import threading
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from offload.checkpoint.recut.layout import box_of
 from offload.engine.matching import match_checkpoint
+from offload.engine.rank_warnings import warn_together
+from offload.engine.ranks import Ranks
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import MismatchError, RanksError
 from offload.format.shares.owners import OwnerReference
@@ -23,6 +26,9 @@ from offload.tiers.ranks.arriving_share import ArrivingShare, find_newest
 from offload.units import duration, size
 
 _CALL = "restore()"
+
+_SIGN_S = 0.1
+"""Seconds between two calls that give a sign; most of them are too early, and cost nothing."""
 
 
 def receive_from_tier(state: TrainingState, groups: Groups) -> bool:
@@ -56,10 +62,17 @@ def receive_from_tier(state: TrainingState, groups: Groups) -> bool:
     url = str(ranks.gather(_CALL, [lifecycle.tier_url, is_empty], _common_tier))
     if not url:
         return False
-    looked = ranks.together(_CALL, lambda: find_newest(url) if serving.is_writer else ("", ""))
-    newest = str(ranks.gather(_CALL, looked[0], lambda said: said[serving.writer]))
-    if looked[1]:
-        warnings.warn(looked[1], RuntimeWarning, stacklevel=5)
+
+    def look() -> tuple[str, str]:
+        """Look for the newest copy, on the writer."""
+        if not serving.is_writer:
+            return "", ""
+        with giving_signs(ranks):
+            return find_newest(url)
+
+    own, warning = ranks.together(_CALL, look)
+    newest = str(ranks.gather(_CALL, own, lambda said: said[serving.writer]))
+    warn_together(ranks, _CALL, warning, level=5)
     if not newest:
         log_event(f"{url}: no complete checkpoint; training starts from the beginning")
         store.journal.tell()
@@ -80,16 +93,24 @@ def _download(state: TrainingState, groups: Groups, serving: Serving, url: str) 
 
         def open_share() -> ArrivingShare:
             """Open the copy, and read what it says of the share of this rank."""
-            opened.append(ArrivingShare(url, backend, serving.owner, serving.owners))
+            with giving_signs(ranks):
+                opened.append(ArrivingShare(url, backend, serving.owner, serving.owners))
             return opened[0]
+
+        def fetch() -> None:
+            """Fetch the share of this rank."""
+            with giving_signs(ranks):
+                share.fetch_train_state()
+            share.fetch(ranks.progress)
 
         share = ranks.together(_CALL, open_share)
         ranks.together(_CALL, lambda: _match(state, groups, serving, share))
         # A step would begin another history under the identity that the store gets now.
         state.lifecycle.broken = f"restoring {url} failed half way"
         ranks.together(_CALL, lambda: share.reserve(store.served))
-        ranks.together(_CALL, lambda: share.fetch(ranks.progress))
-        reference = ranks.together(_CALL, share.seal_part)
+        ranks.together(_CALL, fetch)
+        ranks.together(_CALL, share.seal_part)
+        reference = share.tell_reference()
         said = ranks.gather(_CALL, None if reference is None else asdict(reference), _references)
         references = [OwnerReference(**one) for one in said]
         ranks.together(_CALL, lambda: share.publish(references))
@@ -103,6 +124,29 @@ def _download(state: TrainingState, groups: Groups, serving: Serving, url: str) 
         f"{size(share.bytes_kept)} were here"
     )
     store.journal.tell()
+
+
+@contextmanager
+def giving_signs(ranks: Ranks) -> Iterator[None]:
+    """Give signs of progress during a block that waits for the tier.
+
+    A server may accept a request, and not answer. The tier has time limits of its own, and their
+    error says what is wrong. Without signs the other ranks would take this one for lost before.
+    """
+    has_ended = threading.Event()
+
+    def give() -> None:
+        """Give signs until the block has ended."""
+        while not has_ended.wait(_SIGN_S):
+            ranks.progress()
+
+    thread = threading.Thread(target=give, name="offload-ranks-signs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 def _match(state: TrainingState, groups: Groups, serving: Serving, share: ArrivingShare) -> None:

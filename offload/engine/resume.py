@@ -17,6 +17,7 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.source import RecutSource
 from offload.engine.matching import match_checkpoint, take_hyperparameters
 from offload.engine.rank_arrival import receive_from_tier
+from offload.engine.rank_warnings import warn_together
 from offload.engine.tier_restore import restore_from_tier
 from offload.engine.training_state import Groups, TrainingState
 from offload.engine.whole_model import load_recut, load_whole
@@ -242,26 +243,14 @@ def _announce_reencoding(
     num = len(state.ranks.union("restore()", lambda: mine))
     if not num:
         return
-    errors: list[Warning] = []
-    try:
-        if state.ranks.rank == 0:
-            warnings.warn(
-                f"{path}: the present cut divides blocks of 32 elements that have one scale, so "
-                f"the 8-bit state of {many(num, 'parameter')} is encoded anew. Each value changes "
-                "by at most one rounding in its new block, and results are from now on not "
-                "bit-identical to those of a run that was never resharded",
-                RuntimeWarning,
-                stacklevel=level,
-            )
-    except RuntimeWarning as error:
-        errors.append(error)
-
-    def settle() -> None:
-        """Raise the warning if it is an error to the user."""
-        for error in errors:
-            raise error
-
-    state.ranks.together("restore()", settle)
+    message = (
+        f"{path}: the present cut divides blocks of 32 elements that have one scale, so the 8-bit "
+        f"state of {many(num, 'parameter')} is encoded anew. Each value changes by at most one "
+        "rounding in its new block, and results are from now on not bit-identical to those of a "
+        "run that was never resharded"
+    )
+    own = message if state.ranks.rank == 0 else ""
+    warn_together(state.ranks, "restore()", own, level)
 
 
 def _warn_of_refused(store: StateStore) -> None:

@@ -23,9 +23,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
+from gds import Backend, PosixBackend
 from offload.distributed import node
 from offload.errors import OffloadError
 from offload.options import Tier
+from offload.tiers.ranks import arriving_share
+from tests.crash.fault_backend import FaultBackend
 from tests.numerics.reference import bits
 from tests.ranks_training.calls import record, record_into
 from tests.ranks_training.host_backend import HostBackend
@@ -44,6 +47,17 @@ def make_model(kind: str, width: int) -> torch.nn.Module:
     return fully_shard(layers)
 
 
+class _Nth:
+    """Chooses the operation of a kind that is the n-th one with files of a name."""
+
+    def __init__(self, number: int, kind: str, name: str) -> None:
+        self._left, self._kind, self._name = number, kind, name
+
+    def __call__(self, kind: str, path: str) -> bool:
+        self._left -= kind == self._kind and path.endswith(self._name)
+        return self._left == 0
+
+
 def local_bits(model: torch.nn.Module) -> str:
     """Return a digest of what this rank has of the parameters."""
     digest = hashlib.blake2b(digest_size=8)
@@ -56,11 +70,19 @@ def local_bits(model: torch.nn.Module) -> str:
 def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
     """Restore, train, seal, and close; return what the test looks at."""
     rank = dist.get_rank()
-    directory, backend = folder, None
+    directory = folder
+    backend: Backend | None = None
     if "hosts" in case:
         host = case["hosts"][rank]
         node.this_node = lambda: node.Node(host, f"boot of {host}")
         directory, backend = f"{folder}/{host}", HostBackend(Path(folder), host)
+    if "unsealed" in case:  # the rank cannot write the table of its part once
+        backend = failing = FaultBackend(backend or PosixBackend())
+        if rank == case["unsealed"]:
+            failing.fail_if(_Nth(case["nth_table"], "write_bytes", "table.json"))
+    if "tier_timeout_s" in case:
+        arriving_share.DEFAULT_TIMEOUT_S = case["tier_timeout_s"]
+        arriving_share.DEFAULT_RETRY_S = 0.5
     model = make_model(case.get("kind", "ddp"), case.get("width", 96))
     tier = case["tier"] if rank not in case.get("without", []) else None
     optimizer = offload.AdamW(
@@ -71,7 +93,7 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         fresh=case.get("fresh", False),
         options=offload.Options(
             allow_volatile=True,
-            agreement_timeout_s=5.0,
+            agreement_timeout_s=case.get("agreement_s", 5.0),
             chunk_bytes=4096,
             drives=offload.DriveTuning(calibrate=False),
             tier=Tier(tier, finish_s=case.get("finish_s", 60.0)) if tier else None,
@@ -82,12 +104,12 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
     errors: list[list[str]] = []
     restored = None
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("error" if case.get("strict") else "always")
         for _ in range(1 + case.get("retries", 0)):
             try:
                 restored = optimizer.restore()
                 break
-            except OffloadError as error:
+            except (OffloadError, OSError, RuntimeWarning) as error:
                 errors.append([type(error).__name__, str(error)])
     found = {
         "errors": errors,

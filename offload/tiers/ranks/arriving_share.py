@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from gds import Backend
+from gds import Backend, StorageError
 from offload.checkpoint.owner_parts import check_cover
 from offload.errors import CheckpointError, TierError
 from offload.format.manifest import Manifest
@@ -22,7 +22,7 @@ from offload.format.shares.owners import OwnerReference
 from offload.format.shares.part_table import OwnerTable
 from offload.store.opening import StoredCheckpoint
 from offload.store.owners.claims import NamedParts
-from offload.store.owners.slot import OwnerSlot
+from offload.store.owners.slot import OwnerSlot, OwnerSlotState
 from offload.store.owners.store import OwnerStore
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
@@ -70,8 +70,9 @@ def find_newest(url: str) -> tuple[str, str]:
 class ArrivingShare:
     """The share of one rank in a checkpoint that arrives from a tier.
 
-    The calls are `reserve`, `fetch`, `seal_part` on every rank but the writer, `publish` on the
-    writer, and `published` on the others. `close` ends it, at any time.
+    The calls are `reserve`, `fetch_train_state`, `fetch`, `seal_part`, `tell_reference`, `publish`
+    and `published`; those that concern only the writer, or only the other ranks, do nothing on the
+    rest. `close` ends it, at any time.
 
     Args:
         url: URL of the copy, the same on all ranks.
@@ -94,6 +95,9 @@ class ArrivingShare:
         self._share: Share | None = None
         self._served: Store | OwnerStore | None = None
         self._train_state = b""
+        self._sealed: OwnerReference | None = None
+        self._is_told = False
+        """Whether the writer may know the reference to the part of this rank, and publish it."""
         address = parse_address(url)
         with ExitStack() as opened:
             objects = opened.enter_context(
@@ -165,22 +169,25 @@ class ArrivingShare:
             named = NamedParts({})  # the store has no checkpoint
             self._part, self._share = reserve_part(served, self._table, self._model, named)
 
+    def fetch_train_state(self) -> None:
+        """Fetch the train state, on the writer; see `RangeFilling.train_state`."""
+        if self._slot is not None:
+            size_bytes = self._slot.train_state.size_bytes
+            self._train_state = self._filling.train_state(self._marker, size_bytes)
+
     def fetch(self, require_going_on: GoingOn) -> None:
-        """Fetch the share, and on the writer the train state first; see `RangeFilling`.
+        """Fetch the share; see `RangeFilling`.
 
         Args:
             require_going_on: Function that is called again and again, and raises an error to end
                 early.
         """
-        if self._slot is not None:
-            size_bytes = self._slot.train_state.size_bytes
-            self._train_state = self._filling.train_state(self._marker, size_bytes)
         if self._share is not None:
             shares = [self._share]
             fill_shares(self._filling, shares, self._marker.object_bytes, require_going_on)
 
-    def seal_part(self) -> OwnerReference | None:
-        """Make the part of this rank durable, and return the reference to it; None on the writer.
+    def seal_part(self) -> None:
+        """Make the part of this rank durable, if it is not the writer.
 
         Raises:
             StoreError: It has another table than was sealed with the checkpoint.
@@ -188,14 +195,22 @@ class ArrivingShare:
         """
         owner, part, table, expected = self._served, self._part, self._table, self._reference
         if part is None or table is None or expected is None or not isinstance(owner, OwnerStore):
-            return None
-        return seal_part(owner, part, table, expected)
+            return
+        self._sealed = seal_part(owner, part, table, expected)
+
+    def tell_reference(self) -> OwnerReference | None:
+        """Return the reference to the part, for the writer; None on the writer.
+
+        From now on a checkpoint may name the part, so `close` must not free it any more.
+        """
+        self._is_told = True
+        return self._sealed
 
     def publish(self, references: Sequence[OwnerReference]) -> StoredCheckpoint | None:
         """Make the slot and the parts of all ranks a checkpoint, on the writer; None on another.
 
         Args:
-            references: What `seal_part` has returned on the other ranks, by rising owner.
+            references: What `tell_reference` has returned on the other ranks, by rising owner.
 
         The errors are those of `offload.store.sealing.Sealing.seal`.
         """
@@ -214,13 +229,19 @@ class ArrivingShare:
             owner.release(part)  # it is opened again as the source of the next step
 
     def close(self) -> None:
-        """Close the connection to the tier, and give up what is not published. Idempotent."""
+        """Close the connection to the tier, and give up what is not published. Idempotent.
+
+        The next download goes on from what has arrived, unless it may have been published.
+        """
         store, slot, part = self._served, self._slot, self._part
         self._slot = self._part = None
         self._filling.end()  # a late answer must not be written to what is released
         if slot is not None and isinstance(store, Store) and store.checkpoint_of(slot) is None:
             store.release(slot)
         if part is not None and isinstance(store, OwnerStore):
+            if part.state is OwnerSlotState.REPORTED and not self._is_told:
+                with suppress(StorageError):  # then the part is given up, and fetched again
+                    store.aborted(part)
             store.release(part)
         self._resources.close()
 
