@@ -13,6 +13,7 @@ import pytest
 import offload
 from gds import MemoryBackend, StorageError, probe
 from gds.errors import RefusedError
+from tests.contract.test_memory_directories import free_huge_bytes
 from tests.numerics.pairs import CASES, Cut, Pair
 from tests.torch_contract.refusing import mounted
 
@@ -44,11 +45,11 @@ def free_bytes(path: Path) -> int:
 
 
 def pair_in(
-    path: Path, most: int | str = MOST, directory: str | Path = "/store", ring: int = 2
+    path: Path, most: int | str = MOST, directory: str | Path = "/store", **more: object
 ) -> Pair:
-    settings = {"host_memory": offload.MemoryDirectory(path, most)}
+    settings = {"host_memory": offload.MemoryDirectory(path, most), **more}
     backend = MemoryBackend() if directory == "/store" else None
-    return Pair(CASES["adamw"], Cut(8192, ring, settings=settings), backend, str(directory))
+    return Pair(CASES["adamw"], Cut(8192, 2, settings=settings), backend, str(directory))
 
 
 @pytest.mark.parametrize("most", [MOST, "1GiB"], ids=["a-part", "all"])
@@ -74,11 +75,12 @@ def test_results_are_those_of_state_on_storage(shm: Path, tmp_path: Path, most: 
     assert [*shm.iterdir()] == []
 
 
-def test_close_returns_the_memory(tmpfs: Path) -> None:
-    pair = pair_in(tmpfs)
+@pytest.mark.parametrize("overlap", [None, "forward", "backward"])
+def test_close_returns_the_memory(tmpfs: Path, overlap: str | None) -> None:
+    pair = pair_in(tmpfs, overlap=overlap)
     before = free_bytes(tmpfs)
     for step in range(3):
-        pair.step(step)
+        pair.step_live(step)
     pair.optimizer.checkpoint()
     resident = pair.optimizer.stats().resident_bytes
     assert before - free_bytes(tmpfs) == resident > 0
@@ -107,6 +109,35 @@ def test_a_full_directory_refuses_the_step_and_nothing_is_lost(tmpfs: Path) -> N
         pair.assert_same_parameters()
     pair.assert_same_state()
     pair.optimizer.close()
+
+
+def test_without_a_size_it_is_what_is_free_on_huge_pages(tmp_path: Path) -> None:
+    path = tmp_path / "huge"
+    path.mkdir()
+    with mounted(path, "-t", "hugetlbfs", "-o", f"size={SIZE_BYTES}", "none"):
+        free = free_huge_bytes()
+        if free < SIZE_BYTES:
+            pytest.skip(f"only {free} bytes of huge pages are free here (vm.nr_hugepages)")
+        settings = {"host_memory": path}
+        backend = MemoryBackend()
+        pair = Pair(CASES["adamw"], Cut(8192, 2, settings=settings), backend)
+        for step in range(4):
+            pair.step(step)
+            pair.assert_same_parameters()
+        stats = pair.optimizer.stats()
+        assert stats.resident_bytes > stats.state_bytes  # all of it, on whole pages
+        assert free_bytes(path) == SIZE_BYTES - stats.resident_bytes
+        pair.assert_same_state()
+        pair.optimizer.close()
+        assert free_bytes(path) == SIZE_BYTES
+        assert free_huge_bytes() == free
+
+
+def test_hugetlbfs_without_a_size_needs_one(tmp_path: Path) -> None:
+    path = tmp_path / "huge"
+    path.mkdir()
+    with mounted(path, "-t", "hugetlbfs", "none"):
+        assert "this hugetlbfs was mounted without a size" in refusal(path)
 
 
 def refusal(host_memory: object) -> str:
