@@ -100,6 +100,8 @@ class RankSealing:
         self._shared: MutableMapping[StateSlot, SharedFile] = WeakKeyDictionary()
         """Model file of each slot that was granted. A seal may fail when the next slot has been
         granted already, or none could be, so what is known belongs to a slot."""
+        self._last: StateSlot | None = None
+        """Slot of this rank that was granted last."""
         self.last_aborted: Aborted | None = None
         """The last seal, if it was aborted and no slot has been granted since."""
         self._has_ended = threading.Event()
@@ -111,6 +113,7 @@ class RankSealing:
     def granted(self, slot: StateSlot, shared: SharedFile) -> None:
         """Record the model file of a slot for which all ranks are ready."""
         self._shared[slot] = shared
+        self._last = slot
 
     def shared_of(self, slot: StateSlot) -> SharedFile:
         """Return the model file of a slot; its content has no name after a failed seal."""
@@ -142,6 +145,9 @@ class RankSealing:
             copy.close()
         if slot is None:
             self.known = KnownShares()
+            # The other ranks still write the model file of the writer's slot, whose sync may fail.
+            if self._last is not None:
+                self._last.model_leaves.forget(readable=False)
         self._slot = slot
         self._name = slot.name if isinstance(slot, OwnerSlot) else ""
         self._begin(step, 0 if slot is None else slot.context.generation)

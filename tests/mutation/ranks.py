@@ -18,6 +18,7 @@ _OWNERSHIP = "offload/distributed/ownership.py"
 _GROUP = "offload/distributed/rank_group.py"
 _SEALING = "offload/distributed/rank_sealing.py"
 _DIFFER = "tests/ranks_training/test_different_terms.py"
+_FROZEN = "tests/ranks_training/test_frozen.py"
 _REFUSED = f"{_SHARDED}::test_what_has_no_single_box_is_refused_by_name"
 _STATE = f"{_ROWS}::test_the_state_is_that_of_one_process"
 
@@ -185,6 +186,20 @@ RANKS = (
         ),
         (
             f"{_DIFFER}::test_shards_of_a_parameter_that_one_rank_has_not_stepped_fail_the_seal_on_all",
+        ),
+    ),
+    Mutation(
+        "torn-writers-file-believed",
+        "nothing is known of the writer's model file after a seal of the others that failed",
+        (
+            gone(
+                _SEALING,
+                "            if self._last is not None:\n"
+                "                self._last.model_leaves.forget(readable=False)\n",
+            ),
+        ),
+        (
+            f"{_FROZEN}::test_what_another_rank_could_not_sync_is_written_anew_after_a_torn_step_of_the_writer",
         ),
     ),
 )
