@@ -6,6 +6,7 @@
 #   make test-full          all tests, then `make mutants` (30 minutes); CI runs this
 #   make versions           a sample of the tests with other versions of Python and torch
 #   make mutants            break the library here and there, and see that a test notices (10 minutes)
+#   make rank-kills         kill ranks at every step of their protocol, once (8 minutes at most)
 #   make bench              measure on this drive and render docs/performance.md (10 minutes)
 #   make gpu                all that needs a GPU: tests, kernels, steps, transfers (30 minutes)
 #   make gpu SECONDS=540    as much of it as fits; the next call goes on
@@ -39,7 +40,7 @@ KERNEL_SOURCES := hatch_build.py $(KERNEL)/sources.py $(wildcard $(KERNEL)/sourc
 say_if_slow = @test -e $(KERNEL)/lib/update_avx2.so || echo "The C++ update kernel is not built, so" \
   "updates on the CPU take longer. To see why: $(PIP) install -v --no-deps --no-build-isolation -e ." >&2
 
-.PHONY: demo test test-full versions mutants lint bench gpu gpu-wheels wheel clean
+.PHONY: demo test test-full versions mutants rank-kills lint bench gpu gpu-wheels wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -67,6 +68,12 @@ versions: $(VENV)/.dev
 # python -m tests.mutation --help
 mutants: $(VENV)/.dev
 	$(BIN)/python -m tests.mutation --ci
+
+# Each message and file operation of two ranks, before which one of them or both are killed. What it
+# counts goes to a folder that git does not see; recorded results are of longer campaigns.
+rank-kills: $(VENV)/.dev
+	$(BIN)/python -m bench.ranks_campaign --parts steps --times 1 --seconds 440 \
+	  --directory $(DIRECTORY) --output $(QUICK_RESULTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check

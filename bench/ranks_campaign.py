@@ -82,6 +82,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--times", type=int, default=3, help="times of each step and victim")
     add("--first-time", type=int, default=0, help="number of the first of these times")
     add("--every", type=int, default=1, help="one of so many steps only (default: all)")
+    add("--seconds", type=float, default=0.0, help="begin no kill at a step later (default: all)")
     add("--kills", type=int, default=200, help="random kills on each number of ranks")
     add("--elastic-kills", type=int, default=20, help="kills of ranks under torchrun")
     add("--ranks", default="2,3,4", help="numbers of ranks of random kills, with commas")
@@ -138,6 +139,8 @@ def _in_parallel(works: Sequence[Work], folder: Path, num_workers: int) -> list[
 def _steps(args: argparse.Namespace) -> list[Work]:
     """Return works that each take their part of the steps of the protocol."""
 
+    started = time.monotonic()
+
     def work_on(time_: int, share: int) -> Work:
         def work(jobs: Jobs, folder: Path) -> Tally:
             # The third time, the key-value store outlives the ranks, as torchrun's does.
@@ -150,6 +153,9 @@ def _steps(args: argparse.Namespace) -> list[Work]:
             killed.tally.counts["steps of the protocol"] = len(steps) if share == time_ == 0 else 0
             trials = [*itertools.product(steps, ((0,), (1,), (0, 1)))]
             for (is_begin, rank, label), victims in trials[share :: args.workers]:
+                if 0 < args.seconds < time.monotonic() - started:
+                    killed.tally.counts["left out, as there was no time"] += 1
+                    continue
                 killed.kill_at(rank, label, victims, begins=is_begin, outlives=time_ % 3 == 2)
             return killed.tally
 

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from offload.distributed.rank_group import RankGroup
+from offload.distributed.terms import terms_of
 from offload.format.arrays import BLOCK_ELEMENTS
 from offload.model.all_parameters import all_parameters
 from offload.model.process_groups import ProcessGroup
 from offload.options import Options
+from offload.retention.policy import Retention
 
 
 def join_ranks(
@@ -20,6 +22,9 @@ def join_ranks(
     param_groups: Sequence[Mapping[str, Any]],
     model: torch.nn.Module | None,
     options: Options,
+    *,
+    optimizer: str,
+    keep: Retention,
 ) -> RankGroup:
     """Return the ranks that train a model. Collective.
 
@@ -28,6 +33,8 @@ def join_ranks(
         param_groups: Parameter groups of the optimizer.
         model: Model that is trained; None if it was not given.
         options: Settings of the optimizer.
+        optimizer: Name of the optimizer's class.
+        keep: Policy that selects the checkpoints to keep.
 
     Raises the errors of `RankGroup`, and ValueError for an option that ranks do not have.
     """
@@ -42,7 +49,13 @@ def join_ranks(
     multiple = BLOCK_ELEMENTS if options.state_dtype == "int8" or has_fused else 1
     if options.overlap is not None:
         require_beside_forward(named)
-    return RankGroup(group, named, multiple=multiple, timeout_s=options.agreement_timeout_s)
+    return RankGroup(
+        group,
+        named,
+        terms_of(optimizer, param_groups, model, keep, options),
+        multiple=multiple,
+        timeout_s=options.agreement_timeout_s,
+    )
 
 
 def require_beside_forward(named: Iterable[tuple[str, torch.Tensor]]) -> None:

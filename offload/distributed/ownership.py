@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -95,8 +95,9 @@ class Ownership:
             Whether anything has changed.
 
         Raises:
-            UnsupportedParameterError: A parameter is divided in a way that is not supported.
-            BoxesError: The ranks do not have the same model.
+            UnsupportedParameterError: A parameter is divided in a way that is not supported, or the
+                ranks have different parameters.
+            BoxesError: The ranks have boxes that are neither equal nor apart.
             RanksError: A rank was lost, or makes another call.
         """
         dealt = [(name, tensor) for name, tensor in named if name not in self._known]
@@ -130,56 +131,76 @@ class Ownership:
         return self._shard_of(name, tensor)
 
     def _own(self, tensors: Mapping[str, torch.Tensor]) -> tuple[OwnedBox, ...]:
-        if not any(is_dtensor(tensor) for tensor in tensors.values()):
-            return self._deal(tensors)
-        view: list[tuple[str, Cut]] = []
-        for name, tensor in tensors.items():
-            if not is_dtensor(tensor):
-                shape = tuple(tensor.shape)
-                view.append((name, Cut(shape, Box.whole(shape))))
-                continue
-            shard = local(tensor, name)  # type: ignore[arg-type]
-            if shard is not None:
-                view.append((name, cut_of(shard)))
-        # What each rank can compute is not sent: a digest of it tells that all have the same.
-        derived = derived_views(tensors, self._ranks)
-        is_true = derived is not None and derived[self._rank] == view
-        if self._all_say(_digest(derived) if is_true else "") and derived is not None:
+        """Return the boxes of all ranks, which have the same tensors. Collective."""
+        # What each rank can compute is not sent: a digest of it tells that all have the same. The
+        # kinds of the tensors are part of it, because ranks with other kinds send other things.
+        mine = [_described(name, tensor) for name, tensor in tensors.items()]
+        are_plain = not any(is_dtensor(tensor) for tensor in tensors.values())
+        view = [] if are_plain else _view(tensors)
+        derived = None if are_plain else derived_views(tensors, self._ranks)
+        is_derived = derived is not None and derived[self._rank] == view
+        digests = [_digest(mine), _digest(derived) if is_derived else ""]
+        said = self._exchange(digests)
+        if any(one[0] != digests[0] for one in said):
+            _require_same_tensors(self._exchange(mine))
+        if are_plain:
+            return tuple(self._deal(tensors))
+        if derived is not None and digests[1] and all(one == digests for one in said):
             return own_boxes(derived)
         views = self._exchange([[n, c.shape, c.box.offsets, c.box.sizes] for n, c in view])
         return own_boxes(
             [[(n, Cut(tuple(s), Box(tuple(o), tuple(z)))) for n, s, o, z in one] for one in views]
         )
 
-    def _all_say(self, digest: str) -> bool:
-        """Return whether all ranks say the same, and something. Collective."""
-        return {*self._exchange(digest)} == {digest} != {""}
-
-    def _deal(self, tensors: Mapping[str, torch.Tensor]) -> tuple[OwnedBox, ...]:
+    def _deal(self, tensors: Mapping[str, torch.Tensor]) -> Iterable[OwnedBox]:
         """Deal parameters that every rank has. Trained and frozen ones are balanced apart."""
         everyone = tuple(range(self._size))
-        owned: list[OwnedBox] = []
         for trained in (True, False):
             shapes = {n: t.shape for n, t in tensors.items() if t.requires_grad is trained}
             dealt = deal_rows(
                 shapes, self._size, self._multiple, span_elements=SPAN_ELEMENTS * self._size
             )
             for rank, boxes in enumerate(dealt):
-                owned += [OwnedBox(name, cut, rank, everyone) for name, cut in boxes]
-        # The ranks compute the same, if they have the same model: a difference is an error here.
-        mine = [[name, list(t.shape), str(t.dtype), t.requires_grad] for name, t in tensors.items()]
-        if self._all_say(_digest(mine)):
-            return tuple(owned)
-        everywhere = self._exchange(mine)
-        for rank, theirs in enumerate(everywhere):
-            if theirs != everywhere[0]:
-                pairs = itertools.zip_longest(everywhere[0], theirs)
-                first, other = next(pair for pair in pairs if pair[0] != pair[1])
-                raise UnsupportedParameterError(
-                    f"rank 0 and rank {rank} have different parameters: {first} and {other} "
-                    "(name, shape, dtype, requires_grad): build the same model on every rank"
-                )
-        return tuple(owned)
+                for name, cut in boxes:
+                    yield OwnedBox(name, cut, rank, everyone)
+
+
+def _view(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, Cut]]:
+    """Return the box that this rank holds of each tensor that it holds something of."""
+    view: list[tuple[str, Cut]] = []
+    for name, tensor in tensors.items():
+        if not is_dtensor(tensor):
+            shape = tuple(tensor.shape)
+            view.append((name, Cut(shape, Box.whole(shape))))
+            continue
+        shard = local(tensor, name)  # type: ignore[arg-type]
+        if shard is not None:
+            view.append((name, cut_of(shard)))
+    return view
+
+
+def _described(name: str, tensor: torch.Tensor) -> list[Json]:
+    """Return what all ranks must have alike of a tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, dtype, trained = list(tensor.shape), str(tensor.dtype), tensor.requires_grad
+    return [name, shape, dtype, trained, "DTensor" if is_dtensor(tensor) else "plain"]
+
+
+def _require_same_tensors(everywhere: Sequence[Sequence[Json]]) -> None:
+    """Check that all ranks have described the same tensors.
+
+    Raises:
+        UnsupportedParameterError: They have not; names the first tensors that differ.
+    """
+    for rank, theirs in enumerate(everywhere):
+        if theirs != everywhere[0]:
+            pairs = itertools.zip_longest(everywhere[0], theirs)
+            first, other = next(pair for pair in pairs if pair[0] != pair[1])
+            raise UnsupportedParameterError(
+                f"rank 0 and rank {rank} have different parameters: {first or 'none'} and "
+                f"{other or 'none'} (name, shape, dtype, requires_grad, DTensor or plain tensor): "
+                "build the same model on every rank, and shard it on all of them or on none"
+            )
 
 
 def _digest(value: object) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,9 +16,7 @@ from gds import Backend
 from offload.ambient import in_neutral
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
-from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json
-from offload.distributed.agreement.start_name import agree_on_start
 from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.distributed.drive_turns import measure_in_turns
 from offload.distributed.gathering.gather import BounceBuffer, Gathering
@@ -34,9 +30,11 @@ from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.live_ranges import part_of
 from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, digest_of
+from offload.distributed.meeting import meet
 from offload.distributed.ownership import Ownership
 from offload.distributed.rank_model import RankModel
 from offload.distributed.rank_store import RankStore
+from offload.distributed.terms import require_same_terms
 from offload.distributed.together import everywhere, together
 from offload.errors import OffloadError, RanksError, reason_of
 from offload.format.boxes import Box, Cut
@@ -53,10 +51,6 @@ from offload.store.state_store import StateSlot, StateStore
 
 T = TypeVar("T")
 
-_numbers = Counter[str]()
-"""Number of optimizers that this process has made, by group of ranks. The n-th optimizer of a group
-is the same one on each of its ranks."""
-
 
 class RankGroup:
     """The ranks that train one model into one store. The constructor is collective.
@@ -65,13 +59,15 @@ class RankGroup:
         group: Process group of the ranks; None for the default group.
         named: Parameters of the model and of the optimizer, with their names in files; the same on
             all ranks, in the same order.
+        terms: What else is the same on all ranks; see `offload.distributed.terms`.
         multiple: Number of elements that each cut of a parameter is a multiple of.
         timeout_s: Seconds without a sign of progress after which a rank counts as lost.
 
     Raises:
         UnsupportedParameterError: A parameter is divided in a way that is not supported; names it.
         BoxesError: The ranks do not have the same model.
-        RanksError: A rank was lost, or makes another call.
+        RanksError: The ranks differ in their versions or terms; or a rank was lost, or makes
+            another call.
     """
 
     @in_neutral
@@ -79,6 +75,7 @@ class RankGroup:
         self,
         group: dist.ProcessGroup | None,
         named: Sequence[tuple[str, torch.Tensor]],
+        terms: Mapping[str, Json],
         *,
         multiple: int,
         timeout_s: float,
@@ -87,14 +84,13 @@ class RankGroup:
         self.size = dist.get_world_size(group)
         self._group, self._timeout_s = group, timeout_s
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        prefix = _prefix(ranks)
-        self._agreement, start = _meet(prefix, self.rank, self.size, timeout_s)
-        self._name = f"{prefix}{start}/"
-        """Text before the keys of all notes of this optimizer's ranks."""
+        self._agreement, self._name = meet(ranks, self.rank, timeout_s)
+        """Agreement of the ranks, and text before the keys of all notes of this optimizer."""
         self._traffic = Traffic()
         self._store: RankStore | None = None
         self._ownership = Ownership(self.rank, self.size, multiple, self._exchange, ranks)
         try:
+            require_same_terms(terms, self._exchange)
             self._ownership.know(named, replaces=True)
             self._sets = self._ownership.holder_sets
             self._groups, self._steps = self._connect()
@@ -359,29 +355,6 @@ class RankGroup:
         if self._store is None:
             raise RuntimeError("the store has not been opened")
         return self._store
-
-
-def _prefix(ranks: Sequence[int]) -> str:
-    """Return a prefix for the keys of a new optimizer, which no other one of these processes has.
-
-    All groups use the same key-value store, so the prefix names the group by its ranks.
-    """
-    group = hashlib.sha256(json.dumps([*ranks]).encode()).hexdigest()[:16]
-    number = _numbers[group]
-    _numbers[group] += 1
-    return f"offload/{group}/{number}/"
-
-
-def _meet(prefix: str, rank: int, size: int, timeout_s: float) -> tuple[Agreement, str]:
-    """Meet the other ranks; return the agreement with them, and the name of this start."""
-    channel = TorchChannel(_get_default_store(), prefix, timeout_s=timeout_s)
-    try:
-        start = agree_on_start(channel, rank, size, timeout_s)
-    except BaseException:
-        channel.close()
-        raise
-    channel.enter(start)
-    return Agreement(channel, rank, size, timeout_s=timeout_s), start
 
 
 def _encode_layout(layout: Layout) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -15,6 +16,7 @@ from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json, MessageError
 from offload.distributed.agreement.reports import Report
 from offload.distributed.known_shares import KnownShares, SharedFile
+from offload.distributed.scalar_runs import require_same_scalars, scalar_runs
 from offload.distributed.share_copy import NoCopy, ShareCopy
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
@@ -98,6 +100,8 @@ class RankSealing:
         self._shared: MutableMapping[StateSlot, SharedFile] = WeakKeyDictionary()
         """Model file of each slot that was granted. A seal may fail when the next slot has been
         granted already, or none could be, so what is known belongs to a slot."""
+        self._last: StateSlot | None = None
+        """Slot of this rank that was granted last."""
         self.last_aborted: Aborted | None = None
         """The last seal, if it was aborted and no slot has been granted since."""
         self._has_ended = threading.Event()
@@ -109,6 +113,7 @@ class RankSealing:
     def granted(self, slot: StateSlot, shared: SharedFile) -> None:
         """Record the model file of a slot for which all ranks are ready."""
         self._shared[slot] = shared
+        self._last = slot
 
     def shared_of(self, slot: StateSlot) -> SharedFile:
         """Return the model file of a slot; its content has no name after a failed seal."""
@@ -140,6 +145,9 @@ class RankSealing:
             copy.close()
         if slot is None:
             self.known = KnownShares()
+            # The other ranks still write the model file of the writer's slot, whose sync may fail.
+            if self._last is not None:
+                self._last.model_leaves.forget(readable=False)
         self._slot = slot
         self._name = slot.name if isinstance(slot, OwnerSlot) else ""
         self._begin(step, 0 if slot is None else slot.context.generation)
@@ -217,6 +225,7 @@ class RankSealing:
             step=manifest.step,
             generation=manifest.generation,
             hyper_digest=_digest_of_groups(manifest),
+            model_digest=_digest_of_model(manifest),
         )
         if self._part is not None:
             return self._seal_part(self._part, slot, report, boxes, manifest)
@@ -232,9 +241,11 @@ class RankSealing:
             peers = self._agreement.peers
             states = [self._train_state] * peers.size
             references = []
+            scalars = {peers.rank: scalar_runs(manifest)}
             for rank in peers.others:
-                reference, states[rank] = _extra_of(reports[rank], rank)
+                reference, states[rank], scalars[rank] = _extra_of(reports[rank], rank)
                 references.append(reference)
+            require_same_scalars(scalars, [tensor.name for tensor in manifest.layout.model])
             references.sort(key=lambda reference: reference.owner)
             size = slot.train_state.size_bytes
             packed = pack_train_state(join_ranks(states), manifest, size)
@@ -278,7 +289,7 @@ class RankSealing:
         if number is None:
             raise RuntimeError("no seal has begun")
         reference = part.prepare(slot, manifest.scalars, boxes)
-        extra = [asdict(reference), to_message(self._train_state)]
+        extra = [asdict(reference), to_message(self._train_state), scalar_runs(manifest)]
         self._number = None
         self._agreement.report(
             number,
@@ -360,19 +371,24 @@ def from_message(value: Json) -> EncodedState:
         raise MessageError(f"a rank's train state cannot be read: {error}") from error
 
 
-def _extra_of(report: Report, rank: int) -> tuple[OwnerReference, EncodedState]:
+def _extra_of(report: Report, rank: int) -> tuple[OwnerReference, EncodedState, Json]:
     try:
-        fields, state = report.extra
+        fields, state, scalars = report.extra
         reference = OwnerReference(**fields)
     except (TypeError, ValueError) as error:
         raise MessageError(f"rank {rank}: the report names no part: {error}") from error
-    return reference, from_message(state)
+    return reference, from_message(state), scalars
 
 
 def _digest_of_groups(manifest: Manifest) -> str:
     return document.digest_of(
         {str(i): encode_group(i, group) for i, group in enumerate(manifest.groups)}
     )
+
+
+def _digest_of_model(manifest: Manifest) -> str:
+    header = manifest.layout.model_header.encoded
+    return hashlib.blake2b(header, digest_size=16).hexdigest()
 
 
 def _refuse(reports: Mapping[int, Report]) -> None:

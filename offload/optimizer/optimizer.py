@@ -157,7 +157,14 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         if several:
             from offload.distributed.launch import join_ranks  # imports torch.distributed
 
-            ranks = join_ranks(process_group, self.param_groups, model, options)
+            ranks = join_ranks(
+                process_group,
+                self.param_groups,
+                model,
+                options,
+                optimizer=rule.class_name,
+                keep=retention,
+            )
         with leaving_on_error(ranks):
             with neutral():
                 described = partial(

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,24 +19,50 @@ import offload
 ROOT = Path(__file__).parents[2]
 
 
+TWO = ("--standalone", "--nproc-per-node=2")
+TIMEOUT_S = 200
+
+
 def torchrun(name: str, *arguments: str) -> str:
     """Run an example on two processes, and return what they print."""
-    return launch("torch.distributed.run", "--standalone", "--nproc-per-node=2", name, *arguments)
+    return launch("torch.distributed.run", *TWO, name, *arguments)
 
 
 def launch(launcher: str, *arguments: str) -> str:
     """Run a launcher, a module, in the directory of examples, and return what it prints."""
-    ended = subprocess.run(
+    with started(launcher, *arguments) as process:
+        printed, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    return printed
+
+
+@contextmanager
+def started(launcher: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a launcher, a module, in the directory of examples; it is killed if it does not end."""
+    with subprocess.Popen(
         [sys.executable, "-m", launcher, *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT / "docs/examples",
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    ) as process:
+        try:
+            yield process
+        finally:
+            for pid in [*ranks_of(process.pid), process.pid] if process.poll() is None else []:
+                os.kill(pid, signal.SIGKILL)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Return the processes that a launcher has started, which are in sessions of their own."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(one) for one in children.read_text().split()]
+
+
+def steps_in(printed: str) -> Counter[tuple[int, str]]:
+    """Return the steps and losses that all processes have printed, perhaps into the same line."""
+    return Counter((int(n), loss) for n, loss in re.findall(r"step (\d+) loss (\d+\.\d+)", printed))
 
 
 @pytest.mark.slow
@@ -47,19 +78,26 @@ def test_the_example_for_the_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_for_lightning(tmp_path: Path) -> None:
-    whole = torchrun(
-        "lightning_loop.py", f"--directory={tmp_path}/whole", "--epochs=3", "--steps=4",
-        "--devices=2",
-    )  # fmt: skip
-    parts = [
-        torchrun(
-            "lightning_loop.py", f"--directory={tmp_path}/parts", f"--epochs={epochs}",
-            "--steps=4", "--devices=2",
-        )
-        for epochs in (2, 3)
-    ]  # fmt: skip
-    lines = [line for text in parts for line in text.splitlines() if line.startswith("step")]
-    assert sorted(lines) == sorted(line for line in whole.splitlines() if line.startswith("step"))
+    """Killed in the last of three epochs, which have two steps each."""
+    options = ["--epochs=3", "--steps=4", "--devices=2"]
+    whole = steps_in(torchrun("lightning_loop.py", f"--directory={tmp_path}/whole", *options))
+    command = ["torch.distributed.run", *TWO, "lightning_loop.py", f"--directory={tmp_path}/parts"]
+    with started(*command, *options) as process:
+        assert process.stdout is not None
+        killed = []
+        for line in process.stdout:
+            killed.append(line)
+            if "step 5 " in line:
+                break
+        for rank in ranks_of(process.pid):
+            os.kill(rank, signal.SIGKILL)
+        killed += [*process.stdout]
+        assert process.wait(TIMEOUT_S) != 0
+    again = steps_in(torchrun("lightning_loop.py", f"--directory={tmp_path}/parts", *options))
+    first = min(step for step, _ in again)
+    assert first in (3, 5), "it did not go on from a checkpoint"
+    assert again == Counter({one: n for one, n in whole.items() if one[0] >= first})
+    assert steps_in("".join(killed)) <= whole
 
 
 @pytest.mark.slow

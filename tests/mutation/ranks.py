@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutation import Edit, Mutation
+from tests.mutation.mutation import Edit, Mutation, gone
 
 _LAYOUT = "offload/format/layout.py"
 _DEALING = "offload/format/shares/dealing.py"
@@ -14,6 +14,11 @@ _ROWS = "tests/ranks/test_rows.py"
 _ONE = "tests/ranks/test_one_rank.py"
 _DEALT = "tests/ranks/test_dealing.py"
 _SHARDED = "tests/ranks/test_sharded.py"
+_OWNERSHIP = "offload/distributed/ownership.py"
+_GROUP = "offload/distributed/rank_group.py"
+_SEALING = "offload/distributed/rank_sealing.py"
+_DIFFER = "tests/ranks_training/test_different_terms.py"
+_FROZEN = "tests/ranks_training/test_frozen.py"
 _REFUSED = f"{_SHARDED}::test_what_has_no_single_box_is_refused_by_name"
 _STATE = f"{_ROWS}::test_the_state_is_that_of_one_process"
 
@@ -144,5 +149,57 @@ RANKS = (
             ),
         ),
         (f"{_ONE}::test_a_parameter_without_elements_here_is_not_stored",),
+    ),
+    Mutation(
+        "kinds-not-compared",
+        "ranks with plain parameters are not taken for ranks with shards",
+        (
+            Edit(
+                _OWNERSHIP,
+                'trained, "DTensor" if is_dtensor(tensor) else "plain"]',
+                'trained, ""]',
+            ),
+        ),
+        (f"{_DIFFER}::test_what_differs_is_named_by_the_constructor_of_all_ranks",),
+    ),
+    Mutation(
+        "terms-not-compared",
+        "ranks with other options, groups or versions are refused by the constructor",
+        (gone(_GROUP, "            require_same_terms(terms, self._exchange)\n"),),
+        (f"{_DIFFER}::test_what_differs_is_named_by_the_constructor_of_all_ranks",),
+    ),
+    Mutation(
+        "model-tables-not-compared",
+        "a seal of ranks whose models have other tensors is refused",
+        (gone(_SEALING, "            model_digest=_digest_of_model(manifest),\n"),),
+        (f"{_DIFFER}::test_a_state_dict_with_another_tensor_on_one_rank_fails_the_seal_on_all",),
+    ),
+    Mutation(
+        "step-counts-not-compared",
+        "a seal of shards that were stepped differently is refused",
+        (
+            gone(
+                _SEALING,
+                "            require_same_scalars(scalars, "
+                "[tensor.name for tensor in manifest.layout.model])\n",
+            ),
+        ),
+        (
+            f"{_DIFFER}::test_shards_of_a_parameter_that_one_rank_has_not_stepped_fail_the_seal_on_all",
+        ),
+    ),
+    Mutation(
+        "torn-writers-file-believed",
+        "nothing is known of the writer's model file after a seal of the others that failed",
+        (
+            gone(
+                _SEALING,
+                "            if self._last is not None:\n"
+                "                self._last.model_leaves.forget(readable=False)\n",
+            ),
+        ),
+        (
+            f"{_FROZEN}::test_what_another_rank_could_not_sync_is_written_anew_after_a_torn_step_of_the_writer",
+        ),
     ),
 )

@@ -141,15 +141,15 @@ def test_different_calls_at_one_point_are_named_on_all() -> None:
         ),
         ({"hyper_digest": "x"}, "rank 1 differs from rank 0 in the hyper-parameters: set"),
         (
-            {"scalar_digest": "x"},
-            "rank 1 differs from rank 0 in the scalar state of shared parameters",
+            {"model_digest": "x"},
+            "rank 1 differs from rank 0 in the names, dtypes or shapes of the model's tensors",
         ),
         (
             {"generation": 9},
             "rank 1 differs from rank 0 in the generation of the state (9 instead of 3)",
         ),
     ],
-    ids=["error", "step", "hyper-parameters", "scalars", "generation"],
+    ids=["error", "step", "hyper-parameters", "model", "generation"],
 )
 def test_reports_that_differ_fail_the_seal_on_all(change: dict[str, Any], words: str) -> None:
     ranks = Ranks(2).opened()

@@ -167,14 +167,15 @@ class Calls:
             "backend": self.backend,
             **setting.options,
         }
-        arguments = {**setting.hyper, **changes}
+        arguments = {"model": self.model, **setting.hyper, **changes}
+        optimizer_class = arguments.pop("optimizer_class", offload.AdamW)
+        parameters = arguments.pop("params", None) or self.model.parameters()
         directory = arguments.pop("directory", self.directory)
         if isinstance(directory, list):  # names of directories beside each other
             directory = [self.directory.parent / name for name in directory]
-        self.optimizer = offload.AdamW(
-            self.model.parameters(),
+        self.optimizer = optimizer_class(
+            parameters,
             directory=directory,
-            model=self.model,
             options=Options(**options),
             **arguments,
         )

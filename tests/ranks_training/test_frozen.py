@@ -183,3 +183,39 @@ def test_a_rank_goes_on_in_place_although_its_drive_is_slow_to_take_its_part_bac
     ]
     for rank in run(jobs, tmp_path, "fsdp2", *(calls_of(calls, r) for r in range(NUM_RANKS))):
         require_whole(rank, tmp_path, 2)
+
+
+def test_what_another_rank_could_not_sync_is_written_anew_after_a_torn_step_of_the_writer(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Two faults at once: the writer has no slot of its own in the seal whose sync fails."""
+    first: Calls = [*BEGIN, *SEAL * (NUM_SLOTS + 1), ["close"]]
+    run(jobs, tmp_path, "fsdp2", *[first] * NUM_RANKS)
+    calls: Calls = [
+        *BEGIN,
+        ["restore"],
+        of("fill", 2.0),
+        ["only", 0, ["fail", "read", "exp_avg"]],
+        ["only", 0, ["keep_error", "step"]],
+        ["only", 1, ["step"]],
+        ["only", 1, ["fail", "sync", "model.safetensors"]],
+        ["keep_error", "checkpoint"],
+        ["settle"],
+        ["restore"],
+        of("fill", 2.0),
+        *SEAL,
+        ["write_values", "values"],
+        ["verify"],
+    ]
+    each = [calls_of(calls, rank) for rank in range(NUM_RANKS)]
+    torn, other = run(jobs, tmp_path, "fsdp2", *each)
+    tries = [
+        [one["value"] for one in rank.outcomes if one["call"] == "keep_error"]
+        for rank in (torn, other)
+    ]
+    assert tries == [["StorageError", "BrokenOptimizerError"], [""]]
+    assert "injected failure of sync" in other.of("settle")["value"]
+    written, _ = [one["value"] for one in other.outcomes if one["call"] == "do"][-1]
+    assert written >= FROZEN // NUM_RANKS
+    for rank in (torn, other):
+        require_whole(rank, tmp_path, NUM_SLOTS + 2)

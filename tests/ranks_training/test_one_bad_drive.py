@@ -1,8 +1,9 @@
-"""A full disk, or a flipped byte, on one rank of three: the right answer or an error on all."""
+"""A full disk, a failed write or a flipped byte on one rank of three: named, or put right."""
 
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,28 @@ LIMIT_S = 120.0
 FULL = "No space left"
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_full_disk_in_a_seal_fails_it_on_all_and_training_goes_on(
-    jobs: Jobs, tmp_path: Path, victim: int
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [(0, errno.ENOSPC), (2, errno.ENOSPC), (0, errno.EIO), (2, errno.EIO)],
+    ids=["full-0", "full-2", "eio-0", "eio-2"],
+)
+def test_a_write_that_fails_in_a_seal_fails_it_on_all_and_training_goes_on(
+    jobs: Jobs, tmp_path: Path, victim: int, number: int
 ) -> None:
-    full: Calls = [["fail", "write_bytes", "model.safetensors", errno.ENOSPC]]
+    full: Calls = [["fail", "write_bytes", "model.safetensors", number]]
     seal, then = SEAL[1:], [["num_failed"], ["settle"], *SEAL, ["verify"]]
     own = [*BEGIN, ["step"], *full, *seal, *then]
     other = [*BEGIN, ["step"], *seal, *then]
     calls = [own if rank == victim else other for rank in range(3)]
     ranks = jobs.start(tmp_path, calls, kind="fsdp2", timeout_s=LIMIT_S).wait(LIMIT_S / 2)
     assert [rank.status for rank in ranks] == [0, 0, 0], [rank.outcomes for rank in ranks]
-    for number, rank in enumerate(ranks):
+    for own_number, rank in enumerate(ranks):
         (failed,) = [one for one in rank.outcomes if one["error"]]
         assert (failed["call"], failed["error"]) == ("result", "SealError")
-        assert FULL in failed["message"]
-        if number != victim:
+        assert os.strerror(number) in failed["message"]
+        if own_number != victim:
             assert f"rank {victim}" in failed["message"]
-        assert rank.of("num_failed")["value"] == (number == victim)
+        assert rank.of("num_failed")["value"] == (own_number == victim)
         assert rank.of("result")["value"] == 3
         assert rank.of("verify")["value"] == []
 

@@ -37,3 +37,19 @@ def test_each_rank_lists_the_checkpoints_that_exist(kind: str, jobs: Jobs, tmp_p
     for rank in jobs.run(tmp_path, [calls] * 2, kind=kind):
         assert rank.failed() == [], rank.outcomes
         assert rank.of("do")["value"] == [[], [1], [1, 2], [2, 3], [3, 4]]
+
+
+@pytest.mark.parametrize("end", [[], [["destroy"]], [["leave"]]], ids=["end", "destroy", "raise"])
+def test_scripts_whose_last_call_is_checkpoint_have_sealed(
+    jobs: Jobs, tmp_path: Path, end: list[list[Any]]
+) -> None:
+    """Nothing waits for the seal, and one rank has ended its script before the others do."""
+    last: list[list[Any]] = [["open"], ["step"], ["checkpoint"]]
+    ranks = jobs.run(tmp_path, [[*last, ["sleep", 0.5]], [*last, *end]], kind="fsdp2")
+    assert [bool(rank.status) for rank in ranks] == [False, end == [["leave"]]]
+    assert [rank.failed() for rank in ranks] == [[], []]
+    again: list[list[Any]] = [["open"], ["restore"], ["bits"], ["verify"]]
+    for before, rank in zip(ranks, jobs.run(tmp_path, [again] * 2, kind="fsdp2"), strict=True):
+        assert rank.of("restore")["value"][0] == 1
+        assert rank.of("bits")["value"] == before.of("step")["value"]
+        assert rank.of("verify")["value"] == []

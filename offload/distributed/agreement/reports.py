@@ -14,7 +14,7 @@ _FIELDS = {
     "step": int,
     "generation": int,
     "hyper_digest": str,
-    "scalar_digest": str,
+    "model_digest": str,
     "part": str,
     "table_digest": str,
     "extra": object,
@@ -35,8 +35,9 @@ class Report:
     hyper_digest: str = ""
     """Digest of the hyper-parameters of all groups; the same on all ranks."""
 
-    scalar_digest: str = ""
-    """Digest of the scalar state of the parameters that ranks share; the same on all ranks."""
+    model_digest: str = ""
+    """Digest of the header of the whole model: its tensors with their names, dtypes and shapes; the
+    same on all ranks."""
 
     part: str = ""
     """Name of the part that the rank has written; empty if it has none."""
@@ -77,9 +78,9 @@ _SAME = (
         "set learning rates and other values of param_groups alike on all ranks",
     ),
     (
-        "scalar_digest",
-        "the scalar state of shared parameters",
-        "make sure that the same parameters have gradients on all ranks",
+        "model_digest",
+        "the names, dtypes or shapes of the model's tensors",
+        "build the same model on all ranks, with the same buffers",
     ),
 )
 """Fields that are the same on all ranks, each in words, and what to do if they are not."""
