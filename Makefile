@@ -5,6 +5,7 @@
 #   make test               format, lint, types, tests (a sample of those that take long)
 #   make test-full          all tests, then `make mutants` (30 minutes); CI runs this
 #   make versions           a sample of the tests with other versions of Python and torch
+#   make without-compiler   the demo and a sample of the tests, without a compiler and the C++ kernel
 #   make mutants            break the library here and there, and see that a test notices (10 minutes)
 #   make rank-kills         kill ranks at every step of their protocol, once (8 minutes at most)
 #   make bench              measure on this drive and render docs/performance.md (10 minutes)
@@ -40,7 +41,8 @@ KERNEL_SOURCES := hatch_build.py $(KERNEL)/sources.py $(wildcard $(KERNEL)/sourc
 say_if_slow = @test -e $(KERNEL)/lib/update_avx2.so || echo "The C++ update kernel is not built, so" \
   "updates on the CPU take longer. To see why: $(PIP) install -v --no-deps --no-build-isolation -e ." >&2
 
-.PHONY: demo test test-full versions mutants rank-kills lint bench gpu gpu-wheels wheel clean
+.PHONY: demo test test-full versions without-compiler mutants rank-kills lint bench gpu gpu-wheels
+.PHONY: wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -63,6 +65,10 @@ test-full: lint
 versions: export OMP_WAIT_POLICY ?= PASSIVE
 versions: $(VENV)/.dev
 	$(BIN)/python -m tests.versions
+
+# The demo, and the tests of updates and of the installation, as where no compiler is installed.
+without-compiler: $(VENV)/.dev
+	$(BIN)/python -m tests.without_compiler
 
 # What has changed since everything was tried, and a sample of the rest. All of it takes hours:
 # python -m tests.mutation --help
