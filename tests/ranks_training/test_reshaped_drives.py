@@ -157,7 +157,7 @@ def test_nothing_is_lost_when_the_change_is_killed(
     for part in (" b/owner-N/part-N", " b/part-N"):
         assert any(label.endswith(part) for _, label in steps), part
     assert any(label == "seal: rename a/step-N" for _, label in steps), "withdrawn at the end"
-    chosen = steps[3 :: max(1, len(steps) // 5)]
+    chosen = steps[3 :: len(steps) // 4]
     for number, (rank, label) in enumerate(chosen):
         victims = killed.victims()[number % len(killed.victims())]
         killed.kill_at(rank, label, victims, goes_back=number % 2 == 1)
