@@ -27,7 +27,7 @@ _WAIT_S: Final = 150.0
 _TRIES: Final = 5
 _GROUP_TIMEOUT_S: Final = 15.0
 _SEAL: Final[Calls] = [["step"], ["checkpoint"], ["result"]]
-_GO_ON: Final[Calls] = [["open"], ["restore"], ["whole"], ["step"], ["whole"]]
+_GO_ON: Final[Calls] = [["restore"], ["whole"], ["step"], ["whole"]]
 _FIRST: Final = 3
 """Step of the newest checkpoint that the former ranks have made."""
 
@@ -43,11 +43,20 @@ class Change:
     before_kind: str
     after: int
     after_kind: str
+    directories: tuple[str, ...] = ("run",)
+    """Names of the store's directories, the first one first."""
 
     @property
     def label(self) -> str:
         """The change in words."""
-        return f"{self.before} {self.before_kind} -> {self.after} {self.after_kind}"
+        where = f", in {len(self.directories)} directories" if self.directories[1:] else ""
+        return f"{self.before} {self.before_kind} -> {self.after} {self.after_kind}{where}"
+
+    @property
+    def opening(self) -> list[Any]:
+        """The call that opens the store."""
+        several = {"directory": [*self.directories]}
+        return ["open", several] if self.directories[1:] else ["open"]
 
 
 CHANGES: Final = (
@@ -78,7 +87,7 @@ class KilledRecuts:
         self._prepared = folder / "prepared"
         self._prepared.mkdir()
         self._succeed(
-            self._prepared, change.before, change.before_kind, [["open"], *_SEAL * _FIRST]
+            self._prepared, change.before, change.before_kind, [change.opening, *_SEAL * _FIRST]
         )
 
     def labels(self) -> list[tuple[int, str]]:
@@ -96,6 +105,8 @@ class KilledRecuts:
 
     def victims(self) -> list[tuple[int, ...]]:
         """Return the sets of ranks to kill: rank 0, another one, and all."""
+        if self.change.after == 1:
+            return [(0,)]
         return [(0,), (1,), tuple(range(self.change.after))]
 
     def kill_at(self, rank: int, label: str, victims: Sequence[int], *, goes_back: bool) -> None:
@@ -132,7 +143,7 @@ class KilledRecuts:
 
     def _go_on(self, folder: Path, num: int, kind: str, durable: int, what: str) -> None:
         """Go on after the kill, with the former number of ranks or with the new one."""
-        calls = [*_GO_ON, ["checkpoint"], ["result"], ["close"]]
+        calls = [self.change.opening, *_GO_ON, ["checkpoint"], ["result"], ["close"]]
         again = self._run(folder, num, kind, calls)
         self.tally.counts["restarts"] += 1
         for number, one in enumerate(again):
@@ -152,8 +163,9 @@ class KilledRecuts:
         )
         for one in again:
             self._compare(one, what)
-        for path in sorted((folder / "run").glob("step-*")):
-            with offload.open_checkpoint(path) as checkpoint:
+        first, *others = (folder / name for name in self.change.directories)
+        for path in sorted(first.glob("step-*")):
+            with offload.open_checkpoint(path, parts=others or None) as checkpoint:
                 report = checkpoint.verify()
             self.tally.counts["checkpoints verified"] += 1
             self.tally.require(report.ok, "damaged", f"{what}: {path.name}: {report}")
@@ -175,13 +187,14 @@ class KilledRecuts:
 
     def _calls(self) -> Calls:
         """Return the calls of a re-cut, in which all former checkpoints are withdrawn."""
-        return [["open"], ["restore"], *_SEAL * (_LAST - _FIRST)]
+        return [self.change.opening, ["restore"], *_SEAL * (_LAST - _FIRST)]
 
     def _new(self) -> Path:
         folder = self._folder / "killed"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        shutil.copytree(self._prepared / "run", folder / "run")
+        for name in self.change.directories:
+            shutil.copytree(self._prepared / name, folder / name)
         return folder
 
     def _start(self, folder: Path, rank: int, label: str, victims: Sequence[int]) -> Job:

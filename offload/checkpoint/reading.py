@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from contextlib import suppress
 
 from gds import Backend
 from gds.contract import Stat
@@ -264,6 +266,31 @@ def part_paths(manifest: Manifest, parts: PartDirectories, path: str) -> list[st
     return [
         f"{directory}/{part.name}" for directory, part in zip(given, manifest.parts, strict=True)
     ]
+
+
+def directories_of_parts(
+    backend: Backend, manifest: Manifest, directories: Sequence[str]
+) -> list[str]:
+    """Return the directory that has each part of a checkpoint of one process, in order.
+
+    Args:
+        backend: Backend of the parts.
+        manifest: Manifest that names the parts.
+        directories: Directories to search, in any order. A part that is in none of them is expected
+            where the manifest says.
+
+    Raises:
+        UnreadableError: A part could not be read, so nothing is known about it.
+    """
+    found = []
+    for part in manifest.parts:
+        where = part.directory
+        for directory in directories:
+            with suppress(CheckpointError):
+                if read_part(backend, f"{directory}/{part.name}").digest == part.digest:
+                    where = directory
+        found.append(where)
+    return found
 
 
 def read_part(backend: Backend, path: str) -> SealedPart:

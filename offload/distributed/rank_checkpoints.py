@@ -10,7 +10,7 @@ from typing import Any
 from gds import StorageError
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.owner_parts import check_owner_part
-from offload.checkpoint.reading import decode_manifest
+from offload.checkpoint.reading import decode_manifest, directories_of_parts
 from offload.distributed.agreement.messages import Json
 from offload.distributed.far import (
     FarCheckpoint,
@@ -186,10 +186,13 @@ class RankCheckpoints:
             part.quarantine(slot, reason)
             return
         # A rank that reads another cut may have read any owner's part.
-        owners = self.manifest_of(checkpoint).owners
+        manifest = self.manifest_of(checkpoint)
+        owners = manifest.owners
         parts = [one.path_in(where) for one in owners for where in self._opened.directories]
+        # The parts of a checkpoint of one process have no marks of their own.
+        is_spread = any(f"/{part.name}/" in reason for part in manifest.parts)
         for path in (checkpoint.path, *parts):
-            if f"{path}/" in reason:
+            if f"{path}/" in reason or (is_spread and path == checkpoint.path):
                 with suppress(StorageError):  # a later process finds the damage again
                     write_quarantine(self._opened.backend, path, reason, Poison(path))
 
@@ -218,8 +221,14 @@ class RankCheckpoints:
         self._train_states.pop((checkpoint.path, checkpoint.manifest.generation), None)
 
     def further_of(self, manifest: Manifest) -> tuple[str, ...]:
-        """Return the directories to search for parts of owners; none if one process made it."""
-        return self._opened.further if manifest.owners else ()
+        """Return the directories to search for parts of owners.
+
+        If one process has made the checkpoint, these are the directories of its parts, in order.
+        """
+        further = self._opened.further
+        if manifest.owners:
+            return further
+        return tuple(directories_of_parts(self._opened.backend, manifest, further))
 
     def published(
         self, path: str, slot: OwnerSlot, composed: Manifest, reference: OwnerReference

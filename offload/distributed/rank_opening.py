@@ -15,7 +15,7 @@ from offload.distributed.survey import survey
 from offload.errors import RanksError
 from offload.options import Options
 from offload.retention.policy import Retention
-from offload.store.directories import check_further_directories
+from offload.store.directories import check_further_directories, spread_directories
 from offload.store.owners.store import OwnerStore
 from offload.store.store import Store
 
@@ -170,11 +170,15 @@ def open_first(
         firsts = [store.directory for store in sight.stores if store.place] or [directories[0]]
         first = firsts[0] if plan.near[rank] else plan.directories[plan.writer]
         opened = Opened(agreement, backend, plan, tuple(directories), first)
-        check_further_directories(backend, opened.further)
+        spread: list[str] = []
+        if plan.near[rank]:
+            spread = spread_directories(backend, first, opened.further, plan.store_id)
+        check_further_directories(backend, opened.further, spread)
         if rank == plan.writer:
             opened.store = Store(
                 backend,
                 first,
+                [(backend, directory) for directory in spread],
                 keep=keep,
                 fresh=fresh,
                 train_state_bytes=options.train_state_bytes,

@@ -314,12 +314,14 @@ class RankStore:
         *,
         with_state: Collection[int] = (),
         recode: Recode | None = None,
+        shares: Sequence[int] = (1,),
     ) -> RecutSource:
         """Return the state of a checkpoint in the present cut of this rank, for reading.
 
         Raises:
             RanksError: The ranks are on several hosts, and this one does not see what it needs.
         """
+        del shares  # each rank has one directory
         manifest = self._known.manifest_of(checkpoint)
         reach = None
         if not all(self.plan.near):

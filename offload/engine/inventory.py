@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from offload.checkpoint.listing import CheckpointInfo, info_of
+from offload.checkpoint.reading import directories_of_parts
 from offload.engine.reference import Position, find_sealed
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
@@ -36,5 +37,7 @@ def find_checkpoint(store: StateStore, wanted: Position, present: Position) -> C
 
 
 def _info(store: StateStore, checkpoint: StoredCheckpoint, pins: FoundPins) -> CheckpointInfo:
-    parts = store.directories[1:]
-    return info_of(store.backend, checkpoint.path, checkpoint.manifest, parts, pins)
+    manifest, parts = checkpoint.manifest, store.directories[1:]
+    if manifest.parts:  # of one process; ranks may have been given the directories in another order
+        parts = tuple(directories_of_parts(store.backend, manifest, parts))
+    return info_of(store.backend, checkpoint.path, manifest, parts, pins)

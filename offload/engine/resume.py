@@ -274,7 +274,11 @@ def _recut(state: TrainingState, found: StoredCheckpoint, *, reencode: bool) -> 
     def open_source() -> RecutSource:
         """Open the state of the checkpoint for reading in the present cut."""
         recode = BlockRecoder() if reencode else None
-        made.append(store.recut(found, ranks.cuts, with_state=with_state, recode=recode))
+        made.append(
+            store.recut(
+                found, ranks.cuts, with_state=with_state, recode=recode, shares=state.table.shares
+            )
+        )
         return made[0]
 
     try:

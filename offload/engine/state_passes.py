@@ -209,7 +209,9 @@ def pass_failed(state: TrainingState, state_pass: StatePass, error: BaseExceptio
     state.lifecycle.broken = f"step {state_pass.step} failed half way ({error!r})"
     state.num_steps = state_pass.step - 1
     state.slots.torn(state_pass.target)
-    if not isinstance(error, DamagedError):
+    # With several ranks, the error that all of them raise has the damage as its cause.
+    damage = error if isinstance(error, DamagedError) else error.__cause__
+    if not isinstance(damage, DamagedError):
         return error
     refusal = ""
     source = state_pass.source
@@ -217,5 +219,7 @@ def pass_failed(state: TrainingState, state_pass: StatePass, error: BaseExceptio
     if isinstance(source, RecutSource):
         checkpoint = state.slots.sealed
     if checkpoint is not None:
-        refusal = try_to_quarantine(state.store, checkpoint, error)
+        refusal = try_to_quarantine(state.store, checkpoint, damage)
+    if damage is not error:
+        return error
     return DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}")

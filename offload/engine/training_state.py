@@ -132,7 +132,11 @@ class TrainingState:
             self.store = store = self.ranks.open_store(drives, keep, options, fresh=fresh)
             self.drives.move(store.state_directories)
             newest = store.newest
-            self.table.shares = newest.manifest.layout.shares if newest else self.drives.shares()
+            # State that ranks have stored is spread anew over the directories of one process.
+            is_spread = newest is not None and not newest.manifest.owners and self.ranks.size == 1
+            self.table.shares = (
+                newest.manifest.layout.shares if newest and is_spread else self.drives.shares()
+            )
         except BaseException:
             self.drives.close()
             raise

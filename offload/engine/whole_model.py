@@ -90,4 +90,5 @@ def load_recut(
     wanted = [LiveBox.whole(item.spec.name, item.tensor) for item in stored]
     backend, path = store.backend, checkpoint.path
     with backend.open(f"{path}/{checkpoint.manifest.layout.model_name}") as file:
-        return read_recut_model(backend, path, checkpoint.manifest, file, wanted, traffic, parts=())
+        manifest, parts = checkpoint.manifest, store.directories[1:]
+        return read_recut_model(backend, path, manifest, file, wanted, traffic, parts=parts)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from gds import Backend, StorageError
@@ -57,6 +57,9 @@ class _Place:
     unfinished: set[str] = field(default_factory=set)
     """Names of directories of parts whose creation was interrupted."""
 
+    has_owners: bool = False
+    """Whether the directory has directories of owners, that is parts of ranks."""
+
     drives: dict[str, set[int]] = field(default_factory=dict)
     """Positions of the directory's sealed parts in their stores, by identity of the store."""
 
@@ -105,12 +108,13 @@ def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> 
             raise StoreError(errno.ENOTEMPTY, _holds_other_things(place), place.directory)
     first, *others = places
     with as_store_errors(*drives[0]):
-        _require_not_of_owners_only(drives[0][0], first)
+        _require_not_of_owners_only(drives[0][0], first, others)
     with as_store_errors(*drives[0]):
         paths = checkpoint_paths(*drives[0]) if others and first.exists else []
         manifests = _manifests(drives[0][0], paths)
     for manifest in manifests:
         require_number_of_directories(manifest, first.directory, len(drives))
+    is_spread = any(manifest.parts for manifest in manifests)
     known = {manifest.store_id for manifest in manifests} | {first.store_id or ""}
     _require_all(places)
     if first.parts and not first.is_first:
@@ -119,7 +123,7 @@ def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> 
         if place.is_first:
             raise _misplaced(places, place, known)
         _check_parts(places, position, known, all_known=len(manifests) == len(paths))
-        if manifests and not fresh and not place.is_store:
+        if is_spread and not fresh and not place.is_store:
             raise StoreError(
                 errno.ENOENT,
                 "this directory is empty, and the checkpoints of the store in "
@@ -130,12 +134,52 @@ def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> 
             )
 
 
-def check_further_directories(backend: Backend, directories: Sequence[str]) -> None:
+def spread_directories(
+    backend: Backend, first: str, directories: Sequence[str], store_id: str
+) -> list[str]:
+    """Return the directories over which one process has spread a store, without the first.
+
+    Those with parts of checkpoints come first, in the order of the drives.
+
+    Args:
+        backend: Backend of the directories.
+        first: The store's first directory.
+        directories: Absolute paths of the directories that ranks were given besides the first.
+        store_id: Identity of the store.
+
+    Raises:
+        UnreadableError: A file or directory could not be read, so that its content is unknown.
+    """
+    with as_store_errors(backend, first):
+        paths = checkpoint_paths(backend, first) if backend.stat(first) is not None else []
+        is_spread = any(manifest.parts for manifest in _manifests(backend, paths))
+    known: dict[str, list[int]] = {}
+    unsealed: list[str] = []
+    for directory in directories:
+        with as_store_errors(backend, directory):
+            place = _look_at(backend, directory)
+        if store_id in place.drives:
+            known[directory] = sorted(place.drives[store_id])
+        elif paths and not is_spread and _has_unsealed_only(place):
+            unsealed.append(directory)  # a process has ended before its first checkpoint
+    return [*sorted(known, key=lambda directory: known[directory]), *unsealed]
+
+
+def _has_unsealed_only(place: _Place) -> bool:
+    """Return whether a directory has parts of one process, none of which is of a checkpoint."""
+    return bool(place.parts) and not place.drives and not place.is_first
+
+
+def check_further_directories(
+    backend: Backend, directories: Sequence[str], spread: Collection[str] = ()
+) -> None:
     """Refuse directories that cannot hold parts of owners. Nothing is written.
 
     Args:
         backend: Backend of the directories.
         directories: Absolute paths of the directories that ranks were given besides the first.
+        spread: Those over which one process has spread the ranks' store, and which may therefore
+            have other parts.
 
     Raises:
         StoreError: A directory holds other files, or belongs to a store of one process.
@@ -146,7 +190,7 @@ def check_further_directories(backend: Backend, directories: Sequence[str]) -> N
             place = _look_at(backend, directory)
         if place.others and not place.is_store:
             raise StoreError(errno.ENOTEMPTY, _holds_other_things(place), directory)
-        if place.is_first or place.parts:
+        if place.is_first or (place.parts and directory not in spread):
             raise StoreError(
                 errno.EINVAL,
                 f"this directory is {_role(place, set())}, and was given for parts of ranks: give "
@@ -155,11 +199,19 @@ def check_further_directories(backend: Backend, directories: Sequence[str]) -> N
             )
 
 
-def _require_not_of_owners_only(backend: Backend, place: _Place) -> None:
+def _require_not_of_owners_only(backend: Backend, place: _Place, others: Sequence[_Place]) -> None:
     """Refuse a directory with parts of owners whose first directory is on another node."""
     if not place.exists or place.is_first:
         return
     owners = sorted({o for found in usable_parts(backend, place.directory).values() for o in found})
+    given = [other.directory for other in others if other.is_first]
+    if owners and given:
+        raise StoreError(
+            errno.EINVAL,
+            f"this directory has state that ranks have stored ({', '.join(map(owner_name, owners))}"
+            f"), and the first directory of their store is {given[0]}: put that one first",
+            place.directory,
+        )
     if owners:
         raise StoreError(
             errno.EINVAL,
@@ -174,6 +226,9 @@ def _require_not_of_owners_only(backend: Backend, place: _Place) -> None:
 def require_number_of_directories(manifest: Manifest, directory: str, num_given: int) -> None:
     """Check that the number of given directories matches a checkpoint of the store.
 
+    A checkpoint of several ranks has its state in directories of owners, which are looked for in
+    all given directories, whatever their number.
+
     Args:
         manifest: Manifest of the checkpoint.
         directory: The store's first directory.
@@ -182,7 +237,7 @@ def require_number_of_directories(manifest: Manifest, directory: str, num_given:
     Raises:
         StoreError: The numbers differ. The message lists the recorded directories.
     """
-    if len(manifest.layout.shares) == num_given:
+    if manifest.owners or len(manifest.layout.shares) == num_given:
         return
     sealed = [directory, *(part.directory for part in manifest.parts)]
     raise StoreError(
@@ -201,6 +256,7 @@ def _look_at(backend: Backend, directory: str) -> _Place:
     if stat.kind != "directory":
         raise StorageError(errno.ENOTDIR, "looking for a store", directory)
     place = _Place(directory, exists=True, names=backend.list_dir(directory))
+    place.has_owners = any(owner_number(name) is not None for name in place.names)
     if MANIFEST_NAME in place.names:
         raise StoreError(
             errno.EINVAL,

@@ -279,7 +279,7 @@ def _read_content(
             claims[path] = part_numbers(manifest)
             owners.claim(path, [manifest])
             if manifest.owners and not fresh:
-                _owners_known(shared, backend, directory, manifest).require_parts(path, manifest)
+                _owners_known(shared, drives, manifest).require_parts(path, manifest)
             require_number_of_directories(manifest, directory, len(drives))
             known.check_files(backend, path, manifest, other_directories)
         except CheckpointError as error:
@@ -322,7 +322,7 @@ def _read_content(
 
 
 def _owners_known(
-    shared: SharedStore | None, backend: Backend, directory: str, manifest: Manifest
+    shared: SharedStore | None, drives: Sequence[tuple[Backend, str]], manifest: Manifest
 ) -> SharedStore:
     """Return what is known of the parts of owners; a process that is alone looks for them itself.
 
@@ -331,18 +331,23 @@ def _owners_known(
     """
     if shared is not None:
         return shared
-    here = owner_directories(backend, directory)
+    here = {owner for drive in drives for owner in owner_directories(*drive)}
     missing = [owner_name(one.owner) for one in manifest.owners if one.owner not in here]
     if missing:
         raise StoreError(
             errno.ENOENT,
             f"step {manifest.step} of this store was made by {len(manifest.owners) + 1} ranks, and "
             f"{', '.join(missing)} with parts of its state "
-            f"{'is' if len(missing) == 1 else 'are'} not here: mount the drive, or start all "
-            "ranks with torchrun, as before. fresh=True starts over",
-            directory,
+            f"{'is' if len(missing) == 1 else 'are'} not here: mount the drive, name all "
+            "directories that the ranks had in directory=[...], or start all ranks with torchrun, "
+            "as before. fresh=True starts over",
+            drives[0][1],
         )
-    return SharedStore(seen=usable_parts(backend, directory).get(manifest.store_id, {}))
+    seen: dict[int, dict[str, str]] = {}
+    for drive in drives:
+        for owner, parts in usable_parts(*drive).get(manifest.store_id, {}).items():
+            seen.setdefault(owner, {}).update(parts)
+    return SharedStore(seen=seen)
 
 
 def _leftover_slots(backend: Backend, directory: str) -> list[str]:

@@ -259,6 +259,7 @@ class StateStore(Protocol):
         *,
         with_state: Collection[int] = (),
         recode: Recode | None = None,
+        shares: Sequence[int] = (1,),
     ) -> RecutSource:
         """Return the state of a checkpoint in the present cut of this process, for reading.
 
@@ -268,6 +269,7 @@ class StateStore(Protocol):
             with_state: What `seen_state` returns on any rank.
             recode: Function that encodes 8-bit state anew where the cut divides its blocks; None
                 if that is not allowed.
+            shares: Shares of the drives over which one process spreads the state.
         """
         ...
 

@@ -49,12 +49,12 @@ from offload.store.quarantine import Quarantine
 from offload.store.recut_room import (
     available_bytes,
     remove_parts_of_former_owners,
-    require_available,
+    require_on_drives,
 )
 from offload.store.sealing import Sealing, pack_train_state
 from offload.store.shared import SharedStore
 from offload.store.slots.free import FreeSlots
-from offload.store.slots.part_pool import PartLeftovers
+from offload.store.slots.part_pool import PartLeftovers, part_bytes
 from offload.store.slots.slot import Slot
 from offload.store.slots.supply import SlotSupply
 from offload.store.withdrawal import Withdrawal
@@ -108,8 +108,9 @@ class Store:
         self._changed = Monitor()
         self._poison = Poison(self.directory)
         further = [(other, os.path.abspath(path)) for other, path in others]
+        self._drives = [(backend, self.directory), *further]
         opened = open_directories(
-            [(backend, self.directory), *further],
+            self._drives,
             self._poison,
             fresh=fresh,
             allow_volatile=allow_volatile,
@@ -284,10 +285,14 @@ class Store:
             gds.StorageError: Another operation on a file failed.
         """
         del is_new
-        if not self._is_shared:
-            remove_parts_of_former_owners(
-                self.backend, self.directory, self.store_id, self.named_parts()
-            )
+        if self._is_shared and self._parts.directories:
+            with self._changed:  # what one process had on further drives before there were ranks
+                self._free.note_withdrawn()
+                self._parts.remove_leftovers()
+        elif not self._is_shared:
+            named = self.named_parts()
+            for backend, directory in self._drives:
+                remove_parts_of_former_owners(backend, directory, self.store_id, named)
         return self._supply.acquire(layout, num_groups)
 
     def slot_bytes(self, layout: Layout, num_groups: int) -> int:
@@ -332,6 +337,7 @@ class Store:
         *,
         with_state: Collection[int] = (),
         recode: Recode | None = None,
+        shares: Sequence[int] = (1,),
     ) -> RecutSource:
         """Return the state of a checkpoint of several ranks as one process has it.
 
@@ -339,7 +345,10 @@ class Store:
         """
         del with_state
         path, manifest = checkpoint.path, checkpoint.manifest
-        return RecutSource(self.backend, path, manifest, cuts, (), recode=recode)
+        further = self.directories[1:]
+        return RecutSource(
+            self.backend, path, manifest, cuts, further, recode=recode, shares=shares
+        )
 
     def require_recut_room(self, layout: Layout, num_groups: int) -> None:
         """Check that there is room for the first slot of another cut.
@@ -347,8 +356,16 @@ class Store:
         Raises:
             StoreFullError: There is no room. Nothing has been changed.
         """
-        needed = self.slot_bytes(layout, num_groups)
-        require_available(self.directory, needed, self.available_bytes())
+        named, rooms = self.lasting_parts(), []
+        for drive, (backend, directory) in enumerate(self._drives):
+            if drive:
+                needed = part_bytes(layout, drive)
+                available = available_bytes(backend, directory, self.store_id, named, ())
+            else:
+                needed, available = self.slot_bytes(layout, num_groups), self.available_bytes()
+            free = backend.free_bytes(directory)
+            rooms.append((directory, needed, free, max(available - free, 0)))
+        require_on_drives(rooms)
 
     def release(self, slot: Slot) -> None:
         """Take back a slot that was acquired and will not be sealed."""

@@ -279,7 +279,7 @@ LOCKING = (
         (
             Edit(
                 _PLACES,
-                "        if manifests and not fresh and not place.is_store:\n",
+                "        if is_spread and not fresh and not place.is_store:\n",
                 "        if False:\n",
             ),
         ),

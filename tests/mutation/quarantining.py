@@ -242,7 +242,7 @@ QUARANTINING = (
         (
             Edit(
                 _PASSES,
-                "        refusal = try_to_quarantine(state.store, checkpoint, error)\n",
+                "        refusal = try_to_quarantine(state.store, checkpoint, damage)\n",
                 "        del checkpoint\n",
             ),
         ),

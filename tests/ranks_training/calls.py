@@ -53,8 +53,9 @@ class Setting:
 
     kind: str = "ddp"
     """``ddp``, ``fsdp2``, ``mixed`` for FP32 shards with a mixed-precision policy, ``hybrid`` for
-    shards that are replicated once, ``tp`` for layers that are divided in either dimension, or
-    ``one`` for a model that is not wrapped."""
+    shards that are replicated once, ``tp`` for layers that are divided in either dimension,
+    ``grid`` for such layers that are sharded as well, or ``one`` for a model that is not
+    wrapped."""
 
     dtype: str = "bfloat16"
     widths: Sequence[int] = (5, 7, 3)
@@ -123,11 +124,15 @@ class Calls:
             return model
         if setting.kind == "ddp":
             return DistributedDataParallel(model, find_unused_parameters=setting.find_unused)
-        if setting.kind == "tp":
+        if setting.kind in ("tp", "grid"):
+            shape = (self.size,) if setting.kind == "tp" else (self.size // 2, 2)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
             styles = (ColwiseParallel(), RowwiseParallel())
-            mesh = init_device_mesh("cpu", (self.size,))
             for number, layer in enumerate(model.layers):
-                parallelize_module(layer, mesh, styles[number % 2])
+                parallelize_module(layer, mesh["tp"], styles[number % 2])
+            if setting.kind == "grid":
+                for layer in (*model.layers, model):
+                    fully_shard(layer, mesh=mesh["dp"])
             return model
         policy = MixedPrecisionPolicy()
         if setting.kind == "mixed":
@@ -214,7 +219,7 @@ class Calls:
                 whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
                 if isinstance(parameter, DTensor):
                     mesh, placements = parameter.device_mesh, parameter.placements
-                    parameter.grad = distribute_tensor(whole, mesh, placements)
+                    parameter.grad = distribute_tensor(whole, mesh, placements, src_data_rank=None)
                 else:
                     parameter.grad = whole
 

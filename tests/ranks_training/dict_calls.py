@@ -218,6 +218,12 @@ def other_shards(calls: Calls, layout: str) -> list[str]:
     return said
 
 
+def listed(calls: Calls) -> list[list[int]]:
+    """Return the step and the size in bytes of each checkpoint that the optimizer lists."""
+    found = calls.optimizer.checkpoints()
+    return [[info.step, info.bytes] for info in found if info.valid]
+
+
 def load_saved(
     calls: Calls | None, saved: str, widths: Sequence[int], layout: str, num: int
 ) -> dict[str, str]:

@@ -180,18 +180,11 @@ def test_a_damaged_part_on_another_drive_costs_that_checkpoint_only(
         assert rank.of("result")["value"] == 2
 
 
-def test_drives_of_a_store_of_one_process_are_not_mixed_with_those_of_ranks(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    """A store that one process has striped over a list is refused, and so is the other way."""
+def test_a_drive_of_another_store_of_one_process_is_refused(jobs: Jobs, tmp_path: Path) -> None:
     run_all(jobs, tmp_path, begin(), 1, kind="one")
-    for message in refused(jobs, tmp_path, opened(), opened()):
+    for message in refused(jobs, tmp_path, opened("c", "b"), opened("c", "b")):
         assert "number 2 of" in message
-    run_all(jobs, tmp_path, begin("c", "d"))
-    (message,) = refused(jobs, tmp_path, opened("c", "d"), kind="one")
-    assert "was made by 2 ranks" in message or "spread over" in message
     run_all(jobs, tmp_path, again(), 1, kind="one")
-    run_all(jobs, tmp_path, again("c", "d"))
 
 
 def test_ranks_with_several_drives_go_on_from_one_process_with_one(

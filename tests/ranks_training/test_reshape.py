@@ -29,6 +29,7 @@ WIDTHS = (40, 60, 50, 30)
 
 CHAIN = [(4, "ddp"), (2, "ddp"), (1, "one"), (3, "ddp"), (4, "fsdp2"), (2, "fsdp2"), (1, "one")]
 TENSORS = [(2, "tp"), (3, "ddp"), (2, "tp"), (2, "fsdp2"), (1, "one")]
+GRID = [(4, "ddp"), (2, "fsdp2"), (1, "one"), (4, "grid"), (1, "one")]
 SHARDS = [(2, "fsdp2"), (3, "ddp"), (1, "one")]
 REPLICAS = [(3, "ddp"), (1, "one"), (2, "ddp"), (1, "one")]
 
@@ -81,11 +82,12 @@ def expected(jobs: Jobs, folder: Path, last: int, **setting: Any) -> list[Any]:
     [
         (CHAIN, {}),
         (TENSORS, {}),
+        (GRID, {}),
         (SHARDS, {"master": "split"}),
         (SHARDS, {"state_dtype": "bfloat16"}),
         (REPLICAS, {"state_dtype": "int8"}),
     ],
-    ids=["exact", "tensor-parallel", "split", "bfloat16", "int8"],
+    ids=["exact", "tensor-parallel", "tensor-parallel-and-fsdp2", "split", "bfloat16", "int8"],
 )
 def test_a_chain_has_the_bits_of_one_process_that_was_never_interrupted(
     jobs: Jobs, tmp_path: Path, chain: list[tuple[int, str]], options: dict[str, Any]

@@ -68,6 +68,7 @@ def recut(
     *,
     reencode: bool = False,
     reach: Reach | None = None,
+    shares: Sequence[int] = (1,),
 ) -> Recut:
     """Describe the state of a checkpoint in the cut of one rank.
 
@@ -78,6 +79,7 @@ def recut(
         cuts: Box of each parameter that the rank steps, by name; None for whole parameters.
         reencode: Whether 8-bit state may be encoded anew where the cut divides its blocks.
         reach: What is seen here of a checkpoint, if that may be a part of it.
+        shares: Shares of the drives in the layout of this rank; see `Layout.shares`.
 
     Raises:
         MismatchError: The rank's cut is not possible with this state; names the parameter.
@@ -116,7 +118,9 @@ def recut(
             if box is not None:
                 split.add(tensor.name)
     first = manifest.layout
-    layout = Layout(tuple(specs), first.model, first.chunk_elements, first.state_dtype)
+    layout = Layout(
+        tuple(specs), first.model, first.chunk_elements, first.state_dtype, tuple(shares)
+    )
     return Recut(layout, tuple(scalars), stored, frozenset(split))
 
 

@@ -10,7 +10,7 @@ divides them otherwise, they can only be encoded anew, with a rounding; see `ree
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -46,6 +46,7 @@ class RecutSource(SlotFiles):
             that is not allowed.
         reach: What is seen here of the checkpoint, if its ranks are on several hosts; None if all
             of it has to be seen.
+        shares: Shares of the drives in this cut; see `Layout.shares`.
 
     Raises:
         RanksError: The rank needs state that is not seen on its host.
@@ -65,6 +66,7 @@ class RecutSource(SlotFiles):
         *,
         recode: Recode | None = None,
         reach: Reach | None = None,
+        shares: Sequence[int] = (1,),
     ) -> None:
         self.path = path
         self._resources = ExitStack()
@@ -73,7 +75,13 @@ class RecutSource(SlotFiles):
                 backend, path, manifest, parts, resources=self._resources, reach=reach
             )
             self._recut: Recut = recut(
-                path, manifest, owners, cuts, reencode=recode is not None, reach=reach
+                path,
+                manifest,
+                owners,
+                cuts,
+                reencode=recode is not None,
+                reach=reach,
+                shares=shares,
             )
         except BaseException:
             self._resources.close()

@@ -143,6 +143,8 @@ class PartPool:
     def take(self, layout: Layout) -> tuple[Part, ...]:
         """Return parts for a slot that is about to be written, one on each further drive.
 
+        A slot that several ranks write has none.
+
         A free part is reused if it fits the layout, and replaced by a new part if it does not.
 
         Args:
@@ -152,7 +154,7 @@ class PartPool:
             gds.StorageError: A part could not be made ready, for example because there is no space.
                 Parts created by this call are removed.
         """
-        if not self._drives:
+        if not self._drives or len(layout.shares) == 1:
             return ()
         free = self._free()
         # A number may lack its part on some drives; prefer the number with the most parts.
@@ -198,7 +200,7 @@ class PartPool:
         parts: list[Part] = []
         try:
             for drive, ((backend, directory), part) in enumerate(
-                zip(self._drives, manifest.parts, strict=True), 1
+                zip(self._drives_of(manifest), manifest.parts, strict=True), 1
             ):
                 parts.append(
                     open_part(
@@ -215,7 +217,9 @@ class PartPool:
         """Return whether all parts of a checkpoint exist; a user may have removed one by hand."""
         return all(
             backend.stat(f"{directory}/{part.name}/{PART_FILE_NAME}") is not None
-            for (backend, directory), part in zip(self._drives, manifest.parts, strict=True)
+            for (backend, directory), part in zip(
+                self._drives_of(manifest), manifest.parts, strict=True
+            )
         )
 
     def ids(self, manifest: Manifest) -> FileIds:
@@ -225,7 +229,7 @@ class PartPool:
             gds.StorageError: The files cannot be examined at this moment.
         """
         found: FileIds = {}
-        drives = zip(self._drives, manifest.parts, strict=True)
+        drives = zip(self._drives_of(manifest), manifest.parts, strict=True)
         for drive, ((backend, directory), part) in enumerate(drives, 1):
             path = f"{directory}/{part.name}"
             in_part = ids_in(backend, path, part_sizes(manifest.layout, drive))
@@ -292,6 +296,10 @@ class PartPool:
         if not self._poison:
             for backend, path in self.leftovers().removable:
                 remove_part(backend, path)
+
+    def _drives_of(self, manifest: Manifest) -> Sequence[tuple[Backend, str]]:
+        """Return the drives that a checkpoint has parts on; none if several ranks have made it."""
+        return () if manifest.owners else self._drives
 
     def _free(self) -> list[set[int]]:
         """Return, for each further drive, the part numbers that may be rewritten on it."""

@@ -243,7 +243,8 @@ class SlotSupply:
     def _rooms(self, layout: Layout, num_groups: int) -> list[Room]:
         sizes = self._sizes(layout, num_groups)
         rooms = [Room(self._backend, self._directory, len(self._free), sum(sizes.values()))]
-        for drive, (backend, directory) in enumerate(self._others, 1):
+        of_slot = self._others[: len(layout.shares) - 1]  # none, if several ranks write the slot
+        for drive, (backend, directory) in enumerate(of_slot, 1):
             num_free = self._parts.num_free(drive)
             rooms.append(Room(backend, directory, num_free, part_bytes(layout, drive)))
         return rooms
