@@ -298,8 +298,9 @@ class Options:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(str, known))}, got {value!r}"
                 )
-        device_memory_bytes = self.device_memory_bytes
-        if self.placement == "device" and (self.host_memory_bytes or self.memory_directory):
+        # Both are read whatever the placement, so that a wrong value is refused here.
+        host_memory_bytes, device_memory_bytes = self.host_memory_bytes, self.device_memory_bytes
+        if self.placement == "device" and (host_memory_bytes or self.memory_directory):
             raise ValueError(
                 'host_memory has no effect with placement="device": state stays in device_memory'
             )

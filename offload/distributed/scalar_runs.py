@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from offload.distributed.agreement.messages import Json, MessageError
 from offload.errors import SealError
 from offload.format._layout_fields import encode_scalars
+from offload.format._manifest_fields import TENSOR_KINDS
 from offload.format.manifest import Manifest
 
 
@@ -44,6 +45,9 @@ def scalar_runs(manifest: Manifest) -> Json:
 def require_same_scalars(said: Mapping[int, Json], names: Sequence[str]) -> None:
     """Check that ranks which hold parts of the same parameter have the same scalar state of it.
 
+    Values count, and not whether a 0-d tensor has FP32 or FP64: torch makes a step count in FP64
+    where FP64 is the default dtype, and a default dtype is a rank's own.
+
     Args:
         said: What `scalar_runs` has returned on each rank.
         names: Names of all tensors of the model.
@@ -56,7 +60,7 @@ def require_same_scalars(said: Mapping[int, Json], names: Sequence[str]) -> None
     for rank, runs in sorted(said.items()):
         try:
             for first, last, value in runs:
-                distinct.setdefault((int(first), int(last), repr(value)), (rank, value))
+                distinct.setdefault((int(first), int(last), _values(value)), (rank, value))
         except (TypeError, ValueError) as error:
             raise MessageError(f"rank {rank}: the report has no scalar state: {error}") from error
     active: list[tuple[int, str, int, Json]] = []
@@ -70,3 +74,12 @@ def require_same_scalars(said: Mapping[int, Json], names: Sequence[str]) -> None
                     "gradients on all ranks, and call restore() on every rank"
                 )
         active.append((last, text, rank, value))
+
+
+def _values(encoded: Json) -> str:
+    """Return the scalar state of a parameter as text, in which tensors have no dtype."""
+    if encoded is None:
+        return ""
+    return repr(
+        [(name, "tensor" if kind in TENSOR_KINDS else kind, v) for name, kind, v in encoded]
+    )

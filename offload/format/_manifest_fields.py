@@ -44,7 +44,10 @@ _MAX_DIMS = 64
 _STORE_ID = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _PART_DIGEST = _STORE_ID
-_SCALAR_KINDS = ("f32", "f64", "float", "int")
+TENSOR_KINDS = ("f32", "f64")
+"""Kinds of scalar state that torch keeps in a 0-d tensor."""
+
+_SCALAR_KINDS = (*TENSOR_KINDS, "float", "int")
 
 ScalarValue = tuple[str, str, float | int]
 """Name, kind and value of one scalar in a parameter's state."""

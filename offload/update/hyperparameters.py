@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from offload.errors import CheckpointError, UnsupportedOptimizerError
+from offload.format._manifest_fields import TENSOR_KINDS
 from offload.format.manifest import Manifest
 from offload.format.strict_json import short
 from offload.update.rules import Rule, UpdateRule
 
 _REMEDY = "Return to an older checkpoint: restore(<step>, discard_newer=True)."
-_TENSORS = ("f32", "f64")
 
 
 def check_hyperparameters(manifest: Manifest, defaults: Mapping[str, Any], path: str) -> None:
@@ -89,8 +89,10 @@ def check_scalars(manifest: Manifest, rules: Sequence[Rule], path: str) -> None:
         if scalars is None:
             continue
         rule = rules[spec.group]
-        found = {name: kind in _TENSORS for name, kind, _ in scalars}
-        expected = dict(zip(rule.scalars, (kind in _TENSORS for kind in rule.kinds), strict=True))
+        found = {name: kind in TENSOR_KINDS for name, kind, _ in scalars}
+        expected = dict(
+            zip(rule.scalars, (kind in TENSOR_KINDS for kind in rule.kinds), strict=True)
+        )
         if found != expected or len(scalars) != len(expected):
             raise CheckpointError(
                 f"{path}: the scalar state of {spec.name!r} is {short(scalars)}, expected "
