@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tests.versions import COMBINATIONS
+from tests.versions import COMBINATIONS, without_torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,3 +65,14 @@ def test_nothing_is_to_be_installed_from_an_index_that_does_not_have_it() -> Non
         if re.search(r"pip install ['\"]?ssd-offload\b", line)
     }
     assert not asked
+
+
+def test_what_is_tried_without_torch_is_collected_without_torch() -> None:
+    """Where a build of torch cannot be had, `make versions` runs these files all the same."""
+    code = (
+        "import sys, pytest; sys.modules['torch'] = None; "
+        "sys.exit(pytest.main(['-q', '--collect-only', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
+    )
+    command = [sys.executable, "-c", code, *without_torch()]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]

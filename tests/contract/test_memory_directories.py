@@ -13,8 +13,8 @@ import pytest
 from gds import ALIGNMENT, StorageError, probe
 from gds.errors import RefusedError
 from gds.memory_directories import map_memory, require_memory
-from tests.numerics.measure import resident_bytes
-from tests.torch_contract.refusing import mounted
+from tests.mounts import mounted
+from tests.process_memory import resident_bytes
 
 MIB = 1 << 20
 SIZE_BYTES = 24 * MIB

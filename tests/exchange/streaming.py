@@ -20,7 +20,8 @@ import torch
 
 import offload
 from offload import export_checkpoint, import_checkpoint
-from tests.numerics.measure import model_of, reset_peak, resident_bytes
+from tests.numerics.measure import model_of
+from tests.process_memory import reset_peak, resident_bytes
 
 CHUNK_BYTES = 1 << 20
 KINDS = ("pt", "hf", "safetensors", "dcp")

@@ -22,6 +22,7 @@ import offload
 from bench._frozen_child import train
 from gds import PosixBackend, StorageError
 from tests.forking import serve
+from tests.process_memory import reset_peak, resident_bytes
 
 MIB = 1 << 20
 REPEATS = 4
@@ -163,23 +164,6 @@ def measure_frozen(directory: str) -> dict[str, Any]:
         return {"skip": reason}
     num_seals = NUM_SLOTS + 3
     return train(f"{directory}/run", FROZEN_MIB * MIB, MIB, num_seals, "bfloat16", "")
-
-
-def resident_bytes(field: str) -> int:
-    """Return ``VmRSS`` or its peak, ``VmHWM``, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise LookupError(field)
-
-
-def reset_peak() -> bool:
-    """Make the peak the present; whether the kernel did so."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return resident_bytes("VmHWM") < resident_bytes("VmRSS") + 8 * MIB
 
 
 def measure_memory(directory: str, num_parameters: int) -> dict[str, Any]:

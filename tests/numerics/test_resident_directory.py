@@ -14,8 +14,8 @@ import offload
 from gds import MemoryBackend, StorageError, probe
 from gds.errors import RefusedError
 from tests.contract.test_memory_directories import free_huge_bytes
+from tests.mounts import mounted
 from tests.numerics.pairs import CASES, Cut, Pair
-from tests.torch_contract.refusing import mounted
 
 SIZE_BYTES = 4 << 20
 MOST = 120_000

@@ -40,8 +40,8 @@ from offload import DriveTuning, Options
 from offload.distributed import node
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.test_open_files import open_below
-from tests.numerics.measure import reset_peak, resident_bytes
 from tests.numerics.reference import bits
+from tests.process_memory import reset_peak, resident_bytes
 from tests.ranks_training.host_backend import HostBackend
 from tests.ranks_training.program import Case, Masters, local
 from tests.ranks_training.protocol_steps import ProtocolSteps, kill

@@ -1,14 +1,11 @@
-"""A check that a refusal changes nothing, and file systems that a store is refused on."""
+"""A check that a refusal changes nothing."""
 
 from __future__ import annotations
 
 import copy
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import pytest
 import torch
 
 from gds import Backend
@@ -45,21 +42,3 @@ def nothing_changes(
     before = state()
     yield
     assert state() == before
-
-
-@contextmanager
-def mounted(where: Path, *arguments: object, read_only: bool = False) -> Iterator[None]:
-    """Mount something for a while; skip the test if that is not allowed."""
-    commands = [["mount", *map(str, arguments), str(where)]]
-    if read_only:
-        commands.append(["mount", "-o", "remount,bind,ro", str(where)])
-    for number, command in enumerate(commands):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            if number:
-                subprocess.run(["umount", str(where)], check=True)
-            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(where)], check=True)

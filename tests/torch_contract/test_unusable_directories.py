@@ -15,10 +15,11 @@ from gds import MemoryBackend, StorageError
 from offload import AdamW, Options, load_parameters
 from offload.errors import StoreError, StoreFullError, StoreLockedError, VolatileStoreError
 from offload.units import size
+from tests.mounts import mounted
 from tests.stores.files import everything
 from tests.stores.small import CHUNK_BYTES, STORE, make_model, make_optimizer, memory_store, step
 from tests.threads import one_thread
-from tests.torch_contract.refusing import bits, mounted, nothing_changes
+from tests.torch_contract.refusing import bits, nothing_changes
 
 __all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
 
