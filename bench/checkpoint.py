@@ -252,7 +252,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--chunk-mib", type=float, default=32, help="of one FP32 array (default: %(default)s)")
     add("--ring", type=int, default=6, help="chunks in memory (default: %(default)s)")
     add("--every", type=int, default=4, help="steps between checkpoints, besides 1")
-    add("--steps", type=int, default=3, help="back to back, in one turn of a checkpoint's cost")
+    add("--steps", type=int, default=3, help="least number back to back, in one turn of the cost")
+    add("--turn-s", type=float, default=2, help="least seconds of such steps without checkpoints")
     add("--pair-s", type=float, default=30, help="least seconds of a pair of a checkpoint's cost")
     add("--peers", default=",".join(_TITLES), help="which to measure, with commas")
     add("--limit", type=float, default=0.01, help="of stall / torch.save without CRC-32")
@@ -264,6 +265,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "chunk_mib": 0.25,
         "every": 2,
         "steps": 2,
+        "turn_s": 0,
         "pair_s": 0,
     }
     args = parser.read(arguments, quick=quick)
@@ -366,18 +368,22 @@ def _back_to_back(
     """Measure the time that a checkpoint after every step adds if nothing else is computed.
 
     The added time is a small difference of two long ones, and the drive's speed changes. So they
-    are measured in short turns, and a pair is the means of as many turns as last long enough.
+    are measured in short turns, and a pair is the means of as many turns as last long enough. The
+    last checkpoint of a turn has no step beside it, as no other has in a run that goes on. So steps
+    of every size are repeated for the same time in a turn, and not the same number of times.
     """
     raw = RawSeal(directory, ours.num_parameters)
+    ours.steps(args.steps, checkpoints=False)
+    num_steps = max(args.steps, math.ceil(args.turn_s / ours.steps(args.steps, checkpoints=False)))
     ways: dict[str, Callable[[], float]] = {
-        "step_s": partial(ours.steps, args.steps, checkpoints=False),
-        "step_and_checkpoint_s": partial(ours.steps, args.steps, checkpoints=True),
+        "step_s": partial(ours.steps, num_steps, checkpoints=False),
+        "step_and_checkpoint_s": partial(ours.steps, num_steps, checkpoints=True),
         "raw_seal_s": raw.sample,
     }
     first = {name: way() for name, way in ways.items()}
-    turn_s = args.steps * (first["step_s"] + first["step_and_checkpoint_s"])
+    turn_s = num_steps * (first["step_s"] + first["step_and_checkpoint_s"])
     turns = max(1, math.ceil(args.pair_s / turn_s))
-    say(f"pairs of {turns} turns")
+    say(f"pairs of {turns} turns, each of {num_steps} steps with checkpoints and without")
     found = alternate(ways, args.rounds * turns)
     raw.close()
     samples = {name: _means(values, turns) for name, values in found.items()}
@@ -392,6 +398,7 @@ def _back_to_back(
         limit=args.write_limit,
         step_ratio=median(ratios(both, alone)),
         turns_in_a_pair=turns,
+        steps_in_a_turn=num_steps,
     )
 
 

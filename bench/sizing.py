@@ -161,6 +161,7 @@ def _measure(args: argparse.Namespace, result: Result, directory: str, stack: Ex
             "staged_write_gbps": machine.staged_write_gbps,
             "new_memory_gbps": machine.new_memory_gbps,
             "sync_s": machine.sync_s,
+            "flush_gbps": machine.flush_gbps,
         }
         for name, value in found.items():
             samples.setdefault(name, []).append(float(value or 0))

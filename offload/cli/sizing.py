@@ -24,6 +24,7 @@ _OPTIONS = {
     "staged_write_gbps": "--staged-write",
     "new_memory_gbps": "--new-memory",
     "sync_s": "--sync",
+    "flush_gbps": "--flush",
     "link_gbps": "--link",
     "network_gbps": "--network",
     "drive_tbw": "--tbw",
@@ -140,6 +141,9 @@ def register(app: typer.Typer) -> None:
         sync: Annotated[
             Any, _option("Time of one sync of a file, as 0.2ms.", parser=_seconds)
         ] = None,
+        flush: Annotated[
+            float | None, _option("GB/s at which a sync flushes what a drive has in its cache.")
+        ] = None,
         link: Annotated[float | None, _option("GB/s between GPU and host, each way.")] = None,
         network: Annotated[
             float | None, _option("GB/s to a server next to the storage, each way.")
@@ -211,6 +215,7 @@ def register(app: typer.Typer) -> None:
             "mixed_gbps": mixed,
             "staged_read_gbps": staged_read,
             "staged_write_gbps": staged_write,
+            "flush_gbps": flush,
         }
         rates |= {name: rate for name, rate in given.items() if rate is not None}
         try:

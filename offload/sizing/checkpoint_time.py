@@ -3,7 +3,8 @@
 While a block is transferred, the next one is copied and digested on one core. If the rate of both
 together has been measured, it counts for all blocks; otherwise the slower of both does. The faster
 one counts for the block that has nothing beside it: the copy of the first block of a seal, or of
-the last block of a resume. The module is pure arithmetic.
+the last block of a resume. The first sync of a seal also flushes what the step before it has
+written, as far as the drives have it in a cache. The module is pure arithmetic.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def seal_parts(
     staged_gbps: float | None = None,
     sync_s: float | None,
     num_syncs: int,
+    flush_gbps: float | None = None,
+    step_bytes: float = 0,
 ) -> dict[str, float]:
     """Return the seconds of each part of a seal; the parts follow each other.
 
@@ -80,6 +83,9 @@ def seal_parts(
         sync_s: Seconds of one sync; None leaves the syncs out. If the copies are left out as well,
             only writing is counted.
         num_syncs: Number of syncs.
+        flush_gbps: Rate in GB/s at which a sync makes durable what the drives have in a cache; None
+            if they have no cache that counts.
+        step_bytes: Bytes that the step before the seal has written.
     """
     parts = _blocks(
         nbytes,
@@ -94,6 +100,8 @@ def seal_parts(
     )
     if sync_s is not None:
         parts |= {_BEGIN: SEAL_BEGIN_S, "syncs": num_syncs * sync_s}
+    if flush_gbps is not None:
+        parts["flushing the step's writes"] = step_bytes / 1e9 / flush_gbps
     return parts
 
 

@@ -55,6 +55,10 @@ class Machine:
     sync_s: float | None = None
     """Seconds of one sync of a file after a small write. A seal makes several."""
 
+    flush_gbps: float | None = None
+    """Rate at which a sync makes data durable that has just been written, and that the drives have
+    in a cache. A seal that follows a step at once flushes what the step has written."""
+
     link_gbps: float | None = None
     """Rate of the link between GPU and host in each direction."""
 
@@ -94,7 +98,7 @@ class MeasuredDrives(NamedTuple):
 
     rates: dict[str, float]
     """Rates in GB/s, as fields of `Machine`: ``read_gbps``, ``write_gbps``, ``mixed_gbps``,
-    ``staged_read_gbps`` and ``staged_write_gbps``, as far as they were measured."""
+    ``flush_gbps``, ``staged_read_gbps`` and ``staged_write_gbps``, as far as they were measured."""
 
     doubts: list[str]
     """Reasons, as text for people, not to trust a rate: what ``gds bench`` says of its runs."""
@@ -117,8 +121,9 @@ def measured_drives(path: str | os.PathLike[str]) -> MeasuredDrives:
     content = read_regular(path, _MAX_BENCH_BYTES)
     try:
         best = _best_results(parse_json(content, max_values=_MAX_BENCH_VALUES))
+        rates = {f"{name}_gbps": _rate(result) for name, result in best.items()}
         found = MeasuredDrives(
-            {f"{name}_gbps": _rate(result) for name, result in best.items()},
+            rates | _flush_rate(best),
             [
                 f"{name.replace('_', ' ')}: {reason}"
                 for name, result in best.items()
@@ -146,6 +151,16 @@ def _best_results(report: Any) -> dict[str, Any]:
         if name not in found or _rate(result) > _rate(found[name]):
             found[name] = result
     return found
+
+
+def _flush_rate(best: dict[str, Any]) -> dict[str, float]:
+    """Return the rate of the syncs after plain writes: written bytes by the seconds of syncs."""
+    if "write" not in best:
+        return {}
+    found = best["write"]["median"]
+    written, durable = found["bytes_per_s"], found.get("durable_bytes_per_s", found["bytes_per_s"])
+    sync_s_per_byte = 1 / durable - 1 / written
+    return {"flush_gbps": 1 / sync_s_per_byte / 1e9} if sync_s_per_byte > 0 else {}
 
 
 def _rate(result: Any) -> float:

@@ -103,6 +103,8 @@ def size(
             staged_gbps=machine.staged_write_gbps,
             sync_s=machine.sync_s,
             num_syncs=_num_syncs(found, precision, shares),
+            flush_gbps=machine.flush_gbps,
+            step_bytes=found.state_bytes / cluster.gpus,
         )
     held = found.parameter_bytes / (cluster.tp * cluster.pp)
     if machine.read_gbps is not None or machine.staged_read_gbps is not None:

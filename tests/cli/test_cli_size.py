@@ -241,6 +241,12 @@ def test_several_files_with_rates_are_taken_together(run: Run, tmp_path: Path) -
     assert found["seal_parts_s"] == {"copying and writing": 1.25, "beginning": 0.002}
     found = json.loads(run("size", "1e9", *files, "--staged-write", "2", "--json")[1])
     assert found["seal_parts_s"] == {"copying and writing": 1.0, "beginning": 0.002}
+    found = json.loads(run("size", "1e9", *files, "--flush", "3", "--json")[1])
+    assert found["seal_parts_s"] == {
+        "copying and writing": 1.25,
+        "beginning": 0.002,
+        "flushing the step's writes": 4.0,
+    }
 
 
 def test_the_parts_of_a_seal_and_a_resume_are_printed_if_they_are_known(run: Run) -> None:

@@ -10,7 +10,7 @@ import torch
 import offload
 from gds import File, MemoryBackend, WrapperBackend
 from gds.backends.wrapper import WrapperFile
-from offload.sizing import Machine, Precision, size
+from offload.sizing import Cluster, Machine, Precision, size
 
 BILLION = 1_000_000_000
 """Parameters: 2 GB in 16 bits."""
@@ -85,6 +85,20 @@ def test_a_resume_reads_into_four_blocks_of_new_memory() -> None:
     assert plan.resume_parts_s == pytest.approx(
         {"reading and copying": 0.000625, "beginning": 0.002, "new memory": 0.004}
     )
+
+
+def test_a_seal_flushes_what_the_step_before_it_has_written() -> None:
+    plan = size(BILLION, machine=Machine(**DRIVES, flush_gbps=3.0))
+    assert plan.seal_parts_s == pytest.approx(
+        {"writing": 1.0, "flushing the step's writes": 12.0 / 3.0}
+    )
+    assert plan.resume_parts_s == {"reading": 0.5}
+    plan = size(
+        BILLION,
+        machine=Machine(staged_write_gbps=1.6, flush_gbps=3.0),
+        cluster=Cluster(gpus=4, sharded=True),
+    )
+    assert plan.seal_s == pytest.approx(2 / 4 / 1.6 + 0.002 + 12 / 4 / 3)
 
 
 def test_rates_measured_at_the_same_time_are_enough() -> None:

@@ -181,10 +181,13 @@ def test_the_drives_that_gds_bench_measured(
     path = tmp_path / "drive.json"
     path.write_text(out)
     medians = {r["workload"]["rw"]: r["median"]["bytes_per_s"] for r in json.loads(out)["results"]}
-    assert measured_drives(path).rates == {
-        f"{rw}_gbps": pytest.approx(rate / 1e9) for rw, rate in medians.items()
-    }
-    plan = size(7e9, machine=Machine(**measured_drives(path).rates))
+    rates = measured_drives(path).rates
+    writes = next(r["median"] for r in json.loads(out)["results"] if r["workload"]["rw"] == "write")
+    written = writes["bytes_per_s"] * 1.0
+    sync_s = written / writes["durable_bytes_per_s"] - 1.0  # of as much as is written in a second
+    assert rates.pop("flush_gbps") == pytest.approx(written / sync_s / 1e9)
+    assert rates == {f"{rw}_gbps": pytest.approx(rate / 1e9) for rw, rate in medians.items()}
+    plan = size(7e9, machine=Machine(**rates))
     assert plan.steps[1].seconds == pytest.approx(
         max(84e9 / medians["read"], 84e9 / medians["write"], 168e9 / medians["mixed"])
     )
@@ -209,6 +212,26 @@ def test_rates_of_staged_transfers_count_as_such_and_writes_with_their_syncs(
             "staged_write_gbps": writes["durable_bytes_per_s"] / 1e9,
         }
     )
+
+
+def test_the_rate_of_flushes_is_that_of_the_syncs_after_plain_writes(tmp_path: Path) -> None:
+    def result(written: float, durable: float, *, staged: bool = False) -> dict[str, object]:
+        """Return a result of writes, with and without the time of the syncs after them."""
+        workload = {"rw": "write", "mix": 50, "path": "direct", "staged": staged}
+        median = {"bytes_per_s": written * 1e9, "durable_bytes_per_s": durable * 1e9}
+        return {"workload": workload, "median": median}
+
+    def rates(*results: dict[str, object]) -> dict[str, float]:
+        """Return the rates in a file with some results."""
+        path = tmp_path / "bench.json"
+        path.write_text(json.dumps({"results": results}))
+        return measured_drives(path).rates
+
+    # 1 GB is written in 0.25 s and flushed in 0.5 s.
+    assert rates(result(4.0, 1 / 0.75)) == pytest.approx({"write_gbps": 4.0, "flush_gbps": 2.0})
+    # The fastest writes count; writes whose syncs took no time have no rate of flushes.
+    assert rates(result(4.0, 4.0), result(2.0, 1.0)) == {"write_gbps": 4.0}
+    assert rates(result(4.0, 1.0, staged=True)) == {"staged_write_gbps": 1.0}
 
 
 def test_what_gds_bench_doubts_is_said(tmp_path: Path) -> None:
