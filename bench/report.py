@@ -204,6 +204,15 @@ def _remarks(one: Run) -> str:
         steps = one["facts"].get("bit_identical_steps")
         same = "identical to the last bit" if equal else "**different**"
         lines.append(f"After {steps} steps the parameters were {same} with and without overlap.")
+    for claim in one["claims"]:
+        if one["bench"] == "sizing" and "is_within" in claim:
+            low, high = claim["interval90_of_measured_s"]
+            timed = claim["claim"].rpartition(" ")[2]
+            where = "within" if claim["is_within"] else "outside"
+            lines.append(
+                f"{one['what']}: the {timed} took {low:.3g} to {high:.3g} s (90 % interval of the "
+                f"median), and {claim['predicted_s']:.3g} s were predicted: {where}."
+            )
     lines += [f"Not measured: {reason}." for reason in one["skipped"]]
     if one["notes"]:
         lines.append(one["notes"])
