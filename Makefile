@@ -172,7 +172,8 @@ $(VENV)/.gpu: $(if $(WHEELS),,$(VENV)/.base) $(KERNEL_SOURCES) constraints-gpu.t
 ifneq ($(WHEELS),)
 	@$(PYTHON) -c 'import numpy, torch' 2>/dev/null || { echo "error: '$(PYTHON)' has no NumPy or PyTorch, and" \
 	  "WHEELS=$(WHEELS) is for a machine that has both" >&2; exit 1; }
-	$(PYTHON) -m venv --system-site-packages $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m tests.install.share_packages $(VENV)
 	$(PIP) install --quiet --no-index --find-links $(WHEELS) --no-deps \
 	  --constraint constraints-gpu.txt --requirement requirements-gpu.txt
 	$(PIP) install --quiet --no-index --no-deps --no-build-isolation --editable .

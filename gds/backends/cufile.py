@@ -15,6 +15,8 @@ from gds.backends.transfer import Direction
 
 SONAME: Final = "libcufile.so.0"
 _FD_HANDLE: Final = 1
+_ALREADY_OPEN: Final = 5026
+"""Error of a driver that this process has opened before, perhaps through another library."""
 
 
 class _Error(ctypes.Structure):
@@ -69,7 +71,9 @@ class CuFileLibrary:
                 ctypes.c_int64,
                 ctypes.c_int64,
             ]
-        _check("cuFileDriverOpen", library.cuFileDriverOpen())
+        opened = library.cuFileDriverOpen()
+        if opened.err != _ALREADY_OPEN:
+            _check("cuFileDriverOpen", opened)
 
     def register(self, fd: int) -> int:
         """Return a handle for a file that is open for direct I/O; the descriptor must stay open.

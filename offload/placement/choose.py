@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gds.errors import RefusedError
 from offload.device.boundary import is_on_device
 from offload.device.compute import COMPUTES, Compute, compute_on
 from offload.errors import UnsupportedParameterError
@@ -59,6 +60,8 @@ class PlacementChooser:
                 on one device with kernels.
             UnsupportedOptimizerError: ``placement="device"`` is set, and the step is not possible
                 on a device.
+            gds.RefusedError: ``placement="device"`` is set, and no kernel can be compiled for the
+                device; names the remedy.
         """
         placement = self._options.placement
         if placement == "host" or not trainables:
@@ -77,7 +80,14 @@ class PlacementChooser:
             or self._choose(groups, layout, trainables[0].parameter.device) == "host"
         ):
             return None
-        return compute_on(trainables[0].parameter.device)
+        try:
+            return compute_on(trainables[0].parameter.device)
+        except RefusedError as error:
+            if placement == "device":
+                raise
+            self._chosen = "host"
+            logging.getLogger("offload").info("state is updated on the CPU: %s", error)
+            return None
 
     def _choose(self, groups: Groups, layout: Layout, device: torch.device) -> str:
         if self._chosen is None:

@@ -87,3 +87,14 @@ def test_a_driver_that_does_not_open_is_an_error(
     monkeypatch.setattr(gds.backends.cufile, "SONAME", str(compiled))
     with pytest.raises(RuntimeError, match="cuFile error 5001, CUDA error 0 in cuFileDriverOpen"):
         CuFileLibrary()
+
+
+def test_a_driver_that_another_library_has_opened_is_used(
+    compiled: Path, fd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CU_FILE_DRIVER_ALREADY_OPEN is no failure: KvikIO, or torch, may have been first."""
+    monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "false")
+    monkeypatch.setenv("STUB", "open")
+    monkeypatch.setattr(gds.backends.cufile, "SONAME", str(compiled))
+    library = CuFileLibrary()
+    library.deregister(library.register(fd))

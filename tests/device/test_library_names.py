@@ -235,6 +235,8 @@ def test_a_driver_without_a_device_is_refused_by_name(cuda, monkeypatch):
 def test_cupy_compiles_loads_and_launches_as_here(cuda):
     compiler = importlib.import_module("cupy.cuda.compiler")
     inspect.signature(compiler.compile_using_nvrtc).bind("source", options=("-std=c++17",))
+    assert issubclass(compiler.CompileException, Exception)
+    assert not issubclass(compiler.CompileException, RuntimeError)
     assert compiler.nvrtc.getVersion is cuda.nvrtc.getVersion
     assert isinstance(importlib.import_module("cupy").__version__, str)
     assert isinstance(inspect.getattr_static(cuda.Device, "compute_capability"), object)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gds.errors import DeviceLostError, RefusedError
 from offload.device.kernels.binary_cache import directory
 from offload.device.kernels.loading import load
 from offload.device.kernels.sources import OPTIONS
@@ -79,7 +80,46 @@ def test_what_the_driver_does_not_load_is_compiled_anew(gpu):
     before = path.stat().st_ino
     gpu.refused_binary = b"binary"
     gpu.kernels.clear()
-    with pytest.raises(RuntimeError, match="NO_BINARY"):
+    with pytest.raises(RefusedError, match="NO_BINARY"):
         load("source", ["first"], 3)  # this driver takes none that is compiled here
     assert operations(gpu) == ["compile"]
     assert path.stat().st_ino == before
+
+
+class CompileError(Exception):
+    """As CuPy's, which is no `RuntimeError`."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CompileError("nvrtc: error: invalid value for --gpu-architecture (-arch)"),
+        RuntimeError("CuPy failed to load libnvrtc.so.13"),
+        ImportError("libnvrtc.so.13: cannot open shared object file"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_gpu_for_which_nothing_can_be_compiled_is_named(error, gpu, monkeypatch):
+    def refuse(source: str, *, options: object) -> None:
+        raise error
+
+    compiler = sys.modules["cupy.cuda.compiler"]
+    monkeypatch.setattr(compiler, "compile_using_nvrtc", refuse)
+    monkeypatch.setattr(compiler, "CompileException", CompileError)
+    with pytest.raises(RefusedError) as caught:
+        load("source", ["first"], 3)
+    said = str(caught.value)
+    assert "cuda:3" in said
+    assert "compute capability 90" in said
+    assert str(error) in said
+    assert 'placement="host"' in said
+    assert not directory().exists(), "nothing of it is kept"
+
+
+def test_a_device_that_is_lost_meanwhile_is_named_as_such(gpu, monkeypatch):
+    def lose(source: str, *, options: object) -> None:
+        raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
+
+    monkeypatch.setattr(sys.modules["cupy.cuda.compiler"], "compile_using_nvrtc", lose)
+    with pytest.raises(DeviceLostError, match="the GPU is lost"):
+        load("source", ["first"], 3)

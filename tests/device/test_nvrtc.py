@@ -107,3 +107,15 @@ def test_denormal_numbers_are_kept_or_it_does_not_compile(compiler):
         # what CuPy's RawModule adds
         refusal = compiler.refusal(update_source(), architecture, (*options, "-ftz=true"))
         assert "denormal numbers must be kept" in refusal
+
+
+def test_what_is_missing_is_a_failure_where_all_tests_are_asked_for(monkeypatch):
+    monkeypatch.setenv("NVRTC_LIBRARY", "/nonexistent/libnvrtc.so")
+    monkeypatch.setenv("NVDISASM", "")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(nvrtc, "_roots", lambda: iter(()))
+    for find in (nvrtc.find, nvrtc.find_disassembler):
+        for full, outcome in ((True, pytest.fail.Exception), (False, pytest.skip.Exception)):
+            monkeypatch.setattr(nvrtc, "FULL", full)
+            with pytest.raises(outcome, match=r"no (NVRTC|nvdisasm)"):
+                find()

@@ -57,6 +57,9 @@ def cupy_modules(gpu: FakeGpu) -> tuple[types.ModuleType, ...]:
         def __exit__(self, *_: object) -> None:
             gpu.current.number = self._before
 
+    class CompileException(Exception):  # noqa: N818 - CuPy's name
+        """What the compiler refuses."""
+
     class CUDADriverError(RuntimeError):
         """What the driver refuses."""
 
@@ -78,7 +81,10 @@ def cupy_modules(gpu: FakeGpu) -> tuple[types.ModuleType, ...]:
         return b"binary", {}
 
     contents = {
-        "cupy.cuda.compiler": {"compile_using_nvrtc": compile_using_nvrtc},
+        "cupy.cuda.compiler": {
+            "compile_using_nvrtc": compile_using_nvrtc,
+            "CompileException": CompileException,
+        },
         "cupy.cuda.driver": {"CUDADriverError": CUDADriverError},
         "cupy.cuda.nvrtc": {"getVersion": lambda: (13, 0)},
         "cupy.cuda": {

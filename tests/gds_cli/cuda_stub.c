@@ -41,6 +41,7 @@ CUfileError_t cuFileDriverOpen(void) {
     CUfileError_t status = {0, 0};
     if (does("crash")) abort();
     if (getenv("CUFILE_ALLOW_COMPAT_MODE") == NULL) status.err = 5001;
+    if (does("open")) status.err = 5026;
     return status;
 }
 CUfileError_t cuFileHandleRegister(void **handle, CUfileDescr_t *description) {

@@ -18,6 +18,8 @@ _TESTS = "tests/contract/test_kvikio.py"
 _CALLS = "tests/placement/test_cuda_calls.py"
 _FAILURES = "tests/placement/test_device_failures.py"
 _PLACEMENT = "tests/placement/test_placement.py"
+_STORAGE = "tests/placement/test_device_storage.py"
+_CUFILE = "tests/contract/test_cufile_calls.py"
 
 DEVICE = (
     Mutation(
@@ -230,5 +232,29 @@ DEVICE = (
         "each byte of state that is moved touches the host's memory four times",
         (Edit(_STEP_TIME, "= 4 * moved / memory_gbps", "= 2 * moved / memory_gbps"),),
         (_PLACEMENT,),
+    ),
+    Mutation(
+        "uncompiled-kernels-end-the-training",
+        'placement="auto" stays on the host if no kernel can be compiled',
+        (
+            Edit(
+                "offload/placement/choose.py",
+                '            if placement == "device":\n                raise\n',
+                "            raise\n",
+            ),
+        ),
+        (f"{_STORAGE}::test_auto_stays_on_the_host_where_no_kernel_can_be_compiled",),
+    ),
+    Mutation(
+        "open-driver-refused",
+        "cuFile is used if its driver has been opened before",
+        (
+            Edit(
+                "gds/backends/cufile.py",
+                "        if opened.err != _ALREADY_OPEN:\n            _check(",
+                "        if opened.err != 0:\n            _check(",
+            ),
+        ),
+        (f"{_CUFILE}::test_a_driver_that_another_library_has_opened_is_used",),
     ),
 )

@@ -249,6 +249,44 @@ def test_auto_goes_where_a_step_is_expected_to_take_less(
     assert "steps are taken on the" in caplog.text
 
 
+def test_auto_stays_on_the_host_where_no_kernel_can_be_compiled(
+    gpu, directory, device, compute, monkeypatch, caplog
+):
+    """As on a GPU that is too old for the compiler: training goes on, and the log says why."""
+    asked = []
+
+    def refuse(device: torch.device) -> None:
+        asked.append(device)
+        raise RefusedError("the kernels cannot be compiled")
+
+    monkeypatch.setattr(offload.placement.choose, "find_rates", lambda _: QUICK)
+    monkeypatch.setattr(offload.placement.choose, "compute_on", refuse)
+    used = Used("bounce", "there is no nvidia-fs")
+    monkeypatch.setattr(gds.backends.kvikio, "_examined", lambda _: {"read": used, "write": used})
+    cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
+    pair = DevicePair(CASES["sgd-nesterov"], cut, None, directory, live=on_device(Mixed()))
+    with caplog.at_level("INFO", "offload"):
+        train(pair)
+    pair.assert_same_state()
+    pair.optimizer.close()
+    assert compute.num_updates == 0
+    assert len(asked) == 1, "it is tried once"
+    assert caplog.text.count("the kernels cannot be compiled") == 1
+
+
+def test_a_demand_for_the_device_fails_where_no_kernel_can_be_compiled(
+    device, compute, monkeypatch
+):
+    def refuse(device: torch.device) -> None:
+        raise RefusedError("the kernels cannot be compiled")
+
+    monkeypatch.setattr(offload.placement.choose, "compute_on", refuse)
+    pair = device_pair(CASES["sgd"], Cut(3 * 4096, 2), device)
+    give_device_gradients(0, pair.live)
+    with pytest.raises(RefusedError, match="the kernels cannot be compiled"):
+        pair.optimizer.step()
+
+
 def test_auto_needs_neither_libraries_nor_a_driver(directory, device, compute):
     cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
     pair = DevicePair(CASES["adamw"], cut, None, directory, live=on_device(Mixed()))

@@ -46,7 +46,7 @@ PIECE = np.dtype(
         ("unused", np.uint32),
     ]
 )
-"""Layout of `struct Piece` in `update.cu`."""
+"""Layout of `struct Piece` in `arguments.cuh`."""
 
 ARGUMENTS = np.dtype(
     [
@@ -63,7 +63,7 @@ ARGUMENTS = np.dtype(
         ("pieces", PIECE, MAX_PIECES),
     ]
 )
-"""Layout of `struct Arguments` in `update.cu`."""
+"""Layout of `struct Arguments` in `arguments.cuh`."""
 
 _Numbers: TypeAlias = np.ndarray[Any, Any]
 

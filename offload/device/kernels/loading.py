@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gds.buffers.cuda import is_lost, lost_error
+from gds.errors import RefusedError
 from offload.device.kernels.binary_cache import BinaryCache, directory
 from offload.device.kernels.sources import OPTIONS
 
@@ -59,10 +61,14 @@ def load(
         names: Names of ``extern "C"`` functions.
         device: Number of the device.
         options: Compiler options in addition to `OPTIONS`.
+
+    Raises:
+        RefusedError: The compiler or the driver does not take the source for this device, or the
+            compiler is missing; names the remedy.
+        DeviceLostError: The device does not work any more.
     """
     import cupy
-    from cupy.cuda import nvrtc
-    from cupy.cuda.compiler import compile_using_nvrtc
+    from cupy.cuda import compiler, nvrtc
 
     options = (*OPTIONS, *options)
     with cupy.cuda.Device(device) as current:
@@ -74,11 +80,27 @@ def load(
         if (binary := cache.find(parts)) is not None:
             module = _loaded(binary)
         if module is None:
-            binary, _ = compile_using_nvrtc(source, options=options)
-            module = cupy.cuda.Module()
-            module.load(binary)
+            try:
+                binary, _ = compiler.compile_using_nvrtc(source, options=options)
+                module = cupy.cuda.Module()
+                module.load(binary)
+            except (compiler.CompileException, RuntimeError, ImportError, OSError) as error:
+                raise _refusal(error, device, str(current.compute_capability)) from error
             cache.keep(parts, binary)
         return [Kernel(module.get_function(name), device) for name in names]
+
+
+def _refusal(error: Exception, device: int, capability: str) -> Exception:
+    """Return the error to raise if kernels cannot be compiled or loaded for a device."""
+    name = f"cuda:{device}"
+    if is_lost(error):
+        return lost_error(error, "load kernels", name)
+    said = " ".join(str(error).split())
+    return RefusedError(
+        f"the kernels that update state cannot be compiled for {name}, of compute capability "
+        f"{capability} ({said}): its architecture may be too old for this CUDA, or NVRTC or the "
+        'driver does not fit. Use placement="host", or a torch and CuPy of another CUDA'
+    )
 
 
 def _loaded(binary: bytes) -> Any:

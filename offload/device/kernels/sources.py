@@ -10,11 +10,14 @@ OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-s
 """Options of NVRTC. The update uses intrinsics, whose rounding depends on no option but ``-ftz``.
 The other options keep `powf` exact."""
 
+_UPDATE = ("values.cuh", "arguments.cuh", "quads.cuh", "rules.cuh", "update.cu")
+"""Files of the kernel ``update``, each of which uses those before it."""
+
 
 @cache
 def update_source() -> str:
     """Return the source of the kernel ``update``; `Form.macros` select the variant."""
-    return text("values.cuh") + text("update.cu")
+    return "".join(map(text, _UPDATE))
 
 
 @cache
