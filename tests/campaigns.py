@@ -49,6 +49,8 @@ ONE_IN: Final = {
     "numerics/test_overlap_forward.py::test_compiled_models": 3,
     "placement/test_device_placement.py::"
     "test_kernels_give_the_bits_of_torchs_arithmetic_on_a_device": 2,
+    "ranks_store/test_many_owners.py::"
+    "test_one_process_uses_the_state_of_as_many_owners_as_are_allowed": NEVER,
     "ranks_training/test_elastic.py::test_a_run_goes_on_with_the_nodes_that_are_left": NEVER,
     "ranks_training/test_every_operation.py::test_opening": NEVER,
     "ranks_training/test_every_operation.py::test_restoring": 4,

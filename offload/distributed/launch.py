@@ -12,6 +12,7 @@ from offload.distributed.rank_group import RankGroup
 from offload.distributed.terms import terms_of
 from offload.format.arrays import BLOCK_ELEMENTS
 from offload.model.all_parameters import all_parameters
+from offload.model.buffer_watch import BufferWatch
 from offload.model.process_groups import ProcessGroup
 from offload.options import Options
 from offload.retention.policy import Retention
@@ -53,6 +54,7 @@ def join_ranks(
         group,
         named,
         terms_of(optimizer, param_groups, model, keep, options),
+        BufferWatch(model),
         multiple=multiple,
         timeout_s=options.agreement_timeout_s,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
 from gds import StorageError
@@ -14,10 +14,12 @@ from offload.distributed.known_shares import SharedFile
 from offload.distributed.rank_checkpoints import RankCheckpoints
 from offload.distributed.rank_opening import Opened
 from offload.distributed.rank_sealing import RankSealing
+from offload.distributed.together import everywhere, together
 from offload.errors import RanksError
 from offload.format.known_leaves import Content
 from offload.format.layout import Layout
 from offload.format.shares.model_shares import ModelShare
+from offload.model.buffer_watch import BufferWatch, differ, in_words, say
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.slot import OwnerSlotState
 from offload.store.owners.store import OwnerStore
@@ -45,6 +47,7 @@ class RankGranting:
         sealing: Seals of this rank, which know whether the last one was aborted.
         share_of: Function that returns the boxes of the model that this rank writes, given a
             layout.
+        watch: Watch over the model's buffers, which are compared whenever a slot is granted.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class RankGranting:
         checkpoints: RankCheckpoints,
         sealing: RankSealing,
         share_of: Callable[[Layout], ModelShare],
+        watch: BufferWatch,
     ) -> None:
+        self._watch = watch
         self._opened = opened
         self._checkpoints = checkpoints
         self._sealing = sealing
@@ -75,6 +80,7 @@ class RankGranting:
 
         Raises:
             RanksError: A rank has no slot. Nothing has changed.
+            RuntimeWarning: Buffers differ between ranks, and warnings are errors to the user.
             InDoubtError: It is not known what became of the last seal.
         """
         if is_new:
@@ -90,11 +96,12 @@ class RankGranting:
             part = self._opened.part
             if part is not None:
                 self._granted = self._ready(part, found, held, layout)
-            return None
+            return self._watch.note()
 
         self._granted = None
         try:
             granted = self._opened.agreement.grant(offer, ready, call)
+            self._compare_buffers(granted.notes, call)
         except BaseException:
             slot, self._granted = self._granted, None
             if slot is not None and (aborted is None or slot is not aborted.slot):
@@ -109,6 +116,15 @@ class RankGranting:
         content = Content(granted.offer.content, granted.offer.readable)
         self._sealing.granted(slot, SharedFile(granted.offer.slot, content))
         return slot
+
+    def _compare_buffers(self, notes: Mapping[int, Json], call: str) -> None:
+        """Warn on the writer, once, of buffers that differ between ranks. Collective."""
+        if not differ(notes.values()):
+            return  # on all ranks: they have the same notes
+        agreement = self._opened.agreement
+        words = in_words(everywhere(agreement, call, self._watch.digests))
+        self._watch.stop()
+        together(agreement, call, say(words) if words and agreement.peers.is_leader else _nothing)
 
     def refuse(self, error: Exception, call: str) -> None:
         """Take part in `acquire` of all ranks with an error of this one. Collective.
@@ -233,3 +249,7 @@ def is_in_place(slot: Any) -> bool:
         return bool(slot.is_in_place())
     except StorageError:
         return False
+
+
+def _nothing() -> None:
+    """Do nothing: the writer warns."""

@@ -39,6 +39,7 @@ from offload.distributed.together import everywhere, together
 from offload.errors import OffloadError, RanksError, reason_of
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ParameterSpec
+from offload.model.buffer_watch import BufferWatch
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
@@ -60,6 +61,7 @@ class RankGroup:
         named: Parameters of the model and of the optimizer, with their names in files; the same on
             all ranks, in the same order.
         terms: What else is the same on all ranks; see `offload.distributed.terms`.
+        watch: Watch over the model's buffers.
         multiple: Number of elements that each cut of a parameter is a multiple of.
         timeout_s: Seconds without a sign of progress after which a rank counts as lost.
 
@@ -76,6 +78,7 @@ class RankGroup:
         group: dist.ProcessGroup | None,
         named: Sequence[tuple[str, torch.Tensor]],
         terms: Mapping[str, Json],
+        watch: BufferWatch,
         *,
         multiple: int,
         timeout_s: float,
@@ -83,6 +86,7 @@ class RankGroup:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._group, self._timeout_s = group, timeout_s
+        self._watch = watch
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._agreement, self._name = meet(ranks, self.rank, timeout_s)
         """Agreement of the ranks, and text before the keys of all notes of this optimizer."""
@@ -174,6 +178,7 @@ class RankGroup:
             fresh=fresh,
             settle=self._ownership.settle,
             lay_out=self._model.lay_out,
+            watch=self._watch,
         )
         return self._store
 

@@ -37,6 +37,7 @@ from offload.format.shares.part_table import owner_sizes
 from offload.format.shares.rank_states import join_ranks
 from offload.format.train_state import EncodedState
 from offload.journal import Journal
+from offload.model.buffer_watch import BufferWatch
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint, find_stored
@@ -67,6 +68,7 @@ class RankStore:
             anything is opened.
         lay_out: Function that returns a layout with the shard file of the model that a new slot of
             this rank has, if it has one.
+        watch: Watch over the model's buffers.
 
     Raises:
         RanksError: A rank cannot open its share of the store. Every rank raises it, except one that
@@ -85,6 +87,7 @@ class RankStore:
         fresh: bool,
         settle: Callable[[Plan], None],
         lay_out: Callable[[Layout], Layout],
+        watch: BufferWatch,
     ) -> None:
         self.agreement = agreement
         self._lay_out = lay_out
@@ -129,7 +132,7 @@ class RankStore:
             owners=opened.owners,
         )
         """What makes checkpoints of the ranks' slots."""
-        self._granting = RankGranting(opened, self._known, self.sealing, share_of)
+        self._granting = RankGranting(opened, self._known, self.sealing, share_of, watch)
 
     def _open_parts(self, options: Options) -> None:
         """Open the parts of all ranks, and learn which checkpoints there are. Collective."""

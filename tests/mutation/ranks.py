@@ -19,6 +19,8 @@ _GROUP = "offload/distributed/rank_group.py"
 _SEALING = "offload/distributed/rank_sealing.py"
 _DIFFER = "tests/ranks_training/test_different_terms.py"
 _FROZEN = "tests/ranks_training/test_frozen.py"
+_GRANTING = "offload/distributed/rank_granting.py"
+_BUFFERS = "tests/ranks_training/test_buffers.py"
 _REFUSED = f"{_SHARDED}::test_what_has_no_single_box_is_refused_by_name"
 _STATE = f"{_ROWS}::test_the_state_is_that_of_one_process"
 
@@ -201,5 +203,17 @@ RANKS = (
         (
             f"{_FROZEN}::test_what_another_rank_could_not_sync_is_written_anew_after_a_torn_step_of_the_writer",
         ),
+    ),
+    Mutation(
+        "buffers-not-compared",
+        "a buffer that differs between ranks is named",
+        (gone(_GRANTING, "            self._compare_buffers(granted.notes, call)\n"),),
+        (f"{_BUFFERS}::test_a_buffer_that_differs_later_is_found_by_the_next_grant",),
+    ),
+    Mutation(
+        "buffers-named-again-and-again",
+        "a buffer that differs between ranks is named once",
+        (gone(_GRANTING, "        self._watch.stop()\n"),),
+        (f"{_BUFFERS}::test_a_buffer_that_differs_is_named_once_by_the_writer",),
     ),
 )
