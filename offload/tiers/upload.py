@@ -190,6 +190,7 @@ class Upload:
                 marker is not None
                 and content in (marker.content, marker.manifest_digest)
                 and marker.digests.get(TRAIN_STATE_NAME) == key.train_state_digest
+                and not self._wrong_sizes(copy.folder, marker)  # nobody has removed objects since
             ):
                 return copy.url
         return None
@@ -380,12 +381,8 @@ class Upload:
         for share in shares:
             yield from share.transfers(objects, folder, fetcher, sending)
 
-    def _require_sizes(self, folder: str, marker: Marker) -> None:
-        """Check that the tier lists every object with its size, before the copy is offered.
-
-        Raises:
-            TierError: An object is missing, or has another size.
-        """
+    def _wrong_sizes(self, folder: str, marker: Marker) -> list[str]:
+        """Return a sentence for each object that the tier lacks, or has with another size."""
         found = {
             name.removeprefix(f"{folder}/"): nbytes
             for name, nbytes in self._objects.sizes_below(folder).items()
@@ -394,7 +391,15 @@ class Upload:
             size = self._objects.size(f"{folder}/{name}")  # lists of some services lag behind
             if size is not None:
                 found[name] = size
-        wrong = wrong_sizes(marker.sizes, found)
+        return wrong_sizes(marker.sizes, found)
+
+    def _require_sizes(self, folder: str, marker: Marker) -> None:
+        """Check that the tier lists every object with its size, before the copy is offered.
+
+        Raises:
+            TierError: An object is missing, or has another size.
+        """
+        wrong = self._wrong_sizes(folder, marker)
         if wrong:
             raise TierError(
                 errno.EIO,
