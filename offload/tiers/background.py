@@ -20,23 +20,21 @@ from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import OffloadError, RecycledError, TierError
 from offload.format.manifest import Manifest
-from offload.format.names import TIERS_NAME
 from offload.journal import log_event
 from offload.retention.leaving import Leaving
 from offload.store.serving import Mailbox, Serving
-from offload.tiers.catalog import list_copies
+from offload.tiers.contents import OBJECT_BYTES
 from offload.tiers.decisions import write_decisions
-from offload.tiers.ledger import UploadKey
 from offload.tiers.measuring import Measurements
+from offload.tiers.others import Others
+from offload.tiers.parameter_copies import ParameterCopies
 from offload.tiers.policy import Decision, Situation, decide, parameters_due
-from offload.tiers.pruning import remove_copy
 from offload.tiers.ranks.rank_notes import RankShares, put_last_order
 from offload.tiers.sending import Check, UploadStoppedError
 from offload.tiers.services.address import parse_address
-from offload.tiers.services.objects import Objects
 from offload.tiers.services.opening import DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.tier_stats import NUM_EVENTS, TierEvent, TierStats
-from offload.tiers.upload import Others, Parameters, Upload
+from offload.tiers.upload import Parameters, Upload
 from offload.units import duration, size
 
 RETRY_S = 30.0
@@ -54,6 +52,24 @@ _PAUSE_S = 0.1
 class _Offered:
     checkpoint: Checkpoint
     sealed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The upload that runs; not one of parameters beside it."""
+
+    manifest: Manifest
+    upload: Upload
+    parameters: Parameters
+
+    @property
+    def most_bytes(self) -> int:
+        """Most bytes that it can have sent so far: objects count when they have been checked."""
+        nbytes = _size_of(self.manifest)
+        if self.manifest.owners:
+            return nbytes  # what the other ranks have sent is not known
+        under_way = self.manifest.layout.model_header.file_bytes + _NUM_TRANSFERS * OBJECT_BYTES
+        return min(nbytes, self.upload.bytes_sent + under_way)
 
 
 class BackgroundUploads:
@@ -109,12 +125,14 @@ class BackgroundUploads:
         self._num_complete = 0
         self._newest: _Offered | None = None
         self._newest_parameters: _Offered | None = None
-        self._copies_of_parameters: list[str] = []
-        """URLs of copies that have parameters only, and that nothing is added to any more."""
+        self._copies_of_parameters = ParameterCopies()
         self._can_send = threading.Event()
         """Cleared while the parameters of a newer checkpoint are sent, for which state waits."""
         self._can_send.set()
         self._unmeasured = 0
+        self._running: _Running | None = None
+        self._nested_s = 0.0
+        """Seconds of the present upload during which it waited for parameters of newer ones."""
 
     def offer(self, checkpoint: Checkpoint, *, restored: bool = False) -> None:
         """Consider a checkpoint that has just been sealed. The call returns at once.
@@ -212,11 +230,7 @@ class BackgroundUploads:
                 event = self._note(offered, decision)
                 if decision.choice in ("upload", "parameters"):
                     self._leaving.begin(generation, "sending")
-                    self._copies_of_parameters = [  # of which one may now get its state
-                        url
-                        for url in self._copies_of_parameters
-                        if f"/gen-{generation:08d}/" not in url
-                    ]
+                    self._copies_of_parameters.forget(generation)  # it may now get its state
                     first: Parameters = "first" if decision.choice == "parameters" else ""
                     self._upload(offered, event, first)
                 else:
@@ -247,7 +261,8 @@ class BackgroundUploads:
 
     def _parameter_bytes(self, manifest: Manifest) -> int | None:
         """Return the size of what is sent before the state; None if it goes with the state."""
-        return None if manifest.owners else manifest.layout.model_header.file_bytes
+        layout = manifest.layout
+        return layout.model_header.file_bytes if layout.shard is None else None
 
     def _parameters_age_s(self, offered: _Offered) -> float | None:
         """Return how old the newest parameters in the tier are when a checkpoint is offered."""
@@ -268,8 +283,7 @@ class BackgroundUploads:
             offered = self._offered
         if offered is None or self._stopped:
             return self._stopped
-        now = self._situation(offered)
-        if now.parameter_bytes is not None and parameters_due(now):
+        if self._parameters_first(offered):
             with self._changed:
                 if self._offered is not offered:
                     return self._stopped
@@ -285,19 +299,30 @@ class BackgroundUploads:
                 self._can_send.set()
         return self._stopped
 
+    def _parameters_first(self, offered: _Offered) -> bool:
+        """Return whether to send the parameters of a checkpoint beside the upload that runs.
+
+        If that one began as an upload of everything, the link may have become slower since.
+        """
+        now, running = self._situation(offered), self._running
+        if running is None or now.parameter_bytes is None:
+            return False
+        if running.parameters == "first":
+            return parameters_due(now)
+        most_bytes_per_s = self.measured.most_bytes_per_s(running.most_bytes)
+        if now.bytes_per_s is None or most_bytes_per_s is None:
+            return False
+        observed = replace(now, bytes_per_s=min(now.bytes_per_s, most_bytes_per_s))
+        return decide(observed).choice == "parameters"
+
     def _upload(self, offered: _Offered, event: TierEvent, parameters: Parameters = "") -> None:
         """Send a checkpoint; every outcome is logged, and none is raised."""
         checkpoint, began_s, sent = offered.checkpoint, time.monotonic(), 0
-
-        def progress(done: int, total: int) -> None:  # noqa: ARG001
-            """Remember how many bytes have been sent."""
-            nonlocal sent
-            sent = done
-
-        nested = parameters == "only"
+        nested, upload = parameters == "only", None
         if not nested:
             self.measured.uploading(True)
-        is_stopped = self._look_up if parameters == "first" else lambda: self._stopped
+            self._nested_s = 0.0
+        is_stopped = (lambda: self._stopped) if nested else self._look_up
         outcome, text = "failed", ""
         try:
             with (
@@ -306,21 +331,24 @@ class BackgroundUploads:
                     self._address, timeout_s=DEFAULT_TIMEOUT_S, retry_s=RETRY_S
                 ) as objects,
             ):
-                unlocked = checkpoint.unlocked(storage)
-                report = Upload(
+                manifest = checkpoint.manifest
+                upload = Upload(
                     objects,
-                    unlocked,
+                    checkpoint.unlocked(storage),
                     check=self._check,
                     num_transfers=_NUM_TRANSFERS,
-                    progress=progress,
                     is_stopped=is_stopped,
-                    others=self._others(checkpoint.manifest),
+                    others=None if nested else self._others(manifest, is_stopped),
                     parameters=parameters,
                     parameters_sent=lambda: self._have_parameters(offered),
-                ).run()
+                )
+                if not nested:
+                    self._running = _Running(manifest, upload, parameters)
+                report = upload.run()
                 if nested and not report.already_complete:
-                    self._copies_of_parameters.append(report.url)
-                self._remove_older(objects, report.url, os.path.dirname(checkpoint.path))
+                    self._copies_of_parameters.add(report.url)
+                store = os.path.dirname(checkpoint.path)
+                self._copies_of_parameters.remove_older(objects, report.url, store)
             sent = report.bytes_sent
             if nested and not report.already_complete:
                 outcome = "parameters"
@@ -341,9 +369,15 @@ class BackgroundUploads:
         except Exception as error:  # noqa: BLE001  (training goes on)
             text = f"failed: {type(error).__name__}"
         finally:
-            if not nested:
+            seconds = time.monotonic() - began_s
+            if nested:
+                self._nested_s += seconds
+            else:
+                self._running = None
                 self.measured.uploading(False)
-            self.measured.sent(sent, time.monotonic() - began_s)
+                seconds -= self._nested_s  # others were sent meanwhile
+            sent = max(sent, upload.bytes_sent if upload is not None else 0)
+            self.measured.sent(sent, seconds)
         with self._changed:
             self._unmeasured = 0 if sent else self._unmeasured + 1
             self._bytes_sent += sent
@@ -358,31 +392,7 @@ class BackgroundUploads:
         self._newest_parameters = offered
         log_event(f"{offered.checkpoint.path}: the tier has its parameters")
 
-    def _remove_older(self, objects: Objects, url: str, store: str) -> None:
-        """Remove copies that have parameters only, which this process has sent, if one is newer.
-
-        Args:
-            objects: Objects of the tier.
-            url: URL of the copy that has just got its parameters, or everything.
-            store: Directory of the store, which has the records of these uploads.
-        """
-        newest = parse_address(url).copy
-        for old in [*self._copies_of_parameters]:
-            address = parse_address(old)
-            if address.copy.split("/")[1] >= newest.split("/")[1]:
-                continue
-            self._copies_of_parameters.remove(old)
-            with suppress(TierError):
-                for copy in list_copies(objects, address):
-                    if copy.marker is None:
-                        remove_copy(objects, copy)
-            store_id, generation, _ = address.copy.split("/")
-            number = int(generation.removeprefix("gen-"))
-            key = UploadKey(objects.url, store_id, number, "", "")
-            with suppress(OSError):
-                os.remove(f"{store}/{TIERS_NAME}/{key.file_name}")
-
-    def _others(self, manifest: Manifest) -> Others | None:
+    def _others(self, manifest: Manifest, is_stopped: Callable[[], bool]) -> Others | None:
         """Return the ranks that send a checkpoint with this one; None if this one sends all of it.
 
         If the state was divided among other ranks than those that run now, this rank sends it.
@@ -392,9 +402,7 @@ class BackgroundUploads:
         if serving is None or box is None or served != [one.owner for one in manifest.owners]:
             return None
         self._num_uploads += 1
-        return RankShares(
-            box, serving, self._num_uploads, manifest.generation, lambda: self._stopped
-        )
+        return RankShares(box, serving, self._num_uploads, manifest.generation, is_stopped)
 
     def _note(self, offered: _Offered, decision: Decision) -> TierEvent:
         event = TierEvent(offered.checkpoint.step, decision.choice, decision.reason, "")

@@ -9,7 +9,11 @@ from collections import deque
 from collections.abc import Callable
 
 _WEIGHT = 0.3
-"""Weight of the newest value in a running average."""
+"""Weight of the newest time between checkpoints in its running average."""
+
+_RATES = 3
+"""Number of uploads whose rates count. Of three, the median has followed the link after two, and is
+not changed by one upload that was held up."""
 
 _STEPS = 64
 """Number of steps of each kind that are compared."""
@@ -19,7 +23,7 @@ _LEAST_STEPS = 8
 
 
 class Measurements:
-    """Running averages; all methods may be called from any thread.
+    """Measured rates and times; all methods may be called from any thread.
 
     Args:
         clock: Clock in seconds.
@@ -28,11 +32,12 @@ class Measurements:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._bytes_per_s: float | None = None
+        self._rates: deque[float] = deque(maxlen=_RATES)
         self._interval_s: float | None = None
         self._last_sealed_s: float | None = None
         self._last_step_s: float | None = None
         self._uploading = False
+        self._began_s = 0.0
         self._was_uploading = False
         self._beside: deque[float] = deque(maxlen=_STEPS)
         self._alone: deque[float] = deque(maxlen=_STEPS)
@@ -55,11 +60,13 @@ class Measurements:
         """Record how long some bytes took, from the drive to the checked copy."""
         if nbytes and seconds > 0:
             with self._lock:
-                self._bytes_per_s = _average(self._bytes_per_s, nbytes / seconds)
+                self._rates.append(nbytes / seconds)
 
     def uploading(self, running: bool) -> None:
         """Record that an upload begins or ends now."""
         with self._lock:
+            if running:
+                self._began_s = self._clock()
             self._uploading = running
             self._was_uploading = True  # the present step is of neither kind
 
@@ -75,9 +82,15 @@ class Measurements:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Rate of the link; None if it is not known."""
+        """Rate of the link: the median of the last uploads; None if it is not known."""
         with self._lock:
-            return self._bytes_per_s
+            return statistics.median_low(self._rates) if self._rates else None
+
+    def most_bytes_per_s(self, nbytes: int) -> float | None:
+        """Return the rate of the upload that runs, if it has sent `nbytes`; None if none runs."""
+        with self._lock:
+            seconds = self._clock() - self._began_s
+            return nbytes / seconds if self._uploading and seconds > 0 else None
 
     @property
     def interval_s(self) -> float | None:

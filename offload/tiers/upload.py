@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Literal
 
 from gds import Buffer
 from offload.checkpoint.checkpoint import Checkpoint
@@ -31,7 +31,8 @@ from offload.tiers.contents import (
 )
 from offload.tiers.ledger import Ledger, Unrecorded, UploadKey
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, content_digest, encode_writer
-from offload.tiers.ranks.owner_share import OwnerShare, ShareSent
+from offload.tiers.others import NoOthers, Others
+from offload.tiers.ranks.owner_share import OwnerShare
 from offload.tiers.ranks.owner_source import OwnerSource
 from offload.tiers.sending import NUM_TRANSFERS, Check, Progress, Sending, Transfer
 from offload.tiers.services.objects import Objects
@@ -70,50 +71,6 @@ Parameters = Literal["", "first", "only"]
 """Whether parameters are sent, and marked as complete, before the state; or without it."""
 
 
-class Others(Protocol):
-    """The other ranks of an upload, each of which sends the part that it serves."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Size in bytes of the objects that they have sent in this upload."""
-        ...
-
-    def begin(self, writer: str, object_bytes: int) -> None:
-        """Tell all ranks to send their parts, under the name that the upload has in the tier."""
-        ...
-
-    def finish(self) -> list[ShareSent]:
-        """Wait until all ranks have sent and checked their parts; return what they are.
-
-        Raises:
-            UploadStoppedError: The upload was told to end.
-            RecycledError: A rank's part was recycled.
-            TierError: A rank has failed, or does not answer.
-        """
-        ...
-
-    def stop(self) -> bool:
-        """Tell all ranks to end; return whether all have ended. Never raises."""
-        ...
-
-
-class NoOthers:
-    """One process, which sends everything."""
-
-    bytes_sent = 0
-
-    def begin(self, writer: str, object_bytes: int) -> None:
-        """Do nothing."""
-
-    def finish(self) -> list[ShareSent]:
-        """Return nothing."""
-        return []
-
-    def stop(self) -> bool:
-        """Return True: nobody else sends anything."""
-        return True
-
-
 class Upload:
     """Upload of one checkpoint, by the process that writes the marker.
 
@@ -129,8 +86,7 @@ class Upload:
         others: Ranks that send the parts of the owners besides the first; None if this process
             sends them.
         parameters: "first" marks the parameters as complete before the state is sent; "only" sends
-            no state, and another upload goes on with it. Neither is for checkpoints of several
-            ranks.
+            no state, and another upload goes on with it. Neither is for a model in shard files.
         parameters_sent: Function that is called when the parameters are marked as complete.
     """
 
@@ -159,7 +115,13 @@ class Upload:
         self._num_transfers = num_transfers
         self._progress = progress
         self._others: Others = others or NoOthers()
-        self._sends_all = others is None
+        self._sends_all = others is None and parameters != "only"
+        self._sending: Sending | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Size in bytes of the objects that this process has sent and checked so far."""
+        return 0 if self._sending is None else sum([*self._sending.sent.values()])
 
     def run(self) -> PushReport:
         """Send, check and complete the copy; the errors are those of `push`."""
@@ -228,6 +190,7 @@ class Upload:
                 marker is not None
                 and content in (marker.content, marker.manifest_digest)
                 and marker.digests.get(TRAIN_STATE_NAME) == key.train_state_digest
+                and not self._wrong_sizes(copy.folder, marker)  # nobody has removed objects since
             ):
                 return copy.url
         return None
@@ -254,7 +217,7 @@ class Upload:
         for share in shares:
             sizes |= share.sizes
             digests |= share.digests
-        sending = Sending(
+        self._sending = sending = Sending(
             self._objects,
             check=self._check,
             num_transfers=self._num_transfers,
@@ -265,7 +228,8 @@ class Upload:
         refuses = self._put_writer(identity)
         present = self._present(folder) if ledger.goes_on else {}
         try:
-            self._others.begin(ledger.writer, ledger.object_bytes)
+            if not self._parameters:
+                self._others.begin(ledger.writer, ledger.object_bytes)
             transfers = self._transfers(copy, folder, whole, digests, state, shares, sending)
             most = max([one.nbytes for one in state] + [s.most_bytes for s in shares], default=0)
             backend = self._checkpoint.backend
@@ -273,11 +237,13 @@ class Upload:
                 first = islice(transfers, 1 + len(whole))
                 sending.run(first, present, ledger, backend, 0)
                 sent = {name: sizes[name] for name in (copy.source.model.name, *whole)}
-                marker = self._marker(identity, ledger, sent, digests, parameters_only=True)
+                own = {name: digests[name] for name in whole}
+                marker = self._marker(identity, ledger, sent, own, parameters_only=True)
                 self._put_checked(f"{folder}/{PARAMETERS_NAME}", marker.encode())
                 self._parameters_sent()
                 if self._parameters == "only":
                     return refuses, sending
+                self._others.begin(ledger.writer, ledger.object_bytes)  # their state goes behind
             sending.run(transfers, present, ledger, backend, most)
             for theirs in self._others.finish():
                 sizes |= theirs.sizes
@@ -415,12 +381,8 @@ class Upload:
         for share in shares:
             yield from share.transfers(objects, folder, fetcher, sending)
 
-    def _require_sizes(self, folder: str, marker: Marker) -> None:
-        """Check that the tier lists every object with its size, before the copy is offered.
-
-        Raises:
-            TierError: An object is missing, or has another size.
-        """
+    def _wrong_sizes(self, folder: str, marker: Marker) -> list[str]:
+        """Return a sentence for each object that the tier lacks, or has with another size."""
         found = {
             name.removeprefix(f"{folder}/"): nbytes
             for name, nbytes in self._objects.sizes_below(folder).items()
@@ -429,7 +391,15 @@ class Upload:
             size = self._objects.size(f"{folder}/{name}")  # lists of some services lag behind
             if size is not None:
                 found[name] = size
-        wrong = wrong_sizes(marker.sizes, found)
+        return wrong_sizes(marker.sizes, found)
+
+    def _require_sizes(self, folder: str, marker: Marker) -> None:
+        """Check that the tier lists every object with its size, before the copy is offered.
+
+        Raises:
+            TierError: An object is missing, or has another size.
+        """
+        wrong = self._wrong_sizes(folder, marker)
         if wrong:
             raise TierError(
                 errno.EIO,

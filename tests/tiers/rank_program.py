@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from gds import Backend, PosixBackend
 from offload.distributed import node
 from offload.errors import OffloadError
 from offload.options import Tier
+from offload.tiers import list_tier
+from offload.tiers.measuring import Measurements
 from offload.tiers.ranks import arriving_share
 from tests.crash.fault_backend import FaultBackend
 from tests.numerics.reference import bits
@@ -67,6 +70,40 @@ def local_bits(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+class _SlowLink(Measurements):
+    """A link of which the clock and the rate are told, on the writer.
+
+    A checkpoint is made every 10 s. From the first one on, one takes ``slow_link_s``.
+    """
+
+    def __init__(self, optimizer: offload.OffloadedOptimizer) -> None:
+        self.now_s = 0.0
+        super().__init__(lambda: self.now_s)
+        self._rate: float | None = None
+        assert optimizer._uploads is not None
+        self._uploads = optimizer._uploads
+        self._uploads.measured = self
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self._rate
+
+    def wait(self, step: int, case: dict[str, Any]) -> None:
+        """Wait until the tier has the first checkpoint, or the parameters of a later one."""
+        if self._rate is None:
+            assert self._uploads.wait(60)
+            (copy,) = list_tier(case["tier"])
+            assert copy.marker is not None
+            sizes = copy.marker.sizes.items()
+            nbytes = sum(n for name, n in sizes if "state/" in name or name.startswith("model."))
+            self._rate = nbytes / case["slow_link_s"]
+            return
+        found: set[int] = set()
+        while step not in found:
+            time.sleep(0.05)
+            found = {c.parameters.step for c in list_tier(case["tier"]) if c.parameters}
+
+
 def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
     """Restore, train, seal, and close; return what the test looks at."""
     rank = dist.get_rank()
@@ -96,7 +133,9 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
             agreement_timeout_s=case.get("agreement_s", 5.0),
             chunk_bytes=4096,
             drives=offload.DriveTuning(calibrate=False),
-            tier=Tier(tier, finish_s=case.get("finish_s", 60.0)) if tier else None,
+            tier=Tier(tier, finish_s=case.get("finish_s", 60.0), max_age_s=case.get("max_age_s"))
+            if tier
+            else None,
             backend=backend,
         ),
         lr=1e-2,
@@ -119,6 +158,7 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
     }
     if errors and restored is None:
         return found
+    link = _SlowLink(optimizer) if "slow_link_s" in case and rank == 0 else None
     for step in range(optimizer.num_steps + 1, case["last"] + 1):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -126,7 +166,11 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         model(x).float().square().mean().backward()
         optimizer.step()
         if step in case["seals"]:
+            if link is not None:
+                link.now_s += 10
             optimizer.checkpoint({"step": step, "rank": rank}).result()
+            if link is not None:
+                link.wait(step, case)
     optimizer.close()
     stats = optimizer.stats().tier
     return {

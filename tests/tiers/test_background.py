@@ -94,16 +94,34 @@ def test_the_age_is_kept_whenever_the_link_allows(rate: float, limit_s: float) -
     assert worst_s <= max(limit_s, 2 * needed_s)
 
 
-def test_a_decision_changes_within_two_checkpoints_of_the_link() -> None:
+@pytest.mark.parametrize(
+    ("rates", "choices"),
+    [
+        ((1000.0, 10.0, 1000.0), ("upload", "skip", "upload")),
+        ((1000.0, 200.0, 10.0), ("upload", "parameters", "skip")),
+        ((10.0, 1000.0, 200.0), ("skip", "upload", "parameters")),
+    ],
+    ids=lambda values: "-".join(map(str, values)),
+)
+def test_a_decision_changes_within_two_checkpoints_of_the_link(
+    rates: tuple[float, ...], choices: tuple[str, ...]
+) -> None:
+    """However long the link has had one rate: two uploads at another one decide."""
     measured = Measurements(lambda: 0.0)
-    clock = dataclasses.replace(USUAL, parameter_bytes=None)
-    measured.sent(1000, 1.0)
-    for nbytes, first, last in ((10, "skip", "upload"), (100_000, "upload", "upload")):
-        measured.sent(nbytes, 1.0)
-        measured.sent(nbytes, 1.0)
-        now = dataclasses.replace(clock, nbytes=20_000, bytes_per_s=measured.bytes_per_s)
-        assert decide(now).choice == first
-        assert decide(dataclasses.replace(now, unmeasured=1)).choice == last
+    now = dataclasses.replace(USUAL, nbytes=10_000, parameter_bytes=1_400)
+    for rate, choice in zip(rates, choices, strict=True):
+        for number in range(20):
+            measured.sent(1000, 1000 / rate)
+            found = decide(dataclasses.replace(now, bytes_per_s=measured.bytes_per_s)).choice
+            assert found == choice or number == 0
+
+
+def test_one_upload_of_another_rate_changes_nothing() -> None:
+    """One upload that was held up, or answered from a cache, is not the link."""
+    measured = Measurements(lambda: 0.0)
+    for rate in (100.0, 110.0, 1.0, 120.0, 5000.0, 90.0):
+        measured.sent(1000, 1000 / rate)
+        assert 90 <= (measured.bytes_per_s or 0) <= 120
 
 
 def test_the_slowdown_is_that_of_steps_beside_uploads() -> None:

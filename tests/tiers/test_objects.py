@@ -185,12 +185,48 @@ def test_addresses(url: str, expected: tuple[str, ...]) -> None:
     "url",
     ["/mnt/a", "ftp://host/a", "s3:///a", "file://host/a", "file://relative",
      "s3://id:passw0rd@bucket/a", "s3://bucket/a?X-Amz-Signature=passw0rd", "s3://bucket/a#b",
-     "https://user:passw0rd@host/a"],
+     "https://user:passw0rd@host/a", "s3://[::1/a", "s3://bucket/a/../b", "s3://bucket/.",
+     "s3://bucket/a\tb", "s3://bucket/a\x00b", "file:///mnt/a%00b", "s3://bucket/\udcff"],
+    ids=ascii,
 )  # fmt: skip
 def test_what_is_no_address_is_refused_without_repeating_secrets(url: str) -> None:
     with pytest.raises(TierError) as caught:
         parse_address(url)
     assert "passw0rd" not in str(caught.value) + repr(caught.value)
+
+
+@pytest.mark.parametrize(
+    "folder", ["a b", "a%20b", "100%", "a~b", "a+b", "ü", "a=b&c", "a'b", "a*b", "a{b}", "a:b@c"]
+)
+@pytest.mark.parametrize("kind", ["file", "moto"])
+def test_folders_of_any_name_have_a_url_that_leads_to_them(
+    s3: str, tmp_path: Path, kind: str, folder: str
+) -> None:
+    """The URL that is shown is the one to give to the next command."""
+    given = folder.replace("%", "%25") if kind == "file" else folder
+    (tmp_path / folder).mkdir()
+    url = f"file://{tmp_path}/{given}/run" if kind == "file" else f"{s3}/{given}"
+    with open_objects(url) as objects:
+        objects.put("x/y.bin", b"123")
+        shown = objects.url
+    with open_objects(shown) as objects:
+        assert objects.url == shown
+        assert objects.sizes_below("x") == {"x/y.bin": 3}
+        assert objects.folders("") == ["x"]
+        assert objects.get("x/y.bin", 10) == b"123"
+    assert kind != "file" or (tmp_path / folder / "run" / "x" / "y.bin").is_file()
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a%2Fb"])
+def test_a_folder_whose_name_has_a_mark_of_urls_is_shown_as_it_is_given(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    given = name.replace("%", "%25").replace("#", "%23").replace("?", "%3F")
+    with open_objects(f"file://{tmp_path}/{given}") as objects:
+        objects.put("x", b"123")
+        assert parse_address(objects.url).folder == f"{tmp_path}/{name}"
+    assert (tmp_path / name / "x").read_bytes() == b"123"
 
 
 def test_a_missing_bucket_and_wrong_permissions_have_names(

@@ -333,6 +333,22 @@ def test_a_copy_with_damage_is_mended_by_nobody_but_another_push_is_possible(
     assert pull(s3, store.parent / "back").step == 3
 
 
+@pytest.mark.parametrize("what", ["state/exp_avg.000000", "model.safetensors"])
+def test_a_copy_that_somebody_has_removed_objects_of_is_sent_anew(
+    store: Path, tier: str, what: str
+) -> None:
+    """Else a push, or the uploads of a training, would take it for the copy of the checkpoint."""
+    first = push(store, tier)
+    with open_objects(tier) as objects:
+        (name,) = [name for name in objects.sizes_below("") if name.endswith(what)]
+        objects.delete([name])
+    again = push(store, tier)
+    assert (again.already_complete, again.num_kept) == (False, 0)
+    assert again.url != first.url
+    assert [report.ok for report in verify_tier(again.url)] == [True]
+    assert push(store, tier).url == again.url
+
+
 def test_pruning_keeps_what_the_policy_keeps_and_touches_nothing_foreign(
     store: Path, tier: str, tmp_path: Path
 ) -> None:

@@ -43,7 +43,10 @@ class TierAddress:
     def url(self) -> str:
         """URL of the tier, without the store or the copy."""
         if self.scheme == "file":
-            return f"file://{self.folder}"
+            folder = self.folder
+            for mark in "%?#":  # which would mean something else in a URL
+                folder = folder.replace(mark, f"%{ord(mark):02X}")
+            return f"file://{folder}"
         return f"{self.scheme}://{self.bucket}{'/' if self.folder else ''}{self.folder}"
 
 
@@ -73,7 +76,12 @@ def parse_address(url: str) -> TierAddress:
             # A URL of another kind may contain a password.
             f"{scheme}://..." if is_tier_url(url) else url,
         )
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise TierError(
+            errno.EINVAL, f"not a URL: expected {scheme}://bucket/folder", f"{scheme}://..."
+        ) from None
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise TierError(
             errno.EINVAL,
@@ -82,8 +90,15 @@ def parse_address(url: str) -> TierAddress:
             "and in no log",
             f"{scheme}://...",
         )
+    path = unquote(parts.path) if scheme == "file" else parts.path
+    if not (url + path).isprintable():
+        raise TierError(
+            errno.EINVAL, "the URL of a tier has no control characters", f"{scheme}://..."
+        )
     if scheme == "file":
-        return _file_address(parts.netloc, unquote(parts.path))
+        return _file_address(parts.netloc, path)
+    if {".", ".."} & {*path.split("/")}:
+        raise TierError(errno.EINVAL, "a folder of a bucket cannot be named . or ..", url)
     folder = "/".join(part for part in parts.path.split("/") if part)
     if not parts.netloc:
         raise TierError(errno.EINVAL, f"no bucket: expected {scheme}://bucket/folder", url)

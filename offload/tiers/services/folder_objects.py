@@ -18,6 +18,7 @@ from gds import ALIGNMENT, Backend, Buffer, PosixBackend, StorageError
 from gds.contract import File
 from gds.errors import message_of
 from offload.errors import TierAccessError, TierError, TierNotFoundError
+from offload.tiers.services.address import TierAddress
 from offload.tiers.services.objects import Data
 
 TEMPORARY: Final = ".new-"
@@ -51,7 +52,7 @@ class FolderObjects:
     @property
     def url(self) -> str:
         """URL of the tier, for messages."""
-        return f"file://{self._folder or '/'}"
+        return TierAddress("file", "", self._folder or "/").url
 
     def put(self, name: str, data: Data) -> None:
         """Make an object; see `Objects.put`."""
