@@ -11,7 +11,13 @@ from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode
 from offload.format.names import MANIFEST_NAME
 from offload.format.shares.owners import OwnerReference
 from offload.format.shares.part_table import MAX_TABLE_BYTES, OwnerTable, decode_table
-from offload.tiers.contents import MARKER_NAME, PARAMETERS_NAME, WRITER_NAME, table_name
+from offload.tiers.contents import (
+    MARKER_NAME,
+    PARAMETERS_NAME,
+    WRITER_NAME,
+    table_name,
+    wrong_sizes,
+)
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, decode_marker
 from offload.tiers.services.address import TierAddress
 from offload.tiers.services.objects import Objects
@@ -113,8 +119,32 @@ def _parameters_of(objects: Objects, identity: Identity) -> Marker | None:
     return marker if marker.identity == identity and marker.parameters_only else None
 
 
+def what_is_missing(objects: Objects, folder: str, marker: Marker) -> list[str]:
+    """Return a sentence for each object of a copy that a tier lacks, or has with another size.
+
+    Args:
+        objects: Objects of the tier.
+        folder: Folder of the copy.
+        marker: Marker of the copy.
+
+    Raises:
+        TierError: The tier cannot be read.
+    """
+    found = {
+        name.removeprefix(f"{folder}/"): nbytes
+        for name, nbytes in objects.sizes_below(folder).items()
+    }
+    for name in [name for name in marker.sizes if name not in found]:
+        size = objects.size(f"{folder}/{name}")  # lists of some services lag behind
+        if size is not None:
+            found[name] = size
+    return wrong_sizes(marker.sizes, found)
+
+
 def find_copy(objects: Objects, address: TierAddress, step: int | None = None) -> TierCopy:
     """Return the complete copy that is meant: the one named, the one of a step, or the newest.
+
+    Of several copies of one checkpoint, one of which nobody has removed objects is taken.
 
     Raises:
         TierNotFoundError: There is no such complete copy.
@@ -151,7 +181,10 @@ def find_copy(objects: Objects, address: TierAddress, step: int | None = None) -
             f"differ; name one of them: {', '.join(copy.url for copy in equal)}",
             url,
         )
-    return equal[0]
+    for copy in equal[:-1]:
+        if copy.marker is not None and not what_is_missing(objects, copy.folder, copy.marker):
+            return copy
+    return equal[-1]
 
 
 def read_manifest(objects: Objects, copy: TierCopy) -> Manifest:

@@ -17,7 +17,7 @@ from gds import Buffer
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import DamagedError, RecycledError, TierError
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
-from offload.tiers.catalog import copies_of
+from offload.tiers.catalog import copies_of, what_is_missing
 from offload.tiers.checking import Fetcher, check_model, check_state, check_whole, nothing
 from offload.tiers.contents import (
     MARKER_NAME,
@@ -27,7 +27,6 @@ from offload.tiers.contents import (
     StateObject,
     is_own_name,
     state_objects,
-    wrong_sizes,
 )
 from offload.tiers.ledger import Ledger, Unrecorded, UploadKey
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, content_digest, encode_writer
@@ -190,7 +189,7 @@ class Upload:
                 marker is not None
                 and content in (marker.content, marker.manifest_digest)
                 and marker.digests.get(TRAIN_STATE_NAME) == key.train_state_digest
-                and not self._wrong_sizes(copy.folder, marker)  # nobody has removed objects since
+                and not what_is_missing(self._objects, copy.folder, marker)  # removed by others
             ):
                 return copy.url
         return None
@@ -381,25 +380,13 @@ class Upload:
         for share in shares:
             yield from share.transfers(objects, folder, fetcher, sending)
 
-    def _wrong_sizes(self, folder: str, marker: Marker) -> list[str]:
-        """Return a sentence for each object that the tier lacks, or has with another size."""
-        found = {
-            name.removeprefix(f"{folder}/"): nbytes
-            for name, nbytes in self._objects.sizes_below(folder).items()
-        }
-        for name in [name for name in marker.sizes if name not in found]:
-            size = self._objects.size(f"{folder}/{name}")  # lists of some services lag behind
-            if size is not None:
-                found[name] = size
-        return wrong_sizes(marker.sizes, found)
-
     def _require_sizes(self, folder: str, marker: Marker) -> None:
         """Check that the tier lists every object with its size, before the copy is offered.
 
         Raises:
             TierError: An object is missing, or has another size.
         """
-        wrong = self._wrong_sizes(folder, marker)
+        wrong = what_is_missing(self._objects, folder, marker)
         if wrong:
             raise TierError(
                 errno.EIO,

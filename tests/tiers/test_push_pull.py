@@ -349,6 +349,19 @@ def test_a_copy_that_somebody_has_removed_objects_of_is_sent_anew(
     assert push(store, tier).url == again.url
 
 
+def test_the_copy_that_is_whole_is_pulled(store: Path, tier: str, tmp_path: Path) -> None:
+    """Wherever a list has it among copies that somebody has removed objects of."""
+    damaged = []
+    while not damaged or push(store, tier).url < min(damaged):
+        damaged.append(push(store, tier).url)
+        with open_objects(tier) as objects:
+            folder = damaged[-1].removeprefix(f"{objects.url}/")
+            objects.delete([f"{folder}/state/exp_avg.000000"])
+    assert [report.ok for report in verify_tier(tier)].count(True) == 1
+    pulled = Path(pull(tier, tmp_path / "back").path)
+    assert files(pulled) == files(store / "step-00000003")
+
+
 def test_pruning_keeps_what_the_policy_keeps_and_touches_nothing_foreign(
     store: Path, tier: str, tmp_path: Path
 ) -> None:
