@@ -223,6 +223,31 @@ def test_a_tier_that_is_gone_is_logged_and_training_goes_on(
     assert "bucket does not exist" in caplog.text
 
 
+def test_a_link_that_comes_and_goes_offers_only_whole_copies(
+    tmp_path: Path, s3: str, proxy: Proxy
+) -> None:
+    """Requests pass for a while and fail for a while, whatever is under way at that moment."""
+    proxy.rule = lambda request: "cut" if request.number // 30 % 2 else ""
+    with optimizer_with(tmp_path / "store", s3) as optimizer:
+        assert optimizer._uploads is not None
+        for number in range(10):
+            if number == 9:
+                proxy.rule = lambda _: ""
+            train(optimizer, 1)
+            assert optimizer._uploads.wait(60)
+        stats = optimizer.stats().tier
+    assert stats is not None
+    outcomes = {event.step: event.outcome for event in stats.events}
+    assert {*outcomes.values()} == {"complete", "failed"}
+    assert outcomes[10] == "complete"
+    complete = {copy.marker.step: copy.url for copy in list_tier(s3) if copy.marker}
+    assert sorted(complete) == [step for step, how in outcomes.items() if how == "complete"]
+    assert all(verify_tier(url)[0].ok for url in complete.values())
+    assert pull(s3, tmp_path / "back").step == 10
+    sealed = tree(tmp_path / "store" / "step-00000010")
+    assert [*tree(tmp_path / "back" / "step-00000010").values()] == [*sealed.values()]
+
+
 def test_restore_goes_on_with_an_upload_that_was_interrupted(
     tmp_path: Path, s3: str, proxy: Proxy
 ) -> None:
