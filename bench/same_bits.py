@@ -47,6 +47,13 @@ _ENVIRONMENTS = {
 }
 """Environment of each set of instructions; torch's FP32 square root is MKL's."""
 
+_FLAGS = {
+    "AVX2": {"avx2", "fma"},
+    "AVX512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+}
+"""Instructions of each set, as in /proc/cpuinfo. torch believes its environment, and dies of the
+first instruction that a processor lacks."""
+
 _STEPS = (1, 2, 7, 1000, 100_000)
 _FACTORS: tuple[tuple[float, ...], ...] = ((), (2.0**-16,), (2.0**-10, 0.3))
 _MULTIPLE = 1024
@@ -85,6 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _in_process(instructions: str, num_values: int) -> dict[str, Any]:
+    """Compare in a process whose torch uses some instructions; give a reason if none can."""
+    missing = _FLAGS[instructions] - {*Path("/proc/cpuinfo").read_text().split()}
+    if missing:
+        return {"reason": f"this processor lacks {', '.join(sorted(missing))}"}
     command = [sys.executable, "-m", "bench.same_bits", "--child", "--values", str(num_values)]
     done = subprocess.run(
         command,

@@ -13,8 +13,10 @@ import pytest
 
 from tests.numerics.measure import MIB
 
-SIZES = (16 << 20, 64 << 20)
-"""Elements. One byte more for each would make a difference of 48 MiB."""
+SIZES = (32 << 20, 80 << 20)
+"""Elements. One byte more for each would make a difference of 48 MiB. The smaller model fills the
+four blocks of 16 MiB through which a restore moves parameters. The state of the larger one is less
+than 1 GiB, from which on the first step measures the drive, and takes memory for that."""
 
 SEAL_BYTES = 4 * 16 * MIB
 """The three blocks through which parameters are written, and the fourth one of a restore."""
@@ -59,9 +61,9 @@ def test_the_peak_above_parameters_and_gradients_is_the_ring_and_a_constant(meas
         assert found["peak_above"] < found["state"] / 3
 
 
-def test_the_peak_is_the_same_for_a_model_four_times_as_large(measured):
+def test_the_peak_is_the_same_for_a_model_two_and_a_half_times_as_large(measured):
     small, large = measured
-    assert large["parameters_and_gradients"] == 4 * small["parameters_and_gradients"]
-    assert large["state"] == 4 * small["state"]
+    for name in ("parameters_and_gradients", "state"):
+        assert large[name] * SIZES[0] == small[name] * SIZES[1]
     assert large["ring"] == small["ring"]
     assert abs(large["peak_above"] - small["peak_above"]) <= CONSTANT_BYTES
