@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -36,7 +37,8 @@ class RankCheckpoints:
     """The checkpoints of a store of several ranks, on one of them.
 
     On the writer they are those of its `Store`. Every other rank has a list of its own, in which
-    each checkpoint has the layout of that rank's state, and open files of its own parts.
+    each checkpoint has the layout of that rank's state, and open files of its own parts. Any method
+    may be called while the thread of a seal calls `published`.
 
     Args:
         opened: What this rank has opened.
@@ -44,6 +46,9 @@ class RankCheckpoints:
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
+        self._lock = threading.Lock()
+        """Guards the fields below wherever one is changed that depends on what it was, or is gone
+        through. No file is touched and no other lock is taken while it is held."""
         self._own: list[StoredCheckpoint] = []
         self._refused: list[tuple[str, str]] = []
         self._slots: dict[int, OwnerSlot] = {}
@@ -68,14 +73,16 @@ class RankCheckpoints:
         """Usable checkpoint of the highest generation; superseded ones do not count."""
         if self._opened.store is not None:
             return self._opened.store.newest
-        current = [c for c in self._own if not c.superseded]
+        with self._lock:
+            current = [c for c in self._own if not c.superseded]
         return max(current, key=lambda c: c.manifest.generation, default=None)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
         """Return whether a checkpoint with open files is unchanged and not quarantined."""
         if self._opened.store is not None:
             return self._opened.store.is_usable(checkpoint)
-        known = {(each.path, each.manifest.generation) for each in self._own}
+        with self._lock:
+            known = {(each.path, each.manifest.generation) for each in self._own}
         return (checkpoint.path, checkpoint.manifest.generation) in known
 
     def manifest_of(self, checkpoint: StoredCheckpoint) -> Manifest:
@@ -94,8 +101,9 @@ class RankCheckpoints:
         generation = checkpoint.manifest.generation
         if generation not in self._slots and self._opened.part is not None:
             manifest = self._manifests[checkpoint.path]
-            reference = self._reference_of(checkpoint)
-            self._slots[generation] = self._opened.part.open(reference, manifest)
+            slot = self._opened.part.open(self._reference_of(checkpoint), manifest)
+            with self._lock:
+                self._slots[generation] = slot
         return self._slots[generation]
 
     def _reference_of(self, checkpoint: StoredCheckpoint) -> OwnerReference:
@@ -114,8 +122,9 @@ class RankCheckpoints:
         """Return the usable checkpoint that a slot belongs to; None if it belongs to none."""
         if self._opened.store is not None:
             return self._opened.store.checkpoint_of(slot)
-        generations = [g for g, own in self._slots.items() if own is slot]
-        return next((c for c in self._own if c.manifest.generation in generations), None)
+        with self._lock:
+            generations = [g for g, own in self._slots.items() if own is slot]
+            return next((c for c in self._own if c.manifest.generation in generations), None)
 
     def reader_of(self, checkpoint: StoredCheckpoint) -> Checkpoint:
         """Return a checkpoint as readers see it, with the train state of this rank."""
@@ -167,9 +176,10 @@ class RankCheckpoints:
             self._opened.store.replace_manifest(checkpoint, manifest)
         else:
             checkpoint.manifest = manifest
-        known = self._manifests.get(checkpoint.path)
-        if known is not None:
-            self._manifests[checkpoint.path] = replace(known, metrics=manifest.metrics)
+        with self._lock:
+            known = self._manifests.get(checkpoint.path)
+            if known is not None:
+                self._manifests[checkpoint.path] = replace(known, metrics=manifest.metrics)
 
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
         """Exclude a damaged checkpoint from use.
@@ -180,8 +190,9 @@ class RankCheckpoints:
             self._opened.store.quarantine(checkpoint, reason)
             return
         part, slot = self._opened.part, self._slots.get(checkpoint.manifest.generation)
-        self._own = [one for one in self._own if one is not checkpoint]
-        self._refused.append((checkpoint.path, reason))
+        with self._lock:
+            self._own = [one for one in self._own if one is not checkpoint]
+            self._refused.append((checkpoint.path, reason))
         if part is not None and slot is not None and slot.path in reason:
             part.quarantine(slot, reason)
             return
@@ -199,7 +210,8 @@ class RankCheckpoints:
     def forget_newer(self, checkpoint: StoredCheckpoint) -> None:
         """Forget the checkpoints that are newer than the given one; they have been withdrawn."""
         generation = checkpoint.manifest.generation
-        self._own = [c for c in self._own if c.manifest.generation <= generation]
+        with self._lock:
+            self._own = [c for c in self._own if c.manifest.generation <= generation]
 
     def forget_recycled(self, names: Collection[str]) -> None:
         """Forget the checkpoints whose part of this rank's owner may be written again.
@@ -208,13 +220,14 @@ class RankCheckpoints:
             names: Names of the parts of this rank's owner that have to stay.
         """
         owner = self._opened.owner
-        gone = {
-            path
-            for path, manifest in self._manifests.items()
-            for one in manifest.owners
-            if one.owner == owner and one.name not in names
-        }
-        self._own = [c for c in self._own if c.path not in gone]
+        with self._lock:
+            gone = {
+                path
+                for path, manifest in self._manifests.items()
+                for one in manifest.owners
+                if one.owner == owner and one.name not in names
+            }
+            self._own = [c for c in self._own if c.path not in gone]
 
     def forget_train_state(self, checkpoint: StoredCheckpoint) -> None:
         """Forget the train states of a checkpoint, which have been replaced."""
@@ -246,14 +259,14 @@ class RankCheckpoints:
         else:
             owners = sorted(self._opened.owners)
             manifest = sealed_manifest(composed, reference, owners)
-        self._slots[manifest.generation] = slot
-        self._own = [
-            c
-            for c in self._own
-            if c.path != path and (not self._opened.is_near or self._opened.backend.stat(c.path))
-        ]
-        checkpoint = self._adopt(path, manifest)
-        self._own.append(checkpoint)
+        checkpoint = self._as_this_rank_has_it(path, manifest)
+        gone = {path}
+        if self._opened.is_near:
+            gone |= {c.path for c in [*self._own] if self._opened.backend.stat(c.path) is None}
+        with self._lock:
+            self._slots[manifest.generation] = slot
+            self._manifests[path] = manifest
+            self._own = [*(c for c in self._own if c.path not in gone), checkpoint]
         return checkpoint
 
     def release_older(self, part: OwnerStore) -> None:
@@ -262,9 +275,14 @@ class RankCheckpoints:
         The next step reads the part of the newest checkpoint, or one that is being sealed.
         """
         newest = self.newest
-        for generation in [*self._slots]:
-            if newest is None or generation < newest.manifest.generation:
-                part.release(self._slots.pop(generation))
+        with self._lock:
+            older = [
+                self._slots.pop(generation)
+                for generation in [*self._slots]
+                if newest is None or generation < newest.manifest.generation
+            ]
+        for slot in older:
+            part.release(slot)
 
     def offer(self) -> Json:
         """Return what the writer tells all ranks of the checkpoints."""
@@ -288,14 +306,14 @@ class RankCheckpoints:
             Path of each that this rank cannot use, with the reason.
         """
         unusable: list[list[str]] = []
-        for path in [*self._manifests]:
-            if path not in {found for found, _, _ in offer["checkpoints"]}:
-                del self._manifests[path]
-        if self._opened.store is not None:
-            return unusable
-        known = {(c.path, c.manifest.generation): c for c in self._own}
-        self._own = []
-        self._refused = [(path, reason) for path, reason in offer["refused"]]
+        offered = {path for path, _, _ in offer["checkpoints"]}
+        with self._lock:
+            self._manifests = {p: one for p, one in self._manifests.items() if p in offered}
+            if self._opened.store is not None:
+                return unusable
+            known = {(c.path, c.manifest.generation): c for c in self._own}
+            self._own = []
+            self._refused = [(path, reason) for path, reason in offer["refused"]]
         for path, generation, superseded in offer["checkpoints"]:
             checkpoint = known.get((path, generation)) if self._opened.is_near else None
             if checkpoint is None:
@@ -308,13 +326,16 @@ class RankCheckpoints:
                         f"{path} is of generation {manifest.generation}, expected {generation}: "
                         "another program has replaced it"
                     )
+                with self._lock:
+                    self._manifests[path] = manifest
                 try:
-                    checkpoint = self._adopt(path, manifest)
+                    checkpoint = self._as_this_rank_has_it(path, manifest)
                 except CheckpointError as error:
                     unusable.append([path, str(error)])
                     continue
             checkpoint.superseded = superseded
-            self._own.append(checkpoint)
+            with self._lock:
+                self._own.append(checkpoint)
         return unusable
 
     def pass_over(self, notes: Mapping[int, Json]) -> None:
@@ -324,15 +345,19 @@ class RankCheckpoints:
                 text = f"{self._opened.agreement.peers.name(rank)}: {reason}"
                 store = self._opened.store
                 if store is None:
-                    self._own = [one for one in self._own if one.path != path]
-                    self._refused.append((path, text))
+                    with self._lock:
+                        self._own = [one for one in self._own if one.path != path]
+                        self._refused.append((path, text))
                     continue
                 for checkpoint in [one for one in store.checkpoints if one.path == path]:
                     store.refuse(checkpoint, text)
 
-    def _adopt(self, path: str, manifest: Manifest) -> StoredCheckpoint:
-        """Return a checkpoint with the description of this rank's state in it."""
-        self._manifests[path] = manifest
+    def _as_this_rank_has_it(self, path: str, manifest: Manifest) -> StoredCheckpoint:
+        """Return a checkpoint with the description of this rank's state in it.
+
+        Raises:
+            CheckpointError: This rank's part is missing, or not that of the checkpoint.
+        """
         reference = next((one for one in manifest.owners if one.owner == self._opened.owner), None)
         if reference is None:
             return StoredCheckpoint(path, manifest, None)  # it does not fit, which `restore` says

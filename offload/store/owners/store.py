@@ -376,7 +376,7 @@ class OwnerStore:
 
     def _own_names(self) -> set[str]:
         """Return the names of the parts that the caller has, or that were abandoned."""
-        return {slot.name for slot in self._slots}
+        return {slot.name for slot in [*self._slots]}  # another thread may release one meanwhile
 
     def _paths(self) -> list[str]:
         return [f"{self.path}/{name}" for name in part_names(self.backend, self.path)]
