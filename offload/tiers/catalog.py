@@ -144,7 +144,7 @@ def what_is_missing(objects: Objects, folder: str, marker: Marker) -> list[str]:
 def find_copy(objects: Objects, address: TierAddress, step: int | None = None) -> TierCopy:
     """Return the complete copy that is meant: the one named, the one of a step, or the newest.
 
-    Of several copies of one checkpoint, one of which nobody has removed objects is taken.
+    If a checkpoint has several copies, a copy that still has all its objects is preferred.
 
     Raises:
         TierNotFoundError: There is no such complete copy.
