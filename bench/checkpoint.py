@@ -34,10 +34,11 @@ from bench._harness import (
 )
 from bench._machine import io_bytes, peak_bytes, reset_peak, resident_bytes
 from bench._model import make_gradients, make_parameters
+from bench._replayed_seals import ReplayedSeals
 from bench._savers import Savers, State, make_state
 from bench._statistics import alternate, median, ratios
 from bench._streamed import STATE_ARRAYS, Streamed, exact_state_bytes
-from bench.replay import fill_random
+from bench.replay import Plan, fill_random
 from gds import IOFuture, PosixBackend
 
 _PARTS = ("stalls", "cost")
@@ -208,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _arguments(arguments)
     sizes: list[int] = args.parameters
     with scratch(args.directory) as directory:
-        require_space(directory, 5 * exact_state_bytes(sum(sizes)))
+        require_space(directory, 8 * exact_state_bytes(sum(sizes)))
         result = Result("checkpoint", args, directory)
         ours = {n: _one_size(args, result, directory, n) for n in sizes}
         if "stalls" in args.parts and len(sizes) == 2:
@@ -258,7 +259,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--peers", default=",".join(_TITLES), help="which to measure, with commas")
     add("--limit", type=float, default=0.01, help="of stall / torch.save without CRC-32")
     add("--size-limit", type=float, default=1.25, help="of the stalls at the two sizes")
-    add("--write-limit", type=float, default=1.1, help="of a checkpoint's cost / raw writes, syncs")
+    add("--write-limit", type=float, default=1.1, help="of a checkpoint's cost / the replay's")
     quick = {
         "parameters": "128Ki,256Ki",
         "tensors": 3,
@@ -371,35 +372,61 @@ def _back_to_back(
     are measured in short turns, and a pair is the means of as many turns as last long enough. The
     last checkpoint of a turn has no step beside it, as no other has in a run that goes on. So steps
     of every size are repeated for the same time in a turn, and not the same number of times.
+
+    In the same turns, the same transfers and syncs are replayed beside the transfers of steps, with
+    which they share the drive. A checkpoint's writes and syncs by themselves are measured as well.
     """
     raw = RawSeal(directory, ours.num_parameters)
+    backend = PosixBackend()
+    plan = Plan(
+        num_files=STATE_ARRAYS,
+        array_bytes=4 * ours.num_parameters,
+        chunk_bytes=int(args.chunk_mib * (1 << 20)),
+    )
+    replayed = ReplayedSeals(backend, directory, plan, ours.num_parameters, args.ring)
     ours.steps(args.steps, checkpoints=False)
     num_steps = max(args.steps, math.ceil(args.turn_s / ours.steps(args.steps, checkpoints=False)))
     ways: dict[str, Callable[[], float]] = {
         "step_s": partial(ours.steps, num_steps, checkpoints=False),
         "step_and_checkpoint_s": partial(ours.steps, num_steps, checkpoints=True),
+        "replayed_step_and_checkpoint_s": partial(replayed.run, num_steps, seals=True),
+        "replayed_step_s": partial(replayed.run, num_steps, seals=False),
         "raw_seal_s": raw.sample,
     }
     first = {name: way() for name, way in ways.items()}
-    turn_s = num_steps * (first["step_s"] + first["step_and_checkpoint_s"])
-    turns = max(1, math.ceil(args.pair_s / turn_s))
+    turns = max(1, math.ceil(args.pair_s / (num_steps * sum(first.values()))))
     say(f"pairs of {turns} turns, each of {num_steps} steps with checkpoints and without")
     found = alternate(ways, args.rounds * turns)
     raw.close()
+    backend.close()
     samples = {name: _means(values, turns) for name, values in found.items()}
     result.add_samples({f"back_to_back_{label}_{name}": v for name, v in samples.items()})
-    both, alone = samples["step_and_checkpoint_s"], samples["step_s"]
-    added = [b - a for b, a in zip(both, alone, strict=True)]
+    added = _differences(samples["step_and_checkpoint_s"], samples["step_s"])
+    result.claim(
+        f"time that a checkpoint after every step at {label} adds, beside that of replayed transfers",
+        ratios(
+            added,
+            _differences(samples["replayed_step_and_checkpoint_s"], samples["replayed_step_s"]),
+        ),
+        numerator=f"back_to_back_{label}_step_and_checkpoint_s - back_to_back_{label}_step_s",
+        denominator=f"back_to_back_{label}_replayed_step_and_checkpoint_s - "
+        f"back_to_back_{label}_replayed_step_s",
+        limit=args.write_limit,
+        step_ratio=median(ratios(samples["step_and_checkpoint_s"], samples["step_s"])),
+        turns_in_a_pair=turns,
+        steps_in_a_turn=num_steps,
+    )
     result.claim(
         f"time that a checkpoint after every step at {label} adds, beside its writes and syncs",
         ratios(added, samples["raw_seal_s"]),
         numerator=f"back_to_back_{label}_step_and_checkpoint_s - back_to_back_{label}_step_s",
         denominator=f"back_to_back_{label}_raw_seal_s",
-        limit=args.write_limit,
-        step_ratio=median(ratios(both, alone)),
-        turns_in_a_pair=turns,
-        steps_in_a_turn=num_steps,
+        limit=None,
     )
+
+
+def _differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(first, second, strict=True)]
 
 
 def _means(values: Sequence[float], num: int) -> list[float]:
