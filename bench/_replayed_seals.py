@@ -72,7 +72,9 @@ class ReplayedSeals:
         self._backend, self._directory, self._plan = backend, directory, plan
         self._model_bytes = -(-num_parameters * _PARAMETER_BYTES // 4096) * 4096
         self._slots = [
-            _Slot(backend, directory, f"replayed-{number}", plan, self._model_bytes)
+            _Slot(
+                backend, directory, f"replayed-{num_parameters}-{number}", plan, self._model_bytes
+            )
             for number in range(3)
         ]
         self._frames = [

@@ -403,7 +403,7 @@ def _back_to_back(
     result.add_samples({f"back_to_back_{label}_{name}": v for name, v in samples.items()})
     added = _differences(samples["step_and_checkpoint_s"], samples["step_s"])
     result.claim(
-        f"time that a checkpoint after every step at {label} adds, beside that of replayed transfers",
+        f"time that a checkpoint after every step at {label} adds, beside that in a replay",
         ratios(
             added,
             _differences(samples["replayed_step_and_checkpoint_s"], samples["replayed_step_s"]),

@@ -262,10 +262,14 @@ def _work(
     changed = {file for file, digest in now.items() if record.test_files.get(file) != digest}
     new = sorted(test for test in there if test.partition("::")[0] in changed)
     with closing(Workplace(plan.scratch)) as workplace:
+        workplace.collect(test_files())
         while (number := _next(counter)) < len(chosen):
             task = chosen[number]
             started = time.monotonic()
-            found, by = _try(task.what, workplace, record, noticing, there, new)
+            for fresh in (False, True):  # what is to be told as a survivor is looked at again
+                found, by = _try(task.what, workplace, record, noticing, there, new, fresh=fresh)
+                if found == "noticed":
+                    break
             one = {
                 "kind": task.kind,
                 "name": task.what.name,
@@ -296,22 +300,24 @@ def _try(
     noticing: Noticing,
     there: set[str],
     new: Sequence[str],
+    *,
+    fresh: bool,
 ) -> tuple[Found, str]:
     """Return whether a test notices; all tests have just passed without any mutation."""
     if isinstance(what, Mutation):
-        one = listed.judge(what, workplace, timeout_s=2 * _NEW_TESTS_S, trust=True)
+        one = listed.judge(what, workplace, timeout_s=2 * _NEW_TESTS_S, trust=True, fresh=fresh)
         if one.outcome in ("killed", "hung", "redundant"):
             return "noticed", one.by
         return ("survived" if one.outcome == "survived" else "broken"), one.by
     chosen = choose(what, record, noticing, there)
     try:
-        judged = judge(what, chosen, workplace, trust=True)
+        judged = judge(what, chosen, workplace, trust=True, fresh=fresh)
         if judged.outcome != "survived":
             return "noticed", judged.by
         others = [test for test in new if test not in chosen.tests]
         if not others:
             return ("survived" if chosen.tests else "unfinished"), judged.by
-        ended = run_tests(workplace, [what], others, _NEW_TESTS_S, _NEW_TESTS_S)
+        ended = run_tests(workplace, [what], others, _NEW_TESTS_S, _NEW_TESTS_S, fresh=fresh)
     except MutationError as error:
         return "broken", str(error)
     if ended.how == "passed":

@@ -34,7 +34,12 @@ class Judged:
 
 
 def judge(
-    mutation: Mutation, workplace: Workplace, *, timeout_s: float | None = None, trust: bool = False
+    mutation: Mutation,
+    workplace: Workplace,
+    *,
+    timeout_s: float | None = None,
+    trust: bool = False,
+    fresh: bool = False,
 ) -> Judged:
     """Find out whether a test notices a mutation.
 
@@ -43,6 +48,7 @@ def judge(
         workplace: Where its tests are run.
         timeout_s: For a run of its tests.
         trust: Do not look whether the test that noticed passes without the mutation.
+        fresh: As of `Workplace.run`.
     """
     edits = [f"{edit}" for edit in mutation.edits]
     key = f"{mutation.name}-{hashlib.sha256(repr(edits).encode()).hexdigest()[:8]}"
@@ -50,7 +56,7 @@ def judge(
     if known is not None:
         return Judged(**known)  # type: ignore[arg-type]
     started = time.monotonic()
-    outcome, by = _outcome(mutation, workplace, timeout_s, trust)
+    outcome, by = _outcome(mutation, workplace, timeout_s, trust, fresh)
     one = Judged(mutation.name, mutation.lost, outcome, by, round(time.monotonic() - started, 1))
     if outcome in ("killed", "hung", "survived") and not trust:
         workplace.keep(key, mutation.tests, asdict(one))
@@ -58,10 +64,10 @@ def judge(
 
 
 def _outcome(
-    mutation: Mutation, workplace: Workplace, timeout_s: float | None, trust: bool
+    mutation: Mutation, workplace: Workplace, timeout_s: float | None, trust: bool, fresh: bool
 ) -> tuple[Outcome, str]:
     try:
-        run = workplace.run([mutation], mutation.tests, timeout_s=timeout_s)
+        run = workplace.run([mutation], mutation.tests, timeout_s=timeout_s, fresh=fresh)
     except MutationError as error:
         return "not run", str(error)
     if run.how == "broken":  # not a test that failed, but one that could not be run

@@ -7,43 +7,29 @@ the rest anew. Several processes may share a scratch directory: each has a copy 
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
-import importlib
 import json
 import os
 import re
-import resource
 import shutil
-import signal
-import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NoReturn, Protocol
+from typing import Final, Literal, Protocol
 
 import hypothesis.stateful  # noqa: F401  (imported once, as the next two are, for all forks)
 import pytest
 import safetensors.torch  # noqa: F401
 import torch._dynamo  # noqa: F401  (which an optimizer imports, and takes seconds)
 
-from tests.mutation.mutation import ROOT, MutationError
+from tests.mutation.collected import NOT_SWAPPED, Collected, Request
+from tests.mutation.forks import Ended, become_pytest, wait_for
+from tests.mutation.mutation import ROOT
 
 TIMEOUT_S: Final = 300.0
 """For one run of tests, unless its caller says otherwise."""
 
 _COPIED: Final = ("offload", "gds", "tests", "bench", "pyproject.toml")
-_OWN: Final = ("tests", "offload", "gds", "bench")
-"""Packages that a fork must import from the copy."""
-
-_POLL_S: Final = 0.05
-_PAUSE_S: Final = 5.0
-"""Who sleeps so much too long was stopped, with the tests: what they then say does not count."""
-
-_MEMORY_BYTES: Final = 8 << 30
-"""Of address space, besides what is taken already: a loop that never ends must not take all."""
-
 _IMPORT: Final = re.compile(
     r"^from (tests\.[\w.]+) import (?:\(\s*([\w\s,]+)\)|([\w ,]+))", re.MULTILINE
 )
@@ -104,9 +90,15 @@ class Workplace:
                 shutil.copytree(ROOT / part, self.copy / part, ignore=ignored)
             else:
                 shutil.copy(ROOT / part, self.copy / part)
+        self._said = self.copy / "said"
+        self.current = self.copy / "current"
+        """File with the name of the test that runs, or was the last one to."""
+        self._collected: Collected | None = None
 
     def close(self) -> None:
         """Remove the copy."""
+        if self._collected is not None:
+            self._collected.close()
         shutil.rmtree(self.copy, ignore_errors=True)
 
     def known(self, name: str, tests: Sequence[str]) -> dict[str, object] | None:
@@ -124,14 +116,27 @@ class Workplace:
             digest.update(file.read_bytes())
         return self.directory / f"{name}-{digest.hexdigest()[:16]}.json"
 
+    def collect(self, files: Sequence[str]) -> None:
+        """Collect tests once, so that `run` need not import the library and them for each run.
+
+        What a module computes when it is imported is then that of the library without any change.
+
+        Raises:
+            MutationError: They cannot be collected.
+        """
+        command = self._command(STOP_AT_FIRST, files)
+        self._collected = Collected(self.copy, self._said, command, _Current(self.current))
+
     def run(
         self,
         changes: Sequence[Change],
         tests: Sequence[str],
         *,
         timeout_s: float | None = None,
+        test_timeout_s: float | None = None,
         options: Sequence[str] = STOP_AT_FIRST,
         plugins: Sequence[object] = (),
+        fresh: bool = False,
     ) -> Run:
         """Run tests on the copy with these changes, which are taken back afterwards.
 
@@ -139,20 +144,44 @@ class Workplace:
             changes: Of the library; none for the library as it is.
             tests: What pytest is to run, in this order.
             timeout_s: Seconds after which the run counts as hung.
+            test_timeout_s: Seconds after which one test does.
             options: Of pytest.
             plugins: Of pytest; used in the process that runs the tests.
+            fresh: Import the library, changed as it is, and the tests anew.
         """
+        limit_s = timeout_s or self._timeout_s
         files = {self.copy / file for change in changes for file in change.files}
-        before = {file: file.read_bytes() for file in files}
+        before = {file: file.read_text() for file in files}
+        self.current.write_text("")
         try:
             for change in changes:
                 change.apply(self.copy)
             forget_compiled(files)
-            return self._pytest(tests, timeout_s or self._timeout_s, options, plugins)
+            if not (fresh or plugins) and options is STOP_AT_FIRST:
+                one_s = test_timeout_s or limit_s
+                run = self._by_collected(before, tests, limit_s, one_s)
+                if run is not None:
+                    return run
+            if test_timeout_s is not None:
+                options = (*options, "-o", f"faulthandler_timeout={test_timeout_s:g}")
+            return self._pytest(tests, limit_s, options, plugins)
         finally:
             for file, content in before.items():
-                file.write_bytes(content)
+                file.write_text(content)
             forget_compiled(files)
+
+    def _by_collected(
+        self, before: Mapping[Path, str], tests: Sequence[str], limit_s: float, one_s: float
+    ) -> Run | None:
+        """Return how tests end in a process that has collected them; None if it cannot do it."""
+        names = self._collected.names(tests) if self._collected is not None else None
+        if self._collected is None or names is None:
+            return None
+        edits = {str(file): (text, file.read_text()) for file, text in before.items()}
+        request = Request(edits, names, limit_s, one_s)
+        while (status := self._collected.run(request)) == "stopped":
+            pass
+        return None if status == NOT_SWAPPED << 8 else self._ended(status, limit_s)
 
     def _pytest(
         self,
@@ -161,15 +190,27 @@ class Workplace:
         options: Sequence[str],
         plugins: Sequence[object],
     ) -> Run:
-        said = self.copy / "said"
-        command = (*options, "-p", "no:cacheprovider", f"--basetemp={self.copy / 'tmp'}", *tests)
-        while (status := self._ended(said, command, plugins, timeout_s)) == "stopped":
+        command = self._command(options, tests)
+        status: Ended = "stopped"
+        while status == "stopped":
             shutil.rmtree(self.copy / "tmp", ignore_errors=True)
+            child = os.fork()
+            if child == 0:
+                plugins = [_Current(self.current), *plugins]
+                become_pytest(self.copy, self._said, command, plugins)
+            status = wait_for(child, timeout_s)
+        return self._ended(status, timeout_s)
+
+    def _command(self, options: Sequence[str], tests: Sequence[str]) -> tuple[str, ...]:
+        return (*options, "-p", "no:cacheprovider", f"--basetemp={self.copy / 'tmp'}", *tests)
+
+    def _ended(self, status: int | None, timeout_s: float) -> Run:
+        """Return what a status of pytest, and what it has said, mean."""
         if status is None:
             return Run("hung", f"no end within {timeout_s:g} s")
         if status == 0:
             return Run("passed", "")
-        text = said.read_text(errors="replace")
+        text = self._said.read_text(errors="replace")
         failed = _FAILED.search(text)
         if os.waitstatus_to_exitcode(status) == 1 and failed is not None:
             return Run("failed", failed[1])
@@ -182,76 +223,17 @@ class Workplace:
             return Run("unusable", text[-3000:])
         return Run("broken", f"pytest ended with status {status:#x}:\n{text[-3000:]}")
 
-    def _ended(
-        self, said: Path, command: Sequence[str], plugins: Sequence[object], timeout_s: float
-    ) -> int | Literal["stopped"] | None:
-        """Return a status; None if there was no end; ``stopped`` if there may be another."""
-        child = os.fork()
-        if child == 0:
-            _become_pytest(self.copy, said, command, plugins)
-        try:
-            until = time.monotonic() + timeout_s
-            before = time.monotonic()
-            while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-                now = time.monotonic()
-                if now > until or now - before > _PAUSE_S:
-                    return "stopped" if now - before > _PAUSE_S else None
-                before = now
-                time.sleep(_POLL_S)
-            return "stopped" if time.monotonic() - before > _PAUSE_S else ended[1]
-        finally:
-            # Also what a test has started and not ended: it would take time from those to come.
-            end_group(child)
 
+class _Current:
+    """A plugin of pytest that notes which test runs."""
 
-def end_group(leader: int) -> None:
-    """Kill a process group, if there is anything left of it, and reap its leader."""
-    try:
-        os.killpg(leader, signal.SIGKILL)
-        os.waitpid(leader, 0)
-    except (ProcessLookupError, ChildProcessError):
-        return
+    def __init__(self, path: Path) -> None:
+        self._path = path
 
-
-def _become_pytest(
-    copy: Path, said: Path, command: Sequence[str], plugins: Sequence[object]
-) -> NoReturn:
-    """Run pytest in this process, which has been forked, on the modules of a copy; then exit.
-
-    A fork has imported torch and pytest already, which takes longer than most tests.
-    """
-    status = 3
-    try:
-        os.setpgid(0, 0)
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with who has started it
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.chdir(copy)
-        _limit_memory()
-        os.environ |= {"PYTHONPATH": str(copy), "OMP_WAIT_POLICY": "PASSIVE", "FULL_TESTS": "1"}
-        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # no test here needs one
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # in the copy all runs import the same
-        sys.dont_write_bytecode = False
-        for name in [name for name in sys.modules if name.partition(".")[0] in _OWN]:
-            del sys.modules[name]
-        sys.path = [str(copy), *(path for path in sys.path if Path(path or ".") != ROOT)]
-        offload = importlib.import_module("offload")
-        if not str(offload.__file__).startswith(str(copy)):
-            raise MutationError(f"tests would run with {offload.__file__}, not with {copy}")
-        status = pytest.main([*command], plugins=[*plugins])
-    except BaseException as error:  # noqa: BLE001  (whatever it is, this process must not go on)
-        os.write(2, repr(error).encode())
-    finally:
-        sys.stdout.flush()
-        os._exit(int(status))
-
-
-def _limit_memory() -> None:
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (taken + _MEMORY_BYTES, most))
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note it."""
+        self._path.write_text(nodeid)
 
 
 def busy() -> float:

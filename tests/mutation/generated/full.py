@@ -163,6 +163,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
         return 0
     failures: dict[str, str] = {}
     with closing(Workplace(plan.scratch)) as workplace:
+        if any(outcomes.of(mutant) is None for mutant in mutants):
+            workplace.collect(files)
         # What another process is at is waited for in the end.
         for wait in (False, True):
             for number, mutant in enumerate(_from_share(mutants, plan.share), 1):

@@ -6,15 +6,12 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal
-
-import pytest
 
 from tests.mutation.generated.mutants import Mutant
 from tests.mutation.generated.selection import Chosen
 from tests.mutation.mutation import MutationError
-from tests.mutation.workplace import STOP_AT_FIRST, Change, Run, Workplace, busy
+from tests.mutation.workplace import Change, Run, Workplace, busy
 
 Outcome = Literal["killed", "hung", "survived"]
 
@@ -48,7 +45,14 @@ class Judged:
     """Digest of the tests that could have noticed, for a survivor: they may change."""
 
 
-def judge(mutant: Mutant, chosen: Chosen, workplace: Workplace, *, trust: bool = False) -> Judged:
+def judge(
+    mutant: Mutant,
+    chosen: Chosen,
+    workplace: Workplace,
+    *,
+    trust: bool = False,
+    fresh: bool = False,
+) -> Judged:
     """Run the tests that were chosen for a mutant.
 
     Args:
@@ -56,6 +60,7 @@ def judge(mutant: Mutant, chosen: Chosen, workplace: Workplace, *, trust: bool =
         chosen: The tests.
         workplace: Where they are run.
         trust: Do not look whether the test that noticed passes without the mutant.
+        fresh: As of `Workplace.run`.
 
     Raises:
         MutationError: It does not pass without, or the mutant cannot be applied.
@@ -64,7 +69,7 @@ def judge(mutant: Mutant, chosen: Chosen, workplace: Workplace, *, trust: bool =
     for tests in (chosen.first, chosen.rest):
         if not tests:
             continue
-        run = run_tests(workplace, [mutant], tests, chosen.seconds, chosen.longest_s)
+        run = run_tests(workplace, [mutant], tests, chosen.seconds, chosen.longest_s, fresh=fresh)
         if run.how == "unusable":
             raise MutationError(run.by)
         if run.how != "passed":
@@ -103,6 +108,8 @@ def run_tests(
     tests: Sequence[str],
     seconds: float,
     longest_s: float,
+    *,
+    fresh: bool = False,
 ) -> Run:
     """Run tests, and say which one it was where pytest could not.
 
@@ -113,30 +120,12 @@ def run_tests(
         seconds: That they took when they were recorded; they are given some more, and still more
             while others keep the machine busy.
         longest_s: The same of the longest one.
+        fresh: As of `Workplace.run`.
     """
-    current = workplace.copy / "current"
-    current.write_text("")
     limit_s, one_s = (busy() * (_LEAST_S + _TIMES * took_s) for took_s in (seconds, longest_s))
     run = workplace.run(
-        changes,
-        tests,
-        timeout_s=limit_s,
-        # Ends the process: what a test that hangs would still do does not matter.
-        options=(*STOP_AT_FIRST, "-o", f"faulthandler_timeout={min(limit_s, one_s):g}"),
-        plugins=[_Current(current)],
+        changes, tests, timeout_s=limit_s, test_timeout_s=min(limit_s, one_s), fresh=fresh
     )
     if run.how in ("passed", "failed", "unusable"):
         return run
-    return Run(run.how, current.read_text() or tests[0])
-
-
-class _Current:
-    """Notes which test runs."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note it."""
-        self._path.write_text(nodeid)
+    return Run(run.how, workplace.current.read_text() or tests[0])
