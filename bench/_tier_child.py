@@ -1,16 +1,19 @@
-"""Processes of `bench.tier_costs`: one that moves a checkpoint, one that trains, one that sends."""
+"""Processes of `bench.tier_costs`: they move a checkpoint, or as many bytes, train, or send."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 _OBJECT_BYTES = 32 << 20
+_SOCKET_BYTES = 256 << 10
+"""Handed to a socket at once."""
 
 
 def _memory_bytes(what: str) -> int:
@@ -39,6 +42,43 @@ def move(what: str, source: str, target: str, check: str) -> dict[str, float]:
         "seconds": time.perf_counter() - began_s,
         "memory_bytes": _memory_bytes("VmHWM") - before,
     }
+
+
+def sockets(nbytes: int) -> dict[str, float]:
+    """Send bytes to another process and receive as many; return this process's processor time.
+
+    This is what the kernel takes for an upload that is read back, with no library around it. On one
+    machine the sender's time has a part of the receiver's.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+    data = memoryview(bytearray(os.urandom(_SOCKET_BYTES)))
+    times = -(-nbytes // len(data))
+    other = os.fork()
+    if other == 0:
+        try:
+            with listener.accept()[0] as connection:
+                _receive(connection, times * len(data))
+                for _ in range(times):
+                    connection.sendall(data)
+        finally:
+            os._exit(0)
+    with socket.create_connection(listener.getsockname()) as connection:
+        before_s = time.process_time()
+        for _ in range(times):
+            connection.sendall(data)
+        _receive(connection, times * len(data))
+        cpu_s = time.process_time() - before_s
+    os.waitpid(other, 0)
+    return {"bytes": times * len(data), "cpu_s": cpu_s}
+
+
+def _receive(connection: socket.socket, nbytes: int) -> None:
+    memory = bytearray(_SOCKET_BYTES)
+    while nbytes:
+        received = connection.recv_into(memory, min(nbytes, len(memory)))
+        if not received:
+            raise ConnectionError("the other process has closed the connection")
+        nbytes -= received
 
 
 def train(directory: str, tier: str, parameters: int, steps: int, seal_every: int) -> Any:
@@ -91,5 +131,10 @@ def send(bucket: str) -> None:
 
 if __name__ == "__main__":
     what, *given = json.loads(sys.argv[1])
-    actions: dict[str, Callable[..., object]] = {"move": move, "train": train, "send": send}
+    actions: dict[str, Callable[..., object]] = {
+        "move": move,
+        "sockets": sockets,
+        "train": train,
+        "send": send,
+    }
     print(json.dumps(actions[what](*given)))

@@ -2,8 +2,9 @@
 
 Transfers. A process pushes a checkpoint, reads it back, and pulls it, to and from a server of S3 in
 another process. Its own processor time is divided by the size of the checkpoint: 0.7 s per GiB is
-allowed. What a process has to do once (connections, memory) counts as well, so a small checkpoint
-costs more per GiB.
+allowed. What the kernel takes for the same bytes through plain sockets is measured beside it. What
+a process has to do once (connections, memory) counts as well, so a small checkpoint costs more per
+GiB.
 
 Steps. A training makes checkpoints, and uploads them over a link of a share of the rate at which it
 makes them. In the control, the same training has no tier, and another process writes and reads
@@ -112,6 +113,9 @@ def _measure_transfers(
             tier = f"{bucket}/{check}{number}"
             given = (store, tier) if what == "push" else (tier, back)
             found.setdefault(name, []).append(_child("move", what, *given, check))
+            if name == "upload":
+                nbytes = int(found[name][-1]["bytes"])
+                found.setdefault("plain sockets", []).append(_child("sockets", nbytes))
             shutil.rmtree(back, ignore_errors=True)
         file = f"file://{directory}/folder"
         for name, what, given in (
@@ -124,6 +128,19 @@ def _measure_transfers(
         _empty(bucket)
         say(f"transfers: round {number + 1} of {args.rounds}")
     shutil.rmtree(store)
+    plain = found.pop("plain sockets")
+    result.claim(
+        "upload: processor time, beside that of plain sockets for the same bytes",
+        [
+            one["cpu_s"] / one["bytes"] / (other["cpu_s"] / other["bytes"])
+            for one, other in zip(found["upload"], plain, strict=True)
+        ],
+        numerator="processor time of the process that uploads and reads back",
+        denominator="processor time of a process that sends and receives as much, and nothing else",
+        limit=None,
+    )
+    seconds = [one["cpu_s"] / (one["bytes"] / 2**30) for one in plain]
+    result.fact("plain_sockets_s_per_gib", round(statistics.median(seconds), 3))
     for name, runs in found.items():
         result.claim(
             f"{name}: processor time in s per GiB",
