@@ -45,6 +45,7 @@ _TITLES = {
     "ranks_agreement": "Agreement of several ranks in a seal",
     "ranks_gather": "New values between ranks, beside torch's all-gather",
     "ranks_campaign": "Ranks that are killed or stopped",
+    "tier_costs": "Tiers: uploads and downloads, and steps beside them",
     "peers": "Beside DeepSpeed ZeRO-Infinity",
     "finetune": "What smaller state does to a fine-tune",
     "kernel": "The kernels of a device, beside copies within its memory",
