@@ -20,7 +20,6 @@ from tests.mutation.generated.operators import OPERATORS, SAMPLED
 from tests.mutation.generated.recording import Recorded, Recording, claim, record, test_files
 from tests.mutation.generated.results import (
     RECORD,
-    Record,
     read_record,
     reasons,
     write_record,
@@ -46,7 +45,7 @@ class Plan:
     """Beginnings of names, with commas; empty for all."""
 
     tests: str = ""
-    """Test files to look at, with commas; empty for all. What is found is kept by itself."""
+    """Test files to look at, with commas; empty for all. Who survives them is kept by itself."""
 
     sampled: bool = False
     """Judge what the operators make that are left out otherwise, to see whether rightly."""
@@ -70,10 +69,15 @@ class Plan:
 
     @property
     def judged(self) -> Path:
-        """The directory for outcomes."""
+        """The directory for outcomes that hold with all tests."""
+        return self.scratch / "judged"
+
+    @property
+    def survived(self) -> Path:
+        """The directory for mutants that survive the tests of this run."""
         if not self.tests:
-            return self.scratch / "judged"
-        return self.scratch / f"judged-by-{hashlib.sha256(self.tests.encode()).hexdigest()[:16]}"
+            return self.judged
+        return self.scratch / f"survived-{hashlib.sha256(self.tests.encode()).hexdigest()[:16]}"
 
     @property
     def is_complete(self) -> bool:
@@ -102,9 +106,11 @@ class Outcomes:
     """
 
     def __init__(self, plan: Plan, recording: Recording) -> None:
-        self._directory = plan.judged
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._record = Record() if plan.tests else read_record(plan.output)
+        self._judged, self._survived = plan.judged, plan.survived
+        for directory in (self._judged, self._survived):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._record = read_record(plan.output)
+        self._some_tests = bool(plan.tests)
         self._recording = recording
         self._reasons = reasons()
         self._again = plan.again
@@ -113,8 +119,7 @@ class Outcomes:
     def of(self, mutant: Mutant) -> Judged | None:
         """Return what is known, if it still holds."""
         found = self._found(mutant)
-        path = self.path(mutant)
-        if found is None or (path.exists() and path.stat().st_mtime >= self._started):
+        if found is None or self._is_of_this_run(mutant):
             return found
         if self._again == "all" or (self._again == "survivors" and found.outcome == "survived"):
             return None
@@ -123,20 +128,32 @@ class Outcomes:
         return found
 
     def _found(self, mutant: Mutant) -> Judged | None:
-        path = self.path(mutant)
-        if path.exists():
-            return Judged(**json.loads(path.read_text()))
+        for path in reversed(self._paths(mutant)):
+            if path.exists():
+                return Judged(**json.loads(path.read_text()))
         known = self._record.judged.get(mutant.name)
-        return known if known is not None and known.code == mutant.code else None
+        if known is None or known.code != mutant.code:
+            return None
+        return None if self._some_tests and known.outcome == "survived" else known
+
+    def _is_of_this_run(self, mutant: Mutant) -> bool:
+        paths = [path for path in self._paths(mutant) if path.exists()]
+        return any(path.stat().st_mtime >= self._started for path in paths)
 
     def keep(self, mutant: Mutant, one: Judged) -> None:
-        """Keep an outcome."""
-        write_whole(self.path(mutant), json.dumps(asdict(one)))
+        """Keep an outcome: what some tests notice, all of them do."""
+        survived, judged = self._paths(mutant)
+        write_whole(survived if one.outcome == "survived" else judged, json.dumps(asdict(one)))
+        if one.outcome != "survived" and survived != judged:
+            survived.unlink(missing_ok=True)
 
-    def path(self, mutant: Mutant) -> Path:
-        """Return where the outcome of a mutant is kept."""
+    def lock(self, mutant: Mutant) -> Path:
+        """Return the file that a process holds while it is at a mutant."""
+        return self._paths(mutant)[0].with_suffix(".lock")
+
+    def _paths(self, mutant: Mutant) -> tuple[Path, Path]:
         digest = hashlib.sha256(f"{mutant.name}\0{mutant.code}".encode()).hexdigest()[:16]
-        return self._directory / f"{digest}.json"
+        return self._survived / f"{digest}.json", self._judged / f"{digest}.json"
 
 
 def tests_digest(mutant: Mutant, recording: Recording) -> str:
@@ -158,6 +175,8 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
             noticing.add(mutant.function, known.by)
     if plan.write:
         judged = {m.name: one for m in mutants if (one := outcomes.of(m)) is not None}
+        if plan.tests:  # others may notice what these do not
+            judged = {name: one for name, one in judged.items() if one.outcome != "survived"}
         _write(plan, mutants, judged, recording, noticing)
         say(f"{len(judged)} of {len(mutants)} mutants are judged: written to {plan.output}")
         return 0
@@ -170,7 +189,7 @@ def run(plan: Plan, say: Callable[[str], None]) -> int:
             for number, mutant in enumerate(_from_share(mutants, plan.share), 1):
                 if outcomes.of(mutant) is not None or mutant.name in failures:
                     continue
-                with claim(outcomes.path(mutant).with_suffix(".lock"), wait=wait) as claimed:
+                with claim(outcomes.lock(mutant), wait=wait) as claimed:
                     if not claimed or outcomes.of(mutant) is not None:
                         continue
                     chosen = choose(mutant, recording, noticing, plan.limit_s)

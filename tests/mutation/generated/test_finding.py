@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.generated.full import report
+from tests.mutation.generated.full import Outcomes, Plan, report
+from tests.mutation.generated.full import tests_digest as digest_of_tests
 from tests.mutation.generated.judging import UNREACHED, Judged
 from tests.mutation.generated.mutants import Mutant, mutate
 from tests.mutation.generated.points import instrument
@@ -193,6 +194,22 @@ def test_what_one_process_is_at_is_not_taken_by_another(tmp_path: Path) -> None:
         assert third
 
 
+def test_what_some_tests_notice_counts_for_all_and_what_survives_them_does_not(
+    tmp_path: Path,
+) -> None:
+    one, other = mutants()[:2]
+    found = recording(tmp_path, {})
+    some = Plan(scratch=tmp_path, tests="tests/conftest.py", output=tmp_path / "result.json")
+    outcomes = Outcomes(some, found)
+    outcomes.keep(one, Judged(one.name, one.code, "killed", "t::a", 1.0))
+    tests = digest_of_tests(other, found)
+    outcomes.keep(other, Judged(other.name, other.code, "survived", UNREACHED, 1.0, tests))
+    assert [outcomes.of(m) is not None for m in (one, other)] == [True, True]
+    for plan in (replace(some, tests=""), replace(some, tests="tests/test_docs.py")):
+        known = Outcomes(plan, found)
+        assert [known.of(m) is not None for m in (one, other)] == [True, False]
+
+
 def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     every = [replace(mutant, file="offload/store/poison.py") for mutant in mutants()]
     judged = {
@@ -242,6 +259,7 @@ def test_a_mutant_is_judged_once_and_what_is_known_is_not_judged_again(tmp_path:
         "--generated",
         "--only=poison.Poison.require_healthy/true",
         f"--scratch={tmp_path}",
+        f"--output={tmp_path / 'result.json'}",
     ]
     arguments += ["--tests=tests/crash/test_protocol_steps.py"]
     done = subprocess.run(
