@@ -1,4 +1,4 @@
-"""Restoring several ranks from the tier: each downloads what it serves, and then all go on from it.
+"""Restoring several ranks from the tier: each downloads a share, and then all go on from it.
 
 The download ends before the checkpoint is opened, so no forward runs while it arrives. The ranks
 agree after each step of it, and an error of one rank is raised on all of them.
@@ -21,6 +21,7 @@ from offload.engine.training_state import Groups, TrainingState
 from offload.errors import MismatchError, RanksError
 from offload.format.shares.owners import OwnerReference
 from offload.journal import log_event
+from offload.model.parameters import names_of
 from offload.store.serving import Serving
 from offload.tiers.ranks.arriving_share import ArrivingShare, find_newest
 from offload.units import duration, size
@@ -47,7 +48,8 @@ def receive_from_tier(state: TrainingState, groups: Groups) -> bool:
 
     Raises:
         TierError: The tier cannot be used.
-        CheckpointError: Other ranks than the present ones made the checkpoint.
+        CheckpointError: Other ranks than the present ones made the checkpoint, and these are on
+            several hosts.
         MismatchError: The checkpoint does not fit the optimizer and the model. Nothing has changed.
         StoreFullError: There is no room for the checkpoint. Nothing was fetched.
         DamagedError: An object of the tier has other bytes than were sent.
@@ -78,14 +80,29 @@ def receive_from_tier(state: TrainingState, groups: Groups) -> bool:
         store.journal.tell()
         return False
     state.know_parameters(groups)
-    _download(state, groups, serving, newest)
+    download(state, groups, newest, serving)
     store.refresh(warn_of_refused=False)
     return True
 
 
-def _download(state: TrainingState, groups: Groups, serving: Serving, url: str) -> None:
-    """Download a copy and make it a checkpoint of the store. Collective."""
+def download(
+    state: TrainingState, groups: Groups, url: str, serving: Serving | None = None
+) -> None:
+    """Download a copy and make it a checkpoint of the store. Collective.
+
+    Args:
+        state: State of this rank.
+        groups: ``param_groups`` of the optimizer.
+        url: URL of the copy.
+        serving: Which rank serves which part of the store; None for one process.
+
+    The errors are those of `receive_from_tier`.
+    """
     ranks, store = state.ranks, state.store
+    served: Sequence[int] = (0,)
+    rank, sees_all = 0, True
+    if serving is not None:
+        served, rank, sees_all = serving.owners, serving.rank, serving.sees_all
     began_s = time.perf_counter()
     opened: list[ArrivingShare] = []
     backend = store.backend
@@ -94,7 +111,9 @@ def _download(state: TrainingState, groups: Groups, serving: Serving, url: str) 
         def open_share() -> ArrivingShare:
             """Open the copy, and read what it says of the share of this rank."""
             with giving_signs(ranks):
-                opened.append(ArrivingShare(url, backend, serving.owner, serving.owners))
+                opened.append(
+                    ArrivingShare(url, backend, store.directory, served, rank, sees_all=sees_all)
+                )
             return opened[0]
 
         def fetch() -> None:
@@ -104,22 +123,21 @@ def _download(state: TrainingState, groups: Groups, serving: Serving, url: str) 
             share.fetch(ranks.progress)
 
         share = ranks.together(_CALL, open_share)
-        ranks.together(_CALL, lambda: _match(state, groups, serving, share))
+        ranks.together(_CALL, lambda: _match(state, groups, share, sees_all=sees_all))
         # A step would begin another history under the identity that the store gets now.
         state.lifecycle.broken = f"restoring {url} failed half way"
         ranks.together(_CALL, lambda: share.reserve(store.served))
         ranks.together(_CALL, fetch)
-        ranks.together(_CALL, share.seal_part)
-        reference = share.tell_reference()
-        said = ranks.gather(_CALL, None if reference is None else asdict(reference), _references)
-        references = [OwnerReference(**one) for one in said]
+        ranks.together(_CALL, share.seal_parts)
+        own = [asdict(reference) for reference in share.tell_references()]
+        references = [OwnerReference(**one) for one in ranks.gather(_CALL, own, _references)]
         ranks.together(_CALL, lambda: share.publish(references))
         share.published()
     finally:
         for one in opened:
             one.close()
     log_event(
-        f"{url}: rank {serving.rank} has its share after "
+        f"{url}: rank {rank} has its share after "
         f"{duration(time.perf_counter() - began_s)}; {size(share.bytes_fetched)} fetched, "
         f"{size(share.bytes_kept)} were here"
     )
@@ -149,7 +167,7 @@ def giving_signs(ranks: Ranks) -> Iterator[None]:
         thread.join()
 
 
-def _match(state: TrainingState, groups: Groups, serving: Serving, share: ArrivingShare) -> None:
+def _match(state: TrainingState, groups: Groups, share: ArrivingShare, *, sees_all: bool) -> None:
     """Check, before anything is fetched, that a checkpoint fits the model of this rank.
 
     If it was divided in another way than the model is now, the restore that follows checks the
@@ -160,21 +178,27 @@ def _match(state: TrainingState, groups: Groups, serving: Serving, share: Arrivi
         CheckpointError: The class cannot have its hyper-parameters or scalar state.
     """
     own, cuts, table = share.own_manifest, state.ranks.cuts or {}, state.table
+    shapes = {name: cut.shape for name, cut in cuts.items()}
+    if state.ranks.cuts is None and table.model is not None:
+        named = names_of(table.model, None)
+        shapes = {named(name): (*one.shape,) for name, one in table.model.named_parameters()}
     for tensor in own.layout.model:
-        cut = cuts.get(tensor.name)
-        if cut is not None and cut.shape != tensor.shape:
+        shape = shapes.get(tensor.name, tensor.shape)
+        if shape != tensor.shape:
             raise MismatchError(
                 f"{share.url}: {tensor.name!r} has the shape {list(tensor.shape)}, and the model "
-                f"has {list(cut.shape)}: build the model as it was when the checkpoint was made"
+                f"has {list(shape)}: build the model as it was when the checkpoint was made"
             )
+    if share.is_recut:
+        return  # the ranks are on one host, where the restore sees all parts
     boxes = [(spec.name, box_of(spec)) for spec in own.layout.parameters]
     if all(name in cuts and cuts[name].box == box for name, box in boxes):
         match_checkpoint(
             share.url, own, groups, table.model, state.rule, table.state_format, table.shards
         )
-    elif not serving.sees_all:
+    elif not sees_all:
         raise MismatchError(
-            f"{share.url}: the state of owner {serving.owner} is not divided as the model of this "
+            f"{share.url}: the state of this rank's owner is not divided as the model of this "
             "rank is, and the ranks are on several hosts: go on in the sharding that the "
             "checkpoint was made in, or bring it to one host with `offload pull` first"
         )
@@ -197,5 +221,5 @@ def _common_tier(said: Sequence[Any]) -> str:
 
 
 def _references(said: Sequence[Any]) -> list[Any]:
-    """Return the references of all ranks but the writer, by rising owner."""
-    return sorted((one for one in said if one is not None), key=lambda one: one["owner"])
+    """Return the references of all ranks, by rising owner."""
+    return sorted((one for own in said for one in own), key=lambda one: one["owner"])

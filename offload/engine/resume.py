@@ -100,10 +100,12 @@ def restore(
     found = choose_together()
     if found is None and which is None and receive_from_tier(state, groups):
         found = choose_together()
-    if found is None:
-        arriving = restore_from_tier(state, groups) if which is None else None
+    if found is None and which is None:
+        arriving = restore_from_tier(state, groups)
         if arriving is not None:
             return arriving
+        found = store.newest  # several ranks made it, and all of it has been downloaded
+    if found is None:
         if lifecycle.broken:
             lifecycle.require_usable()
         lifecycle.decided = True

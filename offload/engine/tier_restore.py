@@ -1,7 +1,8 @@
 """Restoring from the tier into an empty store: training begins while the state still arrives.
 
 `restore` waits for the parameters only, so the next forward can run. The state arrives in the slot
-behind it, and the first step waits for it chunk by chunk.
+behind it, and the first step waits for it chunk by chunk. A checkpoint of several ranks arrives as
+a whole, because it is read in another cut than it has.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.arrival import Arrival
 from offload.engine.matching import match_checkpoint, take_hyperparameters
+from offload.engine.rank_arrival import download
 from offload.engine.training_state import Groups, TrainingState
 from offload.engine.whole_model import load_whole
 from offload.journal import log_event
@@ -29,8 +31,9 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
         groups: ``param_groups`` of the optimizer.
 
     Returns:
-        The checkpoint; None if there is no tier, or if it has no complete checkpoint. Several
-        ranks always get None: `receive_from_tier` is for them.
+        The checkpoint; None if there is no tier, or if it has no complete checkpoint. If several
+        ranks made the checkpoint, all of it is the newest of the store after that, and None is
+        returned. Several ranks always get None: `receive_from_tier` is for them.
 
     Raises:
         TierError: The tier cannot be used.
@@ -46,6 +49,9 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
     if incoming is None:
         log_event(f"{url}: no complete checkpoint; training starts from the beginning")
         store.journal.tell()
+        return None
+    if isinstance(incoming, str):
+        download(state, groups, incoming)
         return None
     slot: Slot | None = None
     try:

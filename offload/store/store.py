@@ -240,7 +240,7 @@ class Store:
         """The store: this process writes all of it."""
         return self
 
-    def take_over(self, store_id: str, generation: int) -> None:
+    def take_over(self, store_id: str, generation: int, owners: Sequence[str] = ()) -> None:
         """Go on with the identity of a store whose checkpoint is about to arrive from elsewhere.
 
         The next slot that is acquired is for that checkpoint, and has at least its generation.
@@ -248,6 +248,7 @@ class Store:
         Args:
             store_id: Identity of that store.
             generation: Generation of its checkpoint.
+            owners: For each owner that made it, but the first, the directory that gets its part.
 
         Raises:
             StoreError: This store has checkpoints of its own.
@@ -261,7 +262,7 @@ class Store:
                 )
             self.store_id = store_id
             self._parts.take_over(store_id)
-            self._supply.take_over(store_id, generation)
+            self._supply.take_over(store_id, generation, owners)
 
     def acquire(self, layout: Layout, num_groups: int, *, is_new: bool = False) -> Slot:
         """Return a slot to write the next generation into.

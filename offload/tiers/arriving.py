@@ -17,7 +17,7 @@ from functools import partial
 from gds import Backend
 from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.errors import CheckpointError, OffloadError, TierError, reason_of
+from offload.errors import OffloadError, TierError, reason_of
 from offload.format.manifest import Manifest
 from offload.store.arrivals import Arrivals
 from offload.store.opening import StoredCheckpoint
@@ -160,8 +160,10 @@ class Incoming:
         self._resources.close()
 
 
-def find_incoming(url: str, backend: Backend, num_drives: int) -> Incoming | None:
-    """Return the newest complete checkpoint of a tier; None if the tier has no copies.
+def find_incoming(url: str, backend: Backend, num_drives: int) -> Incoming | str | None:
+    """Return the newest complete checkpoint of a tier; None if the tier has no complete copy.
+
+    If several ranks made it, the URL of its copy is returned.
 
     Args:
         url: URL of the tier, of a store in it, or of one copy.
@@ -171,7 +173,6 @@ def find_incoming(url: str, backend: Backend, num_drives: int) -> Incoming | Non
     Raises:
         TierError: The tier cannot be read, or has copies of several stores.
         DamagedError: The manifest is not the one that was sent.
-        CheckpointError: Several ranks made the checkpoint.
     """
     address = parse_address(url)
     with ExitStack() as opened:
@@ -191,11 +192,7 @@ def find_incoming(url: str, backend: Backend, num_drives: int) -> Incoming | Non
         copy = find_copy(objects, address)
         found = read_manifest(objects, copy)
         if found.owners:
-            raise CheckpointError(
-                f"{copy.url}: several ranks made this checkpoint, and restore() takes only "
-                "checkpoints of one process from a tier: bring it to this directory with `offload "
-                "pull` first"
-            )
+            return copy.url
         manifest = on_drives(found, num_drives, copy)
         if copy.marker is None:
             raise TierError(errno.EINVAL, copy.reason, copy.url)

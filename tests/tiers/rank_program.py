@@ -40,9 +40,11 @@ logging.getLogger("offload").setLevel(logging.INFO)
 
 
 def make_model(kind: str, width: int) -> torch.nn.Module:
-    """Make replicas, or shards."""
+    """Make replicas, or shards; or a model of one process."""
     torch.manual_seed(7)
     layers = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.Linear(width, 24)).bfloat16()
+    if kind == "one":
+        return layers
     if kind == "ddp":
         return DistributedDataParallel(layers)
     for layer in layers:

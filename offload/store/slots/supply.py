@@ -72,6 +72,8 @@ class SlotSupply:
         self._taken_over = opened.taken_over
         self._is_arriving = False
         """Whether the next slot is for the checkpoint that was taken over."""
+        self._arriving_owners: Sequence[str] = ()
+        """For each owner that made that checkpoint, but the first, the directory of its part."""
         self._checkpoints = opened.checkpoints
         self._parts = opened.parts
         self._free = free
@@ -90,7 +92,7 @@ class SlotSupply:
         """Check that there is room for all slots that are sure to be needed; see `Store`."""
         require_room(self._rooms(layout, num_groups), self._keeping, self._checkpoints)
 
-    def take_over(self, store_id: str, generation: int) -> None:
+    def take_over(self, store_id: str, generation: int, owners: Sequence[str]) -> None:
         """Go on with another identity, and a generation; see `Store.take_over`."""
         is_known = store_id == self._store_id and generation <= self._taken_over
         if not is_known and (self._others or self._owners):
@@ -98,7 +100,7 @@ class SlotSupply:
         self._taken_over = max(generation, self._taken_over if store_id == self._store_id else 0)
         self._store_id = store_id
         self._generation = max(self._generation, generation - 1)
-        self._is_arriving = True
+        self._is_arriving, self._arriving_owners = True, owners
 
     def slot_bytes(self, layout: Layout, num_groups: int) -> int:
         """Return the size in bytes of a slot in the first directory."""
@@ -250,8 +252,11 @@ class SlotSupply:
         return rooms
 
     def _sizes(self, layout: Layout, num_groups: int) -> dict[str, int]:
+        owners = self._owners
+        if self._is_arriving and len(self._arriving_owners) > len(owners):
+            owners = self._arriving_owners  # its manifest has a reference to each
         return slot_sizes(
-            layout, num_groups, train_state_bytes=self._train_state_bytes, owners=self._owners
+            layout, num_groups, train_state_bytes=self._train_state_bytes, owners=owners
         )
 
     def _identify(self) -> None:

@@ -1,18 +1,20 @@
-"""What one rank fetches of a checkpoint of several ranks, when they restore from a tier.
+"""What one rank fetches of a checkpoint, when several ranks restore it from a tier.
 
 The writer finds the checkpoint, and all ranks open the copy that it names. Each reserves room for
-the share of the owner that it serves, and fetches it. Every rank but the writer makes its part
-durable, and then the writer publishes the checkpoint. Until that rename there is none, so a rank
-that is killed leaves a slot or a part, from which the next restore goes on. The ranks agree after
-each of these steps; see `offload.engine.rank_arrival`.
+the share of the owner that it serves, and fetches it. If other owners made the checkpoint, their
+shares are dealt over the ranks, and come as they were sealed; the ranks then go on from the
+checkpoint as from one of another number of ranks. All parts are made durable, and then the writer
+publishes the checkpoint. Until that rename there is none, so a rank that is killed leaves a slot or
+parts, from which the next restore goes on. The ranks agree after each of these steps; see
+`offload.engine.rank_arrival`.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gds import Backend, StorageError
 from offload.checkpoint.owner_parts import check_cover
@@ -27,6 +29,7 @@ from offload.store.owners.store import OwnerStore
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
 from offload.tiers.catalog import find_copy, list_copies, read_manifest, read_table, read_tables
+from offload.tiers.download import on_drives
 from offload.tiers.model_objects import model_object, shard_object
 from offload.tiers.range_filling import GoingOn, RangeFilling
 from offload.tiers.ranks.filling_shares import (
@@ -67,37 +70,65 @@ def find_newest(url: str) -> tuple[str, str]:
     )
 
 
+@dataclass(slots=True)
+class _Part:
+    """The part of an owner besides the first, which this rank fetches."""
+
+    reference: OwnerReference
+    """As the checkpoint was sent."""
+
+    table: OwnerTable
+    store: OwnerStore | None = None
+    is_served: bool = True
+    """Whether this rank serves the owner; else it has opened `store` for the download alone."""
+
+    slot: OwnerSlot | None = None
+    sealed: OwnerReference | None = None
+    """Reference to the part that has been made durable here."""
+
+
 class ArrivingShare:
     """The share of one rank in a checkpoint that arrives from a tier.
 
-    The calls are `reserve`, `fetch_train_state`, `fetch`, `seal_part`, `tell_reference`, `publish`
-    and `published`; those that concern only the writer, or only the other ranks, do nothing on the
-    rest. `close` ends it, at any time.
+    The calls are `reserve`, `fetch_train_state`, `fetch`, `seal_parts`, `tell_references`,
+    `publish` and `published`; those that concern only the writer do nothing on the rest. `close`
+    ends it, at any time.
 
     Args:
         url: URL of the copy, the same on all ranks.
         backend: Storage backend of the store.
-        owner: Owner that this rank serves; 0 on the writer.
-        owners: Owners that all ranks serve.
+        directory: First directory of the store. It gets the parts of owners that no rank serves.
+        served: Owner that each rank serves, by rank; 0 for the writer.
+        rank: This rank.
+        sees_all: Whether all ranks are on one host.
 
     Raises:
-        CheckpointError: Other ranks than the present ones made the checkpoint, or its owners do not
-            have each element of it once.
+        CheckpointError: Other ranks than the present ones made the checkpoint, and these are on
+            several hosts; or its owners do not have each element of it once.
         DamagedError: The manifest or a table is missing, or is not the one that was sent.
         TierError: The tier cannot be used.
     """
 
-    def __init__(self, url: str, backend: Backend, owner: int, owners: Collection[int]) -> None:
+    def __init__(
+        self,
+        url: str,
+        backend: Backend,
+        directory: str,
+        served: Sequence[int],
+        rank: int,
+        *,
+        sees_all: bool,
+    ) -> None:
         self.url = url
         """URL of the copy."""
+        self._backend = backend
+        self._directory = directory
         self._slot: Slot | None = None
-        self._part: OwnerSlot | None = None
-        self._share: Share | None = None
-        self._served: Store | OwnerStore | None = None
+        self._shares: list[Share] = []
+        self._store: Store | None = None
         self._train_state = b""
-        self._sealed: OwnerReference | None = None
         self._is_told = False
-        """Whether the writer may know the reference to the part of this rank, and publish it."""
+        """Whether the writer may know the references to this rank's parts, and publish them."""
         address = parse_address(url)
         with ExitStack() as opened:
             objects = opened.enter_context(
@@ -106,17 +137,21 @@ class ArrivingShare:
             copy = find_copy(objects, address)
             if copy.marker is None:
                 raise TierError(errno.EINVAL, copy.reason, url)
-            manifest = read_manifest(objects, copy)
-            _require_same_owners(url, manifest, owners)
+            manifest = on_drives(read_manifest(objects, copy), 1, copy)
+            made = [0, *(one.owner for one in manifest.owners)]
+            self.is_recut = made != sorted(served)
+            """Whether other ranks than the present ones made the checkpoint."""
+            if self.is_recut and not sees_all:
+                raise _refusal(url, made, served)
             self.manifest = manifest
             """Manifest of the checkpoint, as it was sent."""
-            self._reference: OwnerReference | None = None
-            self._table: OwnerTable | None = None
-            if owner:
-                self._reference = next(one for one in manifest.owners if one.owner == owner)
-                self._table = read_table(objects, copy, manifest, self._reference)
-                self._model = shard_object(self._table)
-            else:
+            here = deal_owners(made, served)[rank]
+            self._parts = [
+                _Part(one, read_table(objects, copy, manifest, one))
+                for one in manifest.owners
+                if one.owner in here
+            ]
+            if not served[rank]:
                 tables = read_tables(objects, copy, manifest)
                 if tables:
                     check_cover(url, manifest, tables)
@@ -127,10 +162,13 @@ class ArrivingShare:
 
     @property
     def own_manifest(self) -> Manifest:
-        """The manifest, with the layout and the scalar state of this rank's share."""
-        table = self._table
-        if table is None:
+        """The manifest, with the layout and the scalar state of this rank's share.
+
+        If other ranks made the checkpoint, it is the manifest as it was sent.
+        """
+        if self.is_recut or not self._parts:
             return self.manifest
+        table = self._parts[0].table
         return replace(
             self.manifest,
             layout=table.layout,
@@ -160,14 +198,39 @@ class ArrivingShare:
             StoreFullError: There is no room. Nothing was fetched.
         """
         manifest = self.manifest
-        self._served = served
         if isinstance(served, Store):
-            served.take_over(manifest.store_id, manifest.generation)
-            self._slot, self._share = reserve_slot(served, manifest, self._model)
-        elif self._table is not None:
+            owners = [self._directory] * len(manifest.owners)
+            served.take_over(manifest.store_id, manifest.generation, owners)
+        else:
             served.take_over(manifest.store_id)
-            named = NamedParts({})  # the store has no checkpoint
-            self._part, self._share = reserve_part(served, self._table, self._model, named)
+        for part in self._parts:  # locks them, so that nobody removes them before they are named
+            part.store = self._owner_store(part, served)
+        if isinstance(served, Store):
+            self._store = served
+            self._slot, share = reserve_slot(served, manifest, self._model)
+            self._shares.append(share)
+        for part in self._parts:
+            if part.store is not None:
+                named = NamedParts({})  # the store has no checkpoint
+                model = shard_object(part.table)
+                part.slot, share = reserve_part(part.store, part.table, model, named)
+                self._shares.append(share)
+
+    def _owner_store(self, part: _Part, served: Store | OwnerStore) -> OwnerStore:
+        """Return the store of a part; that of an owner whom no rank serves is opened."""
+        owner = part.reference.owner
+        part.is_served = isinstance(served, OwnerStore) and served.owner == owner
+        if isinstance(served, OwnerStore) and part.is_served:
+            return served
+        # The file system was accepted when the store was opened.
+        return OwnerStore(
+            self._backend,
+            self._directory,
+            owner,
+            store_id=self.manifest.store_id,
+            allow_volatile=True,
+            allow_remote=True,
+        )
 
     def fetch_train_state(self) -> None:
         """Fetch the train state, on the writer; see `RangeFilling.train_state`."""
@@ -182,86 +245,105 @@ class ArrivingShare:
             require_going_on: Function that is called again and again, and raises an error to end
                 early.
         """
-        if self._share is not None:
-            shares = [self._share]
-            fill_shares(self._filling, shares, self._marker.object_bytes, require_going_on)
+        fill_shares(self._filling, self._shares, self._marker.object_bytes, require_going_on)
 
-    def seal_part(self) -> None:
-        """Make the part of this rank durable, if it is not the writer.
+    def seal_parts(self) -> None:
+        """Make the parts that this rank has fetched durable.
 
         Raises:
-            StoreError: It has another table than was sealed with the checkpoint.
-            gds.StorageError: The part could not be made durable.
+            StoreError: One has another table than was sealed with the checkpoint.
+            gds.StorageError: A part could not be made durable.
         """
-        owner, part, table, expected = self._served, self._part, self._table, self._reference
-        if part is None or table is None or expected is None or not isinstance(owner, OwnerStore):
-            return
-        self._sealed = seal_part(owner, part, table, expected)
+        for part in self._parts:
+            if part.store is not None and part.slot is not None:
+                part.sealed = seal_part(part.store, part.slot, part.table, part.reference)
 
-    def tell_reference(self) -> OwnerReference | None:
-        """Return the reference to the part, for the writer; None on the writer.
+    def tell_references(self) -> list[OwnerReference]:
+        """Return the references to the parts that this rank has fetched, for the writer.
 
-        From now on a checkpoint may name the part, so `close` must not free it any more.
+        From now on a checkpoint may name the parts, so `close` must not free them any more.
         """
         self._is_told = True
-        return self._sealed
+        return [part.sealed for part in self._parts if part.sealed is not None]
 
     def publish(self, references: Sequence[OwnerReference]) -> StoredCheckpoint | None:
         """Make the slot and the parts of all ranks a checkpoint, on the writer; None on another.
 
         Args:
-            references: What `tell_reference` has returned on the other ranks, by rising owner.
+            references: What `tell_references` has returned on all ranks, by rising owner.
 
         The errors are those of `offload.store.sealing.Sealing.seal`.
         """
-        store, slot = self._served, self._slot
-        if slot is None or not isinstance(store, Store):
+        store, slot = self._store, self._slot
+        if slot is None or store is None:
             return None
         found = publish(store, slot, self.manifest, references, self._train_state)
         self._slot = None  # it is a checkpoint now
         return found
 
     def published(self) -> None:
-        """Record, on a rank that is not the writer, that the checkpoint is durable."""
-        owner, part, self._part = self._served, self._part, None
-        if part is not None and isinstance(owner, OwnerStore):
-            owner.published(part)
-            owner.release(part)  # it is opened again as the source of the next step
+        """Record that the checkpoint with the parts of this rank is durable."""
+        for part in self._parts:
+            slot, part.slot = part.slot, None
+            if part.store is not None and slot is not None:
+                part.store.published(slot)
+                part.store.release(slot)  # it is opened again as the source of the next step
 
     def close(self) -> None:
         """Close the connection to the tier, and give up what is not published. Idempotent.
 
         The next download goes on from what has arrived, unless it may have been published.
         """
-        store, slot, part = self._served, self._slot, self._part
-        self._slot = self._part = None
+        store, slot = self._store, self._slot
+        self._slot = None
         self._filling.end()  # a late answer must not be written to what is released
-        if slot is not None and isinstance(store, Store) and store.checkpoint_of(slot) is None:
+        if slot is not None and store is not None and store.checkpoint_of(slot) is None:
             store.release(slot)
-        if part is not None and isinstance(store, OwnerStore):
-            if part.state is OwnerSlotState.REPORTED and not self._is_told:
-                with suppress(StorageError):  # then the part is given up, and fetched again
-                    store.aborted(part)
-            store.release(part)
+        for part in self._parts:
+            self._close_part(part)
         self._resources.close()
 
+    def _close_part(self, part: _Part) -> None:
+        owner, slot = part.store, part.slot
+        part.store = part.slot = None
+        if owner is None:
+            return
+        if slot is not None:
+            if slot.state is OwnerSlotState.REPORTED and not self._is_told:
+                with suppress(StorageError):  # then the part is given up, and fetched again
+                    owner.aborted(slot)
+            owner.release(slot)
+        if not part.is_served:
+            owner.close()
 
-def _require_same_owners(url: str, manifest: Manifest, owners: Collection[int]) -> None:
-    """Check that as many ranks run as made a checkpoint.
 
-    Raises:
-        CheckpointError: Others do.
+def deal_owners(made: Sequence[int], served: Sequence[int]) -> list[list[int]]:
+    """Return the owners whose shares each rank fetches, by rank.
+
+    A rank fetches the share of the owner that it serves, if that owner made the checkpoint with the
+    others. The shares of owners that no rank serves go to the ranks that have the fewest.
+
+    Args:
+        made: Owners that made the checkpoint, by rising number.
+        served: Owner that each rank serves, by rank.
     """
-    made = [0, *(one.owner for one in manifest.owners)]
-    if made != sorted(owners):
-        by = "one process" if len(made) == 1 else f"{len(made)} ranks"
-        raise CheckpointError(
-            f"{url}: {by} made this checkpoint (owners {_listed(made)}), and {len(owners)} ranks "
-            f"run now (owners {_listed(sorted(owners))}): restore() of several ranks takes a "
-            "checkpoint of as many ranks from a tier. Run as many, or bring it to one directory "
-            "with `offload pull` first, from which any number of ranks on that host goes on; "
-            "fresh=True starts from the beginning"
-        )
+    dealt = [[owner] if owner in made else [] for owner in served]
+    for owner in made:
+        if owner not in served:
+            min(dealt, key=len).append(owner)
+    return dealt
+
+
+def _refusal(url: str, made: Sequence[int], served: Sequence[int]) -> CheckpointError:
+    """Return the error that other ranks, which are on several hosts, made a checkpoint."""
+    by = "one process" if len(made) == 1 else f"{len(made)} ranks"
+    return CheckpointError(
+        f"{url}: {by} made this checkpoint (owners {_listed(made)}), and {len(served)} ranks on "
+        f"several hosts run now (owners {_listed(sorted(served))}): ranks on several hosts take a "
+        "checkpoint of as many ranks from a tier. Run as many, or bring it to one directory with "
+        "`offload pull` first, from which any number of ranks on that host goes on; fresh=True "
+        "starts from the beginning"
+    )
 
 
 def _listed(owners: Sequence[int]) -> str:

@@ -145,7 +145,8 @@ def publish(
     Args:
         store: Store of the first directory.
         slot: Slot of owner 0.
-        manifest: Manifest of the checkpoint.
+        manifest: Manifest of the checkpoint. It has digests of the whole model if one process made
+            it.
         references: References to the parts of the other owners, by rising number.
         train_state: Train state, packed for the slot.
 
@@ -157,7 +158,7 @@ def publish(
         with store.sealing.prepare(
             slot,
             Composition(here, train_state),
-            (),
+            manifest.model_digests,
             owners=references,
             model_boxes=manifest.model_boxes,
         ) as prepared:
