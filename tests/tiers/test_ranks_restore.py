@@ -202,22 +202,22 @@ def refused(
     return [rank["errors"][0][1] for rank in found]
 
 
-def test_other_ranks_than_those_that_made_it_are_told_what_to_do(
+def test_other_ranks_on_several_hosts_are_told_what_to_do(
     jobs: Jobs, tmp_path: Path, s3: str
 ) -> None:
-    rank_jobs.run(jobs, tmp_path, "run", 2, case("replicas", s3, 2))
-    for message in refused(jobs, tmp_path, "three", 3, case("replicas", s3, last=3)):
-        assert "2 ranks made this checkpoint" in message
+    rank_jobs.run(jobs, tmp_path, "run", 3, case("replicas", s3, 2))
+    for message in refused(jobs, tmp_path, "two", 2, case("replicas on hosts", s3, last=3)):
+        assert "3 ranks made this checkpoint" in message
         assert "offload pull" in message
     with optimizer_in(tmp_path / "one") as optimizer:
         train(optimizer, 1)
     single = f"{s3}-of-one"
     push(tmp_path / "one", single)
-    for message in refused(jobs, tmp_path, "two", 2, case("replicas", single, last=3)):
+    for message in refused(jobs, tmp_path, "two", 2, case("replicas on hosts", single, last=3)):
         assert "one process made this checkpoint" in message
-    for folder in ("three", "two"):
-        assert not [*(tmp_path / folder).rglob("*.safetensors")]
-    fresh = rank_jobs.run(jobs, tmp_path, "two", 2, case("replicas", single, last=1, fresh=True))
+    assert not [*(tmp_path / "two").rglob("*.safetensors")]
+    setting = case("replicas on hosts", single, last=1, fresh=True)
+    fresh = rank_jobs.run(jobs, tmp_path, "two", 2, setting)
     assert [(rank["errors"], rank["resumed"]) for rank in fresh] == [([], 0), ([], 0)]
 
 
