@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +105,32 @@ class RankCheckpoints:
             with self._lock:
                 self._slots[generation] = slot
         return self._slots[generation]
+
+    @contextmanager
+    def hold(
+        self, path: str, manifest: Manifest, own: Manifest, slot: StateSlot
+    ) -> Iterator[StoredCheckpoint]:
+        """Use a slot that is about to become a checkpoint as one, in a ``with`` block.
+
+        It is not among `checkpoints`.
+
+        Args:
+            path: Directory that the checkpoint has meanwhile.
+            manifest: Manifest of the checkpoint.
+            own: The same with the layout of this rank's state.
+            slot: Slot or part that holds this rank's share.
+        """
+        with self._lock:
+            self._manifests[path] = manifest
+            if isinstance(slot, OwnerSlot):
+                self._slots[manifest.generation] = slot
+        try:
+            yield StoredCheckpoint(path, own, None if isinstance(slot, OwnerSlot) else slot)
+        finally:
+            with self._lock:
+                self._manifests.pop(path, None)
+                if isinstance(slot, OwnerSlot):
+                    self._slots.pop(manifest.generation, None)
 
     def _reference_of(self, checkpoint: StoredCheckpoint) -> OwnerReference:
         """Return the reference of a checkpoint to the part of this rank, which is not the writer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -39,6 +39,7 @@ from offload.distributed.together import everywhere, together
 from offload.errors import OffloadError, RanksError, reason_of
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ParameterSpec
+from offload.format.manifest import Manifest
 from offload.model.buffer_watch import BufferWatch
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
@@ -293,6 +294,12 @@ class RankGroup:
     def check_model(self, checkpoint: StoredCheckpoint) -> None:
         """Check that this rank can load its share of a checkpoint's model."""
         self._model.check(self._opened(), checkpoint)
+
+    def hold(
+        self, path: str, manifest: Manifest, own: Manifest, slot: StateSlot
+    ) -> AbstractContextManager[StoredCheckpoint]:
+        """Use a slot that is about to become a checkpoint as one, in a ``with`` block."""
+        return self._opened().hold(path, manifest, own, slot)
 
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model."""

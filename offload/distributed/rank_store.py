@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from gds import Backend, File
@@ -360,6 +361,12 @@ class RankStore:
     def fetch(self, checkpoint: StoredCheckpoint) -> None:
         """Send the train states of a checkpoint to the ranks that do not see them. Collective."""
         self._known.fetch(checkpoint)
+
+    def hold(
+        self, path: str, manifest: Manifest, own: Manifest, slot: StateSlot
+    ) -> AbstractContextManager[StoredCheckpoint]:
+        """Use a slot that is about to become a checkpoint as one; see `RankCheckpoints.hold`."""
+        return self._known.hold(path, manifest, own, slot)
 
     def checkpoint_of(self, slot: Any) -> StoredCheckpoint | None:
         """Return the usable checkpoint that a slot belongs to; None if it belongs to none."""

@@ -6,12 +6,14 @@ steps are taken. This module only coordinates the two.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.engine.arrived import finish_arrival
 from offload.engine.reference import Position
 from offload.engine.reseal import has_same_model, have_same_groups, replace_train_state
 from offload.engine.resume import restore
@@ -20,7 +22,7 @@ from offload.engine.state_passes import move_state
 from offload.engine.stats import Stats, collect_stats
 from offload.engine.strategy import Metrics, StepStrategy
 from offload.engine.training_state import Groups, TrainingState
-from offload.errors import BrokenOptimizerError
+from offload.errors import BrokenOptimizerError, OffloadError
 from offload.format.layout import Layout
 from offload.format.train_state import encode
 from offload.format.unreadable import as_unreadable
@@ -59,6 +61,11 @@ class Engine:
     def position(self) -> Position:
         """Position of the present state."""
         state, slot = self.state, self.state.slots.present
+        if state.arriving is not None:
+            generation = state.arriving.share.manifest.generation
+            return Position(
+                self.store.store_id, state.num_steps, generation, state.run_id, sealed=True
+            )
         sealing = state.seal is not None and state.seal.slot is slot and not state.slots.is_working
         return Position(
             self.store.store_id,
@@ -121,12 +128,21 @@ class Engine:
         """
         self.strategy.settle("state_dict()")
 
+    def finish_arrival(self) -> None:
+        """Wait for state of all ranks that arrives from a tier; see the function of this name."""
+        if self.state.arriving is not None:
+            finish_arrival(self.state, self.state.call)
+            self.strategy.restored()
+
     def join_all(self, call: str) -> None:
         """Wait for a step that runs beside the model; all ranks raise its error. Collective.
+
+        State that arrives from a tier is waited for as well.
 
         Args:
             call: Call of the user, for messages.
         """
+        self.finish_arrival()
         failed: list[Exception] = []
         try:
             self.join()
@@ -144,6 +160,7 @@ class Engine:
 
     def step(self, groups: Groups) -> None:
         """Take a step, or begin it; see `OffloadedOptimizer.step`."""
+        self.finish_arrival()
         self.strategy.step(groups)
 
     def add_parameters(self, groups: Groups) -> None:
@@ -152,6 +169,7 @@ class Engine:
         Raises:
             gds.StorageError: There is no space. Nothing has changed.
         """
+        self.finish_arrival()
         self.strategy.settle("add_param_group()")
         if self.state.table.layout is None:
             self.state.know_parameters(groups)
@@ -165,6 +183,7 @@ class Engine:
         self, groups: Groups, train_state: object, metrics: Metrics = None
     ) -> SealHandle:
         """Seal the present state; see `OffloadedOptimizer.checkpoint`."""
+        self.finish_arrival()
         with self._failing_torn():
             later = self.strategy.seal_at_end(groups, train_state, metrics)
         if later is not None:
@@ -226,6 +245,7 @@ class Engine:
             raise error
 
         if self.state.ranks.size > 1:
+            self.finish_arrival()
             with self._failing_torn():
                 self.strategy.settle("checkpoint()")
             self._begin_checkpoint(fail)
@@ -298,6 +318,10 @@ class Engine:
         `require` raises an error if the checkpoint that the user means has been replaced.
         """
         self.state.lifecycle.require_alive()
+        try:
+            self.finish_arrival()
+        except OffloadError as error:  # of all ranks: what has arrived is not fetched again
+            warnings.warn(str(error), RuntimeWarning, stacklevel=4)
         self.strategy.give_up()
         checkpoint = restore(
             self.state,

@@ -1,7 +1,8 @@
 """Restoring several ranks from the tier: each downloads a share, and then all go on from it.
 
-The download ends before the checkpoint is opened, so no forward runs while it arrives. The ranks
-agree after each step of it, and an error of one rank is raised on all of them.
+If as many ranks made the checkpoint, in the same cut, `restore` returns when the parameters are
+there. The state arrives behind it, see `offload.engine.share_arrival`. Otherwise all of it is
+downloaded first. The ranks agree after each step, and an error of one is raised on all of them.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
+from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.layout import box_of
 from offload.engine.matching import match_checkpoint
 from offload.engine.rank_warnings import warn_together
 from offload.engine.ranks import Ranks
+from offload.engine.share_arrival import complete, load_parameters
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import MismatchError, RanksError
-from offload.format.shares.owners import OwnerReference
 from offload.journal import log_event
 from offload.model.parameters import names_of
 from offload.store.serving import Serving
@@ -32,19 +33,20 @@ _SIGN_S = 0.1
 """Seconds between two calls that give a sign; most of them are too early, and cost nothing."""
 
 
-def receive_from_tier(state: TrainingState, groups: Groups) -> bool:
-    """Download the newest complete checkpoint of the tier into the store of all ranks. Collective.
+def receive_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None:
+    """Take the newest complete checkpoint of the tier into the store of all ranks. Collective.
 
-    Nothing of the model or the optimizer is changed. After an error nothing has become a
-    checkpoint, and the next call goes on from what has arrived.
+    After an error nothing has become a checkpoint, and the next call goes on from what has arrived.
 
     Args:
         state: State of this rank. Its store has no checkpoint that could be restored.
         groups: ``param_groups`` of the optimizer.
 
     Returns:
-        Whether the store has the checkpoint now; False if there is no tier, or if the tier has no
-        complete checkpoint, or if the store has checkpoints.
+        The checkpoint, if its parameters are the present ones, and its state is arriving. None if
+        all of it is the store's newest checkpoint now; nothing of the model or the optimizer has
+        been changed then. None as well if there is no tier, or if it has no complete checkpoint, or
+        if the store has checkpoints.
 
     Raises:
         TierError: The tier cannot be used.
@@ -59,11 +61,11 @@ def receive_from_tier(state: TrainingState, groups: Groups) -> bool:
     ranks, store, lifecycle = state.ranks, state.store, state.lifecycle
     serving = ranks.serving()
     if serving is None:
-        return False
+        return None
     is_empty = not store.checkpoints and not store.refused
     url = str(ranks.gather(_CALL, [lifecycle.tier_url, is_empty], _common_tier))
     if not url:
-        return False
+        return None
 
     def look() -> tuple[str, str]:
         """Look for the newest copy, on the writer."""
@@ -78,16 +80,14 @@ def receive_from_tier(state: TrainingState, groups: Groups) -> bool:
     if not newest:
         log_event(f"{url}: no complete checkpoint; training starts from the beginning")
         store.journal.tell()
-        return False
+        return None
     state.know_parameters(groups)
-    download(state, groups, newest, serving)
-    store.refresh(warn_of_refused=False)
-    return True
+    return download(state, groups, newest, serving)
 
 
 def download(
     state: TrainingState, groups: Groups, url: str, serving: Serving | None = None
-) -> None:
+) -> Checkpoint | None:
     """Download a copy and make it a checkpoint of the store. Collective.
 
     Args:
@@ -96,7 +96,7 @@ def download(
         url: URL of the copy.
         serving: Which rank serves which part of the store; None for one process.
 
-    The errors are those of `receive_from_tier`.
+    The result and the errors are those of `receive_from_tier`.
     """
     ranks, store = state.ranks, state.store
     served: Sequence[int] = (0,)
@@ -117,22 +117,24 @@ def download(
             return opened[0]
 
         def fetch() -> None:
-            """Fetch the share of this rank."""
+            """Fetch the train state, and this rank's share of the model."""
             with giving_signs(ranks):
                 share.fetch_train_state()
-            share.fetch(ranks.progress)
+            share.fetch_model(ranks.progress)
 
         share = ranks.together(_CALL, open_share)
         ranks.together(_CALL, lambda: _match(state, groups, share, sees_all=sees_all))
+        is_in_cut = ranks.all(_CALL, lambda: _is_in_cut(state, share))
         # A step would begin another history under the identity that the store gets now.
         state.lifecycle.broken = f"restoring {url} failed half way"
         ranks.together(_CALL, lambda: share.reserve(store.served))
         ranks.together(_CALL, fetch)
-        ranks.together(_CALL, share.seal_parts)
-        own = [asdict(reference) for reference in share.tell_references()]
-        references = [OwnerReference(**one) for one in ranks.gather(_CALL, own, _references)]
-        ranks.together(_CALL, lambda: share.publish(references))
-        share.published()
+        if is_in_cut:
+            checkpoint = load_parameters(state, groups, share, began_s)
+            opened.clear()  # the arrival closes it
+            return checkpoint
+        ranks.together(_CALL, lambda: share.fetch_state(ranks.progress))
+        complete(state, share, _CALL)
     finally:
         for one in opened:
             one.close()
@@ -142,6 +144,7 @@ def download(
         f"{size(share.bytes_kept)} were here"
     )
     store.journal.tell()
+    return None
 
 
 @contextmanager
@@ -191,8 +194,7 @@ def _match(state: TrainingState, groups: Groups, share: ArrivingShare, *, sees_a
             )
     if share.is_recut:
         return  # the ranks are on one host, where the restore sees all parts
-    boxes = [(spec.name, box_of(spec)) for spec in own.layout.parameters]
-    if all(name in cuts and cuts[name].box == box for name, box in boxes):
+    if _is_in_cut(state, share):
         match_checkpoint(
             share.url, own, groups, table.model, state.rule, table.state_format, table.shards
         )
@@ -202,6 +204,13 @@ def _match(state: TrainingState, groups: Groups, share: ArrivingShare, *, sees_a
             "rank is, and the ranks are on several hosts: go on in the sharding that the "
             "checkpoint was made in, or bring it to one host with `offload pull` first"
         )
+
+
+def _is_in_cut(state: TrainingState, share: ArrivingShare) -> bool:
+    """Return whether this rank's share is divided as the model of this rank is now."""
+    cuts = state.ranks.cuts or {}
+    boxes = [(spec.name, box_of(spec)) for spec in share.own_manifest.layout.parameters]
+    return not share.is_recut and all(name in cuts and cuts[name].box == box for name, box in boxes)
 
 
 def _common_tier(said: Sequence[Any]) -> str:
@@ -218,8 +227,3 @@ def _common_tier(said: Sequence[Any]) -> str:
                 "Options(tier=...) to all ranks"
             )
     return urls[0] if all(is_empty for _, is_empty in said) else ""
-
-
-def _references(said: Sequence[Any]) -> list[Any]:
-    """Return the references of all ranks, by rising owner."""
-    return sorted((one for own in said for one in own), key=lambda one: one["owner"])

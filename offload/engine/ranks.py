@@ -7,14 +7,15 @@ implementation. The engine does not know how ranks talk.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
 from gds import Backend
 from offload.device.boundary import Marks
 from offload.format.boxes import Cut
+from offload.format.manifest import Manifest
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import Stored
@@ -23,6 +24,7 @@ from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint
 from offload.store.serving import Serving
+from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSlot, StateStore
 from offload.store.store import Store
 
@@ -250,6 +252,19 @@ class Ranks(Protocol):
         """
         ...
 
+    def hold(
+        self, path: str, manifest: Manifest, own: Manifest, slot: StateSlot
+    ) -> AbstractContextManager[StoredCheckpoint]:
+        """Use a slot that is about to become a checkpoint as one, in a ``with`` block.
+
+        Args:
+            path: Directory that the checkpoint has meanwhile.
+            manifest: Manifest of the checkpoint.
+            own: The same with the layout of this rank's state.
+            slot: Slot or part that holds this rank's share.
+        """
+        ...
+
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model; return the number of bytes read.
 
@@ -411,6 +426,13 @@ class Alone:
         """Return None: the whole model is to be compared."""
         del checkpoint, stored
         return None
+
+    def hold(
+        self, path: str, manifest: Manifest, own: Manifest, slot: StateSlot
+    ) -> AbstractContextManager[StoredCheckpoint]:
+        """Return a context manager that returns the slot as a checkpoint."""
+        del manifest
+        return nullcontext(StoredCheckpoint(path, own, cast(Slot, slot)))
 
     def check_model(self, checkpoint: StoredCheckpoint) -> None:
         """Do nothing: one process sees what there is."""

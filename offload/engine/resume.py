@@ -98,13 +98,12 @@ def restore(
         return chosen
 
     found = choose_together()
-    if found is None and which is None and receive_from_tier(state, groups):
-        found = choose_together()
     if found is None and which is None:
-        arriving = restore_from_tier(state, groups)
+        arriving = receive_from_tier(state, groups) or restore_from_tier(state, groups)
         if arriving is not None:
             return arriving
-        found = store.newest  # several ranks made it, and all of it has been downloaded
+        if store.checkpoints:  # all of it has been downloaded
+            found = choose_together()
     if found is None:
         if lifecycle.broken:
             lifecycle.require_usable()

@@ -33,7 +33,7 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
     Returns:
         The checkpoint; None if there is no tier, or if it has no complete checkpoint. If several
         ranks made the checkpoint, all of it is the newest of the store after that, and None is
-        returned. Several ranks always get None: `receive_from_tier` is for them.
+        returned. Several ranks always get None, because `receive_from_tier` is for them.
 
     Raises:
         TierError: The tier cannot be used.

@@ -45,6 +45,7 @@ from offload.stream.memory import WorkingMemory
 from offload.stream.meter import Meter
 from offload.stream.streamer import Streamer
 from offload.stream.trace import Trace
+from offload.tiers.ranks.arriving_state import ArrivingState
 from offload.update.kernel_check import choose_kernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
@@ -149,6 +150,10 @@ class TrainingState:
         """Runs work on the device that state is updated on; None for the CPU."""
         self.seal: Seal | FailedSeal | Arrival | None = None
         """The seal that has begun, until `collect_seal` has recorded its end."""
+        self.arriving: ArrivingState | None = None
+        """State of this rank that arrives from the tier, if there are several ranks."""
+        self.arriving_groups: Groups = ()
+        """The ``param_groups`` that were restored with it; others may be added meanwhile."""
         self.run_id = uuid.uuid4().hex
         """Identity of this object among all optimizers that have used the store."""
         self.num_steps = 0
@@ -395,6 +400,8 @@ class TrainingState:
         """
         if isinstance(self.seal, Arrival):
             self.seal.stop()
+        if self.arriving is not None:
+            self.arriving.close()
         if self.seal is not None:
             self.seal.handle.wait()  # after an interrupt here, `close` can be called again
         self.lifecycle.closed = True

@@ -149,8 +149,12 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         for _ in range(1 + case.get("retries", 0)):
             try:
                 restored = optimizer.restore()
+                if restored is not None:
+                    optimizer.pin("here")  # waits for the state
+                    optimizer.unpin("here")
                 break
             except (OffloadError, OSError, RuntimeWarning) as error:
+                restored = None
                 errors.append([type(error).__name__, str(error)])
     found = {
         "errors": errors,

@@ -34,7 +34,8 @@ from offload.tiers.model_objects import model_object, shard_object
 from offload.tiers.range_filling import GoingOn, RangeFilling
 from offload.tiers.ranks.filling_shares import (
     Share,
-    fill_shares,
+    fill_models,
+    fill_states,
     publish,
     reserve_part,
     reserve_slot,
@@ -90,9 +91,9 @@ class _Part:
 class ArrivingShare:
     """The share of one rank in a checkpoint that arrives from a tier.
 
-    The calls are `reserve`, `fetch_train_state`, `fetch`, `seal_parts`, `tell_references`,
-    `publish` and `published`; those that concern only the writer do nothing on the rest. `close`
-    ends it, at any time.
+    The calls are `reserve`, `fetch_train_state`, `fetch_model`, `fetch_state`, `seal_parts`,
+    `tell_references`, `publish` and `published`; those that concern only the writer do nothing on
+    the rest. `close` ends it, at any time.
 
     Args:
         url: URL of the copy, the same on all ranks.
@@ -232,20 +233,42 @@ class ArrivingShare:
             allow_remote=True,
         )
 
+    @property
+    def slot(self) -> Slot | OwnerSlot:
+        """Slot or part with this rank's share, if as many ranks run as made the checkpoint.
+
+        Raises:
+            RuntimeError: Nothing is reserved.
+        """
+        found = self._slot if self._slot is not None else self._parts[0].slot
+        if found is None:
+            raise RuntimeError("no slot or part has been reserved")
+        return found
+
+    @property
+    def folder(self) -> str:
+        """Directory of the slot, which has the train state and the common model; else empty."""
+        return self._slot.path if self._slot is not None else ""
+
     def fetch_train_state(self) -> None:
-        """Fetch the train state, on the writer; see `RangeFilling.train_state`."""
+        """Fetch the train state into the slot, on the writer; see `RangeFilling.train_state`."""
         if self._slot is not None:
             size_bytes = self._slot.train_state.size_bytes
             self._train_state = self._filling.train_state(self._marker, size_bytes)
+            self._slot.train_state.write_bytes(self._train_state, 0)
 
-    def fetch(self, require_going_on: GoingOn) -> None:
-        """Fetch the share; see `RangeFilling`.
+    def fetch_model(self, require_going_on: GoingOn) -> None:
+        """Fetch parameters and buffers; see `RangeFilling`.
 
         Args:
             require_going_on: Function that is called again and again, and raises an error to end
                 early.
         """
-        fill_shares(self._filling, self._shares, self._marker.object_bytes, require_going_on)
+        fill_models(self._filling, self._shares, require_going_on)
+
+    def fetch_state(self, require_going_on: GoingOn) -> None:
+        """Fetch the optimizer state, as `fetch_model` fetches the rest."""
+        fill_states(self._filling, self._shares, self._marker.object_bytes, require_going_on)
 
     def seal_parts(self) -> None:
         """Make the parts that this rank has fetched durable.

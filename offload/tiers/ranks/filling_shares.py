@@ -44,41 +44,68 @@ class Share:
     """Whether an earlier download may have filled some of it."""
 
 
-def fill_shares(
-    filling: RangeFilling,
-    shares: Sequence[Share],
-    object_bytes: int,
-    require_going_on: GoingOn = go_on,
-) -> None:
-    """Fetch the tensors of shares into their slots and parts.
+def fill_shares(filling: RangeFilling, shares: Sequence[Share], object_bytes: int) -> None:
+    """Fetch the tensors of shares into their slots and parts: the model, then the state.
 
     Args:
         filling: Fetches ranges of the copy.
         shares: The shares.
         object_bytes: Size of the objects of state in the copy.
-        require_going_on: Function that is called again and again, and raises an error to end early.
 
     The errors are those of `RangeFilling.fill`.
     """
-    ranges = [one for share in shares for one in _ranges(share, object_bytes)]
+    models, states = _model_ranges(shares), _state_ranges(shares, object_bytes)
+    _fill(filling, [*models, *states], go_on)
+    _take_digests(shares)
+
+
+def fill_models(filling: RangeFilling, shares: Sequence[Share], require_going_on: GoingOn) -> None:
+    """Fetch the parameters and buffers of shares; see `fill_shares`.
+
+    Args:
+        filling: Fetches ranges of the copy.
+        shares: The shares.
+        require_going_on: Function that is called again and again, and raises an error to end early.
+    """
+    _fill(filling, [*_model_ranges(shares)], require_going_on)
+
+
+def fill_states(
+    filling: RangeFilling, shares: Sequence[Share], object_bytes: int, require_going_on: GoingOn
+) -> None:
+    """Fetch the state of shares, as `fill_models` fetches the rest of them."""
+    _fill(filling, [*_state_ranges(shares, object_bytes)], require_going_on)
+    _take_digests(shares)
+
+
+def _fill(filling: RangeFilling, ranges: Sequence[Range], require_going_on: GoingOn) -> None:
     filling.expect(sum(one.run.nbytes for one in ranges))
     filling.fill(ranges, require_going_on=require_going_on)
+
+
+def _take_digests(shares: Sequence[Share]) -> None:
+    """Note the digests of everything that has been compared with them."""
     for share in shares:
         for array, digests in share.sealed.digests.items():
             share.into.digests[array][:] = digests
 
 
-def _ranges(share: Share, object_bytes: int) -> Iterator[Range]:
-    """Yield everything of a share that has digests: its part of the model, then its state."""
-    into, may_hold = share.into, share.may_hold_parts
-    if share.model is not None:
-        for run in share.model.runs():
-            yield Range(into.model, run.offset, share.model.name, run, may_hold)
-    for wanted in state_objects(share.sealed, object_bytes):
-        for start, chunk in wanted.starts():
-            file = into.array(chunk.array, chunk.index)
-            offset = file_offset(share.sealed.layout, chunk)
-            yield Range(file, offset, wanted.name, ModelRun(start, (chunk,)), may_hold)
+def _model_ranges(shares: Sequence[Share]) -> Iterator[Range]:
+    for share in shares:
+        if share.model is not None:
+            for run in share.model.runs():
+                into, name = share.into.model, share.model.name
+                yield Range(into, run.offset, name, run, share.may_hold_parts)
+
+
+def _state_ranges(shares: Sequence[Share], object_bytes: int) -> Iterator[Range]:
+    for share in shares:
+        for wanted in state_objects(share.sealed, object_bytes):
+            for start, chunk in wanted.starts():
+                file = share.into.array(chunk.array, chunk.index)
+                offset = file_offset(share.sealed.layout, chunk)
+                run = ModelRun(start, (chunk,))
+                yield Range(file, offset, wanted.name, run, share.may_hold_parts)
 
 
 def reserve_slot(store: Store, manifest: Manifest, model: ModelObject | None) -> tuple[Slot, Share]:

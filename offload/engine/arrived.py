@@ -1,0 +1,43 @@
+"""The end of an arrival: the state of all ranks is here, and becomes that of the next step."""
+
+from __future__ import annotations
+
+from offload.engine.resume import resume
+from offload.engine.share_arrival import complete
+from offload.engine.training_state import TrainingState
+
+
+def finish_arrival(state: TrainingState, call: str) -> None:
+    """Wait until the state of all ranks has arrived, and go on from it. Collective.
+
+    Nothing happens if none is arriving. Parameters, buffers and hyper-parameters stay as they are.
+
+    Args:
+        state: State of this rank.
+        call: Call of the user, for messages.
+
+    Raises:
+        TierError: The tier could not be used. No rank has a checkpoint; `restore` goes on from what
+            has arrived.
+        DamagedError: An object of the tier has other bytes than were sent. The same holds.
+        gds.StorageError: The state could not be written, or made durable. The same holds.
+        RanksError: That is so on another rank, or a rank was lost.
+    """
+    arriving, ranks = state.arriving, state.ranks
+    if arriving is None:
+        return
+    with state.meter.timed("wait_seal_s"):
+        arriving.wait()  # an interrupt leaves `arriving` set
+    state.arriving = None
+    state.lifecycle.broken = f"the state of {arriving.share.url} did not arrive"
+    try:
+        ranks.together(call, arriving.require)
+        complete(state, arriving.share, call)
+    finally:
+        arriving.close()
+    found = state.store.newest
+    if found is None:
+        raise RuntimeError("a checkpoint has been published, and the store has none")
+    restored = state.meter.restore_s, state.meter.restore_bytes
+    resume(state, state.arriving_groups, found, parameters=False)
+    state.meter.restore_s, state.meter.restore_bytes = restored
