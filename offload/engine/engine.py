@@ -377,6 +377,8 @@ class Engine:
         state = self.state
         self.strategy.settle("synchronize()")
         state.lifecycle.require_usable()
+        if state.arriving is not None:
+            state.arriving.require()
         state.collect_seal(wait=True)
         state.memory.synchronize()
 

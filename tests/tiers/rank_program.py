@@ -106,6 +106,43 @@ class _SlowLink(Measurements):
             found = {c.parameters.step for c in list_tier(case["tier"]) if c.parameters}
 
 
+def _do(
+    what: str, optimizer: offload.OffloadedOptimizer, model: torch.nn.Module, folder: Path
+) -> Any:
+    """Make a call after a restore; return what the test looks at."""
+    match what:
+        case "forward":
+            generator = torch.Generator().manual_seed(5)
+            found = model(torch.randn(4, 64, generator=generator).bfloat16()).float().sum().item()
+            (folder.parent / f"forward-{dist.get_rank()}").touch()
+            return found
+        case "state_dict":
+            position = offload.reference_of(optimizer.state_dict())
+            return [position.step, position.sealed] if position is not None else None
+        case "load_state_dict":
+            optimizer.load_state_dict(optimizer.state_dict())
+        case "full_state_dict":
+            return optimizer.full_state_dict()["num_steps"]
+        case "checkpoint":
+            return optimizer.checkpoint({"step": 2, "rank": dist.get_rank()}).result().step
+        case "restore":
+            restored = optimizer.restore()
+            return restored.step if restored is not None else None
+        case "synchronize":
+            optimizer.synchronize()
+        case "lr":
+            optimizer.param_groups[0]["lr"] = 3e-3
+        case "edit":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+        case "freeze":
+            next(model.parameters()).requires_grad_(False)
+        case "close":
+            optimizer.close()
+    return None
+
+
 def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
     """Restore, train, seal, and close; return what the test looks at."""
     rank = dist.get_rank()
@@ -134,6 +171,7 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
             allow_volatile=True,
             agreement_timeout_s=case.get("agreement_s", 5.0),
             chunk_bytes=4096,
+            overlap=case.get("overlap"),
             drives=offload.DriveTuning(calibrate=False),
             tier=Tier(tier, finish_s=case.get("finish_s", 60.0), max_age_s=case.get("max_age_s"))
             if tier
@@ -143,13 +181,15 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         lr=1e-2,
     )
     errors: list[list[str]] = []
-    restored = None
+    restored, found_then = None, list[Any]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("error" if case.get("strict") else "always")
         for _ in range(1 + case.get("retries", 0)):
             try:
                 restored = optimizer.restore()
-                if restored is not None:
+                if "then" in case:
+                    found_then = [_do(one, optimizer, model, Path(folder)) for one in case["then"]]
+                elif restored is not None:
                     optimizer.pin("here")  # waits for the state
                     optimizer.unpin("here")
                 break
@@ -161,8 +201,9 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         "resumed": restored.step if restored else 0,
         "state": restored.train_state if restored else None,
         "warned": [str(one.message) for one in caught if "complete" in str(one.message)],
+        "then": found_then,
     }
-    if errors and restored is None:
+    if (errors and restored is None) or "close" in case.get("then", ()):
         return found
     link = _SlowLink(optimizer) if "slow_link_s" in case and rank == 0 else None
     for step in range(optimizer.num_steps + 1, case["last"] + 1):
