@@ -80,6 +80,7 @@ TEST_FOLDERS: Final = (
     "tests/placement",
     "tests/contract",
     "tests/kernel",
+    "tests/ranks_store",
 )
 """Where tests may notice a mutant. Others train whole models, or never come near these modules."""
 
@@ -102,5 +103,6 @@ NOT_FOR_MUTANTS: Final = (
     "tests/placement/test_cuda_calls.py",
     "tests/placement/test_device_bench.py",
     "tests/placement/test_rates.py",
+    "tests/ranks_store/test_many_owners.py",  # of sizes alone
 )
 """Files in those folders that are left out: they cost time, and run none of the modules."""
