@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from tests.mutation.arriving import ARRIVING
 from tests.mutation.device import DEVICE
 from tests.mutation.frozen import FROZEN
 from tests.mutation.gathering import GATHERING
@@ -45,5 +46,6 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *OWNING,
     *SHARING,
     *GATHERING,
+    *ARRIVING,
     *DEVICE,
 )

@@ -65,3 +65,14 @@ def test_a_later_attempt_has_the_generation_of_what_arrives(*, shared: bool) -> 
     store = opened(backend, shared=shared)
     assert next_generation(store, shared=shared) == 504
     store.close()
+
+
+def test_the_manifest_of_what_arrives_has_room_for_a_reference_to_each_of_its_owners() -> None:
+    """One process takes what 200 ranks have made; the next slot is one of its own again."""
+    store = opened(MemoryBackend(), shared=False)
+    layout = replace(LAYOUTS[0], shares=(1,))
+    store.take_over(COPY, 500, [ONE] * 200)
+    arriving = store.acquire(layout, 1)
+    own = store.acquire(layout, 1)
+    assert arriving.manifest.size_bytes >= own.manifest.size_bytes + 200 * 200
+    store.close()
