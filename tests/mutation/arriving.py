@@ -49,7 +49,7 @@ ARRIVING = (
                 "            if part.store is not None:\n                named",
             ),
         ),
-        (f"{_RECUT}::test_a_rank_is_killed_while_it_downloads[one-2-1-0-14]",),
+        (f"{_RECUT}::test_a_rank_is_killed_while_it_downloads[one-2-1-0-27]",),
     ),
     Mutation(
         "arriving-no-room-for-references",

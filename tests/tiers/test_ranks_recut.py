@@ -63,7 +63,7 @@ def test_they_go_on_as_from_their_own_directory(
     assert [copy.marker.step for copy in list_tier(s3) if copy.marker][-1] == 3
 
 
-KILLS = [("ddp", 3, 2, 1, 5), ("one", 2, 1, 0, 14)]
+KILLS = [("ddp", 3, 2, 1, 5), ("one", 2, 1, 0, 27)]
 if FULL:
     KILLS += [("fsdp2", 3, 2, victim, at) for victim in (0, 1) for at in (1, 4, 9)]
     KILLS += [("ddp", 1, 2, victim, at) for victim in (0, 1) for at in (2, 6)]
