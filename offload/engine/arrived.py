@@ -39,5 +39,6 @@ def finish_arrival(state: TrainingState, call: str) -> None:
     if found is None:
         raise RuntimeError("a checkpoint has been published, and the store has none")
     restored = state.meter.restore_s, state.meter.restore_bytes
-    resume(state, state.arriving_groups, found, parameters=False)
+    matched = state.arriving_trainables
+    resume(state, state.arriving_groups, found, parameters=False, matched=matched)
     state.meter.restore_s, state.meter.restore_bytes = restored

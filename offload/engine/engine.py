@@ -22,7 +22,7 @@ from offload.engine.state_passes import move_state
 from offload.engine.stats import Stats, collect_stats
 from offload.engine.strategy import Metrics, StepStrategy
 from offload.engine.training_state import Groups, TrainingState
-from offload.errors import BrokenOptimizerError, OffloadError
+from offload.errors import BrokenOptimizerError
 from offload.format.layout import Layout
 from offload.format.train_state import encode
 from offload.format.unreadable import as_unreadable
@@ -320,7 +320,7 @@ class Engine:
         self.state.lifecycle.require_alive()
         try:
             self.finish_arrival()
-        except OffloadError as error:  # of all ranks: what has arrived is not fetched again
+        except Exception as error:  # noqa: BLE001  (of all ranks: what has arrived is kept)
             warnings.warn(str(error), RuntimeWarning, stacklevel=4)
         self.strategy.give_up()
         checkpoint = restore(

@@ -12,13 +12,13 @@ import threading
 from contextlib import suppress
 
 from offload.ambient import in_neutral
-from offload.engine.chunk_pass import STEP_THREAD
 from offload.engine.engine import Engine
-from offload.engine.seal import SEAL_THREAD
 from offload.errors import OffloadError
-from offload.update.pool import UPDATE_THREAD
 
-_OWN_THREADS = (SEAL_THREAD, STEP_THREAD, UPDATE_THREAD, "gds-", "offload-ranks")
+_OWN_THREADS = ("offload", "gds-")
+"""Beginnings of the names of threads of this library, which `Engine.close` may wait for."""
+
+_CLOSING_THREAD = "offload-close"
 
 _left_open: list[Engine] = []
 """Engines of optimizers that were collected on a thread that cannot wait for others."""
@@ -30,9 +30,10 @@ def close_quietly(engine: Engine) -> None:
     if _is_starting_thread():
         _left_open.append(engine)
         return
-    if threading.current_thread().name.startswith(_OWN_THREADS):
+    name = threading.current_thread().name
+    if name.startswith(_OWN_THREADS) and name != _CLOSING_THREAD:
         with suppress(RuntimeError):  # at exit, no thread can be started or waited for
-            threading.Thread(target=close_quietly, args=(engine,), name="offload-close").start()
+            threading.Thread(target=close_quietly, args=(engine,), name=_CLOSING_THREAD).start()
         return
     try:
         engine.close()

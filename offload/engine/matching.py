@@ -71,18 +71,7 @@ def match_checkpoint(
         MismatchError: The optimizer class, the groups, or names, shapes or dtypes are different.
         CheckpointError: The class cannot have the checkpoint's hyper-parameters or scalar state.
     """
-    if manifest.optimizer != rule.class_name:
-        raise MismatchError(
-            f"{path} was made with {manifest.optimizer}, this optimizer is {rule.class_name}: "
-            "construct the same class, or use another directory"
-        )
-    check_hyperparameters(manifest, rule.defaults, path)
-    if len(manifest.groups) != len(groups):
-        raise MismatchError(
-            f"{path} has {many(len(manifest.groups), 'parameter group')}, this optimizer has "
-            f"{len(groups)}: construct it with the same groups, and add those that were added "
-            "during training, before calling restore()"
-        )
+    match_class(path, manifest, groups, rule)
     restored = [
         {**rule.defaults, **saved, **{k: g[k] for k in ("params", "param_names") if k in g}}
         for saved, g in zip(manifest.groups, groups, strict=True)
@@ -138,6 +127,35 @@ def match_checkpoint(
         **_ADVICE,
     )
     return trainables, stored
+
+
+def match_class(
+    path: str, manifest: Manifest, groups: Sequence[Mapping[str, Any]], rule: UpdateRule
+) -> None:
+    """Check what of a match does not depend on how the state is divided.
+
+    Args:
+        path: Directory of the checkpoint.
+        manifest: Manifest of the checkpoint.
+        groups: ``param_groups`` of the optimizer.
+        rule: Update rule of the optimizer.
+
+    Raises:
+        MismatchError: The optimizer class, or the number of groups, is different.
+        CheckpointError: The class cannot have the checkpoint's hyper-parameters.
+    """
+    if manifest.optimizer != rule.class_name:
+        raise MismatchError(
+            f"{path} was made with {manifest.optimizer}, this optimizer is {rule.class_name}: "
+            "construct the same class, or use another directory"
+        )
+    check_hyperparameters(manifest, rule.defaults, path)
+    if len(manifest.groups) != len(groups):
+        raise MismatchError(
+            f"{path} has {many(len(manifest.groups), 'parameter group')}, this optimizer has "
+            f"{len(groups)}: construct it with the same groups, and add those that were added "
+            "during training, before calling restore()"
+        )
 
 
 def take_hyperparameters(groups: Sequence[dict[str, Any]], manifest: Manifest) -> None:

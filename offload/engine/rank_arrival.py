@@ -15,7 +15,7 @@ from typing import Any
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.layout import box_of
-from offload.engine.matching import match_checkpoint
+from offload.engine.matching import match_checkpoint, match_class
 from offload.engine.rank_warnings import warn_together
 from offload.engine.ranks import Ranks
 from offload.engine.share_arrival import complete, load_parameters
@@ -181,6 +181,7 @@ def _match(state: TrainingState, groups: Groups, share: ArrivingShare, *, sees_a
         CheckpointError: The class cannot have its hyper-parameters or scalar state.
     """
     own, cuts, table = share.own_manifest, state.ranks.cuts or {}, state.table
+    match_class(share.url, own, groups, state.rule)
     shapes = {name: cut.shape for name, cut in cuts.items()}
     if state.ranks.cuts is None and table.model is not None:
         named = names_of(table.model, None)

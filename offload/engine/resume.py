@@ -142,6 +142,7 @@ def resume(
     parameters: bool = True,
     verify: bool | None = None,
     reencode: bool = False,
+    matched: Sequence[Trainable] | None = None,
 ) -> Checkpoint:
     """Make a checkpoint the present state.
 
@@ -152,22 +153,29 @@ def resume(
         parameters: Whether parameters, buffers and hyper-parameters are loaded as well.
         verify: Whether the state is read and checked at once; None to follow the options.
         reencode: Whether 8-bit state may be encoded anew for another cut; the same on all ranks.
+        matched: Parameters that have been matched with the checkpoint already, in its own cut, if
+            `parameters` is not set. The model may have grown since.
 
     Raises:
         MismatchError: The checkpoint does not fit the optimizer and the model. Nothing has changed.
         DamagedError: The content is not what was written. The model may hold parts of it.
     """
     store, lifecycle, ranks = state.store, state.lifecycle, state.ranks
-    state.know_parameters(groups)
+    if matched is None:
+        state.know_parameters(groups)
     started = time.perf_counter()
     store.fetch(found)
     source = _recut(state, found, reencode=reencode)
     manifest = found.manifest if source is None else source.manifest
     checkpoint = store.reader_of(found)
     try:
-        trainables, stored = ranks.together(
-            "restore()", lambda: _match(state, groups, found.path, manifest)
-        )
+        stored: list[Stored] = []
+        if matched is None:
+            trainables, stored = ranks.together(
+                "restore()", lambda: _match(state, groups, found.path, manifest)
+            )
+        else:
+            trainables = [*matched]
         compute = state.choose_device(groups, manifest.layout, trainables)
         if source is not None:
             store.require_recut_room(manifest.layout, len(groups))

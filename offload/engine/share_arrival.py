@@ -17,7 +17,7 @@ from offload.engine.matching import match_checkpoint, take_hyperparameters
 from offload.engine.training_state import Groups, TrainingState
 from offload.format.shares.owners import OwnerReference
 from offload.journal import log_event
-from offload.model.parameters import Stored
+from offload.model.parameters import Stored, Trainable
 from offload.tiers.ranks.arriving_share import ArrivingShare
 from offload.tiers.ranks.arriving_state import ArrivingState
 from offload.units import duration, size
@@ -51,16 +51,16 @@ def load_parameters(
         store.fetch(found)
         checkpoint = store.reader_of(found)
 
-        def match() -> Sequence[Stored]:
+        def match() -> tuple[Sequence[Trainable], Sequence[Stored]]:
             """Check, before anything is changed, that this rank can load what it needs."""
-            _, stored = match_checkpoint(
+            matched = match_checkpoint(
                 share.url, own, groups, table.model, state.rule, table.state_format, table.shards
             )
             ranks.check_model(found)
             _ = checkpoint.train_state
-            return stored
+            return matched
 
-        stored = ranks.together(_CALL, match)
+        trainables, stored = ranks.together(_CALL, match)
         state.forget()
         read = ranks.together(_CALL, lambda: ranks.load_model(found, stored))
         ranks.share_model(stored)
@@ -68,7 +68,7 @@ def load_parameters(
     state.meter.restore_bytes = read or 0
     state.num_steps = own.step
     arriving = ArrivingState(share, ranks.progress)
-    state.arriving_groups = [*groups]
+    state.arriving_groups, state.arriving_trainables = [*groups], trainables
     state.arriving = arriving  # set before the thread begins, as the start may be interrupted
     arriving.start()
     state.lifecycle.decided, state.lifecycle.broken = True, ""

@@ -33,6 +33,7 @@ from offload.format.layout import Layout
 from offload.model.all_parameters import all_parameters
 from offload.model.model_copy import ModelCopy
 from offload.model.model_file import BlockBuffers
+from offload.model.parameters import Trainable
 from offload.model.shards import Shards
 from offload.model.table import ParameterTable
 from offload.options import Options
@@ -154,6 +155,8 @@ class TrainingState:
         """State of this rank that arrives from the tier, if there are several ranks."""
         self.arriving_groups: Groups = ()
         """The ``param_groups`` that were restored with it; others may be added meanwhile."""
+        self.arriving_trainables: Sequence[Trainable] = ()
+        """The parameters that were matched with it; the model may grow meanwhile."""
         self.run_id = uuid.uuid4().hex
         """Identity of this object among all optimizers that have used the store."""
         self.num_steps = 0

@@ -110,8 +110,10 @@ class CheckpointingOptimizer(StoreOwner):
         If the store has no checkpoint, `checkpoint` is None, and the options name a tier, this
         takes the newest complete checkpoint of the tier. The call returns when the parameters have
         arrived. The state follows, the first step waits for each chunk of it, and the checkpoint
-        appears in the store when all of it is there. With several ranks, as many as made it, each
-        fetches the part that it serves, and the call returns when everything has arrived.
+        appears in the store when all of it is there. With several ranks, each fetches the part that
+        it serves, and the first call that needs the state waits for that of all ranks. If another
+        number of ranks made the checkpoint, or in another sharding, the call returns when
+        everything has arrived.
 
         Args:
             checkpoint: Step number or path of a checkpoint, a `Checkpoint`, or one of

@@ -30,7 +30,7 @@ from offload.errors import OffloadError
 from offload.options import Tier
 from offload.tiers import list_tier
 from offload.tiers.measuring import Measurements
-from offload.tiers.ranks import arriving_share
+from offload.tiers.ranks import arriving_share, arriving_state
 from tests.crash.fault_backend import FaultBackend
 from tests.numerics.reference import bits
 from tests.ranks_training.calls import record, record_into
@@ -61,6 +61,30 @@ class _Nth:
     def __call__(self, kind: str, path: str) -> bool:
         self._left -= kind == self._kind and path.endswith(self._name)
         return self._left == 0
+
+
+def refuse_threads_once() -> None:
+    """Let the system refuse the next thread that state arrives on."""
+    start = arriving_state.start
+
+    def refuse(*_: object) -> None:
+        arriving_state.start = start
+        raise RuntimeError("can't start new thread")
+
+    arriving_state.start = refuse
+
+
+def grow(optimizer: offload.OffloadedOptimizer, model: torch.nn.Module) -> None:
+    """Add a module to the model, and its parameters to the optimizer."""
+    torch.manual_seed(11)
+    extra = torch.nn.Linear(24, 8).bfloat16()
+    for parameter in extra.parameters():
+        parameter.data.normal_()
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    if inner is model:
+        fully_shard(extra)
+    inner.add_module("extra", extra)
+    optimizer.add_param_group({"params": [*extra.parameters()]})
 
 
 def local_bits(model: torch.nn.Module) -> str:
@@ -136,6 +160,8 @@ def _do(
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.5)
+        case "grow":
+            grow(optimizer, model)
         case "freeze":
             next(model.parameters()).requires_grad_(False)
         case "close":
@@ -156,6 +182,12 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         backend = failing = FaultBackend(backend or PosixBackend())
         if rank == case["unsealed"]:
             failing.fail_if(_Nth(case["nth_table"], "write_bytes", "table.json"))
+    if "unwritten" in case:  # the rank cannot write state of this name once
+        backend = failing = FaultBackend(backend or PosixBackend())
+        if dist.get_rank() == 1:
+            failing.fail_if(_Nth(2, "write", case["unwritten"]))
+    if "no_thread" in case and rank == 1:
+        refuse_threads_once()
     if "tier_timeout_s" in case:
         arriving_share.DEFAULT_TIMEOUT_S = case["tier_timeout_s"]
         arriving_share.DEFAULT_RETRY_S = 0.5

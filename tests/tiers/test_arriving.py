@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ from offload.errors import (
 from offload.format.digests import DigestContext
 from offload.options import Tier
 from offload.tiers import arriving, push
+from offload.tiers.filling import Download
 from tests.eventually import eventually
 from tests.stores.files import tree
 from tests.stores.small import make_model, make_optimizer, step, train
@@ -201,6 +203,39 @@ def test_a_download_that_was_closed_half_way_goes_on(
     assert not any("/state/" in name for name in twice)
     with offload.open_checkpoint(tmp_path / "new") as checkpoint:
         assert checkpoint.verify().ok
+
+
+def test_an_optimizer_that_is_collected_on_the_thread_of_its_arrival_is_closed(
+    store: Path, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any allocation there may begin a collection."""
+    push(store, tier, object_bytes=1)
+    dropped, collected = threading.Event(), threading.Event()
+    publish = Download.publish
+
+    def collect(download: Download, *arguments: Any) -> Any:
+        dropped.wait(60)
+        gc.collect()
+        collected.set()
+        return publish(download, *arguments)
+
+    monkeypatch.setattr(Download, "publish", collect)
+    gc.disable()
+    try:
+        optimizer = optimizer_with(tmp_path / "new", tier)
+        optimizer.restore()
+        optimizer.itself = optimizer
+        thread = next(one for one in threading.enumerate() if one.name == "offload-arrival")
+        del optimizer
+        dropped.set()
+        assert collected.wait(60)
+        thread.join(60)
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
+    assert eventually(lambda: not any(t.name == "offload-close" for t in threading.enumerate()))
+    with optimizer_with(tmp_path / "new", tier) as successor:  # the store is not locked
+        assert successor.restore() is not None
 
 
 def arrived_objects(proxy: Proxy) -> Callable[[], Counter[str]]:

@@ -107,6 +107,40 @@ def test_ranks_that_close_before_the_state_is_there_leave_what_has_arrived(
     assert len(before & after) <= 3, "asked for again, though it was here"
 
 
+GROWING = ["shards", "replicas on hosts"] if not FULL else [*KINDS]
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_a_model_may_grow_while_the_state_arrives(
+    jobs: Jobs, tmp_path: Path, s3: str, kind: str
+) -> None:
+    rank_jobs.run(jobs, tmp_path, "run", 2, case(kind, s3, 2))
+    expected = rank_jobs.run(jobs, tmp_path, "run", 2, case(kind, "", last=4, then=["grow"]))
+    found = rank_jobs.run(jobs, tmp_path, "new", 2, case(kind, s3, last=4, then=["grow"]))
+    assert outcome(found) == outcome(expected)
+
+
+@pytest.mark.parametrize("fault", [{"unwritten": "exp_avg"}, {"no_thread": True}], ids=str)
+def test_a_second_restore_goes_on_after_state_that_one_rank_could_not_take(
+    jobs: Jobs, tmp_path: Path, s3: str, fault: dict[str, object]
+) -> None:
+    rank_jobs.run(jobs, tmp_path, "run", 2, case("shards", s3, 2))
+    expected = rank_jobs.run(jobs, tmp_path, "run", 2, case("shards", "", last=3))
+    setting = case("shards", s3, last=3, then=["restore"], **fault)
+    found = rank_jobs.run(jobs, tmp_path, "new", 2, setting)
+    assert [rank["then"] for rank in found] == [[2], [2]]
+    assert outcome(found) == outcome(expected)
+
+
+def test_ranks_without_a_thread_for_the_state_can_close(
+    jobs: Jobs, tmp_path: Path, s3: str
+) -> None:
+    rank_jobs.run(jobs, tmp_path, "run", 2, case("shards", s3, 2))
+    setting = case("shards", s3, last=3, then=["close"], no_thread=True)
+    found = rank_jobs.run(jobs, tmp_path, "new", 2, setting)
+    assert [(rank["errors"], rank["resumed"]) for rank in found] == [([], 2)] * 2
+
+
 @pytest.mark.parametrize("fault", ["403:AccessDenied", "flip", "cut"])
 def test_an_error_while_the_state_arrives_is_raised_on_all_ranks(
     jobs: Jobs, tmp_path: Path, s3: str, proxy: Proxy, fault: str

@@ -29,7 +29,10 @@ class ArrivingState:
 
     def start(self) -> None:
         """Begin to fetch the state."""
-        start(threading.Thread(target=self._run, name=_THREAD, daemon=True))
+        try:
+            start(threading.Thread(target=self._run, name=_THREAD, daemon=True))
+        except RuntimeError as error:  # there is no thread; all ranks learn of it when they wait
+            self._ended.set_exception(error)
 
     def _run(self) -> None:
         try:
