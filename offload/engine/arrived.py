@@ -38,6 +38,7 @@ def finish_arrival(state: TrainingState, call: str) -> None:
     found = state.store.newest
     if found is None:
         raise RuntimeError("a checkpoint has been published, and the store has none")
+    state.lifecycle.broken = f"restoring {found.path} failed half way"
     restored = state.meter.restore_s, state.meter.restore_bytes
     matched = state.arriving_trainables
     resume(state, state.arriving_groups, found, parameters=False, matched=matched)

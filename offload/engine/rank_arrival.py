@@ -25,7 +25,6 @@ from offload.journal import log_event
 from offload.model.parameters import names_of
 from offload.store.serving import Serving
 from offload.tiers.ranks.arriving_share import ArrivingShare, find_newest
-from offload.units import duration, size
 
 _CALL = "restore()"
 
@@ -138,12 +137,6 @@ def download(
     finally:
         for one in opened:
             one.close()
-    log_event(
-        f"{url}: rank {rank} has its share after "
-        f"{duration(time.perf_counter() - began_s)}; {size(share.bytes_fetched)} fetched, "
-        f"{size(share.bytes_kept)} were here"
-    )
-    store.journal.tell()
     return None
 
 

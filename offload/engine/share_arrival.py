@@ -103,8 +103,8 @@ def complete(state: TrainingState, share: ArrivingShare, call: str) -> None:
     share.published()
     state.store.refresh(warn_of_refused=False)
     log_event(
-        f"{share.url}: rank {ranks.rank} has its share; {size(share.bytes_fetched)} fetched, "
-        f"{size(share.bytes_kept)} were here"
+        f"{share.url}: complete in {state.store.directory}; rank {ranks.rank} has fetched "
+        f"{size(share.bytes_fetched)}, and {size(share.bytes_kept)} were here"
     )
     state.store.journal.tell()
 
