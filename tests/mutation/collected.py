@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 
 from tests.mutation.forks import Ended, become_pytest, end_group, lead_group, wait_for
 from tests.mutation.mutation import MutationError
@@ -112,6 +113,12 @@ class _Server:
         self._connection = connection
         self._copy = copy
         self._said = said
+        self._num_threads = torch.get_num_threads()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        """Let torch compute on this thread alone, because its other threads would not be forked."""
+        torch.set_num_threads(1)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:
@@ -141,6 +148,7 @@ class _Server:
                 continue
             lead_group()
             self._connection.close()
+            torch.set_num_threads(self._num_threads)
             for file, (before, after) in request.edits.items():
                 if not swap(functions, file, before, after):
                     os._exit(NOT_SWAPPED)
