@@ -26,7 +26,7 @@ OTHERS = {
     "empty": (torch.float32, (0, 3)),
     "mask": (torch.bool, (13,)),
     "count": (torch.int64, ()),
-    "frozen": (torch.float32, (600,)),
+    "frozen": (torch.float32, (9000,)),
 }
 
 

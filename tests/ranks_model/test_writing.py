@@ -311,13 +311,15 @@ class TestWhatAnEarlierProcessLeft:
         assert [rank.written.read_bytes for rank in ranks.ranks] == [0] * 3
         ranks.close()
 
-    @pytest.mark.parametrize("at", [0, 1, -1])
+    @pytest.mark.parametrize("at", [0, 1, 0.5, -1])
     def test_a_byte_that_is_wrong_is_mended(self, kind, at, tmp_path):
+        """At an end of the tensor it shares a block with what is written; in the middle not."""
         header = header_of(values(0))
         shares, memory = some_shares(header, 8192), MemoryBackend()
         ranks = self.left(kind, tmp_path / "model.safetensors", shares, memory)
         entry = header.entries["frozen"]
-        offset = header.data_start + (entry.stop - 1 if at < 0 else entry.start + at)
+        within = {-1: entry.stop - 1, 0.5: (entry.start + entry.stop) // 2}
+        offset = header.data_start + within.get(at, entry.start + int(at))
         backend = ranks.ranks[0].backend
         with backend.open(ranks.path, writable=True) as file:
             file.write_bytes(bytes([file.read_bytes(offset, 1)[0] ^ 4]), offset)
