@@ -7,20 +7,23 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from tests.mutation.generated.full import Outcomes, Plan, report
 from tests.mutation.generated.full import tests_digest as digest_of_tests
-from tests.mutation.generated.judging import UNREACHED, Judged
+from tests.mutation.generated.judging import UNREACHED, Judged, judge
 from tests.mutation.generated.mutants import Mutant, mutate
 from tests.mutation.generated.points import instrument
 from tests.mutation.generated.recording import Recorded, Recording, claim
 from tests.mutation.generated.results import read_record, reasons, write_record
-from tests.mutation.generated.selection import Noticing, choose, in_order
+from tests.mutation.generated.selection import Chosen, Noticing, choose, in_order
 from tests.mutation.mutation import ROOT, MutationError
+from tests.mutation.workplace import Run, Workplace
 
 MODULE = '''\
 """A module."""
@@ -287,3 +290,49 @@ def test_a_survivor_without_a_reason_is_a_failure() -> None:
     judged[every[0].name] = replace(judged[every[0].name], outcome="survived", by=UNREACHED)
     assert report(every, judged, said.append) == 1
     assert any(f"SURVIVED {every[0].name}" in line and UNREACHED in line for line in said)
+
+
+class ScriptedWorkplace:
+    """Tests that fail as often as it says: by name, once for each run."""
+
+    def __init__(self, current: Path, failures: dict[str, int]) -> None:
+        self.current = current
+        self.failures = failures
+        self.runs: list[tuple[int, list[str]]] = []
+
+    def run(self, changes: Sequence[object], tests: Sequence[str], **_: object) -> Run:
+        """Run tests up to the first that still has to fail, on a mutant alone."""
+        self.runs.append((len(changes), [*tests]))
+        for test in tests if changes else ():
+            if self.failures.get(test, 0):
+                self.failures[test] -= 1
+                return Run("failed", test)
+        return Run("passed", "")
+
+    def known(self, name: str, tests: Sequence[str]) -> None:
+        """Know nothing."""
+
+    def keep(self, name: str, tests: Sequence[str], found: object) -> None:
+        """Keep nothing."""
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_test_notices_a_mutant_only_if_it_fails_twice(tmp_path: Path, failures: int) -> None:
+    place = ScriptedWorkplace(tmp_path / "current", {"a": 0, "b": failures, "c": 0, "d": 0})
+    chosen = Chosen(("a", "b", "c"), ("d",), 1.0, 0.5, 4)
+    judged = judge(mutants()[0], chosen, cast("Workplace", place))
+    first = [(1, ["a", "b", "c"]), (1, ["b"])]
+    if failures == 2:
+        assert (judged.outcome, judged.by) == ("killed", "b")
+        assert place.runs == [*first, (0, ["b"])]
+    else:
+        assert judged.outcome == "survived"
+        assert place.runs == [*first, (1, ["c"]), (1, ["d"])]
+
+
+def test_in_a_hurry_the_first_failure_is_believed(tmp_path: Path) -> None:
+    place = ScriptedWorkplace(tmp_path / "current", {"a": 1})
+    judged = judge(
+        mutants()[0], Chosen(("a",), (), 1.0, 1.0, 1), cast("Workplace", place), trust=True
+    )
+    assert (judged.outcome, len(place.runs)) == ("killed", 1)
