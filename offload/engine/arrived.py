@@ -19,9 +19,11 @@ def finish_arrival(state: TrainingState, call: str) -> None:
     Raises:
         TierError: The tier could not be used. No rank has a checkpoint; `restore` goes on from what
             has arrived.
-        DamagedError: An object of the tier has other bytes than were sent. The same holds.
-        gds.StorageError: The state could not be written, or made durable. The same holds.
-        RanksError: That is so on another rank, or a rank was lost.
+        DamagedError: An object of the tier has other bytes than were sent. No rank has a
+            checkpoint.
+        gds.StorageError: The state could not be written, or made durable. No rank has a
+            checkpoint.
+        RanksError: The state of another rank did not arrive, or a rank was lost.
     """
     arriving, ranks = state.arriving, state.ranks
     if arriving is None:

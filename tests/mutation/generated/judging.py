@@ -65,7 +65,8 @@ def judge(
         fresh: As of `Workplace.run`.
 
     Raises:
-        MutationError: It does not pass without, or the mutant cannot be applied.
+        MutationError: The test that noticed does not pass without the mutant, or cannot be run by
+            itself; or the mutant cannot be applied.
     """
     started = time.monotonic()
     for tests in (chosen.first, chosen.rest):
@@ -84,7 +85,9 @@ def judge(
                 took_s = round(time.monotonic() - started, 1)
                 outcome: Outcome = "hung" if run.how == "hung" else "killed"
                 return Judged(mutant.name, mutant.code, outcome, run.by, took_s)
-            left = left[left.index(run.by) + 1 :] if run.by in left else ()
+            if run.by not in left:
+                raise MutationError(f"{run.by} failed once only, and is none of the tests chosen")
+            left = left[left.index(run.by) + 1 :]
     how = UNREACHED if not chosen.num_known else f"{len(chosen.tests)} tests passed"
     if not chosen.is_complete:
         how += f"; {LEFT_OUT}: {chosen.num_known - len(chosen.tests)}"
@@ -95,9 +98,16 @@ def judge(
 def _fails_again(
     mutant: Mutant, test: str, chosen: Chosen, workplace: Workplace, *, fresh: bool
 ) -> bool:
-    """Return whether a test that has failed on a mutant does so a second time, by itself."""
+    """Return whether a test that has failed on a mutant does so a second time, by itself.
+
+    Raises:
+        MutationError: It cannot be run by itself.
+    """
     longest_s = chosen.longest_s
-    return run_tests(workplace, [mutant], [test], longest_s, longest_s, fresh=fresh).how != "passed"
+    run = run_tests(workplace, [mutant], [test], longest_s, longest_s, fresh=fresh)
+    if run.how == "unusable":
+        raise MutationError(run.by)
+    return run.how != "passed"
 
 
 def require_passes(workplace: Workplace, test: str) -> None:

@@ -303,6 +303,8 @@ class ScriptedWorkplace:
     def run(self, changes: Sequence[object], tests: Sequence[str], **_: object) -> Run:
         """Run tests up to the first that still has to fail, on a mutant alone."""
         self.runs.append((len(changes), [*tests]))
+        if [*tests] == ["not alone"]:
+            return Run("unusable", "no such test: not alone")
         for test in tests if changes else ():
             if self.failures.get(test, 0):
                 self.failures[test] -= 1
@@ -336,3 +338,10 @@ def test_in_a_hurry_the_first_failure_is_believed(tmp_path: Path) -> None:
         mutants()[0], Chosen(("a",), (), 1.0, 1.0, 1), cast("Workplace", place), trust=True
     )
     assert (judged.outcome, len(place.runs)) == ("killed", 1)
+
+
+def test_a_test_that_cannot_be_run_by_itself_is_no_verdict(tmp_path: Path) -> None:
+    place = ScriptedWorkplace(tmp_path / "current", {"not alone": 1})
+    chosen = Chosen(("a", "not alone"), (), 1.0, 1.0, 2)
+    with pytest.raises(MutationError, match="no such test"):
+        judge(mutants()[0], chosen, cast("Workplace", place))
