@@ -11,6 +11,7 @@ import re
 import pytest
 
 from tests.mutation import MUTATIONS
+from tests.mutation.generated.mutants import mutants_of
 from tests.mutation.generated.results import RECORD, read_record, reasons
 from tests.mutation.mutation import RESULT, ROOT, Edit, Mutation, MutationError
 
@@ -66,6 +67,14 @@ def test_every_generated_mutant_that_survived_the_last_full_run_has_a_reason() -
         pytest.skip("the full run is not complete")
     survived = [one.name for one in record.judged.values() if one.outcome == "survived"]
     assert [name for name in survived if name not in reasons()] == []
+
+
+def test_a_reason_to_survive_is_of_a_mutant_that_exists_and_that_nothing_has_noticed() -> None:
+    mutants = {mutant.name: mutant for mutant in mutants_of()}
+    assert [name for name in reasons() if name not in mutants] == []
+    noticed = [one for one in read_record().judged.values() if one.outcome != "survived"]
+    still = {one.name for one in noticed if one.code == mutants[one.name].code}
+    assert [name for name in reasons() if name in still] == []
 
 
 def test_the_number_of_generated_mutants_that_is_quoted_is_that_of_the_last_full_run() -> None:

@@ -17,7 +17,7 @@ on where it stopped, and several may share a scratch directory, each on its `--s
 With `--write`, what is known so far is written into the record in git, and counts elsewhere too.
 Before anything is believed of a mutation, the test that noticed must pass without it.
 
-A generated mutant that nothing need notice has its reason in tests/mutation/generated/reasons.toml.
+A generated mutant that nothing need notice has its reason in tests/mutation/generated/reasons.
 """
 
 from __future__ import annotations

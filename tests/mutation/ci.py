@@ -190,7 +190,7 @@ def report(found: Sequence[dict[str, str]], num_all: int) -> int:
     if bad:
         print(
             "a mutation survives that had no reason to: write a test, or, where nothing need "
-            "notice it, the reason into tests/mutation/generated/reasons.toml. Try it with "
+            "notice it, the reason into tests/mutation/generated/reasons. Try it with "
             "python -m tests.mutation --generated --only NAME (of the list: without --generated)"
         )
     return int(bool(bad))

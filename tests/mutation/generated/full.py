@@ -255,7 +255,7 @@ def report(
         f"{len(survived) - len(without)} survive for a reason, and {len(without)} without one"
     )
     if without:
-        say("write a test for each, or its reason into tests/mutation/generated/reasons.toml")
+        say("write a test for each, or its reason into tests/mutation/generated/reasons")
     return int(bool(without))
 
 

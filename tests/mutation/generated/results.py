@@ -18,7 +18,7 @@ from tests.mutation.mutation import ROOT, MutationError
 
 FOLDER: Final = ROOT / "tests" / "mutation" / "generated"
 RECORD: Final = FOLDER / "result.json"
-REASONS: Final = FOLDER / "reasons.toml"
+REASONS: Final = FOLDER / "reasons"
 
 _MOST_TESTS: Final = 24
 """That are kept for a function: what a run without recordings goes by."""
@@ -58,20 +58,29 @@ class Record:
         return known is not None and known.code == mutant.code and known.outcome != "survived"
 
 
-def reasons(path: Path = REASONS) -> dict[str, str]:
-    """Return why mutants may survive, by name.
+def reasons(folder: Path = REASONS) -> dict[str, str]:
+    """Return why nothing need notice some mutants, by name.
+
+    The folder has a file for each module, ``store.toml`` for `store`, with tables of the form::
+
+        [[reason]]
+        mutants = ["Store.f/true/123456"]
+        why = "What the mutant does instead, and why that is as good."
 
     Raises:
-        MutationError: One has no words.
+        MutationError: A reason has no words, or a mutant has two.
     """
-    found: dict[str, Any] = tomllib.loads(path.read_text()) if path.exists() else {}
-    flat = {}
-    for module, entries in found.items():
-        for name, reason in entries.items():
-            if not isinstance(reason, str) or not reason.strip():
-                raise MutationError(f"{path}: no reason is given for {module}.{name}")
-            flat[f"{module}.{name}"] = " ".join(reason.split())
-    return flat
+    found: dict[str, str] = {}
+    for path in sorted(folder.glob("*.toml")):
+        for entry in tomllib.loads(path.read_text())["reason"]:
+            why = " ".join(entry["why"].split())
+            for name in entry["mutants"]:
+                if not why:
+                    raise MutationError(f"{path}: no reason is given for {name}")
+                if f"{path.stem}.{name}" in found:
+                    raise MutationError(f"{path}: {name} has two reasons")
+                found[f"{path.stem}.{name}"] = why
+    return found
 
 
 def source_digests(files: Iterable[str], root: Path = ROOT) -> dict[str, str]:

@@ -238,14 +238,30 @@ def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert not read_record(path).is_complete
 
 
-def test_a_reason_without_words_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "reasons.toml"
-    assert reasons(path) == {}
-    path.write_text('[store]\n"Store.f/true/123456" = """Two\n  lines."""\n')
-    assert reasons(path) == {"store.Store.f/true/123456": "Two lines."}
-    path.write_text('[store]\n"Store.f/true/123456" = " "\n')
-    with pytest.raises(MutationError, match="no reason is given"):
-        reasons(path)
+def test_mutants_may_share_a_reason(tmp_path: Path) -> None:
+    assert reasons(tmp_path) == {}
+    (tmp_path / "store.toml").write_text(
+        '[[reason]]\nmutants = ["Store.f/true/123456", "Store.g/false/123456"]\n'
+        'why = """\nTwo\nlines."""\n'
+    )
+    assert reasons(tmp_path) == {
+        "store.Store.f/true/123456": "Two lines.",
+        "store.Store.g/false/123456": "Two lines.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("mutants_with_it", "why", "refusal"),
+    [('["f/true/1"]', " ", "no reason is given for f/true/1"), ('["f", "f"]', "x", "two reasons")],
+)
+def test_a_reason_has_words_and_is_the_only_one(
+    tmp_path: Path, mutants_with_it: str, why: str, refusal: str
+) -> None:
+    (tmp_path / "store.toml").write_text(
+        f'[[reason]]\nmutants = {mutants_with_it}\nwhy = "{why}"\n'
+    )
+    with pytest.raises(MutationError, match=refusal):
+        reasons(tmp_path)
 
 
 TWICE = """
