@@ -95,7 +95,11 @@ def download(
         url: URL of the copy.
         serving: Which rank serves which part of the store; None for one process.
 
-    The result and the errors are those of `receive_from_tier`.
+    Returns:
+        What `receive_from_tier` returns, which calls this function.
+
+    Raises:
+        OffloadError: As `receive_from_tier` says.
     """
     ranks, store = state.ranks, state.store
     served: Sequence[int] = (0,)

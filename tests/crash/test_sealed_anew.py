@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import cast
 
 import pytest
 
 import offload
 from gds import Backend, MemoryBackend, StorageError
+from gds.waiting import Monitor
 from offload.checkpoint.reading import read_manifest
 from offload.errors import SealError, StoreError
 from offload.store.opening import StoredCheckpoint
@@ -18,6 +21,7 @@ from offload.store.withdrawal import Withdrawal
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.test_protocol_steps import STORE, Training
+from tests.stores.files import overwrite
 
 OTHER = "/second/run"
 
@@ -83,9 +87,7 @@ def test_one_that_could_not_be_used_is_refused_no_longer() -> None:
     training.steps_and_seal()
     training.steps_and_seal()
     training.optimizer.close()
-    manifest = backend.open(f"{STORE}/step-00000002/manifest.json", writable=True)
-    manifest.write_bytes(bytes(64), 0)
-    manifest.close()
+    overwrite(backend, f"{STORE}/step-00000002/manifest.json", bytes(64))
     training = Training(backend, keep=3)
     with pytest.warns(RuntimeWarning, match="not using /run/step-00000002"):
         assert training.optimizer.restore().step == 1
@@ -199,35 +201,31 @@ def test_a_slot_has_a_manifest_only_when_all_else_is_durable() -> None:
 
 
 def test_the_lists_of_a_store_change_only_under_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step looks at them on another thread, meanwhile; and who is told holds no lock yet."""
+    """A step looks at them on another thread meanwhile; and threads are told under a lock alone."""
     training = Training(MemoryBackend(), keep=1)
     changed = training.optimizer._engine.store._changed
     seen: list[str] = []
+    without_lock: list[str] = []  # an error here would end the thread, and who waits would hang
 
-    def under_the_lock(owner: type, name: str) -> None:
+    def looked_at(owner: type, name: str, lock_of: Callable[[object], Monitor]) -> None:
         original: Callable[..., object] = getattr(owner, name)
 
-        def looked(*given: object, **named: object) -> object:
-            assert changed._is_owned(), name
-            seen.append(name)
-            return original(*given, **named)
+        def looked(self: object, *given: object, **named: object) -> object:
+            owned: bool = lock_of(self)._is_owned()  # type: ignore[attr-defined]
+            (seen if owned else without_lock).append(name)
+            with nullcontext() if owned else lock_of(self):
+                return original(self, *given, **named)
 
         monkeypatch.setattr(owner, name, looked)
 
-    under_the_lock(Sealing, "_rename_into_place")
-    under_the_lock(Withdrawal, "trim")
-    notify_all = type(changed).notify_all
-
-    def told(monitor: object) -> None:
-        assert monitor._is_owned()  # type: ignore[attr-defined]
-        seen.append("notify_all")
-        notify_all(monitor)
-
-    monkeypatch.setattr(type(changed), "notify_all", told)
+    looked_at(Sealing, "_rename_into_place", lambda _: changed)
+    looked_at(Withdrawal, "trim", lambda _: changed)
+    looked_at(Monitor, "notify_all", lambda monitor: cast("Monitor", monitor))
     training.steps_and_seal()
     training.steps_and_seal()
-    assert {*seen} == {"_rename_into_place", "trim", "notify_all"}
     training.optimizer.close()
+    assert without_lock == []
+    assert {*seen} == {"_rename_into_place", "trim", "notify_all"}
 
 
 def test_a_process_that_has_lost_the_store_touches_nothing_of_the_next_one() -> None:

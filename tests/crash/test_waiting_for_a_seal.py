@@ -20,7 +20,7 @@ from gds.backends.wrapper import WrapperFile
 from gds.contract import File
 from gds.waiting import Monitor, Pending
 from offload import AdamW, Checkpoint, load_parameters
-from offload.engine.seal import Seal
+from offload.engine.seal import Seal, SealHandle
 from offload.errors import SealError
 from offload.store.opening import StoredCheckpoint
 from offload.store.sealing import Prepared, Sealing
@@ -98,6 +98,14 @@ def started(backend: Turnstile, **changes: Any) -> tuple[Rows, AdamW]:
     return model, optimizer
 
 
+def held_checkpoint(backend: Turnstile, optimizer: AdamW) -> SealHandle:
+    """Begin a checkpoint; return when its first block has been copied and waits to be written."""
+    backend.is_shut = True
+    handle = optimizer.checkpoint()
+    assert backend.reached.acquire(timeout=60)
+    return handle
+
+
 def seal_of(optimizer: AdamW) -> Seal:
     seal = optimizer._engine.state.seal
     assert isinstance(seal, Seal)
@@ -122,9 +130,7 @@ def test_who_waits_for_a_parameter_goes_on_as_soon_as_that_has_been_copied(
     backend: Turnstile,
 ) -> None:
     _, optimizer = started(backend)
-    backend.is_shut = True
-    handle = optimizer.checkpoint()
-    assert backend.reached.acquire(timeout=60)  # the first block has been copied
+    handle = held_checkpoint(backend, optimizer)
     seal = seal_of(optimizer)
     thread = is_waiting(seal._progress, lambda: seal.wait_copied_of("rows.1"))
     backend.turns.release()
@@ -140,9 +146,7 @@ def test_who_waits_for_a_seal_that_fails_goes_on_and_the_error_says_why(
     backend: Turnstile,
 ) -> None:
     _, optimizer = started(backend)
-    backend.is_shut = True
-    handle = optimizer.checkpoint()
-    assert backend.reached.acquire(timeout=60)
+    handle = held_checkpoint(backend, optimizer)
     seal = seal_of(optimizer)
     thread = is_waiting(seal._progress, seal.wait_all_copied)
     backend.fails = True
@@ -161,9 +165,7 @@ def test_who_waits_for_a_seal_that_fails_goes_on_and_the_error_says_why(
 
 def test_who_waits_for_the_end_of_a_seal_goes_on_when_it_has_ended(backend: Turnstile) -> None:
     _, optimizer = started(backend)
-    backend.is_shut = True
-    handle = optimizer.checkpoint()
-    assert backend.reached.acquire(timeout=60)
+    handle = held_checkpoint(backend, optimizer)
     thread = is_waiting(handle._future, handle.wait)
     assert not handle.done()
     backend.open_for_all()
@@ -192,9 +194,7 @@ def test_a_step_that_waits_for_the_slot_of_an_expired_checkpoint_gets_it(
     optimizer.checkpoint().result(60)
     model.fill_gradients(2)
     optimizer.step()
-    backend.is_shut = True
-    handle = optimizer.checkpoint()
-    assert backend.reached.acquire(timeout=60)
+    handle = held_checkpoint(backend, optimizer)
     store, layout = optimizer._engine.store, optimizer._engine.state.layout
     errors: list[BaseException] = []
 
@@ -214,10 +214,9 @@ def test_a_step_that_waits_for_the_slot_of_an_expired_checkpoint_gets_it(
         optimizer.close()
 
 
-def test_a_step_beside_the_model_waits_for_the_seal_and_not_the_seal_for_it(
+def test_a_step_beside_the_model_waits_for_the_seal_which_has_the_values_before_it(
     backend: Turnstile,
 ) -> None:
-    """The seal reads parameters whose use waits for the step, and the step waits for the seal."""
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(6)))
     optimizer = AdamW(
         model.parameters(),
@@ -231,9 +230,7 @@ def test_a_step_beside_the_model_waits_for_the_seal_and_not_the_seal_for_it(
     model.zero_grad()
     model(torch.ones(2, 32)).square().mean().backward()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    backend.is_shut = True
-    handle = optimizer.checkpoint()
-    assert backend.reached.acquire(timeout=60)
+    handle = held_checkpoint(backend, optimizer)
     progress = seal_of(optimizer)._progress
     optimizer.step()
     assert eventually(lambda: progress._tickets)
@@ -250,9 +247,7 @@ def test_what_is_done_with_a_sealed_checkpoint_is_done_once_it_is_durable(
     backend: Turnstile,
 ) -> None:
     _, optimizer = started(backend)
-    backend.is_shut = True
-    handle = optimizer.checkpoint()
-    assert backend.reached.acquire(timeout=60)
+    handle = held_checkpoint(backend, optimizer)
     used: list[Checkpoint] = []
     handle.when_sealed(used.append)
     assert used == []
@@ -283,9 +278,7 @@ def test_nothing_is_done_with_a_checkpoint_that_failed(
 def test_the_copy_of_the_model_is_freed_before_the_seal_is_done(backend: Turnstile) -> None:
     """Who waits for the seal may need as much memory for something else."""
     _, optimizer = started(backend)
-    backend.is_shut = True
-    handle = optimizer.checkpoint()
-    assert backend.reached.acquire(timeout=60)
+    handle = held_checkpoint(backend, optimizer)
     seal = seal_of(optimizer)
     held = [weakref.ref(seal._model), weakref.ref(seal._flush)]
     found: list[object] = []
