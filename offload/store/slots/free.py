@@ -113,9 +113,6 @@ class FreeSlots:
                 with self._poison.fatal(_NOT_READY):
                     self.discard(candidate)
                 continue
-            if self.backend.stat(candidate) is None:
-                self._slots.remove(candidate)  # removed by hand
-                continue
             if self._delist_if_not_a_slot(candidate):
                 continue
             with self._locked(candidate) as lock:
@@ -214,7 +211,8 @@ class FreeSlots:
     def drop(self, num: int) -> None:
         """Remove up to `num` free slots from the drive, the oldest first.
 
-        Slots that a reader still holds are left.
+        Slots that a reader still holds are left. Slots that somebody has removed by hand count as
+        removed.
 
         Raises:
             gds.StorageError: A slot could not be examined or removed.
@@ -254,16 +252,18 @@ class FreeSlots:
                 slot.close()
 
     def _delist_if_not_a_slot(self, path: str) -> bool:
-        """Remove a path that cannot be a slot from the list, with a warning.
+        """Remove a path from the list at which no slot can be: because of what is there, or is not.
 
-        The file or directory itself is left alone, so that a person can look at it.
+        If somebody has removed the slot by hand, nothing is said. If something else is at the path,
+        a warning says so, and it is left alone, so that a person can look at it.
 
         Returns:
             Whether the path was removed from the list.
         """
         stat = self.backend.stat(path)
         if stat is None:
-            return False
+            self._slots.remove(path)
+            return True
         inside = directories_in(self.backend, path) if stat.kind == "directory" else []
         if stat.kind == "directory" and not inside:
             return False
