@@ -247,13 +247,14 @@ def part_paths(manifest: Manifest, parts: PartDirectories, path: str) -> list[st
 
     Args:
         manifest: Manifest that names the parts.
-        parts: Directories that hold the parts; None for those in the manifest.
+        parts: Directories that hold the parts; None for those in the manifest. A checkpoint without
+            parts needs none: ranks may have gone on with more directories than it was made in.
         path: Directory of the checkpoint, for messages.
 
     Raises:
         CheckpointError: The number of directories is not that of the drives.
     """
-    if manifest.owners:  # the given directories are searched for the parts of owners
+    if manifest.owners or not manifest.parts:  # parts of owners are searched for
         return []
     recorded = [part.directory for part in manifest.parts]
     given = recorded if parts is None else [os.path.abspath(directory) for directory in parts]

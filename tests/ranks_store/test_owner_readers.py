@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gds import File, LockHeldError, PosixBackend, WrapperBackend
+from gds import File, LockHeldError, MemoryBackend, PosixBackend, WrapperBackend
 from offload import list_checkpoints, load_parameters, open_checkpoint
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import CheckpointError, CheckpointNotFoundError, DamagedError
@@ -28,8 +28,9 @@ from tests.format.spec_reader import (
     read_manifest,
 )
 from tests.ranks_store import job
-from tests.ranks_store.job import LAYOUTS, MODEL, SHAPES, Job, values
-from tests.stores.files import flip_on_disk
+from tests.ranks_store.job import LAYOUTS, MODEL, ONE, SHAPES, TWO, Job, part_paths, values
+from tests.stores.files import flip, flip_on_disk
+from tests.stores.small import memory_store
 
 NUM_ELEMENTS = sum(layout.num_elements for layout in LAYOUTS)
 
@@ -291,6 +292,38 @@ def test_pruning_removes_parts_that_none_names(store: Path) -> None:
     assert not old.exists()
     with open_checkpoint(store) as opened:
         assert opened.verify().ok
+
+
+class TestBegunByOneProcess:
+    """Ranks with a directory each have gone on: the checkpoint before has no part in the second."""
+
+    @pytest.fixture
+    def backend(self) -> MemoryBackend:
+        backend = memory_store(1, directory=ONE)
+        with Job([backend, backend], keep=2) as job:
+            job.seal(2)
+        return backend
+
+    def test_all_checkpoints_are_listed_and_opened_with_the_directories_of_the_newest(
+        self, backend: MemoryBackend
+    ) -> None:
+        listed = list_checkpoints(ONE, parts=[TWO], backend=backend)
+        assert [(info.step, info.valid) for info in listed] == [(1, True), (2, True)]
+        for info in listed:
+            with open_checkpoint(info.path, parts=[TWO], backend=backend) as opened:
+                report = opened.verify()
+            assert report.ok
+            assert report.not_seen == ()
+
+    def test_all_checkpoints_are_verified_before_any_is_pruned(
+        self, backend: MemoryBackend
+    ) -> None:
+        kept = tuple(f"{ONE}/step-{step:08d}" for step in (1, 2))
+        assert prune(ONE, verify=True, parts=[TWO], backend=backend).kept == kept
+        (part,) = part_paths(backend)
+        flip(backend, f"{part}/exp_avg.safetensors")
+        with pytest.raises(DamagedError, match="step-00000002: damaged"):
+            prune(ONE, verify=True, parts=[TWO], backend=backend)
 
 
 class TestIndependentReader:
