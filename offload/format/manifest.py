@@ -30,7 +30,7 @@ from offload.format._manifest_fields import encode_group as encode_group
 from offload.format.arrays import CountsFrom
 from offload.format.boxes import Box
 from offload.format.header import DTYPE_BYTES
-from offload.format.layout import Layout, ModelTensor
+from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.metrics import check_metrics
 from offload.format.part_file import PartReference, SealedPart, content_digest
 from offload.format.shares.owners import (
@@ -88,6 +88,10 @@ _GROUP_RESERVE_BYTES = 16 << 10
 
 _SCALAR_RESERVE_BYTES = 40
 """Bytes reserved for one scalar of a parameter's state."""
+
+_ARRAY_RESERVE_BYTES = 60
+"""Bytes of the names of its state arrays that are within what is reserved for each parameter: those
+of torch's own optimizers take 55 at most."""
 
 _PART_RESERVE_BYTES = 25 << 10
 """Bytes reserved for the reference to a part. Its path may have 4096 bytes, and JSON may need six
@@ -232,6 +236,11 @@ class Manifest:
         return body
 
 
+def _array_bytes(parameter: ParameterSpec) -> int:
+    """Return the number of bytes that the names of a parameter's state arrays take."""
+    return sum(len(json.dumps(array)) + 2 for array in parameter.arrays)
+
+
 def reserved_bytes(layout: Layout, num_groups: int, owners: Sequence[str] = ()) -> int:
     """Return the size to reserve for the manifest of a layout, in bytes; a multiple of 4096.
 
@@ -244,6 +253,7 @@ def reserved_bytes(layout: Layout, num_groups: int, owners: Sequence[str] = ()) 
         OffloadError: The manifest could be larger than readers accept.
     """
     names = sum(3 * len(json.dumps(p.name)) + 160 for p in layout.parameters)
+    names += sum(max(0, _array_bytes(p) - _ARRAY_RESERVE_BYTES) for p in layout.parameters)
     names += sum(
         2 * len(json.dumps(t.name)) + 100 + sum(len(json.dumps(a)) for a in t.aliases)
         for t in layout.model
