@@ -149,7 +149,7 @@ def prune(
             _require_metrics(opened, policy)
             owners = [] if newest is None or not newest.owners else [directory, *given]
             if verify:
-                _require_whole(storage, opened, owners[1:] or others, progress)
+                _require_whole(storage, opened, given, progress)
             return _prune(storage, opened, others, newest, owners, dry_run=dry_run, verified=verify)
 
 
@@ -238,7 +238,7 @@ def _require_metrics(store: Store, policy: Retention | None) -> None:
 def _require_whole(
     backend: Backend,
     store: Store,
-    others: list[str],
+    given: list[str],
     progress: Callable[[int, int], None] | None,
 ) -> None:
     """Verify every byte of the kept checkpoints; the store's lock prevents changes meanwhile."""
@@ -246,7 +246,7 @@ def _require_whole(
     damaged: list[str] = []
     with as_unreadable("Nothing was removed"):
         for path in [c.path for c in store.checkpoints if c.path not in expired]:
-            with open_checkpoint(path, parts=others, backend=backend) as opened:
+            with open_checkpoint(path, parts=given, backend=backend) as opened:
                 report = opened.verify(progress)
             if report.problems:
                 damaged.append(f"{path}: damaged: {seen_from(path, report.problems[0])}")
