@@ -7,8 +7,8 @@ call that made it returns.
 A pin cannot race with recycling. A process that makes a pin holds a shared lock on the checkpoint,
 or is the training process itself. The training process needs an exclusive lock to withdraw a
 checkpoint, and it looks for pins again when it has that lock. So the training process either sees a
-new pin in time, or the pin is refused. It syncs the pins that it sees before it decides. Without
-this, power loss could undo the move of a pin by a process that died before its own sync.
+new pin in time, or the pin is refused. It syncs the pins after it has read them, before it decides.
+Without this, power loss could undo the move of a pin by a process that has not synced it yet.
 """
 
 from __future__ import annotations

@@ -170,16 +170,12 @@ class Keeping:
     def is_pinned(self, checkpoint: StoredCheckpoint) -> bool:
         """Return whether a pin keeps a checkpoint; the caller holds an exclusive lock on it.
 
-        The pin files are synced before the decision. Without this, power loss could move a pin back
-        onto this checkpoint after it had been recycled, and the checkpoint that the pin had been
-        moved to would lose its pin. If a pin cannot be read, the checkpoint counts as pinned.
+        If a pin cannot be read, the checkpoint counts as pinned.
 
         Raises:
             gds.StorageError: The pins could not be synced or read.
         """
-        with self._poison.fatal("the pins could not be made durable"):
-            sync_pins(self._backend, self._directory)
-        found = self.pins()
+        found = self._durable_pins()
         return bool(found.unreadable or found.names_of(checkpoint.path, checkpoint.manifest))
 
     def pin(self, name: str, which: int | str | None = None) -> None:
@@ -255,9 +251,7 @@ class Keeping:
     def require_replaceable(self, path: str) -> None:
         """Check that no pin keeps the checkpoint at a path from being replaced.
 
-        Nothing is checked if the path does not exist.
-
-        The pin files are synced before the decision, as in `is_pinned`.
+        Nothing is checked if the path does not exist. If it does, the caller holds its lock.
 
         Raises:
             PinError: The checkpoint at the path is pinned, whether it is usable or not; or a pin is
@@ -266,9 +260,7 @@ class Keeping:
         """
         if self._backend.stat(path) is None:
             return
-        with self._poison.fatal("the pins could not be made durable"):
-            sync_pins(self._backend, self._directory)
-        found = self.pins()
+        found = self._durable_pins()
         if names := found.names_at(path):
             raise PinError(
                 f"{path}: pinned as {_listed(names)}, and sealing this step anew would replace it. "
@@ -291,6 +283,19 @@ class Keeping:
         found = self.pins()
         unpin = f"unpin with `offload unpin {self._directory} NAME`" if found.pins else ""
         return "; ".join(part for part in (unpin, *found.unreadable) if part)
+
+    def _durable_pins(self) -> FoundPins:
+        """Return the pins, and make durable what can be concluded from them.
+
+        If no pin is on a checkpoint, another process may just have moved one away, and not have
+        synced that. Power loss could then move it back after the checkpoint had been recycled, and
+        the checkpoint that it had been moved to would lose its pin. So the pins are synced after
+        they have been read: a sync before that would miss a pin that is moved in between.
+        """
+        found = self.pins()
+        with self._poison.fatal("the pins could not be made durable"):
+            sync_pins(self._backend, self._directory)
+        return found
 
     def _require_unpinned(self, checkpoints: Iterable[StoredCheckpoint], what: str) -> None:
         found = self.pins()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import threading
 import time
 import warnings
@@ -33,6 +34,7 @@ from offload.errors import (
     UnreadableError,
 )
 from offload.format.names import QUARANTINE_NAME
+from offload.retention.pins import read_pins, write_pin
 from offload.retention.policy import (
     AnyOf,
     BestBy,
@@ -43,14 +45,17 @@ from offload.retention.policy import (
     Retention,
     num_wanted,
 )
+from offload.store.expiry import pin_of
 from offload.store.poison import Poison
 from offload.store.quarantine import Quarantine, verify_and_mark, write_quarantine
 from offload.store.quarantine_limit import quarantined_after
 from offload.store.space import Room, file_bytes, has_room, no_room, require_room
+from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.opened import Opened, is_open, made, opened
 from tests.ranks_store.job import TWO, Job, part_paths
 from tests.ranks_store.test_many_owners import seal_with
+from tests.stores import small
 from tests.stores.files import contents, everything, flip, overwrite, read, remove_tree, write
 from tests.stores.small import STORE
 
@@ -148,6 +153,37 @@ class TestPins:
             assert "the pins could not be made durable" in store.poison.reason
         backend.close()
 
+    @pytest.mark.parametrize("moment", ["before it is read", "after a sync"])
+    @pytest.mark.parametrize("call", ["is_pinned", "require_replaceable"])
+    def test_one_that_is_moved_away_meanwhile_is_lost_by_no_power_cut(
+        self, call: str, moment: str
+    ) -> None:
+        """Another process moves it, and does not make that durable, while it is looked for."""
+        crash = CrashBackend()
+        with small.make_optimizer(small.make_model(), crash, keep=3) as optimizer:
+            small.train(optimizer, 3)
+        backend = _Moving(crash)
+        with opened(backend, 3) as store:
+            one, three = store.step(1), store.step(3)
+            write_pin(crash, STORE, pin_of("other", three.path, three.manifest))
+            write_pin(crash, STORE, pin_of("best", one.path, one.manifest))
+            crash.rename(f"{STORE}/pins/other", f"{STORE}/pins/.best.new")
+            crash.sync_dir(f"{STORE}/pins")
+            backend.moment = moment
+            if call == "is_pinned":
+                is_kept = store.keeping.is_pinned(one)
+            else:
+                is_kept = False
+                try:
+                    store.keeping.require_replaceable(one.path)
+                except PinError:
+                    is_kept = True
+            assert backend.moment == ""
+            disk = Disk(crash.log)
+            for seed in range(40):
+                survivor = disk.power_cut(random.Random(seed)).backend()
+                assert is_kept or not read_pins(survivor, STORE).names_at(one.path)
+
     @pytest.mark.parametrize("call", ["pin", "unpin"])
     def test_none_changes_in_another_store_at_the_same_path(self, call: str) -> None:
         with opened(made(2), 2) as store:
@@ -229,6 +265,25 @@ class TestPins:
             assert second.startswith(f"{STORE}/pins/other: cannot be read as a pin")
             store.keeping.unpin("kept")
             assert store.keeping.advice() == second
+
+
+class _Moving(WrapperBackend):
+    """Another process gives a complete new pin the name of the old one, at a moment that is set."""
+
+    moment = ""
+
+    def list_dir(self, path: str) -> list[str]:
+        self._move("before it is read", path)
+        return super().list_dir(path)
+
+    def sync_dir(self, path: str) -> None:
+        super().sync_dir(path)
+        self._move("after a sync", path)
+
+    def _move(self, moment: str, path: str) -> None:
+        if (moment, path) == (self.moment, f"{STORE}/pins"):
+            self.moment = ""
+            self.inner.rename(f"{path}/.best.new", f"{path}/best")
 
 
 class _Asks(WrapperBackend):

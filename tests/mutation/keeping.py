@@ -18,6 +18,7 @@ _STEPS = "tests/crash/test_protocol_steps.py"
 _CLI = "tests/cli/test_cli_retention.py"
 _CONTRACT = "tests/torch_contract"
 _POLICIES = f"{_CONTRACT}/test_retention.py::TestPolicies"
+_OF_KEPT = "tests/crash/test_what_is_kept.py"
 _OF_PINS = f"{_CONTRACT}/test_pins.py::TestPins"
 _RACES = f"{_CONTRACT}/test_pin_races.py::TestRaces"
 _FULL = f"{_CONTRACT}/test_retention_full_disk.py::TestFullDisk"
@@ -34,15 +35,17 @@ _PINNED = power("pinned-keep=1")
 _PINNED_KILLED = killed("pinned-keep=1", "pinned-keep=2")
 _ALWAYS = " | pinned | newest"
 _WITHDRAWAL_SYNC = """\
-        with self._poison.fatal("the pins could not be made durable"):
-            sync_pins(self._backend, self._directory)
-        found = self.pins()
+        found = self._durable_pins()
         return bool("""
 _REPLACEMENT_SYNC = """\
+        found = self._durable_pins()
+        if names := found.names_at(path)"""
+_READ = "        found = self.pins()\n"
+_READ_AND_SYNC = """\
+        found = self.pins()
         with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
-        found = self.pins()
-        if names := found.names_at(path)"""
+"""
 _WRITTEN = """\
             with guard:
                 file.sync()
@@ -238,32 +241,30 @@ KEEPING = (
         (f"{_STEPS}::test_a_pin_that_was_moved_away_is_durable_before_its_checkpoint_is_replaced",),
     ),
     Mutation(
-        "pins-failed-sync-forgotten",
-        "poison after the pins could not be synced before a withdrawal",
+        "pins-synced-too-early",
+        "sync of the pins after they have been read: one may be moved in between",
         (
             Edit(
                 _KEEPING,
-                _WITHDRAWAL_SYNC,
-                _WITHDRAWAL_SYNC.replace(
-                    'with self._poison.fatal("the pins could not be made durable"):', "if True:"
-                ),
+                _READ_AND_SYNC,
+                _READ_AND_SYNC.removeprefix(_READ) + _READ,
             ),
         ),
-        (f"{_NOT_SYNCED}[withdrawn]",),
+        (f"{_OF_KEPT}::TestPins::test_one_that_is_moved_away_meanwhile_is_lost_by_no_power_cut",),
     ),
     Mutation(
-        "pins-failed-sync-forgotten-before-exchange",
-        "poison after the pins could not be synced before a checkpoint is replaced",
+        "pins-failed-sync-forgotten",
+        "poison after the pins could not be synced before a checkpoint goes",
         (
             Edit(
                 _KEEPING,
-                _REPLACEMENT_SYNC,
-                _REPLACEMENT_SYNC.replace(
+                _READ_AND_SYNC,
+                _READ_AND_SYNC.replace(
                     'with self._poison.fatal("the pins could not be made durable"):', "if True:"
                 ),
             ),
         ),
-        (f"{_NOT_SYNCED}[replaced]",),
+        (f"{_NOT_SYNCED}[withdrawn]", f"{_NOT_SYNCED}[replaced]"),
     ),
     Mutation(
         "pins-not-counted",
@@ -515,7 +516,7 @@ KEEPING = (
                 _PRUNING,
                 """\
             if verify:
-                _require_whole(storage, opened, owners[1:] or others, progress)
+                _require_whole(storage, opened, given, progress)
             return _prune(storage, opened, others, newest, owners, dry_run=dry_run, verified=verify)
 """,
                 """\
@@ -523,7 +524,7 @@ KEEPING = (
                 storage, opened, others, newest, owners, dry_run=dry_run, verified=verify
             )
             if verify:
-                _require_whole(storage, opened, owners[1:] or others, progress)
+                _require_whole(storage, opened, given, progress)
             return report
 """,
             ),
