@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -165,10 +166,12 @@ def resume(
         state.know_parameters(groups)
     started = time.perf_counter()
     store.fetch(found)
-    source = _recut(state, found, reencode=reencode)
-    manifest = found.manifest if source is None else source.manifest
-    checkpoint = store.reader_of(found)
-    try:
+    with ExitStack() as opened:
+        source = _recut(state, found, reencode=reencode)
+        if source is not None:
+            opened.callback(source.close)
+        manifest = found.manifest if source is None else source.manifest
+        checkpoint = store.reader_of(found)
         stored: list[Stored] = []
         if matched is None:
             trainables, stored = ranks.together(
@@ -190,38 +193,30 @@ def resume(
         if source is not None and reencode:
             level = _CALLER + 1 if parameters else _CALLER  # then `load_state_dict` was called
             _announce_reencoding(state, found.path, found.manifest, source, level)
-    except BaseException:
-        if source is not None:
-            source.close()
-        raise
-    lifecycle.broken = f"restoring {found.path} failed half way"
-    state.forget()
-    state.compute = compute
+        lifecycle.broken = f"restoring {found.path} failed half way"
+        state.forget()
+        state.compute = compute
 
-    def take() -> StateSource:
-        """Make the checkpoint the present state on this rank."""
-        slot = store.slot_of(found) if source is None else source
-        state.table.adopt(manifest.layout, trainables, manifest.scalars)
-        state.meter.restore_bytes = 0
-        if parameters:
-            state.meter.restore_bytes = _load(state, found, slot, stored, groups)
-        slot.distrust()  # the first pass checks the state, even if this process wrote it
-        if state.options.verify == "at_restore" if verify is None else verify:
-            chunks = state.chunks()
-            state.meter.restore_bytes += check_state(state.ring(), slot, chunks, state.meter)
-        return slot
+        def take() -> StateSource:
+            """Make the checkpoint the present state on this rank."""
+            slot = store.slot_of(found) if source is None else source
+            state.table.adopt(manifest.layout, trainables, manifest.scalars)
+            state.meter.restore_bytes = 0
+            if parameters:
+                state.meter.restore_bytes = _load(state, found, slot, stored, groups)
+            slot.distrust()  # the first pass checks the state, even if this process wrote it
+            if state.options.verify == "at_restore" if verify is None else verify:
+                chunks = state.chunks()
+                state.meter.restore_bytes += check_state(state.ring(), slot, chunks, state.meter)
+            return slot
 
-    try:
         slot = ranks.together("restore()", take)
         if parameters:
             ranks.share_model(stored)
         store.withdraw_newer(found)  # now that the older one has proved to be readable
-    except BaseException:
-        if source is not None:
-            source.close()
-        raise
-    state.num_steps = found.manifest.step
-    state.slots.resume(slot, found)
+        state.num_steps = found.manifest.step
+        state.slots.resume(slot, found)
+        opened.pop_all()  # the slots have it now
     lifecycle.decided, lifecycle.broken = True, ""
     lifecycle.steps_settled = state.meter.steps  # steps after the checkpoint are abandoned
     state.meter.restore_s = time.perf_counter() - started

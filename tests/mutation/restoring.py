@@ -77,7 +77,7 @@ RESTORING = (
     Mutation(
         "restore-half-way-goes-on",
         "a restore that failed half way leaves an optimizer that refuses to go on",
-        (gone(_RESUME, '    lifecycle.broken = f"restoring {found.path} failed half way"\n'),),
+        (gone(_RESUME, '        lifecycle.broken = f"restoring {found.path} failed half way"\n'),),
         (_DAMAGE, *faults("read-once-keep=1")),
     ),
     Mutation(
@@ -91,9 +91,9 @@ RESTORING = (
             ),
             Edit(
                 _RESUME,
-                '    lifecycle.broken = f"restoring {found.path} failed half way"\n',
-                '    lifecycle.broken = f"restoring {found.path} failed half way"\n'
-                "    store.withdraw_newer(found)\n",
+                '        lifecycle.broken = f"restoring {found.path} failed half way"\n',
+                '        lifecycle.broken = f"restoring {found.path} failed half way"\n'
+                "        store.withdraw_newer(found)\n",
             ),
         ),
         (_RESUMING,),

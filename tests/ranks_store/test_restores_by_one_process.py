@@ -14,11 +14,13 @@ import torch
 
 from gds import Backend, MemoryBackend, PosixBackend, WrapperBackend
 from offload import AdamW, DriveTuning, MismatchError, StoreFullError
+from offload.engine.working_slot import StateSlots
 from offload.errors import DamagedError
 from offload.format.arrays import StateDtype, StateFormat
 from offload.format.layout import Layout
 from offload.options import Tier
 from offload.store.slots.free import try_lock
+from offload.store.store import Store
 from offload.tiers import push
 from tests.numerics.reference import bits
 from tests.ranks_store.job import LAYOUTS, MODEL, ONE, SHAPES, Job, model_bytes, part_paths, values
@@ -182,6 +184,25 @@ def test_a_restore_that_fails_lets_go_of_what_it_has_opened(what: str) -> None:
         with pytest.raises((DamagedError, MismatchError)) as failed:
             optimizer.restore(1)
         assert isinstance(failed.value, DamagedError) == (what == "damaged")
+        kept.append(failed.value)
+
+
+@pytest.mark.parametrize(
+    "step", [(Store, "reader_of"), (StateSlots, "forget")], ids=["before", "after the checks"]
+)
+def test_a_restore_that_is_interrupted_lets_go_of_what_it_has_opened(
+    monkeypatch: pytest.MonkeyPatch, step: tuple[type, str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    backend = MemoryBackend()
+    made(backend)
+    with opened(backend, Net()) as optimizer, locked_by_nobody(backend) as kept:
+        monkeypatch.setattr(*step, interrupted)
+        with pytest.raises(KeyboardInterrupt) as failed:
+            optimizer.restore()
+        monkeypatch.undo()
         kept.append(failed.value)
 
 
