@@ -14,6 +14,7 @@ from offload.errors import CheckpointError
 from offload.format import document
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.manifest import Manifest
+from offload.format.names import SHARD_FOLDER
 from offload.format.part_file import PartReference, SealedPart, content_digest, decode_part
 from offload.format.shares.owners import OwnerReference
 from offload.retention.policy import LastK
@@ -166,6 +167,16 @@ class TestTaking:
         assert [part.name for part in pool.take(layout)] == ["part-2"]
         after = everything(backend)
         assert before.items() <= after.items()
+
+    def test_a_directory_that_is_named_as_in_other_slots_is_removed_with_its_part(self) -> None:
+        """Slots with a shard of the model have a directory of this name. Parts have none."""
+        backend = memory()
+        left_over(backend, [1])
+        backend.make_dir(f"{DRIVES[0]}/part-1/{SHARD_FOLDER}")
+        pool, layout, poison = pool_on(backend, 1)
+        assert [part.name for part in pool.take(layout)] == ["part-1"]
+        assert SHARD_FOLDER not in backend.list_dir(f"{DRIVES[0]}/part-1")
+        assert not poison
 
     def test_removed_parts_are_gone_from_all_drives_and_their_number_is_free(self) -> None:
         backend = memory()

@@ -14,6 +14,7 @@ from offload.format.layout import Layout, array_file_name
 from offload.format.names import PART_FILE_NAME
 from offload.format.part_file import SealedPart, invalid_part, part_sizes
 from offload.store.file_identity import FileIds, has_other_names, ids_in, ids_of
+from offload.store.slots.folder import remove_folder
 
 
 class Part:
@@ -210,11 +211,8 @@ def open_part(
 
 def remove_part(backend: Backend, path: str) -> None:
     """Remove a part's directory and the files in it, if the directory exists."""
-    if backend.stat(path) is None:
-        return
-    for name in backend.list_dir(path):
-        backend.remove(f"{path}/{name}")
-    backend.remove_dir(path)
+    if backend.stat(path) is not None:
+        remove_folder(backend, path)
 
 
 def _fits(backend: Backend, path: str, sizes: Mapping[str, int]) -> bool:
