@@ -57,9 +57,6 @@ class _Place:
     unfinished: set[str] = field(default_factory=set)
     """Names of directories of parts whose creation was interrupted."""
 
-    has_owners: bool = False
-    """Whether the directory has directories of owners, that is parts of ranks."""
-
     drives: dict[str, set[int]] = field(default_factory=dict)
     """Positions of the directory's sealed parts in their stores, by identity of the store."""
 
@@ -256,7 +253,6 @@ def _look_at(backend: Backend, directory: str) -> _Place:
     if stat.kind != "directory":
         raise StorageError(errno.ENOTDIR, "looking for a store", directory)
     place = _Place(directory, exists=True, names=backend.list_dir(directory))
-    place.has_owners = any(owner_number(name) is not None for name in place.names)
     if MANIFEST_NAME in place.names:
         raise StoreError(
             errno.EINVAL,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from gds import Backend
 from offload.checkpoint.file_check import kind_of
-from offload.checkpoint.owner_parts import owner_directories, usable_parts
+from offload.checkpoint.owner_parts import owner_directories
 from offload.checkpoint.reading import (
     check_name,
     checkpoint_paths,
@@ -324,7 +324,9 @@ def _read_content(
 def _owners_known(
     shared: SharedStore | None, drives: Sequence[tuple[Backend, str]], manifest: Manifest
 ) -> SharedStore:
-    """Return what is known of the parts of owners; a process that is alone looks for them itself.
+    """Return what ranks have told of the parts of owners: nothing, if this process is alone.
+
+    Then each part is looked for in all directories, one of which may have an old copy of it.
 
     Raises:
         StoreError: The process is alone, and the directory of an owner is not here.
@@ -343,11 +345,7 @@ def _owners_known(
             "as before. fresh=True starts over",
             drives[0][1],
         )
-    seen: dict[int, dict[str, str]] = {}
-    for drive in drives:
-        for owner, parts in usable_parts(*drive).get(manifest.store_id, {}).items():
-            seen.setdefault(owner, {}).update(parts)
-    return SharedStore(seen=seen)
+    return SharedStore()
 
 
 def _leftover_slots(backend: Backend, directory: str) -> list[str]:
