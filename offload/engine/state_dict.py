@@ -93,6 +93,9 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
     if found is not None:
         state.lifecycle.require_alive()
         state.collect_seal(wait=True, errors=False)
+        # A seal that was in flight may have added a newer checkpoint, or recycled this one.
+        hyper, found = state.ranks.together(_LOADING, choose)
+    if found is not None:
         try:
             reencode = state.options.reencode
             resume(state, groups, found, parameters=False, reencode=reencode)

@@ -19,9 +19,9 @@ from gds import Buffer, IOFuture, MemoryBackend, StorageError, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from gds.contract import File
 from gds.waiting import Monitor, Pending
-from offload import AdamW, Checkpoint, load_parameters
+from offload import AdamW, Checkpoint, list_checkpoints, load_parameters
 from offload.engine.seal import Seal, SealHandle
-from offload.errors import SealError
+from offload.errors import MismatchError, SealError
 from offload.store.opening import StoredCheckpoint
 from offload.store.sealing import Prepared, Sealing
 from tests.crash.test_concurrency import Rows
@@ -356,4 +356,29 @@ def test_a_seal_that_failed_is_told_to_all_others_and_over_before_its_handle_say
     with pytest.raises(SealError):
         training.optimizer.synchronize()
     training.steps_and_seal()
+    training.optimizer.close()
+
+
+def test_an_older_state_is_not_loaded_over_the_checkpoint_of_a_seal_in_flight(
+    monkeypatch: pytest.MonkeyPatch, backend: Turnstile
+) -> None:
+    """`load_state_dict` waits for the seal, and then refuses as it does after the seal."""
+    training = Training(backend, keep=2)
+    training.steps_and_seal()
+    older = training.optimizer.state_dict()
+    training.step()
+    backend.is_shut = True
+    handle = training.optimizer.checkpoint()
+    wait = SealHandle.wait
+
+    def go_on(handle: SealHandle) -> None:
+        backend.open_for_all()
+        wait(handle)
+
+    monkeypatch.setattr(SealHandle, "wait", go_on)
+    with pytest.raises(MismatchError, match="newer checkpoints"):
+        training.optimizer.load_state_dict(older)
+    monkeypatch.undo()
+    assert handle.result().step == 2
+    assert [info.step for info in list_checkpoints(STORE, backend=backend)] == [1, 2]
     training.optimizer.close()
