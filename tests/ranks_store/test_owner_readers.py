@@ -14,9 +14,15 @@ import pytest
 from gds import File, LockHeldError, MemoryBackend, PosixBackend, WrapperBackend
 from offload import list_checkpoints, load_parameters, open_checkpoint
 from offload.checkpoint.opening import open_for_parameters
-from offload.errors import CheckpointError, CheckpointNotFoundError, DamagedError
+from offload.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DamagedError,
+    UnreadableError,
+)
 from offload.format.document import digest_of
 from offload.format.layout import Layout
+from offload.retention.policy import LastK
 from offload.store.maintenance.pruning import prune
 from offload.store.poison import Poison
 from offload.store.quarantine import verify_and_mark, write_quarantine
@@ -29,7 +35,7 @@ from tests.format.spec_reader import (
 )
 from tests.ranks_store import job
 from tests.ranks_store.job import LAYOUTS, MODEL, ONE, SHAPES, TWO, Job, part_paths, values
-from tests.stores.files import flip, flip_on_disk
+from tests.stores.files import everything, flip, flip_on_disk
 from tests.stores.small import memory_store
 
 NUM_ELEMENTS = sum(layout.num_elements for layout in LAYOUTS)
@@ -277,8 +283,6 @@ def test_a_copy_is_read_without_the_original(store: Path, tmp_path: Path) -> Non
 
 
 def test_pruning_removes_parts_that_none_names(store: Path) -> None:
-    from offload.retention.policy import LastK
-
     extra = store / "owner-3" / "part-1"
     shutil.copytree(part_of(store), extra)  # of another owner: left alone
     old, new = part_of(store, 1), part_of(store)
@@ -324,6 +328,19 @@ class TestBegunByOneProcess:
         flip(backend, f"{part}/exp_avg.safetensors")
         with pytest.raises(DamagedError, match="step-00000002: damaged"):
             prune(ONE, verify=True, parts=[TWO], backend=backend)
+
+
+def test_nothing_is_pruned_if_parts_of_what_is_kept_cannot_be_seen_to_verify_them() -> None:
+    """The ranks have a directory each, and the second one is not named."""
+    backend = MemoryBackend()
+    with Job([backend, backend], keep=2) as job:
+        job.seal(1)
+        job.seal(2)
+    before = everything(backend)
+    with pytest.raises(UnreadableError, match=r"owner-1/part-\d+ is not in .*--part"):
+        prune(ONE, LastK(1), verify=True, backend=backend)
+    assert everything(backend) == before
+    assert prune(ONE, LastK(1), verify=True, parts=[TWO], backend=backend).verified
 
 
 class TestIndependentReader:

@@ -250,6 +250,15 @@ def _require_whole(
                 report = opened.verify(progress)
             if report.problems:
                 damaged.append(f"{path}: damaged: {seen_from(path, report.problems[0])}")
+            elif report.not_seen:
+                raise UnreadableError(
+                    errno.ENOENT,
+                    f"{seen_from(path, report.not_seen[0])} is not in the directories that were "
+                    "given, so it could not be read: name all directories of the ranks with "
+                    "--part. If they are on other nodes, verify them there, and prune without "
+                    "--verify",
+                    path,
+                )
             elif report.unreadable:
                 raise UnreadableError(
                     errno.EIO,
