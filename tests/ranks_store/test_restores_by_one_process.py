@@ -206,6 +206,21 @@ def test_a_restore_that_is_interrupted_lets_go_of_what_it_has_opened(
         kept.append(failed.value)
 
 
+def test_the_parts_of_ranks_are_held_as_long_as_their_state_is_the_present_one() -> None:
+    """Else the rank that has a part might write into it while it is still read."""
+    backend = MemoryBackend()
+    made(backend)
+    with opened(backend, Net()) as optimizer:
+        optimizer.restore()
+        paths = [*part_paths(backend, ONE)]
+        assert paths
+        assert [try_lock(backend, path) for path in paths] == [None] * len(paths)
+    for path in paths:
+        lock = try_lock(backend, path)
+        assert lock is not None
+        lock.release()
+
+
 @contextmanager
 def warned(*parts: str) -> Iterator[None]:
     """Expect one warning with all these words, which points at this file; or none."""

@@ -21,7 +21,7 @@ from offload.units import rate
 from tests.crash.fault_backend import FaultBackend
 from tests.eventually import eventually
 from tests.stores.files import flip
-from tests.stores.small import STORE, make_model, make_optimizer, step, train
+from tests.stores.small import STORE, make_model, make_optimizer, memory_store, step, train
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = r"[\d.,]+ (s|ms|us)"
@@ -95,6 +95,13 @@ def test_checkpoints_that_a_restore_gives_up_are_recycled(lines: Lines) -> None:
     backend = MemoryBackend()
     with make_optimizer(make_model(), backend, keep=3) as optimizer:
         train(optimizer, 3)
+        optimizer.restore(1, discard_newer=True)
+        recycled = [re.search(r"recycled step (\d)", line) for line in lines("recycled")]
+        assert [match and match[1] for match in recycled] == ["3", "2"]
+
+
+def test_a_new_process_says_at_once_what_its_restore_gives_up(lines: Lines) -> None:
+    with make_optimizer(make_model(), memory_store(3), keep=3) as optimizer:
         optimizer.restore(1, discard_newer=True)
         recycled = [re.search(r"recycled step (\d)", line) for line in lines("recycled")]
         assert [match and match[1] for match in recycled] == ["3", "2"]
