@@ -411,13 +411,6 @@ class TestRanks:
             prune(ONE, LastK(1), verify=True, parts=[TWO], backend=backend)
         assert len([*part_paths(backend)]) == 2
 
-    def test_one_that_a_process_alone_has_made_before_is_read_as_well(self) -> None:
-        backend = memory_store(1, directory=ONE)
-        with Job([backend, backend], keep=2) as job:
-            job.seal(2)
-        report = prune(ONE, verify=True, backend=backend)
-        assert report.kept == (f"{ONE}/step-00000001", f"{ONE}/step-00000002")
-
     def test_a_directory_that_is_not_there_is_named(self, backend: MemoryBackend) -> None:
         with pytest.raises(StoreError, match="does not exist") as caught:
             prune(ONE, LastK(1), parts=[TWO, "/missing"], backend=backend)
