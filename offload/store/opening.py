@@ -279,7 +279,9 @@ def _read_content(
             claims[path] = part_numbers(manifest)
             owners.claim(path, [manifest])
             if manifest.owners and not fresh:
-                _owners_known(shared, drives, manifest).require_parts(path, manifest)
+                if shared is None:
+                    _require_owners_here(drives, manifest)
+                known.require_parts(path, manifest)
             require_number_of_directories(manifest, directory, len(drives))
             known.check_files(backend, path, manifest, other_directories)
         except CheckpointError as error:
@@ -321,18 +323,12 @@ def _read_content(
     )
 
 
-def _owners_known(
-    shared: SharedStore | None, drives: Sequence[tuple[Backend, str]], manifest: Manifest
-) -> SharedStore:
-    """Return what ranks have told of the parts of owners: nothing, if this process is alone.
-
-    Then each part is looked for in all directories, one of which may have an old copy of it.
+def _require_owners_here(drives: Sequence[tuple[Backend, str]], manifest: Manifest) -> None:
+    """Check that a process that is alone has the directories of all owners of a checkpoint.
 
     Raises:
-        StoreError: The process is alone, and the directory of an owner is not here.
+        StoreError: The directory of an owner is not here.
     """
-    if shared is not None:
-        return shared
     here = {owner for drive in drives for owner in owner_directories(*drive)}
     missing = [owner_name(one.owner) for one in manifest.owners if one.owner not in here]
     if missing:
@@ -345,7 +341,6 @@ def _owners_known(
             "as before. fresh=True starts over",
             drives[0][1],
         )
-    return SharedStore()
 
 
 def _leftover_slots(backend: Backend, directory: str) -> list[str]:

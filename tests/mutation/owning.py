@@ -215,8 +215,8 @@ OWNING = (
         (
             Edit(
                 _OPENING,
-                "_owners_known(shared, drives, manifest).require_parts(path, manifest)",
-                "_owners_known(shared, drives, manifest)",
+                "                known.require_parts(path, manifest)\n",
+                "",
             ),
         ),
         (f"{_UNITS}::TestJob::test_a_checkpoint_without_its_part_is_refused_and_not_deleted",),
