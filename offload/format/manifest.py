@@ -89,10 +89,6 @@ _GROUP_RESERVE_BYTES = 16 << 10
 _SCALAR_RESERVE_BYTES = 40
 """Bytes reserved for one scalar of a parameter's state."""
 
-_ARRAY_RESERVE_BYTES = 60
-"""Bytes of the names of its state arrays that are within what is reserved for each parameter: those
-of torch's own optimizers take 55 at most."""
-
 _PART_RESERVE_BYTES = 25 << 10
 """Bytes reserved for the reference to a part. Its path may have 4096 bytes, and JSON may need six
 characters for each of them."""
@@ -236,9 +232,11 @@ class Manifest:
         return body
 
 
-def _array_bytes(parameter: ParameterSpec) -> int:
-    """Return the number of bytes that the names of a parameter's state arrays take."""
-    return sum(len(json.dumps(array)) + 2 for array in parameter.arrays)
+def _parameter_bytes(parameter: ParameterSpec) -> int:
+    """Return the number of bytes to reserve for what the manifest says of a parameter."""
+    arrays = sum(len(json.dumps(array)) + 2 for array in parameter.arrays)
+    # 160 bytes are enough for names of arrays that are as long as those of torch's own optimizers.
+    return 3 * len(json.dumps(parameter.name)) + max(160, 40 + arrays)
 
 
 def reserved_bytes(layout: Layout, num_groups: int, owners: Sequence[str] = ()) -> int:
@@ -252,8 +250,7 @@ def reserved_bytes(layout: Layout, num_groups: int, owners: Sequence[str] = ()) 
     Raises:
         OffloadError: The manifest could be larger than readers accept.
     """
-    names = sum(3 * len(json.dumps(p.name)) + 160 for p in layout.parameters)
-    names += sum(max(0, _array_bytes(p) - _ARRAY_RESERVE_BYTES) for p in layout.parameters)
+    names = sum(_parameter_bytes(p) for p in layout.parameters)
     names += sum(
         2 * len(json.dumps(t.name)) + 100 + sum(len(json.dumps(a)) for a in t.aliases)
         for t in layout.model
