@@ -96,10 +96,11 @@ def download(
         serving: Which rank serves which part of the store; None for one process.
 
     Returns:
-        What `receive_from_tier` returns, which calls this function.
+        The checkpoint, if its parameters are the present ones, and its state is arriving. None if
+        all of it is the store's newest checkpoint now.
 
     Raises:
-        OffloadError: As `receive_from_tier` says.
+        OffloadError: The copy cannot be taken: see `receive_from_tier`.
     """
     ranks, store = state.ranks, state.store
     served: Sequence[int] = (0,)

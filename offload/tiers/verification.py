@@ -133,6 +133,7 @@ def _verify(objects: Objects, copy: TierCopy, num_transfers: int, advance: _Sum)
         """Return a task that notes damage and goes on."""
 
         def task(_: Buffer) -> None:
+            """Run the check, which needs no buffer, and note the damage that it finds."""
             try:
                 check(advance)
             except DamagedError as error:

@@ -133,8 +133,8 @@ def prune(
         PinError: A pin cannot be read.
         MetricError: The policy ranks by a metric that none of the store's checkpoints has.
         DamagedError: With `verify`, a kept checkpoint is damaged.
-        UnreadableError: With `verify`, a checkpoint could not be read. This says nothing about its
-            content.
+        UnreadableError: With `verify`, a checkpoint could not be read, or parts of it are in
+            directories that were not given. This says nothing about its content.
         UnwritableError: This user may not write to the store.
         StoreError: The store has further directories that were not given; or a given directory does
             not exist; or it belongs to a store that has gone on, and that this store is a copy of.
