@@ -27,6 +27,7 @@ from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.model_writing import write_model
 from tests.crash.crash_backend import CrashBackend, Disk, Image, Operation
 from tests.crash.fault_backend import FaultBackend
+from tests.crash.late import Late
 from tests.stores.frozen_model import (
     BLOCK,
     STORE,
@@ -235,22 +236,6 @@ def test_any_operation_may_fail_in_the_process_that_follows(
         num_faults += 1
     record_property("faults", num_faults)
     assert num_faults
-
-
-class Late(Future[int]):
-    """A transfer that is done when it is waited for, and not before."""
-
-    def __init__(self, transfer: Callable[[], IOFuture]) -> None:
-        super().__init__()
-        self._transfer = transfer
-
-    def result(self, timeout: float | None = None) -> int:
-        if not self.done():
-            try:
-                self.set_result(self._transfer().result())
-            except StorageError as error:
-                self.set_exception(error)
-        return super().result(timeout)
 
 
 class FailingFile(WrapperFile):

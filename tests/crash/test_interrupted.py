@@ -16,7 +16,7 @@ from offload.errors import BrokenOptimizerError, CheckpointError
 from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
 
 
-class _GatedSync(WrapperBackend):
+class GatedSync(WrapperBackend):
     """Syncs of ``model.safetensors`` wait for `gate`."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class _GatedSync(WrapperBackend):
 
 
 class _GatedFile(WrapperFile):
-    def __init__(self, inner: File, backend: _GatedSync) -> None:
+    def __init__(self, inner: File, backend: GatedSync) -> None:
         super().__init__(inner)
         self._backend = backend
 
@@ -42,7 +42,7 @@ class _GatedFile(WrapperFile):
 def test_an_interrupted_wait_leaves_the_seal_in_flight(
     then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = _GatedSync()
+    backend = GatedSync()
     model = Model()
     optimizer = optimizer_for(model, "/run", options(backend), keep=3)
     backward(model, 1)

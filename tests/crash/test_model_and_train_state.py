@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from offload.model.model_writing import CloneSource, TensorRanges, Written, writ
 from tests.attacks import good
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend
+from tests.crash.late import Late
 from tests.ranks_store.job import SHAPES
 from tests.ranks_store.test_owner_readers import made
 from tests.stores import small
@@ -48,22 +48,6 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (digests, model_writing):
         monkeypatch.setattr(module, "LEAF_BYTES", LEAF)
     monkeypatch.setattr(model_writing, "CLONE_REACH_BYTES", 4096)
-
-
-class Late(Future[int]):
-    """A transfer that begins when it is waited for."""
-
-    def __init__(self, transfer: Callable[[], IOFuture]) -> None:
-        super().__init__()
-        self._transfer = transfer
-
-    def result(self, timeout: float | None = None) -> int:
-        if not self.done():
-            try:
-                self.set_result(self._transfer().result())
-            except StorageError as error:
-                self.set_exception(error)
-        return super().result(timeout)
 
 
 @dataclass(frozen=True)

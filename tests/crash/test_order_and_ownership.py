@@ -8,6 +8,7 @@ space of what has been removed.
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,7 @@ from gds.contract import File
 from offload.errors import StoreBusyError, StoreError
 from offload.format.boxes import Box
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.format.manifest import Manifest
 from offload.format.model_shard import ModelShard
-from offload.format.part_file import PartReference
 from offload.format.slot_files import slot_sizes
 from offload.format.train_state import encode
 from offload.retention.policy import LastK
@@ -32,6 +31,7 @@ from offload.store.slots.slot import adopt_slot, create_slot
 from offload.store.store import Store
 from tests.crash.fault_backend import FaultBackend, Kind
 from tests.crash.opened import SECOND, made, opened
+from tests.crash.test_free_parts import manifest_of
 from tests.stores.small import STORE
 
 DRIVES = [SECOND, "/third/run", "/fourth/run"]
@@ -105,27 +105,6 @@ def left_over(backend: _Files, layout: Layout, *numbers: int) -> None:
     assert backend.open_paths == []
 
 
-def manifest_on(layout: Layout, number: int) -> Manifest:
-    """Return the manifest of a checkpoint with a part of a number on each further drive."""
-    return Manifest(
-        store_id=STORE_ID,
-        generation=7,
-        step=1,
-        created="2026-01-01T00:00:00+00:00",
-        torch_version="2.13.0",
-        optimizer="torch.optim.adamw.AdamW",
-        groups=({"lr": 0.1},),
-        layout=layout,
-        scalars=(None,),
-        digests={},
-        model_digests=(),
-        parts=tuple(
-            PartReference(directory, f"part-{number}", 7, "a" * 32)
-            for directory in DRIVES[: len(layout.shares) - 1]
-        ),
-    )
-
-
 class TestPartsAfterAnError:
     def test_no_part_of_a_checkpoint_is_open_if_one_of_them_cannot_be_opened(self) -> None:
         backend, layout = _Files(), layout_on(4)
@@ -133,7 +112,7 @@ class TestPartsAfterAnError:
         pool = pool_on(backend, 3)
         backend.fail_if(lambda kind, path: kind == "open" and path.startswith(DRIVES[2]))
         with pytest.raises(StorageError, match="injected failure of open") as raised:
-            pool.open(manifest_on(layout, 1), writable=True)
+            pool.open(replace(manifest_of(1, 1, 1), layout=layout), writable=True)
         assert backend.open_paths == [], raised.value
         assert len(backend.made) > len(layout.shares)
 

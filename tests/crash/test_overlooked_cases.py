@@ -27,7 +27,7 @@ from offload.store.full_disk import naming_free_space
 from offload.units import duration
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.test_concurrency import SealGate
-from tests.crash.test_interrupted import _GatedSync
+from tests.crash.test_interrupted import GatedSync
 from tests.crash.test_meddled_beside import replace_files
 from tests.crash.test_quarantine import NEWEST, STORE, damage, goes_on_from, store_with
 from tests.crash.test_waiting_for_a_seal import (
@@ -66,7 +66,7 @@ def join_seals() -> None:
 
 
 def test_a_restore_waits_for_the_seal_in_flight() -> None:
-    backend = _GatedSync()
+    backend = GatedSync()
     model = Model()
     optimizer = optimizer_for(model, STORE, options(backend))
     take_step(model, optimizer, 1)

@@ -25,6 +25,7 @@ from offload.format.manifest import (
 from offload.format.shares.owners import ModelBox, encode_model_boxes
 from offload.format.strict_json import MAX_VALUES, num_marks
 from tests.attacks import good
+from tests.attacks.manifests import put
 from tests.ranks_store import synthetic, test_same_bytes
 
 PATH = "run/step-00000002/manifest.json"
@@ -102,16 +103,6 @@ class TestWriting:
         data = written.encode(1 << 17)
         assert data.startswith(b'{"format":2,')
         assert decode(data, PATH) == written
-
-
-def put(*path: str | int, value: object) -> Callable[[Body], None]:
-    def change(body: Body) -> None:
-        place: Any = body
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = value
-
-    return change
 
 
 HUGE_INTEGER = {"tensor": str(2**64), "dtype": "int64", "shape": []}
