@@ -3,7 +3,7 @@
 #   make demo               fine-tune SmolLM2-135M, be killed, resume, compare (5 minutes)
 #   make demo MODEL=tiny    the same with a small GPT (under a minute)
 #   make test               format, lint, types, tests (a sample of those that take long)
-#   make test-full          all tests, then `make mutants` (30 minutes); CI runs this
+#   make test-full          all tests, with the campaigns in full (35 minutes)
 #   make versions           a sample of the tests with other versions of Python and torch
 #   make without-compiler   the demo and a sample of the tests, without a compiler and the C++ kernel
 #   make mutants            break the library here and there, and see that a test notices (10 minutes)
@@ -59,7 +59,6 @@ test-full: export FULL_TESTS := 1
 test-full: $(VENV)/.machine-code $(VENV)/.azurite
 test-full: lint
 	$(PYTEST)
-	$(MAKE) mutants
 
 # With the CPU builds of torch that can be had here, and the interpreters that are installed.
 versions: export OMP_WAIT_POLICY ?= PASSIVE

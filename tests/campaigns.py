@@ -1,8 +1,9 @@
 """Which tests run at every change, and which only where there is time for all of them.
 
-``make test`` runs a sample of the long enumerations below, and everything else. ``make test-full``,
-and so CI, sets ``FULL_TESTS=1`` and runs all. A test or file that is named on the command line
-always runs.
+``make test``, and so CI, runs a sample of the long enumerations below, and everything else.
+``make test-full`` sets ``FULL_TESTS=1`` and runs all. A test or file that is named on the command
+line always runs. The mutations of the library, and what is recorded of them, are a campaign: they
+quote source lines word by word, and follow the source when they are run (``make mutants``).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ ONE_IN: Final = {
     "crash/test_frozen_parameters.py::test_any_operation_may_fail_in_the_process_that_follows": 4,
     "crash/test_io_errors.py::test_any_operation_may_fail": 4,
     "crash/test_sigkill.py::test_killed_at_random_moments": 4,
+    "crash/test_mutations.py": NEVER,
     "crash/test_state_machine.py": NEVER,
     "exchange/test_exchange_memory.py": NEVER,
     "fuzz/test_programs.py::test_faults_that_are_put_into_the_library_are_found": NEVER,
@@ -45,8 +47,11 @@ ONE_IN: Final = {
     "integrations/test_transformers_traps.py::test_callbacks_after_a_step_find_its_parameters": 2,
     "kernel/test_copies.py::test_a_copy_goes_on_and_the_original_is_untouched": 4,
     "kernel/test_system_calls.py::test_a_system_call_fails_or_never_returns": 4,
-    "mutation/generated/test_finding.py::"
-    "test_a_mutant_is_judged_once_and_what_is_known_is_not_judged_again": NEVER,
+    "mutation/generated/test_finding.py": NEVER,
+    "mutation/generated/test_mutants.py": NEVER,
+    "mutation/test_ci.py": NEVER,
+    "mutation/test_collected.py": NEVER,
+    "mutation/test_swapping.py": NEVER,
     "numerics/test_cuts_change_nothing.py::test_no_byte_depends_on_how_the_state_is_cut": 2,
     "numerics/test_memory.py": NEVER,
     "numerics/test_overlap_forward.py::test_compiled_models": 3,
