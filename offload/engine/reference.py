@@ -232,8 +232,8 @@ def _never_sealed(
 def _by_value(value: Any) -> Any:
     """Return a copy of a value: a scalar tensor as a dict with its value, dtype and shape.
 
-    Plain lists and tuples are copied with their items. NumPy scalars become builtins, those of
-    `NUMPY_DTYPES` as a dict. Everything else is copied as a whole.
+    Plain lists and tuples are copied with their items. NumPy scalars become builtins, or a dict if
+    a builtin would change what torch computes. Everything else is copied as a whole.
     """
     value = without_numpy(value)
     if isinstance(value, torch.Tensor):
@@ -244,7 +244,8 @@ def _by_value(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)([_by_value(v) for v in value])
     if isinstance(value, np.generic):
-        return {"numpy": value.item(), "dtype": value.dtype.name}
+        name, number = value.dtype.name, value.item()
+        return number if isinstance(value, float) else {"numpy": number, "dtype": name}
     return copy.deepcopy(value)
 
 

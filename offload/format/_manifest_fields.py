@@ -40,9 +40,10 @@ TENSOR_DTYPES = (
 )
 """torch's names of the dtypes that are possible for a hyper-parameter that is a tensor."""
 
-NUMPY_DTYPES = ("float32", "float16")
-"""NumPy's names of the dtypes whose numbers stay NumPy's, because a Python number would change what
-torch computes: NumPy computes ``1 - lr * weight_decay`` in the precision of such an ``lr``."""
+NUMPY_DTYPES = ("float64", "float32", "float16")
+"""NumPy's names of the dtypes whose numbers stay NumPy's, because a Python number would change the
+results: NumPy computes ``1 - lr * weight_decay`` in FP32 for an FP32 `lr`, and a schedule's product
+of an FP64 and an FP32 number in FP64."""
 
 _MAX_DIMS = 64
 _STORE_ID = re.compile(r"[0-9a-f]{32}")
@@ -176,9 +177,9 @@ def _is_absolute(value: object) -> bool:
 
 
 def without_numpy(value: Any) -> Any:
-    """Return a value with Python's numbers in place of NumPy's, if they compute the same.
+    """Return a value with Python's integers and truth values in place of NumPy's.
 
-    Lists and tuples are searched. An array is taken for a number if it has no dimension.
+    Lists and tuples are searched. An array without a dimension becomes a number.
     """
     if type(value) in (list, tuple):
         return type(value)([without_numpy(item) for item in value])
@@ -232,6 +233,8 @@ def _encode_value(value: Any, where: str, depth: int = 0) -> Any:
         raise TypeError(f"{where} is an integer of more than 64 bits: use a float or a string")
     if value is None or isinstance(value, bool | str | int):
         return value
+    if type(value).__module__ == "numpy" and type(value).__name__ in NUMPY_DTYPES:
+        return {"numpy": repr(value.item()), "dtype": type(value).__name__}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, list | tuple):
@@ -241,8 +244,6 @@ def _encode_value(value: Any, where: str, depth: int = 0) -> Any:
         name = str(value.dtype).removeprefix("torch.")
         if name in TENSOR_DTYPES:
             return {"tensor": repr(value.item()), "dtype": name, "shape": list(value.shape)}
-    if type(value).__module__ == "numpy" and type(value).__name__ in NUMPY_DTYPES:
-        return {"numpy": repr(value.item()), "dtype": type(value).__name__}
     raise TypeError(
         f"{where} is a {type(value).__name__} and cannot be stored in a checkpoint: use numbers, "
         "strings, None, tuples or lists of them, or one-element tensors of a real dtype"
@@ -277,7 +278,8 @@ def _decode_numpy(value: Mapping[str, Any]) -> Any:
         raise ValueError(f"expected a number as text, got {short(written)}")
     import numpy as np
 
-    number = np.dtype(value["dtype"]).type(float(written))
+    with np.errstate(over="ignore"):
+        number = np.dtype(value["dtype"]).type(float(written))
     if repr(number.item()) != written:
         raise ValueError(f"{short(written)} is not a {value['dtype']} in its canonical form")
     return number

@@ -159,7 +159,7 @@ class UpdateRule:
         return self._rules[key]
 
     def without_flags(
-        self, groups: Sequence[Mapping[str, Any]], origin: str
+        self, groups: Sequence[Mapping[str, Any]], origin: str = ""
     ) -> list[dict[str, Any]]:
         """Return the groups of another run without the flags that this optimizer refuses.
 
@@ -168,7 +168,7 @@ class UpdateRule:
 
         Args:
             groups: Parameter groups of a state dict or checkpoint.
-            origin: Origin of the groups, for the log.
+            origin: Origin of the groups, for the log; nothing is logged if it is empty.
         """
         usable = [dict(group) for group in groups]
         for flag, reason in _REFUSED_FLAGS.items():
@@ -177,7 +177,7 @@ class UpdateRule:
             found = [group for group in usable if group.get(flag)]
             for group in found:
                 group[flag] = self.defaults.get(flag)
-            if found:
+            if found and origin:
                 logging.getLogger("offload").info(
                     "%s: %s=True is left out: %s", origin, flag, reason
                 )

@@ -58,7 +58,11 @@ class StepKeys:
     ) -> None:
         # Copied by value: a scheduler may change a tensor in place while the step is in progress.
         self.groups: list[dict[str, Any]] = [
-            {k: _by_value(without_numpy(v)) for k, v in g.items() if k not in ("params", "param_names")}
+            {
+                k: _by_value(without_numpy(v))
+                for k, v in g.items()
+                if k not in ("params", "param_names")
+            }
             for g in inputs.groups
         ]
         """Hyper-parameters of each group."""
