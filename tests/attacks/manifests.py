@@ -211,10 +211,6 @@ LIES: dict[str, Callable[[Body], None]] = {
     "hyper-dtype-a-list": put(
         "groups", 0, "lr", value={"tensor": "1", "dtype": ["float32"], "shape": []}
     ),
-    "hyper-numpy-overflow": put("groups", 0, "lr", value={"numpy": "1e9", "dtype": "float16"}),
-    "hyper-numpy-not-a-number": put("groups", 0, "lr", value={"numpy": "x", "dtype": "float32"}),
-    "hyper-numpy-dtype": put("groups", 0, "lr", value={"numpy": "1", "dtype": "object"}),
-    "hyper-numpy-dtype-a-list": put("groups", 0, "lr", value={"numpy": "1", "dtype": ["f4"]}),
     "scalars-too-few": put("scalars", value=[None]),
     "scalar-kind": put("scalars", 0, 0, 1, value="f16"),
     "scalar-number": put("scalars", 0, 0, 2, value=2.0),
