@@ -83,7 +83,9 @@ class MemoryDirectory:
     def __post_init__(self) -> None:
         """Raise `ValueError` for a size that is not possible."""
         if self.size_bytes == 0:
-            raise ValueError(f"size of {os.fspath(self.path)} must be positive, got {self.size!r}")
+            raise ValueError(
+                f"size of {os.fsdecode(self.path)} must be positive, got {self.size!r}"
+            )
 
     @property
     def size_bytes(self) -> int | None:
@@ -337,8 +339,8 @@ class Options:
         named = self.host_memory
         if isinstance(named, MemoryDirectory):
             return named
-        if isinstance(named, os.PathLike) or (isinstance(named, str) and "/" in named):
-            return MemoryDirectory(named)
+        if isinstance(named, bytes | os.PathLike) or (isinstance(named, str) and "/" in named):
+            return MemoryDirectory(os.fsdecode(named))
         return None
 
     @property
