@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import statistics
 from pathlib import Path
@@ -129,6 +130,19 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert links
     for page, target in links:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_errors_that_are_named_exist() -> None:
+    """Those of the pages, and those of the docstrings that say what is raised."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    sources = [*(ROOT / "offload").rglob("*.py"), *(ROOT / "gds").rglob("*.py")]
+    found = {
+        name
+        for path in [*pages, *sources]
+        for name in re.findall(r"\b(?:offload|gds)(?:\.\w+)*\.\w+Error\b", path.read_text())
+    }
+    assert len(found) > 10
+    assert [name for name in sorted(found) if pkgutil.resolve_name(name) is None] == []
 
 
 def test_the_tests_that_the_guarantees_name_exist() -> None:

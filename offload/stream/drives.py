@@ -73,8 +73,8 @@ class Drives:
 
     Raises:
         ValueError: The number of shares in `options` is not the number of directories.
-        gds.RefusedError: The options place state on a device, and a library or the driver for that
-            is missing.
+        gds.errors.RefusedError: The options place state on a device, and a library or the driver
+            for that is missing.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ def new_backend(options: Options, device: torch.device | None) -> Backend:
         device: Device of the parameters at present; None for host memory.
 
     Raises:
-        gds.RefusedError: State must be on a device (``placement="device"``), and a library or the
-            driver is missing; names the remedy.
+        gds.errors.RefusedError: State must be on a device (``placement="device"``), and a library
+            or the driver is missing; names the remedy.
     """
     if options.placement == "device" or (options.placement == "auto" and _may_hold_state(device)):
         from gds.kvikio import KvikioBackend  # needs a driver and libraries that few machines have
