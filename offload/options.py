@@ -262,7 +262,7 @@ class Options:
     """Place to which sealed checkpoints are copied in the background, or the URL of the place. None
     copies nothing. With several ranks, each of them copies the part that it stores; give the same
     tier on every rank. In a directory without checkpoints, `restore` takes the newest complete one
-    of the tier, if as many ranks made it."""
+    of the tier. On several hosts it must have been made by as many ranks, in the same sharding."""
 
     backend: Backend | None = None
     """Storage backend to use instead of the built-in choice. The optimizer does not close it."""
