@@ -74,7 +74,7 @@ def match_checkpoint(
     match_class(path, manifest, groups, rule)
     restored = [
         {**rule.defaults, **saved, **{k: g[k] for k in ("params", "param_names") if k in g}}
-        for saved, g in zip(manifest.groups, groups, strict=True)
+        for saved, g in zip(rule.without_flags(manifest.groups), groups, strict=True)
     ]
     check_scalars(manifest, rules_of(rule, restored, path), path)
     saved_specs = {spec.name: spec for spec in manifest.layout.parameters}
@@ -158,10 +158,12 @@ def match_class(
         )
 
 
-def take_hyperparameters(groups: Sequence[dict[str, Any]], manifest: Manifest) -> None:
+def take_hyperparameters(
+    groups: Sequence[dict[str, Any]], manifest: Manifest, rule: UpdateRule, path: str
+) -> None:
     """Make the hyper-parameters of a checkpoint those of the groups that it was matched with."""
-    for group, saved in zip(groups, manifest.groups, strict=True):
-        group.update(copy.deepcopy(dict(saved)))  # a tensor learning rate is changed in place
+    for group, saved in zip(groups, rule.without_flags(manifest.groups, path), strict=True):
+        group.update(copy.deepcopy(saved))  # a tensor learning rate is changed in place
 
 
 def _other_cut_error(path: str, spec: ParameterSpec, found: str) -> MismatchError:

@@ -380,5 +380,5 @@ def _load(
         num_bytes = load_recut(state.store, checkpoint, stored, state.meter.traffic)
     elif num_bytes is None:
         num_bytes = load_whole(checkpoint, cast(Slot, slot), stored, state.block_buffers())
-    take_hyperparameters(groups, checkpoint.manifest)
+    take_hyperparameters(groups, checkpoint.manifest, state.rule, checkpoint.path)
     return num_bytes

@@ -64,7 +64,7 @@ def load_parameters(
         state.forget()
         read = ranks.together(_CALL, lambda: ranks.load_model(found, stored))
         ranks.share_model(stored)
-    take_hyperparameters(groups, own)
+    take_hyperparameters(groups, own, state.rule, share.url)
     state.meter.restore_bytes = read or 0
     state.num_steps = own.step
     arriving = ArrivingState(share, ranks.progress)

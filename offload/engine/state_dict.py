@@ -103,7 +103,7 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
             refusal = try_to_quarantine(engine.store, found, error)
             raise DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}") from error
     check_groups(groups, hyper)
-    load_groups(groups, hyper)
+    load_groups(groups, state.rule.without_flags(hyper, _LOADING))
 
 
 def materialize(engine: Engine, groups: Groups) -> MaterializedState:

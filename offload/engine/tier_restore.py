@@ -69,7 +69,7 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
         state.compute = compute
         table.adopt(manifest.layout, trainables, manifest.scalars)
         state.meter.restore_bytes = load_whole(found, slot, stored, state.block_buffers())
-        take_hyperparameters(groups, manifest)
+        take_hyperparameters(groups, manifest, state.rule, incoming.url)
         slot.distrust()  # what has arrived is compared once more as it is read
         arrival = Arrival(incoming, store, slot)
         state.slots.resume(slot, None)

@@ -121,7 +121,7 @@ class TrainingState:
             options.state_format,
             shards=self.ranks.shards if shards is None else shards,
         )
-        self.meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
+        self.meter = Meter(trace=Trace(os.fsdecode(options.trace)) if options.trace else None)
         own = directories if self.ranks.size == 1 else directories[:1]
         self.drives = Drives(own, options, self.meter.trace, device)
         self.memory = WorkingMemory(self.drives, options, self.meter)

@@ -99,7 +99,7 @@ def export_checkpoint(
     if config is not None:
         require_model_names(checkpoint)
         files = required_hf_files(config)
-    target = os.path.abspath(os.fspath(destination))
+    target = os.path.abspath(os.fsdecode(destination))
     backend = checkpoint.backend
     progress = called_as_user(progress) if progress is not None else None
     try:

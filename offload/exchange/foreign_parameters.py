@@ -86,7 +86,7 @@ def match_parameters(
             names the parameter or the group.
         CheckpointError: A hyper-parameter is invalid; see `hyperparameters`.
     """
-    saved = foreign.optimizer["param_groups"]
+    saved = rule.without_flags(foreign.optimizer["param_groups"], foreign.path)
     order = _names(foreign, saved, names)
     groups, found = [], []
     seen: set[str] = set()

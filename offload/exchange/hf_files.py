@@ -54,7 +54,7 @@ def add_hf_files(checkpoint: Checkpoint, source: str | os.PathLike[str]) -> list
     """
     require_model_names(checkpoint)
     backend, directory = checkpoint.backend, checkpoint.path
-    files = _read_local(os.path.abspath(os.fspath(source)))
+    files = _read_local(os.path.abspath(os.fsdecode(source)))
     if not files:
         return []
     present = read_hf_files(backend, directory)
@@ -125,7 +125,7 @@ def required_hf_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
         CheckpointError: The directory has no ``config.json``.
         OSError: A file could not be read.
     """
-    path = os.path.abspath(os.fspath(directory))
+    path = os.path.abspath(os.fsdecode(directory))
     if not os.path.isdir(path):
         raise CheckpointNotFoundError(
             errno.ENOENT, "there is no such directory; name one that has a config.json", path

@@ -113,7 +113,7 @@ def import_checkpoint(
             that would have to be executed.
         gds.StorageError: Writing the store failed.
     """
-    foreign = open_foreign(os.fspath(source), None if model is None else os.fspath(model))
+    foreign = open_foreign(os.fsdecode(source), None if model is None else os.fsdecode(model))
     progress = called_as_user(progress) if progress is not None else None
     rule = UpdateRule(optimizer_class, {})
     if tied:

@@ -223,7 +223,7 @@ def read_state_dict(
         MismatchError: Names, shapes, dtypes or the kind of state differ. The message names the
             parameter.
     """
-    saved = state_dict["param_groups"]
+    saved = rule.without_flags(state_dict["param_groups"], "load_state_dict()")
     check_groups(groups, saved)
     merged, states = [], {}
     masters = state_dict.get(MASTERS) or {}

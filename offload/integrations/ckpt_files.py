@@ -166,12 +166,12 @@ def _wrong_pins(optimizer: OffloadedOptimizer, loaded: str) -> list[tuple[str, s
 def pin_name(file: str) -> str:
     """Return the name of the pin for a file: readable, and different for each path."""
     stem = re.sub("[^A-Za-z0-9]+", "-", os.path.basename(file).removesuffix(".ckpt"))[:40]
-    return f"{PIN_PREFIX}{stem}-{hashlib.blake2b(file.encode(), digest_size=5).hexdigest()}"
+    return f"{PIN_PREFIX}{stem}-{hashlib.blake2b(os.fsencode(file), digest_size=5).hexdigest()}"
 
 
 def name_of_file(path: Any) -> str:
     """Return the absolute path of a file, or its URL, as this module lists it."""
-    name: str = os.fspath(path)
+    name: str = os.fsdecode(path)
     return name if "://" in name else os.path.abspath(name)
 
 

@@ -23,7 +23,7 @@ from offload import (
 )
 from offload.integrations.sharded_files import is_sharded, reference_in
 
-Directory = str | os.PathLike[str]
+Directory = str | bytes | os.PathLike[str]
 Directories = Directory | Sequence[Directory]
 """Directory of a store, or its directories on several drives."""
 
@@ -108,10 +108,10 @@ def latest_checkpoint(
 
 def _paths(directory: Directories) -> list[str]:
     """Return the absolute paths of a store's directories."""
-    given = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
+    given = [directory] if isinstance(directory, str | bytes | os.PathLike) else list(directory)
     if not given:
         raise ValueError("directory must be a path, or a list of at least one")
-    return [os.path.abspath(os.fspath(path)) for path in given]
+    return [os.path.abspath(os.fsdecode(path)) for path in given]
 
 
 def _damage(path: str, parts: Sequence[str]) -> str:

@@ -38,7 +38,6 @@ from offload import (
     OffloadError,
     Options,
     Retention,
-    reference_of,
     usable_metrics,
 )
 from offload.integrations.first_rank import num_hosts_of_launcher, require_ranks
@@ -320,18 +319,8 @@ class OffloadCallback(TrainerCallback):
         self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_loading)
         return self._log
 
-    def _before_loading(
-        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any] | None:
+    def _before_loading(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         self._folders.go_back(_unwrap(optimizer), state_dict)
-        if reference_of(state_dict) is not None or "param_groups" not in state_dict:
-            return None
-        # The dict is of a run without this package, which used the fused kernel by default.
-        groups = [
-            {**group, "fused": None} if group.get("fused") else group
-            for group in state_dict["param_groups"]
-        ]
-        return {**state_dict, "param_groups": groups}
 
     def _remove_save_hooks(self) -> None:
         for handle in (self._save_hook, self._wait_hook):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from offload.ambient import as_user
 from offload.device.boundary import is_reachable
@@ -259,6 +260,7 @@ def check_parameter(name: str, parameter: torch.Tensor, *, sharded: bool = False
         UnsupportedParameterError: The parameter has an unsupported kind, dtype, layout or device;
             names it, and says what it is and what to do.
     """
+    _require_shape(name, parameter)
     if not sharded:
         require_whole(name, parameter)
     if parameter.dtype not in _TRAINABLE_DTYPES or parameter.layout != torch.strided:
@@ -274,7 +276,7 @@ def check_parameter(name: str, parameter: torch.Tensor, *, sharded: bool = False
     if not is_reachable(parameter.device):
         raise UnsupportedParameterError(
             f"parameter {name!r} is on {parameter.device}; parameters can be in host memory or on "
-            "a CUDA device. Move the model there before constructing the optimizer."
+            f"a CUDA device. {_move(parameter)} before constructing the optimizer."
         )
     if parameter.is_inference():
         raise UnsupportedParameterError(
@@ -360,6 +362,7 @@ def describe_model(
     spans = Spans(memory.values())
     stored = []
     for parameter, (name, *aliases) in entries.items():
+        _require_shape(name, parameter)
         tensor = memory.get(parameter)
         if tensor is None:
             tensor = _part(name, parameter, shards)
@@ -400,6 +403,25 @@ def _part(name: str, tensor: torch.Tensor, shards: Shards | None) -> torch.Tenso
     return None if shard is None or shard.is_empty else shard.tensor()
 
 
+def _require_shape(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of a lazy module, which has neither a shape nor memory.
+
+    Raises:
+        UnsupportedParameterError: The tensor has no shape yet; names it, and says what to do.
+    """
+    if is_lazy(tensor):
+        raise UnsupportedParameterError(
+            f"{name!r} has no shape yet, because its module is lazy and was never called: run one "
+            "forward, model(example), first"
+        )
+
+
+def _move(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "meta":  # Module.to() refuses it
+        return "Give the model memory (model.to_empty(device='cpu')) and load its values"
+    return "Move the model there"
+
+
 def _check_stored(name: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor that a checkpoint could not contain, or could not be restored into.
 
@@ -415,7 +437,7 @@ def _check_stored(name: str, tensor: torch.Tensor) -> None:
     if not is_reachable(tensor.device):
         raise UnsupportedParameterError(
             f"{name!r} in the model's state dict is on {tensor.device}; a checkpoint is made of "
-            "tensors in host memory or on a CUDA device. Move it there before constructing the "
+            f"tensors in host memory or on a CUDA device. {_move(tensor)} before constructing the "
             "optimizer, or register it as non-persistent"
         )
     if not tensor.numel():

@@ -292,7 +292,7 @@ class CheckpointingOptimizer(StoreOwner):
 def _which(checkpoint: CheckpointName | None) -> int | str | None:
     if isinstance(checkpoint, Checkpoint | CheckpointInfo):
         return checkpoint.path
-    return checkpoint if isinstance(checkpoint, int | None) else os.fspath(checkpoint)
+    return checkpoint if isinstance(checkpoint, int | None) else os.fsdecode(checkpoint)
 
 
 def _require_generation(engine: Engine, checkpoint: CheckpointName | None) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from gds import Backend
 from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.errors import OffloadError, TierError, reason_of
+from offload.errors import OffloadError, StorageError, StoreError, TierError, reason_of
 from offload.format.manifest import Manifest
 from offload.store.arrivals import Arrivals
 from offload.store.opening import StoredCheckpoint
@@ -128,7 +128,8 @@ class Incoming:
             self._download.fetch_state(slot, order, arrivals.add, self._require_going_on)
             found = self._download.publish(store, slot)
         except BaseException as error:  # noqa: BLE001  (raised by those who wait)
-            found = error if isinstance(error, OffloadError) else self._failure(error)
+            own = isinstance(error, StoreError) or not isinstance(error, StorageError)
+            found = error if own and isinstance(error, OffloadError) else self._failure(error)
             if found is not error:
                 found.__cause__ = error
             self._download.end()

@@ -7,15 +7,18 @@ arrays. Nothing is known about any particular optimizer, except why some are ref
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.ambient import in_neutral
 from offload.errors import UnsupportedOptimizerError
+from offload.format._manifest_fields import without_numpy
 from offload.format.arrays import MASTER, MASTER_LOW, is_array_name
 from offload.update.probe import QUICK, THOROUGH, same_arrays, same_values
 from offload.update.stepper import Stepper
@@ -25,6 +28,15 @@ _REFUSED = {
     "Muon": "it orthogonalises whole matrices",
     "LBFGS": "its update needs inner products over all parameters and re-evaluates the loss",
     "SparseAdam": "it updates only the rows that a sparse gradient names",
+}
+
+_REFUSED_FLAGS = {
+    "capturable": "a step that reads files cannot be captured in a CUDA graph",
+    "differentiable": "autograd cannot follow a step whose state is on disk",
+    "fused": (
+        "torch's fused CPU kernels round differently depending on where a tensor is cut, so "
+        "results would depend on the chunk size"
+    ),
 }
 
 FUSED_MULTIPLE = 16
@@ -99,7 +111,7 @@ class UpdateRule:
             )
         self.optimizer_class = optimizer_class
         self.class_name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
-        self._hyper = dict(hyper)
+        self._hyper = {key: without_numpy(value) for key, value in hyper.items()}
         self._allow_fused = allow_fused
         for cls in optimizer_class.__mro__:
             if cls.__module__.startswith("torch.optim") and cls.__name__ in _REFUSED:
@@ -113,7 +125,9 @@ class UpdateRule:
         # instance wraps the function for hooks; unwrapping earlier would strip no_grad instead.
         placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
         instance = optimizer_class([placeholder], **self._hyper)
-        self.defaults: dict[str, Any] = dict(instance.defaults)
+        self.defaults: dict[str, Any] = {
+            key: without_numpy(value) for key, value in instance.defaults.items()
+        }
         step = optimizer_class.step
         self._step: Callable[[torch.optim.Optimizer], Any] = (
             step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
@@ -143,6 +157,31 @@ class UpdateRule:
                 self._rules.clear()
             self._rules[key] = rule
         return self._rules[key]
+
+    def without_flags(
+        self, groups: Sequence[Mapping[str, Any]], origin: str = ""
+    ) -> list[dict[str, Any]]:
+        """Return the groups of another run without the flags that this optimizer refuses.
+
+        The flags say how that run computed its steps, on its device; the state is the same. The
+        optimizer's own values take their place, and the log says so.
+
+        Args:
+            groups: Parameter groups of a state dict or checkpoint.
+            origin: Origin of the groups, for the log; nothing is logged if it is empty.
+        """
+        usable = [dict(group) for group in groups]
+        for flag, reason in _REFUSED_FLAGS.items():
+            if flag == "fused" and self._allow_fused:
+                continue
+            found = [group for group in usable if group.get(flag)]
+            for group in found:
+                group[flag] = self.defaults.get(flag)
+            if found and origin:
+                logging.getLogger("offload").info(
+                    "%s: %s=True is left out: %s", origin, flag, reason
+                )
+        return usable
 
     def fused(self, group: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return a group's hyper-parameters for torch's fused kernel; None if it has no kernel.
@@ -330,15 +369,7 @@ def _kind(value: torch.Tensor | float) -> str:
 
 
 def _refuse_flags(group: Mapping[str, Any]) -> None:
-    reasons = {
-        "capturable": "a step that reads files cannot be captured in a CUDA graph",
-        "differentiable": "autograd cannot follow a step whose state is on disk",
-        "fused": (
-            "torch's fused CPU kernels round differently depending on where a tensor is cut, so "
-            "results would depend on the chunk size"
-        ),
-    }
-    for flag, reason in reasons.items():
+    for flag, reason in _REFUSED_FLAGS.items():
         if group.get(flag):
             raise UnsupportedOptimizerError(
                 f"{flag}=True is not supported: {reason}. Leave {flag} unset."
@@ -348,10 +379,10 @@ def _refuse_flags(group: Mapping[str, Any]) -> None:
 def _is_plain(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str | None)
+    return isinstance(value, bool | int | float | str | np.generic | None)
 
 
 def _truth(value: object) -> bool:
     # A tensor hyper-parameter (a learning rate) never decides which state exists. Reading the
     # truth of a device tensor would synchronise.
-    return bool(value) if isinstance(value, bool | int | float | str | None) else True
+    return bool(value) if isinstance(value, bool | int | float | str | np.generic | None) else True

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.device.boundary import is_on_device, to_host
+from offload.format._manifest_fields import without_numpy
 from offload.update.fused_step import step_fused
 from offload.update.pool import BlockContext, UpdatePool
 from offload.update.rules import Scalars, UpdateRule, read_scalars, write_scalars
@@ -57,7 +58,11 @@ class StepKeys:
     ) -> None:
         # Copied by value: a scheduler may change a tensor in place while the step is in progress.
         self.groups: list[dict[str, Any]] = [
-            {k: _by_value(v) for k, v in g.items() if k not in ("params", "param_names")}
+            {
+                k: _by_value(without_numpy(v))
+                for k, v in g.items()
+                if k not in ("params", "param_names")
+            }
             for g in inputs.groups
         ]
         """Hyper-parameters of each group."""
