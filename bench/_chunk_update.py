@@ -12,7 +12,8 @@ from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.update.dtypes import DTYPES
 from offload.update.kernel import UpdateKernel
 from offload.update.pool import UpdatePool
-from offload.update.rules import Scalars, UpdateRule
+from offload.update.kept_state import Scalars
+from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
 from offload.update.updaters import host_updater
 

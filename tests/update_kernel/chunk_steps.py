@@ -25,7 +25,8 @@ from offload.update.dtypes import DTYPE_CODES, DTYPES
 from offload.update.kernel import UpdateKernel
 from offload.update.kernel_check import ChosenCode
 from offload.update.pool import UpdatePool
-from offload.update.rules import Scalars, UpdateRule
+from offload.update.kept_state import Scalars
+from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
 from offload.update.updaters import host_updater
 
