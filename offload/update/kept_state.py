@@ -85,6 +85,11 @@ def describe(name: str, shape: torch.Size, state: Mapping[str, Any]) -> Rule:
     arrays: list[str] = []
     scalars: dict[str, str] = {}
     for key, value in state.items():
+        if not isinstance(key, str):
+            raise UnsupportedOptimizerError(
+                f"{name} cannot be offloaded: it keeps state under the key {key!r}, and only text "
+                "can name stored state"
+            )
         is_tensor = isinstance(value, torch.Tensor)
         if is_tensor and value.shape == shape and value.dtype == torch.float32:
             arrays.append(key)

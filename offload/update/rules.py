@@ -90,6 +90,11 @@ class UpdateRule:
                     "(AdamW, Adam, SGD, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta, "
                     "Rprop, ASGD), or keep this one in memory for the parameters that need it."
                 )
+        if optimizer_class.zero_grad is not torch.optim.Optimizer.zero_grad:
+            raise UnsupportedOptimizerError(
+                f"{optimizer_class.__name__} cannot be offloaded: it has a zero_grad() of its own, "
+                "which is not called here"
+            )
         # An instance must exist before the step function is unwrapped. Constructing the first
         # instance wraps the function for hooks; unwrapping earlier would strip no_grad instead.
         placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")

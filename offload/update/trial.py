@@ -47,6 +47,10 @@ _MISSING: Final = {
 }
 """Group and position of the parameters that have no gradient, by the number of the step."""
 
+_SPIKE: Final = 40
+_HALF_ZERO: Final = 41
+"""Numbers of the steps in which one element of a gradient is large, and half of them are zero."""
+
 _LR_OF_SECOND_GROUP: Final = 0.3
 _OTHER_NUMBER: Final = 1_000_003
 
@@ -147,7 +151,13 @@ def _try(tried: Tried, rule: Rule, stepper: Stepper, *, with_missing: bool) -> R
     generator = torch.Generator("cpu").manual_seed(20260102)
     for number in range(NUM_STEPS):
         gradients = _gradients(number, own, generator, with_missing=with_missing)
-        _run(tried.step, itself, own, gradients, number)
+        try:
+            _run(tried.step, itself, own, gradients, number)
+        except _StepFailedError:
+            if number < NUM_STEPS - 1:
+                raise
+            break  # some classes refuse gradients that are not finite
+        _require_gradients(own, gradients)
         if misled is not None:
             try:
                 with torch._C._EnableTorchFunction(), _OtherNumbers():
@@ -280,6 +290,21 @@ def _run(
         ) from error
 
 
+def _require_gradients(
+    own: Sequence[Sequence[torch.Tensor]], gradients: Sequence[Sequence[torch.Tensor | None]]
+) -> None:
+    """Check that the class leaves gradients to the program, which they stay with here."""
+    for group, given in zip(own, gradients, strict=True):
+        for parameter, gradient in zip(group, given, strict=True):
+            if gradient is None or not gradient.any():
+                continue
+            if parameter.grad is None or not parameter.grad.any():
+                raise TrialError(
+                    "its step clears the gradients of parameters, which steps leave to the "
+                    "program here: clear them by zero_grad() instead"
+                )
+
+
 def _compare(number: int, own: Sequence[Sequence[torch.Tensor]], chunks: _InChunks) -> None:
     for index, (group, others) in enumerate(zip(own, chunks.parameters, strict=True)):
         for parameter, other in zip(group, others, strict=True):
@@ -354,8 +379,19 @@ def _gradients(
             noise = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             noise.normal_(generator=generator).mul_(scale)
             gradient = noise.add_(parameter.detach() - 0.5, alpha=pull)
+            _spoil(gradient.view(-1), number)
             given[-1].append(None if (index, position) in left_out else gradient)
     return given
+
+
+def _spoil(gradient: torch.Tensor, number: int) -> None:
+    """Change some values of a gradient, as a rule that looks at a whole gradient would notice."""
+    if number == _SPIKE:
+        gradient[0] = 1e8
+    elif number == _HALF_ZERO:
+        gradient[: len(gradient) // 2] = 0
+    elif number == NUM_STEPS - 1:
+        gradient[0] = torch.inf
 
 
 def _cut(parameter: torch.Tensor) -> list[_Piece]:
