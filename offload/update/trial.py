@@ -143,7 +143,8 @@ def _try(tried: Tried, rule: Rule, stepper: Stepper, *, with_missing: bool) -> R
     _Parameter.asked.clear()
     own = [[_Parameter(p) for p in group] for group in _first_parameters()]
     told = [[_Parameter(p) for p in group] for group in _first_parameters()]
-    itself, misled = tried.instance(own), tried.instance(told)
+    itself = tried.instance(own)
+    misled: torch.optim.Optimizer | None = tried.instance(told)
     if itself._optimizer_step_pre_hooks or itself._optimizer_step_post_hooks:
         raise TrialError("it registers step hooks on itself, which would run once for each chunk")
     before = _attributes(itself)
@@ -254,12 +255,11 @@ class _InChunks:
             ) from error
         if why := unknown_state(state, self._rule):
             raise TrialError(f"{why} after step {number + 1}")
-        arrays = {name: state.get(name) for name in self._rule.arrays}
-        zeros = torch.zeros_like(values)
-        piece.state = (
-            {name: zeros if array is None else array for name, array in arrays.items()},
-            read_scalars(state, self._rule),
-        )
+        arrays = {}
+        for name in self._rule.arrays:
+            array = state.get(name)
+            arrays[name] = torch.zeros_like(values) if array is None else array
+        piece.state = (arrays, read_scalars(state, self._rule))
         return changes(options, self._stepper.options)
 
 
