@@ -20,7 +20,8 @@ from offload.errors import UnsupportedOptimizerError
 from offload.update.kept_state import Rule, describe, read_scalars, write_scalars
 from offload.update.probe import QUICK, THOROUGH, same_arrays, same_values
 from offload.update.stepper import NOT_OPTIONS, Stepper, first_options
-from offload.update.trial import NUM_STEPS, TrialError, Tried, try_class
+from offload.update.trial import TrialError, Tried, try_class
+from offload.update.trial_inputs import NUM_STEPS, randomness_kept
 
 _REFUSED = {
     "Adafactor": "its second moment is factored over rows and columns of whole matrices",
@@ -98,7 +99,15 @@ class UpdateRule:
         # An instance must exist before the step function is unwrapped. Constructing the first
         # instance wraps the function for hooks; unwrapping earlier would strip no_grad instead.
         placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
-        instance = optimizer_class([placeholder], **self._hyper)
+        try:
+            instance = optimizer_class([placeholder], **self._hyper)
+        except (TypeError, ValueError):
+            raise  # in the words of the class
+        except Exception as error:
+            raise UnsupportedOptimizerError(
+                f"{optimizer_class.__name__} cannot be offloaded: its constructor failed on a "
+                f"plain list of one parameter ({type(error).__name__}: {error})"
+            ) from error
         self.defaults: dict[str, Any] = dict(instance.defaults)
         step = optimizer_class.step
         self._step: Callable[[torch.optim.Optimizer], Any] = (
@@ -198,6 +207,32 @@ class UpdateRule:
 
     @in_neutral
     def _probe(self, group: Mapping[str, Any]) -> Rule:
+        if self.is_torchs:
+            return self._probe_alone(group)
+        with randomness_kept():
+            rule = self._probe_alone(group)
+            try:
+                tried = Tried(self.optimizer_class, self._hyper, self._step, group)
+                rule = try_class(tried, rule, self.stepper)
+            except TrialError as error:
+                name = self.optimizer_class.__name__
+                raise UnsupportedOptimizerError(f"{name} cannot be offloaded: {error}") from error
+        self._warn_untested()
+        return rule
+
+    def _warn_untested(self) -> None:
+        if self.class_name in _WARNED_OF:
+            return
+        _WARNED_OF.add(self.class_name)
+        warnings.warn(
+            f"{self.optimizer_class.__name__} is not torch's own, and untested here. A trial of "
+            f"{NUM_STEPS} steps gave its bits; later steps, other shapes and sizes were not tried. "
+            "Compare a run with it in memory.",
+            UserWarning,
+            stacklevel=7,  # the constructor of the optimizer
+        )
+
+    def _probe_alone(self, group: Mapping[str, Any]) -> Rule:
         name = self.optimizer_class.__name__
         # torch's own classes add, multiply, divide and take square roots. Their results do not
         # depend on an element's place. A test puts all their configurations through the long probe.
@@ -255,22 +290,6 @@ class UpdateRule:
             raise UnsupportedOptimizerError(
                 f"{name} cannot be offloaded: a contiguous tensor is updated to other bits than "
                 f"the same values in a tensor of other strides, and chunks are contiguous: {_PLACE}"
-            )
-        if self.is_torchs:
-            return rule
-        try:
-            tried = Tried(self.optimizer_class, self._hyper, self._step, group)
-            rule = try_class(tried, rule, self.stepper)
-        except TrialError as error:
-            raise UnsupportedOptimizerError(f"{name} cannot be offloaded: {error}") from error
-        if self.class_name not in _WARNED_OF:
-            _WARNED_OF.add(self.class_name)
-            warnings.warn(
-                f"{name} is not torch's own, and untested here. A trial of {NUM_STEPS} steps gave "
-                "its bits; later steps, other shapes and sizes were not tried. Compare a run with "
-                "it in memory.",
-                UserWarning,
-                stacklevel=6,  # the constructor of the optimizer
             )
         return rule
 

@@ -7,84 +7,44 @@ usually take, with gradients that are zero, tiny, huge and missing. Beside it, t
 taken as this package takes them: in pieces, with the state that is stored, and with one change of
 the groups for each step. Every parameter must have the same bits after every step.
 
-What values cannot show is looked for in other ways: a class that asks for the number of elements is
-told another one, and parameters record which attributes are read.
+What values cannot show is looked for in other ways: a second optimizer is told other numbers of
+elements and given a closure, and parameters record which attributes are read.
 """
 
 from __future__ import annotations
 
+import inspect
 import pickle
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import Any, Final
 
-import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from offload.update.kept_state import Rule, read_scalars, unknown_state, write_scalars
 from offload.update.probe import flat, same_values
 from offload.update.stepper import NOT_OPTIONS, Stepper, changes, differing, first_options
-
-NUM_STEPS: Final = 64
-
-_SHAPES: Final = (((160, 65), (7,), ()), ((40, 9), (1,), (4, 3, 3, 3)))
-"""Shapes of the parameters of each group. One has more than 10,000 elements, as some rules ask."""
-
-_SCALES: Final = (1.0, 0.01, 3.0, 100.0, 0.0, 0.1)
-"""Size of the values that each parameter begins with."""
+from offload.update.trial_inputs import (
+    NUM_STEPS,
+    AskedParameter,
+    OtherNumbers,
+    first_parameters,
+    gradients_of,
+    random_states,
+)
 
 _PIECES: Final = (2500, 1, 997, 64, 3333, 7)
 """Numbers of elements of successive pieces."""
 
-_MISSING: Final = {
-    20: {(0, 1)},
-    21: {(1, 0), (1, 1), (1, 2)},
-    22: {(group, position) for group in range(2) for position in range(3)},
-}
-"""Group and position of the parameters that have no gradient, by the number of the step."""
-
-_SPIKE: Final = 40
-_HALF_ZERO: Final = 41
-"""Numbers of the steps in which one element of a gradient is large, and half of them are zero."""
-
 _LR_OF_SECOND_GROUP: Final = 0.3
-_OTHER_NUMBER: Final = 1_000_003
 
 Step = Callable[[torch.optim.Optimizer], Any]
 
 
 class TrialError(Exception):
     """The class cannot be trained in chunks; the message says why, as the end of a sentence."""
-
-
-class _Parameter(torch.nn.Parameter):
-    """A parameter that records which attributes it was asked for and does not have."""
-
-    asked: Final[set[str]] = set()
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__"):
-            _Parameter.asked.add(name)
-        raise AttributeError(f"'Parameter' object has no attribute {name!r}")
-
-
-class _OtherNumbers(TorchFunctionMode):
-    """Every tensor says that it has many more elements than it has."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        asked = func in (torch.Tensor.numel, torch.Tensor.nelement, torch.numel)
-        return result * _OTHER_NUMBER if asked else result
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +87,11 @@ def try_class(tried: Tried, rule: Rule, stepper: Callable[[], Stepper]) -> Rule:
     Raises:
         TrialError: It cannot be trained in chunks.
     """
-    with _randomness_kept():
-        try:
-            return _try(tried, rule, stepper(), with_missing=True)
-        except _StepFailedError:
-            # Some classes cannot step a parameter that has no gradient, whoever calls them.
-            return _try(tried, rule, stepper(), with_missing=False)
+    try:
+        return _try(tried, rule, stepper(), with_missing=True)
+    except _StepFailedError:
+        # Some classes cannot step a parameter that has no gradient, whoever calls them.
+        return _try(tried, rule, stepper(), with_missing=False)
 
 
 class _StepFailedError(TrialError):
@@ -140,18 +99,21 @@ class _StepFailedError(TrialError):
 
 
 def _try(tried: Tried, rule: Rule, stepper: Stepper, *, with_missing: bool) -> Rule:
-    _Parameter.asked.clear()
-    own = [[_Parameter(p) for p in group] for group in _first_parameters()]
-    told = [[_Parameter(p) for p in group] for group in _first_parameters()]
+    AskedParameter.asked.clear()
+    own = [[AskedParameter(p) for p in group] for group in first_parameters()]
+    told = [[AskedParameter(p) for p in group] for group in first_parameters()]
     itself = tried.instance(own)
     misled: torch.optim.Optimizer | None = tried.instance(told)
     if itself._optimizer_step_pre_hooks or itself._optimizer_step_post_hooks:
         raise TrialError("it registers step hooks on itself, which would run once for each chunk")
-    before = _attributes(itself)
+    misleading: Callable[..., Any] = tried.step
+    if "closure" in inspect.signature(tried.step).parameters:
+        misleading = partial(misleading, closure=lambda: torch.tensor(7.0, device="cpu"))
+    before, drawn = _attributes(itself), random_states()
     chunks = _InChunks(stepper, rule, tried.groups())
     generator = torch.Generator("cpu").manual_seed(20260102)
     for number in range(NUM_STEPS):
-        gradients = _gradients(number, own, generator, with_missing=with_missing)
+        gradients = gradients_of(number, own, generator, with_missing=with_missing)
         try:
             _run(tried.step, itself, own, gradients, number)
         except _StepFailedError:
@@ -161,14 +123,24 @@ def _try(tried: Tried, rule: Rule, stepper: Stepper, *, with_missing: bool) -> R
         _require_gradients(own, gradients)
         if misled is not None:
             try:
-                with torch._C._EnableTorchFunction(), _OtherNumbers():
-                    _run(tried.step, misled, told, gradients, number)
+                with torch._C._EnableTorchFunction(), OtherNumbers():
+                    _run(misleading, misled, told, gradients, number)
             except _StepFailedError:
                 misled = None  # it does need the number, for example for a shape
         chunks.step(number, gradients)
         _compare(number, own, chunks)
     if misled is not None and not same_values([_flat(own)], [_flat(told)]):
-        raise TrialError("its update depends on the number of elements of a parameter")
+        raise TrialError(
+            "its update depends on the number of elements of a parameter, or on the loss that a "
+            "closure returns"
+        )
+    if pickle.dumps(random_states()) != pickle.dumps(drawn):
+        raise TrialError(
+            "its step draws random numbers, of which chunks would draw others than whole parameters"
+        )
+    for key in itself.state:
+        if not any(key is parameter for group in own for parameter in group):
+            raise TrialError(f"it keeps state of no parameter, as self.state[{key!r:.40}]")
     _compare_rest(itself, own, chunks, rule)
     for name, was in before.items():
         if _snapshot(vars(itself).get(name)) != was:
@@ -181,7 +153,7 @@ def _try(tried: Tried, rule: Rule, stepper: Stepper, *, with_missing: bool) -> R
             f"its step gives the optimizer the attribute {new[0]!r}, which is not stored; keep it "
             f"in the parameter group, as group[{new[0]!r}]"
         )
-    return replace(rule, changes=frozenset(chunks.changed), reads=frozenset(_Parameter.asked))
+    return replace(rule, changes=frozenset(chunks.changed), reads=frozenset(AskedParameter.asked))
 
 
 class _InChunks:
@@ -194,7 +166,7 @@ class _InChunks:
         self._first = [dict(options) for options in groups]
         self.changed: set[str] = set()
         """Hyper-parameters that the class has changed."""
-        self.parameters = [[p.reshape(-1) for p in group] for group in _first_parameters()]
+        self.parameters = [[p.reshape(-1) for p in group] for group in first_parameters()]
         self.states = [[_cut(p) for p in group] for group in self.parameters]
 
     def step(self, number: int, gradients: Sequence[Sequence[torch.Tensor | None]]) -> None:
@@ -339,61 +311,6 @@ def _compare_rest(
             raise TrialError(why)
 
 
-def _first_parameters() -> list[list[torch.Tensor]]:
-    generator = torch.Generator("cpu").manual_seed(20260103)
-    scales = iter(_SCALES)
-    return [
-        [
-            torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
-            * next(scales)
-            for shape in group
-        ]
-        for group in _SHAPES
-    ]
-
-
-def _gradients(
-    number: int,
-    parameters: Sequence[Sequence[torch.Tensor]],
-    generator: torch.Generator,
-    *,
-    with_missing: bool,
-) -> list[list[torch.Tensor | None]]:
-    """Return gradients for a step: mostly of a loss that falls, and at times extreme ones."""
-    scale, pull = 1.0, 1.0
-    if number % 16 in (10, 11):
-        scale, pull = 1e-12, 0.0
-    elif number % 16 == 12:
-        scale, pull = 0.0, 0.0
-    elif number % 16 == 5:
-        scale, pull = 1e3, 1.0
-    elif number >= NUM_STEPS - 4:
-        scale, pull = 1e9, 0.0
-    elif number < NUM_STEPS // 2:
-        scale = 0.01  # the same direction for many steps, as rules for estimating distances need
-    left_out = _MISSING.get(number, ()) if with_missing else ()
-    given: list[list[torch.Tensor | None]] = []
-    for index, group in enumerate(parameters):
-        given.append([])
-        for position, parameter in enumerate(group):
-            noise = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            noise.normal_(generator=generator).mul_(scale)
-            gradient = noise.add_(parameter.detach() - 0.5, alpha=pull)
-            _spoil(gradient.view(-1), number)
-            given[-1].append(None if (index, position) in left_out else gradient)
-    return given
-
-
-def _spoil(gradient: torch.Tensor, number: int) -> None:
-    """Change some values of a gradient, as a rule that looks at a whole gradient would notice."""
-    if number == _SPIKE:
-        gradient[0] = 1e8
-    elif number == _HALF_ZERO:
-        gradient[: len(gradient) // 2] = 0
-    elif number == NUM_STEPS - 1:
-        gradient[0] = torch.inf
-
-
 def _cut(parameter: torch.Tensor) -> list[_Piece]:
     sizes, start, pieces = cycle(_PIECES), 0, []
     while start < len(parameter):
@@ -422,15 +339,3 @@ def _snapshot(value: object) -> bytes:
         return pickle.dumps(value)
     except Exception:  # noqa: BLE001  (whatever the class keeps)
         return b""
-
-
-@contextmanager
-def _randomness_kept() -> Iterator[None]:
-    """Give the program's random generators back as they were."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
