@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -29,6 +29,7 @@ from offload.update.stepper import NOT_OPTIONS, Stepper, changes, differing, fir
 from offload.update.trial_inputs import (
     NUM_STEPS,
     AskedParameter,
+    Odd,
     OtherNumbers,
     first_parameters,
     gradients_of,
@@ -87,18 +88,30 @@ def try_class(tried: Tried, rule: Rule, stepper: Callable[[], Stepper]) -> Rule:
     Raises:
         TrialError: It cannot be trained in chunks.
     """
-    try:
-        return _try(tried, rule, stepper(), with_missing=True)
-    except _StepFailedError:
-        # Some classes cannot step a parameter that has no gradient, whoever calls them.
-        return _try(tried, rule, stepper(), with_missing=False)
+    left_out = set[Odd]()
+    while True:
+        try:
+            return _try(tried, rule, stepper(), left_out)
+        except _StepFailedError as error:
+            # Some classes cannot take such gradients, whoever calls them.
+            odd: Odd = "infinite" if error.number == NUM_STEPS - 1 else "missing"
+            if odd in left_out:
+                raise
+            left_out.add(odd)
 
 
 class _StepFailedError(TrialError):
     """The class itself failed."""
 
+    def __init__(self, number: int, error: Exception) -> None:
+        super().__init__(
+            f"its own step number {number + 1} failed in a trial in memory "
+            f"({type(error).__name__}: {error})"
+        )
+        self.number = number
 
-def _try(tried: Tried, rule: Rule, stepper: Stepper, *, with_missing: bool) -> Rule:
+
+def _try(tried: Tried, rule: Rule, stepper: Stepper, left_out: Set[Odd]) -> Rule:
     AskedParameter.asked.clear()
     own = [[AskedParameter(p) for p in group] for group in first_parameters()]
     told = [[AskedParameter(p) for p in group] for group in first_parameters()]
@@ -112,48 +125,56 @@ def _try(tried: Tried, rule: Rule, stepper: Stepper, *, with_missing: bool) -> R
     before, drawn = _attributes(itself), random_states()
     chunks = _InChunks(stepper, rule, tried.groups())
     generator = torch.Generator("cpu").manual_seed(20260102)
-    for number in range(NUM_STEPS):
-        gradients = gradients_of(number, own, generator, with_missing=with_missing)
-        try:
+    try:
+        for number in range(NUM_STEPS):
+            gradients = gradients_of(number, own, generator, left_out)
             _run(tried.step, itself, own, gradients, number)
-        except _StepFailedError:
-            if number < NUM_STEPS - 1:
-                raise
-            break  # some classes refuse gradients that are not finite
-        _require_gradients(own, gradients)
-        if misled is not None:
-            try:
-                with torch._C._EnableTorchFunction(), OtherNumbers():
-                    _run(misleading, misled, told, gradients, number)
-            except _StepFailedError:
-                misled = None  # it does need the number, for example for a shape
-        chunks.step(number, gradients)
-        _compare(number, own, chunks)
-    if misled is not None and not same_values([_flat(own)], [_flat(told)]):
-        raise TrialError(
-            "its update depends on the number of elements of a parameter, or on the loss that a "
-            "closure returns"
-        )
+            _require_gradients(own, gradients)
+            if misled is not None:
+                try:
+                    with torch._C._EnableTorchFunction(), OtherNumbers():
+                        _run(misleading, misled, told, gradients, number)
+                except _StepFailedError:
+                    misled = None  # it does need the number, for example for a shape
+            chunks.step(number, gradients)
+            _compare(number, own, chunks)
+        if misled is not None and not same_values([_flat(own)], [_flat(told)]):
+            raise TrialError(
+                "its update depends on the number of elements of a parameter, or on the loss that "
+                "a closure returns"
+            )
+        _compare_rest(itself, own, chunks, rule)
+    except _StepFailedError:
+        raise
+    except TrialError as error:
+        raise TrialError(_outside(itself, own, before, drawn) or str(error)) from error
+    if why := _outside(itself, own, before, drawn):
+        raise TrialError(why)
+    return replace(rule, changes=frozenset(chunks.changed), reads=frozenset(AskedParameter.asked))
+
+
+def _outside(
+    itself: torch.optim.Optimizer,
+    own: Sequence[Sequence[torch.Tensor]],
+    before: Mapping[str, bytes],
+    drawn: tuple[Any, ...],
+) -> str:
+    """Return what the class keeps or takes outside of parameters and groups; empty if nothing."""
     if pickle.dumps(random_states()) != pickle.dumps(drawn):
-        raise TrialError(
+        return (
             "its step draws random numbers, of which chunks would draw others than whole parameters"
         )
     for key in itself.state:
         if not any(key is parameter for group in own for parameter in group):
-            raise TrialError(f"it keeps state of no parameter, as self.state[{key!r:.40}]")
-    _compare_rest(itself, own, chunks, rule)
-    for name, was in before.items():
-        if _snapshot(vars(itself).get(name)) != was:
-            raise TrialError(
+            return f"it keeps state of no parameter, as self.state[{key!r:.40}]"
+    after = _attributes(itself)
+    for name in [*before, *after]:
+        if after.get(name) != before.get(name):
+            return (
                 f"its step changes the attribute {name!r} of the optimizer, which is not stored; "
                 f"keep it in the parameter group, as group[{name!r}]"
             )
-    if new := sorted(_attributes(itself).keys() - before.keys()):
-        raise TrialError(
-            f"its step gives the optimizer the attribute {new[0]!r}, which is not stored; keep it "
-            f"in the parameter group, as group[{new[0]!r}]"
-        )
-    return replace(rule, changes=frozenset(chunks.changed), reads=frozenset(AskedParameter.asked))
+    return ""
 
 
 class _InChunks:
@@ -256,10 +277,7 @@ def _run(
     try:
         step(optimizer)
     except Exception as error:
-        raise _StepFailedError(
-            f"its own step number {number + 1} failed in a trial in memory "
-            f"({type(error).__name__}: {error})"
-        ) from error
+        raise _StepFailedError(number, error) from error
 
 
 def _require_gradients(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 NUM_STEPS: Final = 64
+
+Odd: TypeAlias = Literal["missing", "infinite"]
+"""Gradients that some classes cannot take: None, and such with a value that is not finite."""
 
 _SHAPES: Final = (((160, 65), (7,), ()), ((40, 9), (1,), (4, 3, 3, 3)))
 """Shapes of the parameters of each group. One has more than 10,000 elements, as some rules ask."""
@@ -85,8 +88,7 @@ def gradients_of(
     number: int,
     parameters: Sequence[Sequence[torch.Tensor]],
     generator: torch.Generator,
-    *,
-    with_missing: bool,
+    left_out: Set[Odd],
 ) -> list[list[torch.Tensor | None]]:
     """Return gradients for a step: mostly of a loss that falls, and at times extreme ones."""
     scale, pull = 1.0, 1.0
@@ -100,7 +102,7 @@ def gradients_of(
         scale, pull = 1e9, 0.0
     elif number < NUM_STEPS // 2:
         scale = 0.01  # the same direction for many steps, as rules for estimating distances need
-    left_out = _MISSING.get(number, ()) if with_missing else ()
+    missing = () if "missing" in left_out else _MISSING.get(number, ())
     given: list[list[torch.Tensor | None]] = []
     for index, group in enumerate(parameters):
         given.append([])
@@ -108,8 +110,9 @@ def gradients_of(
             noise = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             noise.normal_(generator=generator).mul_(scale)
             gradient = noise.add_(parameter.detach() - 0.5, alpha=pull)
-            _spoil(gradient.view(-1), number)
-            given[-1].append(None if (index, position) in left_out else gradient)
+            if not (number == NUM_STEPS - 1 and "infinite" in left_out):
+                _spoil(gradient.view(-1), number)
+            given[-1].append(None if (index, position) in missing else gradient)
     return given
 
 
