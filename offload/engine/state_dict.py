@@ -37,7 +37,7 @@ from offload.stream.passes import RingPass
 from offload.update.coding.decoder import StateDecoder, kept_arrays
 from offload.update.coding.filler import ParameterState, StateFiller
 from offload.update.dtypes import DTYPE_CODES
-from offload.update.rules import Scalars
+from offload.update.kept_state import Scalars
 
 _LOADING = "load_state_dict()"
 """Call of the user, for messages."""

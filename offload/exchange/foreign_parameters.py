@@ -20,7 +20,8 @@ from offload.format.layout import ParameterSpec
 from offload.options import Options
 from offload.update.coding.filler import ParameterState, TensorSource
 from offload.update.dtypes import DTYPE_CODES
-from offload.update.rules import Rule, Scalars, UpdateRule
+from offload.update.kept_state import Rule, Scalars
+from offload.update.rules import UpdateRule
 
 
 @dataclass(slots=True)

@@ -43,7 +43,8 @@ from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update.coding import codecs
 from offload.update.coding.filler import StateFiller
 from offload.update.dtypes import DTYPE_CODES, DTYPES
-from offload.update.rules import Scalars, UpdateRule
+from offload.update.kept_state import Scalars
+from offload.update.rules import UpdateRule
 
 _READ_ELEMENTS = 512 << 10
 

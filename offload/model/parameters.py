@@ -12,7 +12,11 @@ from torch.nn.parameter import is_lazy
 
 from offload.ambient import as_user
 from offload.device.boundary import is_reachable
-from offload.errors import MismatchError, UnsupportedParameterError
+from offload.errors import (
+    MismatchError,
+    UnsupportedOptimizerError,
+    UnsupportedParameterError,
+)
 from offload.format.arrays import StateFormat
 from offload.format.layout import ModelTensor, ParameterSpec
 from offload.model.memory_overlap import Spans, has_memory
@@ -20,6 +24,7 @@ from offload.model.names import unwrapped_names
 from offload.model.process_groups import require_whole
 from offload.model.shards import Shard, Shards, cut_of
 from offload.update.dtypes import DTYPE_CODES
+from offload.update.kept_state import Rule
 from offload.update.rules import UpdateRule
 
 _TRAINABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -149,6 +154,7 @@ def describe_parameters(
             if not (is_stepped(parameter) or name in also):
                 continue
             check_parameter(name, parameter, sharded=shards is not None)
+            check_attributes(name, parameter, rule, kept)
             if name in owners:
                 raise MismatchError(
                     f"two parameters are called {name!r} (in parameter groups {owners[name]} and "
@@ -160,6 +166,21 @@ def describe_parameters(
             if trainable is not None:
                 found.append(trainable)
     return found
+
+
+def check_attributes(name: str, parameter: torch.Tensor, rule: UpdateRule, kept: Rule) -> None:
+    """Check that a parameter has no attribute that the optimizer's class looks for.
+
+    Raises:
+        UnsupportedOptimizerError: It has one, which chunks of it do not have.
+    """
+    for attribute in sorted(kept.reads):
+        if hasattr(parameter, attribute):
+            raise UnsupportedOptimizerError(
+                f"{rule.optimizer_class.__name__} cannot be offloaded with the parameter {name!r}, "
+                f"whose attribute {attribute!r} it reads: chunks have no attributes. Give the "
+                "parameter a group of its own instead"
+            )
 
 
 def make_trainable(

@@ -26,7 +26,8 @@ from offload.model.parameters import (
 from offload.model.replacing import describing
 from offload.model.shards import Shards
 from offload.update.dtypes import DTYPE_CODES
-from offload.update.rules import Scalars, UpdateRule
+from offload.update.kept_state import Scalars
+from offload.update.rules import UpdateRule
 
 _log = logging.getLogger("offload")
 

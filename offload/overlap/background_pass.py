@@ -13,7 +13,7 @@ from offload.errors import OffloadError
 from offload.model.new_values import NoValues, Values
 from offload.overlap.value_carrier import ValueCarrier
 from offload.stream.meter import Meter
-from offload.update.rules import Scalars
+from offload.update.kept_state import Scalars
 
 
 class RunningPass:

@@ -18,7 +18,14 @@ import torch
 
 from offload.engine.chunk_pass import StatePass
 from offload.engine.seal import Captured, SealHandle, capture
-from offload.engine.state_passes import begin_pass, begin_values, pass_ended, pass_failed
+from offload.engine.state_passes import (
+    advance,
+    advanced,
+    begin_pass,
+    begin_values,
+    pass_ended,
+    pass_failed,
+)
 from offload.engine.strategy import Metrics
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OffloadError, SealError, reason_of
@@ -28,7 +35,7 @@ from offload.overlap.compiling import compile_lock
 from offload.overlap.forward_hooks import ForwardHooks
 from offload.overlap.own_gradients import copy_shared_gradients
 from offload.store.state_store import StateSlot
-from offload.update.rules import Scalars
+from offload.update.kept_state import Scalars
 
 
 class BesideForward:
@@ -99,7 +106,9 @@ class BesideForward:
                 self.laid_out()
             with state.refusing_step():
                 gradients = table.gradients(groups)
+            changes = advanced(state, groups)
             if not table.has_gradient(groups):
+                advance(groups, changes)
                 state.num_steps += 1
                 return
             with state.refusing_step():
@@ -121,6 +130,7 @@ class BesideForward:
                 self._running = running  # set first: beginning may be interrupted
                 must_wait += self._hooks.begin(running)
                 running.start()
+                advance(groups, changes)
             except BaseException as error:
                 if running.cancel():
                     self._running = None
