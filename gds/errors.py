@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from errno import EMFILE, ENFILE
+from errno import EFBIG, EMFILE, ENFILE
 
 
 class OffloadError(Exception):
@@ -11,6 +11,7 @@ class OffloadError(Exception):
 
 
 _REMEDIES = {
+    EFBIG: "; raise the limit of file sizes with ulimit -f, or use another file system",
     EMFILE: "; close files, or raise the limit of open files with ulimit -n",
     ENFILE: "; the whole machine has too many: close some, or raise sysctl fs.file-max",
 }

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -36,9 +36,9 @@ def as_directories(directory: Directory | Sequence[Directory]) -> tuple[str, ...
         TypeError: A value is not a path.
         ValueError: The list is empty or too long, or names the same directory twice.
     """
-    if isinstance(directory, str | bytes | os.PathLike):
-        directory = [directory]
-    given = [*directory] if isinstance(directory, Iterable) else [directory]
+    given: Any = directory
+    is_one = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
+    given = [given] if is_one else [*given]
     for path in given:
         if not isinstance(path, str | bytes | os.PathLike):
             raise TypeError(f"directory must be a path, or a list of paths, got {path!r:.60}")

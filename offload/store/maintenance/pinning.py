@@ -49,8 +49,8 @@ def pin(
         gds.StorageError: The pin could not be written durably.
     """
     check_pin_name(name)
-    is_open = isinstance(checkpoint, Checkpoint)
-    path = checkpoint.path if is_open else os.path.abspath(os.fsdecode(checkpoint))
+    given = checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
+    path = os.path.abspath(os.fsdecode(given))
     if backend is None and isinstance(checkpoint, Checkpoint):
         backend = checkpoint.backend
     with open_for_parameters(path, backend=backend) as opened:  # its lock prevents a withdrawal
