@@ -329,7 +329,8 @@ class RankModel:
             """Return live memory of a box."""
             item, cut = live[name], cuts.get(name)
             is_own = item.is_here if cut is None else cut.box == box
-            return item.tensor if is_own else part_of(item.parameter, box)
+            whole = item.parameter if item.memory is None else item.memory
+            return item.tensor if is_own else part_of(whole, box)
 
         return memory
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -165,13 +165,19 @@ class Seal:
         self._progress = Monitor()
         self._copied = 0
         self._is_claimed = False
-        self._versions: list[tuple[str, torch.Tensor, int, int]] = []
+        self._versions: list[tuple[int, str, torch.Tensor, int]] = []
+        """For each tensor that must not change: `ModelCopy.stop_of`, name, memory and version."""
         for item in captured.stored:
             name = item.spec.name
             if not item.by_value and not item.tensor.is_inference():  # these have no version
                 version = captured.versions[name]
-                self._versions.append((name, item.tensor, version, model.stop_of(name)))
-        self._versions.sort(key=lambda version: version[3], reverse=True)
+                self._versions.append((model.stop_of(name), name, item.tensor, version))
+        self._versions.sort(key=lambda version: version[0])
+        self._num_checked = 0
+        self._are_released = False
+        """Whether a step may change tensors that have been copied."""
+        self._edited = ""
+        """Name of a tensor that had been edited when a step was about to change tensors."""
         self._model_bytes = 0
         """Bytes written to the model file."""
 
@@ -252,7 +258,14 @@ class Seal:
         self.wait_copied(self._data_bytes)
 
     def stops(self, layout: Layout) -> Sequence[int]:
-        """Return, for each chunk of a layout, the bytes that `wait_copied` has to wait for."""
+        """Return, for each chunk of a layout, the bytes that `wait_copied` has to wait for.
+
+        The caller is a pass that is about to change tensors. Until then nobody may edit them.
+        """
+        with self._progress:
+            if not self._are_released:
+                self._are_released = True
+                self._edited = next(self._changed(self._versions), "")
         model = self._model
         return (0,) * layout.num_chunks if model is None else model.stops(layout)
 
@@ -275,21 +288,44 @@ class Seal:
         self._flush.start(slot)
         digests, self._model_bytes = model.write(self._publish)
         self._flush.wait()
+        self._require_unedited()
         stored = self._store.sealing.seal(slot, self._composition, digests)
         return self._store.reader_of(stored)
 
     def _publish(self, copied: int) -> None:
-        while self._versions and self._versions[-1][3] <= copied:
-            name, tensor, version, _ = self._versions.pop()
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"{name!r} was changed in place while it was being copied into the checkpoint. "
-                    "Between checkpoint() and the next step(), call .result() on the handle before "
-                    "editing parameters"
-                )
+        first = self._num_checked
+        while (n := self._num_checked) < len(self._versions) and self._versions[n][0] <= copied:
+            self._num_checked += 1
+        self._refuse(next(self._changed(self._versions[first : self._num_checked]), ""))
         with self._progress:
             self._copied = copied
             self._progress.notify_all()
+
+    def _require_unedited(self) -> None:
+        """Refuse edits that had begun when their tensors were copied.
+
+        torch counts an edit when it ends. So everything is compared once more after the last copy,
+        or, if a step comes before that, when the step begins.
+        """
+        with self._progress:
+            if not self._are_released:
+                self._edited = next(self._changed(self._versions), "")
+            self._refuse(self._edited)
+
+    @staticmethod
+    def _changed(versions: Iterable[tuple[int, str, torch.Tensor, int]]) -> Iterator[str]:
+        """Yield the names of tensors that were changed in place."""
+        return (name for _, name, tensor, version in versions if tensor._version != version)
+
+    @staticmethod
+    def _refuse(name: str) -> None:
+        """Raise the error for the tensor of this name that was changed in place; "" for none."""
+        if name:
+            raise RuntimeError(
+                f"{name!r} was changed in place while it was being copied into the checkpoint. "
+                "Between checkpoint() and the next step(), call .result() on the handle before "
+                "editing parameters"
+            )
 
     def _finish(self) -> None:
         self._store.sealing.end()

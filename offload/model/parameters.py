@@ -84,9 +84,20 @@ class Stored:
     is_here: bool = True
     """Whether this rank stores the tensor or a part of it. If not, `tensor` is empty."""
 
+    memory: torch.Tensor | None = None
+    """Memory of the whole `parameter` as of `captured`; None before that."""
+
     def captured(self) -> Stored:
-        """Return this object, or one with a copy of the tensor if it is copied by value."""
-        return replace(self, tensor=self.tensor.detach().clone()) if self.by_value else self
+        """Return this object with the present memory, or with a copy if it is copied by value.
+
+        A conversion of the model gives its parameters other memory. The memory of now stays what it
+        is as long as the result has views of it.
+        """
+        # A step may be running. Watching is off, so this does not wait for it.
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor = self.tensor.detach()
+            tensor = tensor.clone() if self.by_value else tensor
+            return replace(self, tensor=tensor, memory=self.parameter.detach())
 
 
 def is_stepped(parameter: torch.Tensor) -> bool:
