@@ -43,8 +43,8 @@ from offload.format.shares.model_shares import ModelShare, ModelShares, divide
 from offload.format.shares.shard_files import model_shard, shard_share
 from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import ModelCopy
-from offload.model.parameters import Stored
 from offload.model.recut_model import read_recut_model, require_seen_model
+from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateSlot
 

@@ -14,7 +14,7 @@ from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.model_writing import CloneSource, TensorRanges, write_model
-from offload.model.parameters import Stored
+from offload.model.stored import Stored
 
 
 class ModelCopy(Protocol):
