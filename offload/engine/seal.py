@@ -10,9 +10,11 @@ about to overwrite.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -40,6 +42,11 @@ from offload.units import duration, size
 SEAL_THREAD = "offload-seal"
 """Name of the threads that seal."""
 
+_EDITED = (
+    "while it was being copied into the checkpoint. Between checkpoint() and the next step(), call "
+    ".result() on the handle before editing parameters"
+)
+
 
 class SealHandle:
     """Handle of a checkpoint that is being sealed, or has been sealed.
@@ -52,6 +59,9 @@ class SealHandle:
         self.step = step
         """Number of optimizer steps after which the checkpoint was asked for."""
         self._future: Pending[Checkpoint] = Pending()
+        self._caller = threading.get_ident()
+        self._is_awaited = False
+        """Whether the thread that asked for the checkpoint waits for it."""
 
     def done(self) -> bool:
         """Return whether sealing has ended, with success or with an error."""
@@ -67,7 +77,8 @@ class SealHandle:
             SealError: The checkpoint could not be sealed. Older checkpoints are untouched.
             TimeoutError: The checkpoint is still being sealed after `timeout` seconds.
         """
-        return self._future.result(timeout)
+        with self._awaited():
+            return self._future.result(timeout)
 
     def when_sealed(self, use: Callable[[Checkpoint], object]) -> None:
         """Call a function with the checkpoint once it is durable; not if sealing fails.
@@ -94,7 +105,25 @@ class SealHandle:
 
     def wait(self) -> None:
         """Wait until sealing has ended, with success or with an error."""
-        self._future.wait()
+        with self._awaited():
+            self._future.wait()
+
+    @contextmanager
+    def _awaited(self) -> Iterator[None]:
+        is_caller = threading.get_ident() == self._caller
+        self._is_awaited |= is_caller
+        try:
+            yield
+        finally:
+            self._is_awaited &= not is_caller
+
+    def place_of_caller(self) -> tuple[int, int] | None:
+        """Return where the thread is that asked for the checkpoint; None if it edits nothing.
+
+        If the place is the same at two times, the thread may be in one call, such as an edit.
+        """
+        frame = None if self._is_awaited else sys._current_frames().get(self._caller)
+        return None if frame is None else (id(frame), frame.f_lasti)
 
     def fail(self, error: SealError) -> None:
         """Make `result` raise an error, because the checkpoint will never be sealed."""
@@ -160,6 +189,7 @@ class Seal:
         self.slot = slot
         self._composition = captured.composition
         self._model: ModelCopy | None = model
+        self._is_on_host = not captured.marks
         self._data_bytes = model.data_bytes
         self._flush = flush
         self._progress = Monitor()
@@ -287,7 +317,10 @@ class Seal:
         self._store.expire()
         self._flush.start(slot)
         digests, self._model_bytes = model.write(self._publish)
+        place = self.handle.place_of_caller()
         self._flush.wait()
+        if place is not None and place == self.handle.place_of_caller() and self._is_on_host:
+            self._require_unchanged(model, digests)
         self._require_unedited()
         stored = self._store.sealing.seal(slot, self._composition, digests)
         return self._store.reader_of(stored)
@@ -301,8 +334,15 @@ class Seal:
             self._copied = copied
             self._progress.notify_all()
 
+    def _require_unchanged(self, model: ModelCopy, digests: Sequence[str]) -> None:
+        """Refuse an edit that began before its tensor was copied, and has not ended yet."""
+        is_same = model.is_same(digests)
+        with self._progress:
+            if not (is_same or self._are_released):
+                raise RuntimeError(f"the model was being changed in place {_EDITED}")
+
     def _require_unedited(self) -> None:
-        """Refuse edits that had begun when their tensors were copied.
+        """Refuse edits that began before their tensors were copied, and have ended since.
 
         torch counts an edit when it ends. So everything is compared once more after the last copy,
         or, if a step comes before that, when the step begins.
@@ -321,11 +361,7 @@ class Seal:
     def _refuse(name: str) -> None:
         """Raise the error for the tensor of this name that was changed in place; "" for none."""
         if name:
-            raise RuntimeError(
-                f"{name!r} was changed in place while it was being copied into the checkpoint. "
-                "Between checkpoint() and the next step(), call .result() on the handle before "
-                "editing parameters"
-            )
+            raise RuntimeError(f"{name!r} was changed in place {_EDITED}")
 
     def _finish(self) -> None:
         self._store.sealing.end()

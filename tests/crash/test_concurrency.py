@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -794,6 +795,30 @@ class TestSealBehindTraining:
             handle.result(60)
         if then == "a step begins":
             step.join(60)
+        with pytest.raises(SealError):
+            optimizer.close()
+
+    def test_an_edit_that_is_not_over_is_an_error(self, gate: SealGate) -> None:
+        """The memory changes under the copy, and nothing has been counted yet."""
+        model, optimizer = self.start(gate)
+        gate.shut()
+        handle = optimizer.checkpoint()
+        assert gate.reached.wait(60)
+        model.rows[0].data.mul_(0.5)  # as half of an edit is: torch counts only its end
+        ended, caller = threading.Event(), threading.get_ident()
+
+        def go_on() -> None:
+            eventually(lambda: sys._current_frames()[caller].f_code.co_name == "wait")
+            gate.is_open.set()
+            handle.wait()
+            ended.set()
+
+        other = threading.Thread(target=go_on)
+        other.start()
+        assert ended.wait(60)  # one call, as an edit is
+        other.join()
+        with pytest.raises(SealError, match="the model was being changed in place while"):
+            handle.result(60)
         with pytest.raises(SealError):
             optimizer.close()
 
