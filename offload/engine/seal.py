@@ -419,7 +419,8 @@ def capture(
         metrics=metrics,
         update_code=update_code,
     )
-    captured = [item.captured() for item in stored]
+    with torch._C.DisableTorchFunctionSubclass():  # as in `versions_of`
+        captured = [item.captured() for item in stored]
     marks = marks_of(item.tensor for item in captured)
     return Captured(composition, captured, versions_of(stored), marks, SealHandle(step))
 

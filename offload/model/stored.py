@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,11 +68,19 @@ class Stored:
         A conversion of the model gives its parameters other memory. The memory of now stays what it
         is as long as the result has views of it.
         """
-        # A step may be running. Watching is off, so this does not wait for it.
-        with torch._C.DisableTorchFunctionSubclass():
-            tensor = self.tensor.detach()
-            tensor = tensor.clone() if self.by_value else tensor
-            return replace(self, tensor=tensor, memory=self.parameter.detach())
+        tensor = self.tensor.detach()
+        tensor = tensor.clone() if self.by_value else tensor
+        memory = tensor if self.tensor is self.parameter else self.parameter.detach()
+        return Stored(
+            self.spec,
+            self.parameter,
+            tensor,
+            self.by_value,
+            self.is_alias,
+            self.is_here,
+            self.is_copy,
+            memory,
+        )
 
 
 def describe_model(
@@ -102,7 +110,7 @@ def describe_model(
     if shards is not None:
         entries = {p: [n] for n, p in group_names(param_groups, model, shards) if is_stepped(p)}
         entries |= {t.parameter: [t.spec.name] for t in trainable if t.parameter not in entries}
-    copies: set[torch.Tensor] = set()
+    copies: set[int] = set()
     if model is None:
         for name, parameter in group_names(param_groups, None, shards):
             entries.setdefault(parameter, [name])
@@ -125,13 +133,13 @@ def describe_model(
         dtype, shape = DTYPE_CODES[parameter.dtype], tuple(parameter.shape)
         spec = ModelTensor(name, dtype, shape, tuple(aliases))
         if tensor is None:
-            stored.append(_elsewhere(spec, parameter, is_copy=parameter in copies))
+            stored.append(_elsewhere(spec, parameter, is_copy=id(parameter) in copies))
             continue
         # While a seal is in progress, the next step may change trained memory as soon as the seal
         # has copied the trained tensor. Aliases of that memory are therefore copied at once.
         is_alias = parameter not in memory and spans.touch(tensor)
         by_value = is_alias or parameter not in parameters
-        is_copy = parameter in copies
+        is_copy = id(parameter) in copies
         stored.append(Stored(spec, parameter, tensor, by_value, is_alias, is_copy=is_copy))
     return stored
 
@@ -155,30 +163,30 @@ def _add_state_dict(
     entries: dict[torch.Tensor, list[str]],
     named: Callable[[str], str],
     shards: Shards | None,
-) -> set[torch.Tensor]:
-    """Add what is in a model's state dict to names by tensor; return the tensors that are copies.
+) -> set[int]:
+    """Add what is in a model's state dict to names by tensor; return the ids of copies.
 
     Raises:
         UnsupportedParameterError: An entry could not be given back, or has a name that another
             tensor has.
     """
-    own = set(entries)
+    own = {id(tensor): tensor for tensor in entries}  # a tensor's own hash takes long
     for module in model.modules():
-        both = (*module._parameters.values(), *module._buffers.values())
-        own.update(tensor for tensor in both if tensor is not None)
+        for kept in (module._parameters, module._buffers):
+            own.update((id(tensor), tensor) for tensor in kept.values() if tensor is not None)
     places: dict[object, torch.Tensor] = {}
     taken = {name: tensor for tensor, names in entries.items() for name in names}
-    copies: set[torch.Tensor] = set()
+    copies: set[int] = set()
     # keep_vars returns the tensors themselves, so that tied ones are recognised by identity
     with as_user():  # the model may have the user's hooks
         live = model.state_dict(keep_vars=True)
     for given, value in live.items():
         name, tensor = named(given), value
-        if not isinstance(value, torch.Tensor) or value not in own:
+        if not isinstance(value, torch.Tensor) or id(value) not in own:
             if not isinstance(value, torch.Tensor):
                 name += ENCODED
             if not places:
-                places = {place: one for one in own if (place := _place(one)) is not None}
+                places = {place: one for one in own.values() if (place := _place(one)) is not None}
             tensor = places.get(_place(value))  # a hook may have called detach()
             if tensor is None:
                 if isinstance(value, torch.Tensor) and given.endswith(ENCODED):
@@ -187,7 +195,7 @@ def _add_state_dict(
                         f"of entries that are no tensors do: choose another name than {ENCODED!r}"
                     )
                 tensor = as_tensor(name, value)
-                copies.add(tensor)
+                copies.add(id(tensor))
                 if shards is not None and is_dtensor(tensor):
                     raise UnsupportedParameterError(
                         f"{name!r} in the model's state dict is a DTensor that is no parameter or "
