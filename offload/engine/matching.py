@@ -12,18 +12,17 @@ from offload.errors import MismatchError
 from offload.format.arrays import StateFormat
 from offload.format.layout import ParameterSpec
 from offload.format.manifest import Manifest
-from offload.model.loading import check_same
+from offload.model.loading import check_same, in_checkpoint
 from offload.model.parameters import (
-    Stored,
     Trainable,
     check_parameter,
-    describe_model,
     describe_parameters,
     make_trainable,
     names_of,
 )
 from offload.model.replacing import replacing
 from offload.model.shards import Shards
+from offload.model.stored import Stored, describe_model
 from offload.units import many
 from offload.update.dtypes import DTYPE_CODES
 from offload.update.hyperparameters import check_hyperparameters, check_scalars, rules_of
@@ -120,6 +119,7 @@ def match_checkpoint(
     trainables = [live[spec.name] for spec in manifest.layout.parameters]
     with replacing():
         stored = describe_model(model, groups, trainables, shards)
+        stored = in_checkpoint(model, stored, manifest.layout.model, path, shards)
     check_same(
         {t.name: (t.dtype, t.shape) for t in manifest.layout.model},
         {item.spec.name: (item.spec.dtype, item.spec.shape) for item in stored},

@@ -69,6 +69,7 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
         state.compute = compute
         table.adopt(manifest.layout, trainables, manifest.scalars)
         state.meter.restore_bytes = load_whole(found, slot, stored, state.block_buffers())
+        table.give_back(stored, incoming.url)
         take_hyperparameters(groups, manifest, state.rule, incoming.url)
         slot.distrust()  # what has arrived is compared once more as it is read
         arrival = Arrival(incoming, store, slot)

@@ -30,10 +30,9 @@ from offload.engine.whole_model import whole_copy
 from offload.engine.working_slot import StateSlots
 from offload.errors import OffloadError, RanksError, SealError, reason_of
 from offload.format.layout import Layout
-from offload.model.all_parameters import all_parameters
 from offload.model.model_copy import ModelCopy
 from offload.model.model_file import BlockBuffers
-from offload.model.parameters import Trainable
+from offload.model.parameters import Trainable, all_parameters
 from offload.model.shards import Shards
 from offload.model.table import ParameterTable
 from offload.options import Options
