@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Sequence
 
-import torch
 from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -18,10 +17,9 @@ from offload import (
     StoreError,
     list_checkpoints,
     open_checkpoint,
-    reference_of,
     verify_before_resume,
 )
-from offload.integrations.sharded_files import is_sharded, reference_in
+from offload.integrations.sharded_files import is_sharded, positions_in_file, reference_in
 
 Directory = str | os.PathLike[str]
 Directories = Directory | Sequence[Directory]
@@ -72,9 +70,14 @@ def latest_checkpoint(
     newest = None
     for number in numbers:
         folder = folder_of(output_dir, number)
-        if not is_complete(folder):
+        try:
+            found_here = positions_in(folder)
+        except OSError as error:
+            lost = lost or f"skipping {folder}: it cannot be read ({error.strerror})"
             continue
-        position = _position(folder)
+        if found_here is None:
+            continue
+        position = found_here[0] if found_here else None
         if position is None and not infos:
             newest = folder
             break
@@ -137,23 +140,25 @@ def folder_of(output_dir: str | os.PathLike[str], step: int) -> str:
     return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def _position(folder: str) -> Position | None:
-    """Return the position that a complete folder refers to; None for a torch optimizer's state."""
-    for name in (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN):
-        path = os.path.join(folder, name)
-        if os.path.isfile(path):
-            return reference_of(torch.load(path, weights_only=True))
-    return reference_in(os.path.join(folder, _SHARDS), "optimizer")
+def positions_in(folder: str) -> list[Position] | None:
+    """Return the position that a finished folder refers to; empty for a torch optimizer's state.
 
+    None means that the Trainer has not finished the folder: it writes its own state last. No tensor
+    is read.
 
-def is_complete(folder: str) -> bool:
-    """Return whether the Trainer has finished a folder: it writes its own state last."""
+    Raises:
+        OSError: The folder cannot be read, which says nothing about what it has.
+    """
     try:
         with open(os.path.join(folder, TRAINER_STATE_NAME), encoding="utf-8") as file:
             json.load(file)
-    except (OSError, ValueError):
-        return False
-    whole = (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN)
-    return any(os.path.isfile(os.path.join(folder, name)) for name in whole) or is_sharded(
-        os.path.join(folder, _SHARDS)
-    )
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    for name in (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN):
+        found = positions_in_file(os.path.join(folder, name))
+        if found is not None:
+            return found
+    if not is_sharded(os.path.join(folder, _SHARDS)):
+        return None
+    position = reference_in(os.path.join(folder, _SHARDS), "optimizer")
+    return [] if position is None else [position]

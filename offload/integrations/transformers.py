@@ -43,7 +43,7 @@ from offload import (
 )
 from offload.integrations.first_rank import num_hosts_of_launcher, require_ranks
 from offload.integrations.folders import Folders, unwrap
-from offload.integrations.trainer_folders import ATTACH, Directories, folder_of, is_complete
+from offload.integrations.trainer_folders import ATTACH, Directories, folder_of, positions_in
 from offload.integrations.trainer_folders import latest_checkpoint as latest_checkpoint
 from offload.integrations.trainer_processes import fsdp_version, require_processes
 from offload.integrations.training_log import TrainingLog
@@ -94,7 +94,7 @@ class OffloadCallback(TrainerCallback):
             raise ValueError(f'log_stats must be True, False or "all", got {log_stats!r}')
         self._folders = Folders(
             "transformers",
-            is_complete,
+            positions_in,
             discard_newer=discard_newer,
             remedy=_REMEDY,
             attach=ATTACH,
@@ -164,6 +164,7 @@ class OffloadCallback(TrainerCallback):
     ) -> None:
         """Note the arguments, and put a hook on the optimizer if it exists already."""
         self._args = args
+        self._folders.use(args.output_dir or "")
         if isinstance(kwargs.get("optimizer"), torch.optim.Optimizer):
             self._follow(_unwrap(kwargs["optimizer"]))
 
@@ -323,6 +324,8 @@ class OffloadCallback(TrainerCallback):
     def _before_loading(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any] | None:
+        if folder := _resumed_from():
+            self._folders.use(os.path.dirname(os.path.abspath(folder)))
         self._folders.go_back(_unwrap(optimizer), state_dict)
         if reference_of(state_dict) is not None or "param_groups" not in state_dict:
             return None
@@ -411,6 +414,17 @@ def _handler() -> CallbackHandler | None:
             return found
         frame = frame.f_back
     return None
+
+
+def _resumed_from() -> str:
+    """Return the folder that a Trainer is loading, from within its call; empty if it loads none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        folder = frame.f_locals.get("resume_from_checkpoint")
+        if isinstance(folder, str) and isinstance(frame.f_locals.get("self"), Trainer):
+            return folder
+        frame = frame.f_back
+    return ""
 
 
 def _has_readers(handler: CallbackHandler | None) -> bool:
