@@ -78,6 +78,7 @@ class Following:
             accelerator.register_load_state_pre_hook(self._after_loading_shards),
             self._optimizer.register_load_state_dict_pre_hook(self._before_loading),
         ]
+        self._folders.sync(self._optimizer)  # before a step may recycle what a folder refers to
 
     def stop(self) -> None:
         """Remove the hooks from the accelerator and the optimizer. Pins stay."""

@@ -9,8 +9,8 @@ it, under the library's name.
 With several ranks, one of them writes and removes folders. So the first rank decides what each call
 is to do, see `offload.integrations.first_rank`, and all ranks make the same calls of the optimizer.
 
-A checkpoint is pinned as long as one of its folders refers to it, or may do so: what cannot be read,
-or is missing and may come back, keeps its pin. See `offload.integrations.places`.
+A checkpoint is pinned as long as one of its folders refers to it, or may do so. What cannot be read,
+or is missing and may come back, keeps its pin; see `offload.integrations.places`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from offload import (
     reference_of,
 )
 from offload.integrations.first_rank import decide, rank_of
-from offload.integrations.listed_folders import ListedFolders, Survey, Use, read_train_state
+from offload.integrations.listed_folders import (
+    ListedFolders,
+    Survey,
+    Use,
+    log_kept,
+    log_released,
+    read_train_state,
+)
 from offload.integrations.places import inode_of_parent, make_durable
 
 _log = logging.getLogger("offload")
@@ -119,8 +126,7 @@ class Folders:
         train_state = self._train_state(optimizer, step)
 
         def entry() -> tuple[dict[str, Any], Mapping[str, float] | None, bool, list[str]]:
-            """Return the library's entry of the train state, metrics, whether it is pinned, and the
-            other folders that refer to this step."""
+            """Return the library's entry, metrics, whether it is pinned, and other folders."""
             survey = self._listed.survey(optimizer)
             uses = [use for use in _uses_of_step(optimizer, survey, step) if use.folder != path]
             folders = {use.folder: use.inode for use in uses if use.status != "removed"}
@@ -190,22 +196,17 @@ class Folders:
             if not is_pinned and is_used:
                 changed.append((name, checkpoint.path))
             elif is_pinned and all(use.status == "removed" for use in uses):
-                why = "; ".join(f"{use.folder} {use.why}" for use in uses)
                 try:  # power loss must not bring back a folder whose checkpoint is gone
                     for use in uses:
                         make_durable(use.folder)
                 except OSError as error:
                     _log.warning("%s stays pinned as %s: %s", checkpoint.path, name, error)
                     continue
-                _log.info("%s is no longer pinned as %s: %s", checkpoint.path, name, why)
+                log_released(checkpoint, name, uses)
                 changed.append((name, None))
             elif is_pinned and not is_used and name not in self._told:
                 self._told.add(name)
-                why = "; ".join(f"{use.folder} {use.why}" for use in uses)
-                _log.warning(
-                    "%s stays pinned as %s: %s. If nobody needs it: offload unpin %s %s",
-                    checkpoint.path, name, why, optimizer.directories[0], name,
-                )  # fmt: skip
+                log_kept(checkpoint, name, uses, optimizer.directories[0])
         return changed
 
     def go_back(self, optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:

@@ -1,9 +1,11 @@
-"""The folders that the checkpoints of a store list, and what each of them refers to now."""
+"""The files and folders that the checkpoints of a store list, and what each refers to now."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +17,9 @@ from offload import (
     Position,
     open_checkpoint,
 )
-from offload.integrations.places import Places
+from offload.integrations.places import Places, is_remote
+
+_log = logging.getLogger("offload")
 
 Status = Literal["refers", "unreadable", "unfinished", "removed", "missing"]
 """``removed`` means as well that the folder refers to something else now. ``missing`` means that it
@@ -31,6 +35,9 @@ class Use:
 
     folder: str
     """Path where the folder is, or was last."""
+
+    listed: str
+    """Path that the checkpoint lists."""
 
     inode: int
     """Inode that is listed for its parent directory."""
@@ -51,10 +58,10 @@ class Survey:
 
 
 class ListedFolders:
-    """Folders of one library.
+    """Folders of one library, which may be files as well.
 
     Args:
-        library: Name of the library, which is the key in train states.
+        library: Key of the library in train states.
         read: Function that returns the positions that a finished folder refers to; None if the
             library has not finished it. `OSError` says that it cannot be read.
     """
@@ -103,7 +110,7 @@ class ListedFolders:
             each = uses[checkpoint.generation] = []
             for path, inode in self._folders(optimizer, checkpoint):
                 at = [
-                    _use_at(place, inode, found[place], checkpoint, places, known)
+                    _use_at(place, path, inode, found[place], checkpoint, places, known)
                     for place in places.of(path, self._store_of(checkpoint))
                 ]
                 each.append(min(at, key=lambda use: _BY_WEIGHT.index(use.status)))
@@ -133,10 +140,13 @@ class ListedFolders:
 
     def _look(self, folder: str) -> list[Position] | OSError | None:
         """Return the positions that a folder refers to, or the error; None if it is unfinished."""
+        if is_remote(folder):
+            return OSError(errno.EREMOTE, os.strerror(errno.EREMOTE), folder)
         try:
-            os.lstat(folder)
-            with os.scandir(folder) as entries:
-                stats = [(e.name, e.stat()) for e in entries]
+            stats = [("", os.stat(folder))]
+            if os.path.isdir(folder):
+                with os.scandir(folder) as entries:
+                    stats += [(e.name, e.stat(follow_symlinks=False)) for e in entries]
             now = sorted((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)
             before = self._positions.get(folder)
             if before is not None and before[0] == now:
@@ -151,6 +161,7 @@ class ListedFolders:
 
 def _use_at(
     place: str,
+    listed: str,
     inode: int,
     found: list[Position] | OSError | None,
     checkpoint: CheckpointInfo,
@@ -160,18 +171,18 @@ def _use_at(
     """Return what has become of a folder, if this is its place."""
     if isinstance(found, FileNotFoundError):
         if places.is_removed(place, inode, known):
-            return Use(place, inode, "removed", "has been removed")
-        return Use(place, inode, "missing", "is not there, and may have been moved")
+            return Use(place, listed, inode, "removed", "has been removed")
+        return Use(place, listed, inode, "missing", "is not there, and may have been moved")
     if isinstance(found, OSError):
-        return Use(place, inode, "unreadable", f"cannot be read ({found.strerror})")
+        return Use(place, listed, inode, "unreadable", f"cannot be read ({found.strerror})")
     if found is None:
-        return Use(place, inode, "unfinished", "is not finished")
+        return Use(place, listed, inode, "unfinished", "is not finished")
     if _names(found, checkpoint):
-        return Use(place, inode, "refers")
+        return Use(place, listed, inode, "refers")
     is_ours = any(position.store == checkpoint.store for position in found)
     if is_ours or places.is_known(place, inode, known):
-        return Use(place, inode, "removed", "refers to something else now")
-    return Use(place, inode, "missing", "is of another run")
+        return Use(place, listed, inode, "removed", "refers to something else now")
+    return Use(place, listed, inode, "missing", "is of another run")
 
 
 def _names(found: list[Position] | OSError | None, checkpoint: CheckpointInfo) -> bool:
@@ -180,6 +191,23 @@ def _names(found: list[Position] | OSError | None, checkpoint: CheckpointInfo) -
         position.sealed and (position.store, position.step, position.generation) == wanted
         for position in found
     )
+
+
+def log_released(checkpoint: CheckpointInfo, name: str, uses: Sequence[Use]) -> None:
+    """Log that a pin is removed, and why."""
+    _log.info("%s is no longer pinned as %s: %s", checkpoint.path, name, _reasons(uses))
+
+
+def log_kept(checkpoint: CheckpointInfo, name: str, uses: Sequence[Use], store: str) -> None:
+    """Log that a pin stays although no folder is known to need it, and why."""
+    _log.warning(
+        "%s stays pinned as %s: %s. If nobody needs it: offload unpin %s %s",
+        checkpoint.path, name, _reasons(uses), store, name,
+    )  # fmt: skip
+
+
+def _reasons(uses: Sequence[Use]) -> str:
+    return "; ".join(f"{use.folder} {use.why}" for use in uses)
 
 
 def read_train_state(

@@ -45,6 +45,8 @@ class Places:
             path: Path that it had.
             store: Directory that the store had at that moment; None if that was not noted.
         """
+        if is_remote(path):
+            return [path]
         found = [path]
         if store is not None and not _is_same(store, self.store):
             beside = os.path.join(self.store, os.path.relpath(path, store))
@@ -98,6 +100,11 @@ class Places:
         return self._seen.get(path) == (parent.st_dev, parent.st_ino)
 
 
+def is_remote(path: str) -> bool:
+    """Return whether a path is a URL, of a file on a network."""
+    return "://" in path
+
+
 def inode_of_parent(path: str, known: Collection[tuple[str, int]]) -> int:
     """Return the inode to list for the parent directory of a path.
 
@@ -105,9 +112,11 @@ def inode_of_parent(path: str, known: Collection[tuple[str, int]]) -> int:
     is listed with the same one.
 
     Args:
-        path: Path whose parent directory exists.
+        path: Path whose parent directory exists, or a URL.
         known: Directories that are known, each with the inode that was listed for it.
     """
+    if is_remote(path):
+        return 0
     directory = os.path.dirname(path)
     present = os.stat(directory).st_ino
     listed = {inode for name, inode in known if name == directory}
