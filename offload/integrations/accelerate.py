@@ -66,10 +66,15 @@ class Following:
         )
         self._is_loading = False
         self._is_stopped = False
+        self._is_saving = False
+        """Whether `_saving` is running."""
         self._is_writing = False
         """Whether the state has been sealed for a folder that accelerate has not finished yet."""
         self._save_state = accelerator.save_state
+        self._load_state = accelerator.load_state
         accelerator.save_state = self._saving  # type: ignore[method-assign]
+        accelerator.load_state = self._loading  # type: ignore[method-assign]
+        self._accelerator = accelerator
         self._is_sharded = bool(accelerator.is_fsdp2)
         self._optimizer.torch_form = self._is_sharded
         self._optimizer.warn_unsealed = not self._is_sharded
@@ -95,7 +100,7 @@ class Following:
         if self._is_writing:  # the last save has failed
             self._folders.sync(self._optimizer)
         self._is_writing = True
-        self._folders.seal(self._optimizer, output_dir)
+        self._folders.seal(self._optimizer, output_dir, finishes=self._is_saving)
         if self._is_sharded:
             reference = self._optimizer.state_dict()
             decide(
@@ -104,15 +109,28 @@ class Following:
             )
 
     def _saving(self, *args: Any, **kwargs: Any) -> Any:
-        """Save as accelerate does, and unpin what no folder refers to any more.
-
-        accelerate has no hook for the end of a save.
-        """
-        result = self._save_state(*args, **kwargs)
+        """Save as accelerate does, and finish: accelerate has no hook for the end of a save."""
+        self._is_saving = True
+        try:
+            result = self._save_state(*args, **kwargs)
+        finally:
+            self._is_saving = False
         if self._is_writing and not self._is_stopped:
-            self._folders.sync(self._optimizer)
+            self._folders.finish(self._optimizer)
             self._is_writing = False
         return result
+
+    def _loading(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load as accelerate does, from a folder that is written anew if it is missing."""
+        if not self._is_stopped:
+            where = self._accelerator.project_dir
+            if input_dir is not None:
+                parent, name = os.path.split(os.path.abspath(os.path.expanduser(input_dir)))
+                if not os.path.lexists(os.path.join(parent, name)):
+                    self._folders.write_missing(self._optimizer, parent, name)
+            elif where and not os.path.lexists(parent := os.path.join(where, "checkpoints")):
+                self._folders.write_missing(self._optimizer, parent, "")
+        return self._load_state(input_dir, *args, **kwargs)
 
     def _after_loading_shards(self, models: list[torch.nn.Module], input_dir: str) -> None:
         """Load the reference, if accelerate has loaded shards without calling a hook."""

@@ -99,13 +99,13 @@ def _listed(loaded: str) -> ListedFolders:
         loaded: File that training resumes from; empty if there is none. The other files may have
             been moved to its directory.
     """
-    listed = ListedFolders(_FILES, _positions_in)
+    listed = ListedFolders(_FILES, positions_in)
     if loaded and not is_remote(loaded):
         listed.use(os.path.dirname(name_of_file(loaded)))
     return listed
 
 
-def _positions_in(file: str) -> list[Position] | None:
+def positions_in(file: str) -> list[Position] | None:
     """Return the positions that a file names; None if it is not finished. No tensor is read.
 
     Raises:

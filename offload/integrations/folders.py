@@ -9,14 +9,15 @@ it, under the library's name.
 With several ranks, one of them writes and removes folders. So the first rank decides what each call
 is to do, see `offload.integrations.first_rank`, and all ranks make the same calls of the optimizer.
 
-A checkpoint is pinned as long as one of its folders refers to it, or may do so. What cannot be read,
-or is missing and may come back, keeps its pin; see `offload.integrations.places`.
+A checkpoint is pinned as long as one of its folders refers to it, or may do so. What is missing and
+may come back, or cannot be read, keeps its pin; see `offload.integrations.places`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,7 +32,8 @@ from offload import (
     add_hf_files,
     reference_of,
 )
-from offload.integrations.first_rank import decide, rank_of
+from offload.integrations.carried_files import pack, write_newest
+from offload.integrations.first_rank import all_arrived, decide, rank_of
 from offload.integrations.listed_folders import (
     ListedFolders,
     Survey,
@@ -43,6 +45,9 @@ from offload.integrations.listed_folders import (
 from offload.integrations.places import inode_of_parent, make_durable
 
 _log = logging.getLogger("offload")
+
+_Unfinished = tuple[str, Checkpoint, dict[Any, Any], Mapping[str, float] | None]
+"""Folder that a checkpoint was sealed for, the checkpoint, its train state, and metrics."""
 
 
 def unwrap(optimizer: object, remedy: str) -> OffloadedOptimizer:
@@ -85,10 +90,12 @@ class Folders:
         attach: str,
     ) -> None:
         self._library = library
+        self._read = read
         self._listed = ListedFolders(library, read)
         self._discard_newer = discard_newer
         self._remedy = remedy
         self._attach = attach
+        self._unfinished: _Unfinished | None = None
         self._told: set[str] = set()
         """Pins about which a line of the log has said why they stay."""
 
@@ -102,7 +109,9 @@ class Folders:
         folder: str,
         metrics: Mapping[str, float] | None = None,
         totals: Callable[[], Mapping[str, float]] | None = None,
-    ) -> Checkpoint:
+        *,
+        finishes: bool = True,
+    ) -> None:
         """Make the present state a checkpoint for a folder. It is durable and pinned on return.
 
         If the folder has a ``config.json``, this and its like are copied to the checkpoint, so that
@@ -114,6 +123,8 @@ class Folders:
             metrics: Metrics of this state, as for `OffloadedOptimizer.checkpoint`.
             totals: Function that returns totals to keep with the checkpoint. It is called when no
                 transfer is in flight.
+            finishes: Whether `finish` is called when the library has written the folder. Until then
+                the checkpoint is not uploaded to a tier.
 
         Raises:
             SealError: The state could not be sealed.
@@ -141,6 +152,7 @@ class Folders:
         train_state[self._library] = own
         if is_pinned and optimizer.num_ranks > 1:  # several ranks learn of a PinError too late
             optimizer.unpin(name)
+        optimizer.upload_sealed = not finishes
         try:
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
         except PinError as error:
@@ -156,11 +168,72 @@ class Folders:
             # changed the learning rate since the last save. The library overwrites its folder, too.
             optimizer.unpin(name)
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
+        finally:
+            optimizer.upload_sealed = True
         self._listed.sealed(checkpoint, own, path)
         optimizer.pin(name, checkpoint)
         if rank_of(optimizer) == 0:
             _add_hf_files(checkpoint, path)
-        return checkpoint
+        self._unfinished = (path, checkpoint, train_state, metrics) if finishes else None
+
+    def finish(self, optimizer: OffloadedOptimizer) -> None:
+        """Take the small files of the folder that has just been written into the train state.
+
+        Then the checkpoint is uploaded, if the optimizer has a tier. Pins follow what folders refer
+        to now.
+
+        Raises:
+            SealError: The train state could not be written.
+            gds.StorageError: A pin could not be written or removed durably.
+        """
+        if self._unfinished is not None:
+            (path, checkpoint, train_state, metrics), self._unfinished = self._unfinished, None
+            all_arrived(optimizer)  # each rank writes files of its own into the folder
+            files = decide(optimizer, lambda: self._small_files(optimizer, path, checkpoint))
+            if files and rank_of(optimizer) == 0:
+                own = train_state[self._library]
+                train_state[self._library] = {
+                    **own,
+                    "folder": os.path.basename(path),
+                    "files": files,
+                }
+            try:
+                optimizer.checkpoint(train_state, metrics=metrics).result()
+            except PinError as error:
+                _log.warning("%s goes to no tier: %s", checkpoint.path, error)
+        self.sync(optimizer)
+
+    def _small_files(
+        self, optimizer: OffloadedOptimizer, folder: str, checkpoint: Checkpoint
+    ) -> dict[str, Any]:
+        """Return the small files of a folder; none if the library has not finished it."""
+        if optimizer.torch_form:  # FSDP2 writes shards
+            return {}
+        try:
+            return pack(checkpoint, folder) if self._read(folder) else {}
+        except OSError as error:
+            _log.warning("%s: a tier gets no files of this folder: %s", folder, error)
+            return {}
+
+    def write_missing(self, optimizer: OffloadedOptimizer, parent: str, name: str) -> None:
+        """Write a folder anew if a checkpoint carries its files, and otherwise do nothing.
+
+        Args:
+            optimizer: Optimizer of the store.
+            parent: Directory of the folder.
+            name: Name of the folder; empty for that of the newest checkpoint that carries files.
+        """
+
+        def write() -> None:
+            """Write it, from the newest checkpoint that has it."""
+            pattern = re.compile(re.escape(name) if name else r"[^/]+")
+            parts = optimizer.directories[1:]
+            found = optimizer.checkpoints()[::-1]
+            folder, why = write_newest(self._library, parent, found, parts, pattern)
+            if why and folder is None:
+                _log.warning("%s", why)
+
+        decide(optimizer, write)
 
     def totals(self, optimizer: OffloadedOptimizer) -> object:
         """Return the totals that `seal` has kept with the present state; None if there are none."""

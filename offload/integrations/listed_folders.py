@@ -82,7 +82,7 @@ class ListedFolders:
 
     def sealed(self, checkpoint: Checkpoint, entry: Mapping[str, Any], folder: str) -> None:
         """Note that a checkpoint has been sealed for a folder, which is about to be written."""
-        self._entries[checkpoint.manifest.store_id, checkpoint.generation] = entry
+        self._entries[checkpoint.manifest.store_id, checkpoint.generation] = _without_files(entry)
         self._positions.pop(folder, None)
 
     def survey(self, optimizer: OffloadedOptimizer) -> Survey:
@@ -121,7 +121,7 @@ class ListedFolders:
         key = (checkpoint.store, checkpoint.generation)
         if key not in self._entries:
             own = read_train_state(optimizer, checkpoint).get(self._library)
-            self._entries[key] = own if isinstance(own, dict) else {}
+            self._entries[key] = _without_files(own) if isinstance(own, dict) else {}
         return self._entries[key]
 
     def _is_listing(self, optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo) -> bool:
@@ -183,6 +183,11 @@ def _use_at(
     if is_ours or places.is_known(place, inode, known):
         return Use(place, listed, inode, "removed", "refers to something else now")
     return Use(place, listed, inode, "missing", "is of another run")
+
+
+def _without_files(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an entry without the content of files, which need not stay in memory."""
+    return {key: value for key, value in entry.items() if key != "files"}
 
 
 def _names(found: list[Position] | OSError | None, checkpoint: CheckpointInfo) -> bool:

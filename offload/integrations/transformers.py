@@ -239,7 +239,7 @@ class OffloadCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Unpin the checkpoints whose folders ``save_total_limit`` has removed.
+        """Add the folder's small files to its checkpoint, and unpin what has lost its folder.
 
         With several processes, those that the Trainer has not asked for the state dict seal first.
         """
@@ -250,7 +250,7 @@ class OffloadCallback(TrainerCallback):
         is_late = optimizer.num_ranks > 1 and self._sealed != folder
         if is_late and self._log is not None and not args.save_only_model:
             self._seal(optimizer, folder, state, self._log)
-        self._folders.sync(optimizer)
+        self._folders.finish(optimizer)
 
     def on_evaluate(
         self,
@@ -305,7 +305,7 @@ class OffloadCallback(TrainerCallback):
         self._remove_save_hooks()
         if self._optimizer is not None:
             self._optimizer.synchronize()
-            self._folders.sync(self._optimizer)
+            self._folders.finish(self._optimizer)  # not every save calls `on_save`
             if self._close:
                 self._optimizer.close()
 
