@@ -72,8 +72,8 @@ class Following:
         """Whether the state has been sealed for a folder that accelerate has not finished yet."""
         self._save_state = accelerator.save_state
         self._load_state = accelerator.load_state
-        accelerator.save_state = self._saving  # type: ignore[method-assign]
-        accelerator.load_state = self._loading  # type: ignore[method-assign]
+        accelerator.save_state = self._saving
+        accelerator.load_state = self._loading
         self._accelerator = accelerator
         self._is_sharded = bool(accelerator.is_fsdp2)
         self._optimizer.torch_form = self._is_sharded

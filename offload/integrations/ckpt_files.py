@@ -55,10 +55,8 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
     if not is_remote(file):
         os.makedirs(os.path.dirname(file), exist_ok=True)  # as Lightning is about to do
     survey = _listed("").survey(optimizer)
-    entry = {
-        "folders": {file: inode_of_parent(file, survey.known)},
-        "store": optimizer.directories[0],
-    }
+    folders = {file: inode_of_parent(file, survey.known)}
+    entry = {"folders": folders, "store": optimizer.directories[0]}
     newest = next(reversed(optimizer.checkpoints()), None)
     if newest is None or newest.step != optimizer.num_steps:
         return {_FILES: entry}
@@ -74,8 +72,7 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
         )
     uses = survey.uses.get(newest.generation) or ()
     others = {use.folder: use.inode for use in uses if use.status != "removed"}
-    entry["folders"] = {**others, **entry["folders"]}
-    return {**state, _FILES: entry}
+    return {**state, _FILES: {**entry, "folders": {**others, **folders}}}
 
 
 def why_in_use(optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo, loaded: str) -> str:

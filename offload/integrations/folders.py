@@ -176,6 +176,11 @@ class Folders:
             _add_hf_files(checkpoint, path)
         self._unfinished = (path, checkpoint, train_state, metrics) if finishes else None
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the state was sealed for a folder, and `finish` has not been called since."""
+        return self._unfinished is not None
+
     def finish(self, optimizer: OffloadedOptimizer) -> None:
         """Take the small files of the folder that has just been written into the train state.
 
@@ -188,6 +193,9 @@ class Folders:
         """
         if self._unfinished is not None:
             (path, checkpoint, train_state, metrics), self._unfinished = self._unfinished, None
+            if optimizer.num_steps != checkpoint.step:  # its train state can no longer change
+                _log.warning("%s goes to no tier: %s", checkpoint.path, "training has gone on")
+                return
             all_arrived(optimizer)  # each rank writes files of its own into the folder
             files = decide(optimizer, lambda: self._small_files(optimizer, path, checkpoint))
             if files and rank_of(optimizer) == 0:

@@ -24,14 +24,11 @@ the first one waits for them. With FSDP2 all of them ask.
 from __future__ import annotations
 
 import os
-import sys
-from types import FrameType
 from typing import Any, Literal, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 
 from offload import (
     OffloadedOptimizer,
@@ -43,6 +40,8 @@ from offload import (
 )
 from offload.integrations.first_rank import num_hosts_of_launcher, require_ranks
 from offload.integrations.folders import Folders, unwrap
+from offload.integrations.trainer_calls import handler as handler_of_call
+from offload.integrations.trainer_calls import has_readers, resumed_from
 from offload.integrations.trainer_folders import ATTACH, Directories, folder_of, positions_in
 from offload.integrations.trainer_folders import latest_checkpoint as latest_checkpoint
 from offload.integrations.trainer_processes import fsdp_version, require_processes
@@ -112,6 +111,7 @@ class OffloadCallback(TrainerCallback):
         self._created: OffloadedOptimizer | None = None
         self._load_hook: RemovableHandle | None = None
         self._save_hook: RemovableHandle | None = None
+        self._finish_hook: RemovableHandle | None = None
         self._wait_hook: RemovableHandle | None = None
 
     def optimizer_cls_and_kwargs(
@@ -211,8 +211,9 @@ class OffloadCallback(TrainerCallback):
                 self._seal(optimizer, folder, state, log)
 
         self._save_hook = optimizer.register_state_dict_pre_hook(seal)
-        handler = _handler()
-        if _has_readers(handler):
+        self._finish_hook = optimizer.register_step_pre_hook(self._before_step)
+        handler = handler_of_call()
+        if has_readers(handler):
             self._wait_hook = optimizer.register_step_post_hook(_make_steps_wait)
         if handler is not None and self in handler.callbacks:
             # Callbacks of `report_to` come first in the list, and get logs as they are then.
@@ -324,7 +325,7 @@ class OffloadCallback(TrainerCallback):
     def _before_loading(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any] | None:
-        if folder := _resumed_from():
+        if folder := resumed_from():
             self._folders.use(os.path.dirname(os.path.abspath(folder)))
         self._folders.go_back(_unwrap(optimizer), state_dict)
         if reference_of(state_dict) is not None or "param_groups" not in state_dict:
@@ -336,11 +337,16 @@ class OffloadCallback(TrainerCallback):
         ]
         return {**state_dict, "param_groups": groups}
 
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Finish a save that did not call `on_save`, as on SIGTERM, while the state is the same."""
+        if self._folders.is_unfinished:
+            self._folders.finish(_unwrap(optimizer))
+
     def _remove_save_hooks(self) -> None:
-        for handle in (self._save_hook, self._wait_hook):
+        for handle in (self._save_hook, self._finish_hook, self._wait_hook):
             if handle is not None:
                 handle.remove()
-        self._save_hook = self._wait_hook = None
+        self._save_hook = self._finish_hook = self._wait_hook = None
 
 
 def create_optimizer(
@@ -400,38 +406,6 @@ def create_optimizer(
         fresh=fresh,
         options=options,
         **{**defaults, **hyper},
-    )
-
-
-def _handler() -> CallbackHandler | None:
-    """Return the object that calls the Trainer's callbacks, from within such a call.
-
-    The Trainer gives callbacks everything but itself and its list of callbacks.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), CallbackHandler):
-            return found
-        frame = frame.f_back
-    return None
-
-
-def _resumed_from() -> str:
-    """Return the folder that a Trainer is loading, from within its call; empty if it loads none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        folder = frame.f_locals.get("resume_from_checkpoint")
-        if isinstance(folder, str) and isinstance(frame.f_locals.get("self"), Trainer):
-            return folder
-        frame = frame.f_back
-    return ""
-
-
-def _has_readers(handler: CallbackHandler | None) -> bool:
-    """Return whether callbacks may read parameters between a step and the next forward."""
-    return handler is None or not all(
-        type(callback).__module__.startswith(("transformers.", "offload."))
-        for callback in handler.callbacks
     )
 
 
