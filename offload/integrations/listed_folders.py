@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -110,8 +110,10 @@ class ListedFolders:
             each = uses[checkpoint.generation] = []
             for path, inode in self._folders(optimizer, checkpoint):
                 at = [
-                    _use_at(place, path, inode, found[place], checkpoint, places, known)
-                    for place in places.of(path, self._store_of(checkpoint))
+                    _use_at(
+                        place, path, inode, found[place], checkpoint, places, known if all_ else ()
+                    )
+                    for place, all_ in places.of(path, self._store_of(checkpoint)).items()
                 ]
                 each.append(min(at, key=lambda use: _BY_WEIGHT.index(use.status)))
         return Survey(uses, frozenset(known))
@@ -166,7 +168,7 @@ def _use_at(
     found: list[Position] | OSError | None,
     checkpoint: CheckpointInfo,
     places: Places,
-    known: set[tuple[str, int]],
+    known: Collection[tuple[str, int]],
 ) -> Use:
     """Return what has become of a folder, if this is its place."""
     if isinstance(found, FileNotFoundError):

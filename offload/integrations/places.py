@@ -38,23 +38,26 @@ class Places:
         """Note a directory that the library reads from or writes into: files may be there, too."""
         self._used[os.path.abspath(directory)] = None
 
-    def of(self, path: str, store: str | None) -> list[str]:
+    def of(self, path: str, store: str | None) -> dict[str, bool]:
         """Return the paths at which something may be now, the likeliest first.
+
+        The value says whether everything that was beside it must be there as well. It need not be
+        in a directory that a single folder was copied to.
 
         Args:
             path: Path that it had.
             store: Directory that the store had at that moment; None if that was not noted.
         """
         if is_remote(path):
-            return [path]
+            return {path: True}
         found = [path]
         if store is not None and not _is_same(store, self.store):
             beside = os.path.join(self.store, os.path.relpath(path, store))
             found = [os.path.normpath(beside)]
             if not os.path.lexists(store):  # the store has moved, and perhaps without its files
                 found.append(path)
-        found += [os.path.join(used, os.path.basename(path)) for used in self._used]
-        return list(dict.fromkeys(found))
+        used = [os.path.join(each, os.path.basename(path)) for each in self._used]
+        return {place: place in found for place in dict.fromkeys([*found, *used])}
 
     def see(self, path: str) -> None:
         """Note that a path exists."""

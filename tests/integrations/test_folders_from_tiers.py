@@ -14,6 +14,7 @@ import offload.tiers
 from offload.errors import NotRestoredError
 from offload.integrations.transformers import create_optimizer, latest_checkpoint
 from tests.integrations.test_accelerate import Loop
+from tests.integrations.test_transformers_jit import STOPPED, Terminated
 from tests.integrations.training import (
     Case,
     Run,
@@ -93,6 +94,23 @@ def test_a_folder_that_is_lost_is_written_anew(whole: Run, tmp_path: Path) -> No
     stopped(tmp_path)
     shutil.rmtree(tmp_path / "out")
     assert_goes_on(tmp_path, whole)
+
+
+def test_a_folder_that_is_saved_on_a_signal_is_carried_as_well(tmp_path: Path) -> None:
+    """The Trainer does not call `on_save` then, and takes one more step before it ends."""
+    terminated = Terminated(within_a_step=True)
+    tier = f"file://{tmp_path}/tier"
+    options = offload.Options(chunk_bytes=4096, tier=tier)
+    with Case(STOPPED.arguments, optimizer={"options": options}).trainer(
+        tmp_path, terminated
+    ) as trainer:
+        terminated.trainer = trainer
+        trainer.train()
+    shutil.rmtree(tmp_path / "out")
+    (copy,) = offload.tiers.list_tier(tier)
+    offload.tiers.pull(copy.url, tmp_path / "b")
+    folder = latest_checkpoint(tmp_path / "out", tmp_path / "b")
+    assert folder == str(tmp_path / "out/checkpoint-2")
 
 
 def test_damage_is_not_trained_on(whole: Run, tmp_path: Path) -> None:

@@ -236,6 +236,23 @@ def test_only_one_of_both_has_moved(what: str, tmp_path: Path) -> None:
     assert run.save(f"{out}/c").close() == [2, 4]
 
 
+def test_a_single_folder_was_copied_and_the_others_are_not_mounted(tmp_path: Path) -> None:
+    Run(tmp_path).save("out/a", "out/b").close()
+    (tmp_path / "new").mkdir()
+    shutil.copytree(tmp_path / "out/b", tmp_path / "new/b")
+    unmount(tmp_path / "out")
+    assert Run(tmp_path, "new/b").save("new/c").close() == [1, 2, 3]
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out-away").rename(tmp_path / "out")
+    Run(tmp_path, "new/c").save("new/c").close()
+    follow_older = Run(tmp_path)
+    shutil.rmtree(tmp_path / "new")
+    shutil.rmtree(tmp_path / "out/b")
+    with pytest.warns(RuntimeWarning, match="the newer checkpoints are withdrawn"):
+        follow_older.accelerator.load_state(str(tmp_path / "out/a"))
+    assert follow_older.close() == [1]
+
+
 def test_a_run_in_a_directory_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     (tmp_path / "a").symlink_to(tmp_path / "drive")
