@@ -108,6 +108,12 @@ class OffloadedOptimizer(CheckpointingOptimizer):
     ``get_optimizer_state_dict`` of torch takes no other form. The integrations set this to True for
     libraries that save FSDP2 models with it. `load_state_dict` takes both forms in any case."""
 
+    upload_sealed: bool = True
+    """Whether `checkpoint` begins the upload to the tier of the options, if they name one.
+
+    The integrations set this to False while they seal a state whose train state is not complete.
+    Another `checkpoint` of the same step begins the upload then."""
+
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
