@@ -270,9 +270,8 @@ class Upload:
                 sizes |= theirs.sizes
                 digests |= theirs.digests
         except RecycledError:
-            if self._others.stop():
-                self._remove(folder, sizes)
-            ledger.forget()
+            if self._others.stop() and self._remove(folder, sizes):
+                ledger.forget()  # else a later upload removes the rest
             raise
         except BaseException:
             self._others.stop()
@@ -314,9 +313,9 @@ class Upload:
         listed = self._objects.sizes_below(folder)
         return {name.removeprefix(f"{folder}/"): nbytes for name, nbytes in listed.items()}
 
-    def _remove(self, folder: str, sizes: Mapping[str, int]) -> None:
-        """Remove what was sent: without the rest it is of no use to anybody."""
-        with suppress(TierError):
+    def _remove(self, folder: str, sizes: Mapping[str, int]) -> bool:
+        """Remove what was sent: without the rest it is of no use. Return whether it is gone."""
+        try:
             names = {f"{folder}/{name}" for name in (*sizes, PARAMETERS_NAME)}
             if not self._sends_all:
                 names |= {
@@ -326,6 +325,9 @@ class Upload:
                 }
             first = f"{folder}/{WRITER_NAME}"
             self._objects.delete([*sorted(names - {first}), first])
+        except TierError:
+            return False
+        return True
 
     def _put_writer(self, identity: Identity) -> bool:
         """Write the first object, and try whether a second, conditional write is refused."""

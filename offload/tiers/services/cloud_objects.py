@@ -151,7 +151,7 @@ class CloudObjects:
                 if is_conflict(error):
                     raise
                 # An attempt that was not answered may have made it.
-                return not was_first and self.get(name, 2 * len(data)) == data
+                return not was_first and self.get(name, _SINGLE_PUT_BYTES) == data
             except self._obstore.exceptions.NotSupportedError:
                 is_supported = False
             return True
@@ -187,16 +187,15 @@ class CloudObjects:
 
     def get(self, name: str, most_bytes: int) -> bytes:
         """Return the bytes of a small object; see `Objects.get`."""
-        found = self.size(name)
-        if found is None:
-            raise TierNotFoundError(errno.ENOENT, "there is no such object", f"{self._url}/{name}")
-        if found > most_bytes:
+        found = b"".join(bytes(piece) for piece in self.pieces(name, 0, most_bytes + 1))
+        if len(found) > most_bytes:
             raise TierError(
                 errno.EFBIG,
-                f"{found} bytes, expected at most {most_bytes}: not written by this library",
+                f"more than {most_bytes} bytes, expected at most {most_bytes}: not written by this "
+                "library",
                 f"{self._url}/{name}",
             )
-        return bytes(self.get_range(name, 0, found)) if found else b""
+        return found
 
     def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
         """Return bytes of an object; see `Objects.get_range`."""

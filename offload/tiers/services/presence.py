@@ -92,7 +92,7 @@ def read_identity(objects: Objects) -> str | None:
         TierError: The answer is something else.
     """
     try:
-        data = bytes(objects.get_range(TIER_NAME, 0, _MOST_BYTES))
+        data = objects.get(TIER_NAME, _MOST_BYTES)
     except TierNotFoundError:
         return None
     if not data:
