@@ -60,11 +60,17 @@ ONCE = {
 }
 
 
-@pytest.mark.parametrize("what", ONCE)
 @pytest.mark.parametrize(
-    "fault",
-    ["truncate", "hang", "lost", "cut", "400:RequestTimeout", "409:ConditionalRequestConflict",
-     "409:OperationAborted", "429:SlowDown", "500:InternalError"],
+    ("what", "fault"),
+    [
+        ("list", "truncate"), ("list", "hang"), ("list", "409:OperationAborted"),
+        ("conditional put", "hang"), ("conditional put", "lost"),
+        ("conditional put", "409:ConditionalRequestConflict"),
+        ("conditional put", "400:RequestTimeout"), ("put", "lost"), ("put", "409:OperationAborted"),
+        ("read", "truncate"), ("read", "hang"), ("read", "429:SlowDown"),
+        ("marker of the tier", "lost"), ("marker of the tier", "409:OperationAborted"),
+        ("marker", "lost"), ("marker", "409:ConditionalRequestConflict"),
+    ],
 )  # fmt: skip
 def test_a_fault_that_happens_once_is_passed_over(
     store: Path, s3: str, proxy: Proxy, what: str, fault: str

@@ -102,19 +102,22 @@ def test_a_new_tier_needs_no_ceremony_and_is_known_from_then_on(
         assert objects.get("TIER.json", 1 << 20) != marker
 
 
-def test_copies_of_a_tier_without_a_marker_are_found_and_it_gets_one(
-    store: Path, tier: str, tmp_path: Path
+@pytest.mark.parametrize("marker", [None, b"", b'{"format": 1, "digest": "'])
+def test_copies_of_a_tier_without_a_whole_marker_are_found_and_it_gets_one(
+    store: Path, tier: str, tmp_path: Path, marker: bytes | None
 ) -> None:
     push(store / "step-00000002", tier)
     with open_objects(tier) as objects:
         objects.delete(["TIER.json"])
+        if marker is not None:
+            objects.put("TIER.json", marker)
     with optimizer_with(tmp_path / "new", tier) as optimizer:
         restored = optimizer.restore()
         assert restored is not None
         assert restored.step == 2
     push(store / "step-00000003", tier)
     with open_objects(tier) as objects:
-        assert objects.get("TIER.json", 1 << 20)
+        assert b"tier_id" in objects.get("TIER.json", 1 << 20)
 
 
 @pytest.mark.parametrize("folder", ["", "/run"])

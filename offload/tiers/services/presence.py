@@ -43,10 +43,18 @@ def require_there(objects: Objects, store: str) -> None:
         TierError: It cannot be read or written, or something else answers for it.
     """
     memory = _memory(store, objects.url)
-    known, found = _recall(memory), read_identity(objects)
-    seen = str(known.get("tier_id", ""))
+    known, wrong = _recall(memory), None
+    seen, found = str(known.get("tier_id", "")), None
+    try:
+        found = read_identity(objects)
+    except TierError as error:
+        if error.errno != errno.EBADMSG:
+            raise
+        wrong = error
     if not found:
         is_empty = not any(STORE.fullmatch(name) for name in objects.folders(""))
+        if is_empty and wrong is not None:
+            raise wrong
         if is_empty and found is None:
             is_same_drive = objects.drive() and objects.drive() == known.get("drive")
             if seen and not is_same_drive:  # else somebody has removed the tier
@@ -57,7 +65,7 @@ def require_there(objects: Objects, store: str) -> None:
                     objects.url,
                 )
             objects.require_place(store)
-        found = _make(objects, is_empty=is_empty, is_announced=found == "")
+        found = _make(objects, is_empty=is_empty, is_announced=found == "" or wrong is not None)
     if found != seen:
         if seen:
             log_event(f"{objects.url}: another tier than the one that this store has seen there")
@@ -104,7 +112,7 @@ def read_identity(objects: Objects) -> str | None:
     except (ValueError, KeyError, TypeError):
         pass
     raise TierError(
-        errno.EIO,
+        errno.EBADMSG,
         "the answer is no marker of a tier: is it the page of a proxy or of a login, or the wrong "
         "endpoint?",
         f"{objects.url}/{TIER_NAME}",
@@ -112,7 +120,13 @@ def read_identity(objects: Objects) -> str | None:
 
 
 def _make(objects: Objects, *, is_empty: bool, is_announced: bool) -> str:
-    """Make the marker of a tier, and return the identity that it has then."""
+    """Make the marker of a tier, and return the identity that it has then.
+
+    Args:
+        objects: Objects of the tier.
+        is_empty: Whether the tier has no copies.
+        is_announced: Whether an object has the name that is no marker, and is to be replaced.
+    """
     data = document.signed(_VERSION, {"tier_id": uuid.uuid4().hex}) + b"\n"
     if is_announced:
         objects.put(TIER_NAME, data)
