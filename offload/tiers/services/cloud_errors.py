@@ -149,8 +149,7 @@ def named_error(error: BaseException, url: str, doing: str) -> TierError:
     if kind == "full":
         return TierError(
             errno.ENOSPC,
-            f"{heard}: the tier is full, or its quota is used up; make room there, and repeat "
-            "this: it goes on from where it was",
+            f"{heard}: the tier is full, or its quota is used up; make room there and repeat this",
             url,
         )
     if kind == "conflict":
