@@ -72,7 +72,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
             typer.Option(
                 "--verify",
                 help="First read every byte of the checkpoints that stay; remove nothing if one is "
-                "damaged.",
+                "damaged. In a tier, damaged copies do not count as kept.",
             ),
         ] = False,
         dry_run: Annotated[
@@ -100,9 +100,16 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         """
         policy = _policy(keep, every, every_seconds, best or [])
         if is_tier_url(store):
-            if verify or part:
-                raise typer.BadParameter("a tier has no --verify or --part")
-            prune_url(store, policy, unfinished=unfinished, dry_run=dry_run, as_json=as_json)
+            if part:
+                raise typer.BadParameter("a tier has no --part")
+            prune_url(
+                store,
+                policy,
+                unfinished=unfinished,
+                verify=verify,
+                dry_run=dry_run,
+                as_json=as_json,
+            )
             return
         if unfinished:
             raise typer.BadParameter("--unfinished is for tiers")

@@ -185,7 +185,10 @@ def list_url(url: str, *, as_json: bool) -> None:
         print_json([_as_json(copy) for copy in copies])
         return
     if not copies:
-        typer.echo(f"{one_line(url)}: no copies of checkpoints")
+        typer.echo(
+            f"{one_line(url)}: no copies of checkpoints; if there should be some: is its drive "
+            "mounted, and is this the right endpoint?"
+        )
         return
     from rich import box
     from rich.table import Table
@@ -212,7 +215,7 @@ def list_url(url: str, *, as_json: bool) -> None:
                 cell(f"step {marker.step}"),
                 cell(marker.created[:16].replace("T", " ")),
                 cell(size(marker.nbytes)),
-                Text("complete", style="green"),
+                Text("not whole", style="red") if copy.reason else Text("complete", style="green"),
             )
     make_console().print(table)
     for copy in copies:
@@ -248,12 +251,18 @@ def verify_url(url: str, progress_bar: ProgressBar, *, as_json: bool) -> None:
 
 
 def prune_url(
-    url: str, policy: Retention | None, *, unfinished: bool, dry_run: bool, as_json: bool
+    url: str,
+    policy: Retention | None,
+    *,
+    unfinished: bool,
+    verify: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Remove copies from a tier."""
     from offload.tiers.pruning import prune_tier
 
-    report = prune_tier(url, policy, unfinished=unfinished, dry_run=dry_run)
+    report = prune_tier(url, policy, unfinished=unfinished, verify=verify, dry_run=dry_run)
     if as_json:
         groups = {
             field.name: [_as_json(copy) for copy in getattr(report, field.name)]
@@ -265,9 +274,9 @@ def prune_url(
     for copy in (*report.removed, *report.unfinished):
         typer.echo(f"{one_line(copy.url)}: {verb}")
     for copy in report.left_alone:
+        remedy = "" if unfinished else " (--unfinished removes it)"
         typer.secho(
-            f"{one_line(copy.url)}: left alone: {one_line(copy.reason)} (--unfinished removes it)",
-            fg="yellow",
+            f"{one_line(copy.url)}: left alone: {one_line(copy.reason)}{remedy}", fg="yellow"
         )
     typer.echo(f"kept: {_steps(report.kept)}")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from offload.engine.rank_arrival import note_damage
 from offload.engine.resume import resume
 from offload.engine.share_arrival import complete
 from offload.engine.training_state import TrainingState
+from offload.errors import DamagedError
 
 
 def finish_arrival(state: TrainingState, call: str) -> None:
@@ -35,6 +37,9 @@ def finish_arrival(state: TrainingState, call: str) -> None:
     try:
         ranks.together(call, arriving.require)
         complete(state, arriving.share, call)
+    except DamagedError as error:
+        note_damage(state, arriving.share.url, error)
+        raise
     finally:
         arriving.close()
     found = state.store.newest

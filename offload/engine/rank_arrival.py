@@ -20,11 +20,13 @@ from offload.engine.rank_warnings import warn_together
 from offload.engine.ranks import Ranks
 from offload.engine.share_arrival import complete, load_parameters
 from offload.engine.training_state import Groups, TrainingState
-from offload.errors import MismatchError, RanksError
+from offload.errors import DamagedError, MismatchError, RanksError
 from offload.journal import log_event
 from offload.model.parameters import names_of
 from offload.store.serving import Serving
 from offload.tiers.ranks.arriving_share import ArrivingShare, find_newest
+from offload.tiers.services.address import parse_address
+from offload.tiers.services.presence import note_damaged
 
 _CALL = "restore()"
 
@@ -65,23 +67,44 @@ def receive_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
     url = str(ranks.gather(_CALL, [lifecycle.tier_url, is_empty], _common_tier))
     if not url:
         return None
+    tried: dict[str, str] = {}
 
     def look() -> tuple[str, str]:
         """Look for the newest copy, on the writer."""
         if not serving.is_writer:
             return "", ""
         with giving_signs(ranks):
-            return find_newest(url)
+            return find_newest(url, store.directory, tried)
 
-    own, warning = ranks.together(_CALL, look)
-    newest = str(ranks.gather(_CALL, own, lambda said: said[serving.writer]))
-    warn_together(ranks, _CALL, warning, level=5)
-    if not newest:
-        log_event(f"{url}: no complete checkpoint; training starts from the beginning")
-        store.journal.tell()
-        return None
-    state.know_parameters(groups)
-    return download(state, groups, newest, serving)
+    while True:
+        own, warning = ranks.together(_CALL, look)
+        newest = str(ranks.gather(_CALL, own, lambda said: said[serving.writer]))
+        warn_together(ranks, _CALL, warning, level=5)
+        if not newest:
+            log_event(f"{url}: no complete checkpoint; training starts from the beginning")
+            store.journal.tell()
+            return None
+        state.know_parameters(groups)
+        try:
+            return download(state, groups, newest, serving)
+        except DamagedError as error:  # on all ranks
+            if not note_damage(state, newest, error):
+                raise
+            tried[newest] = str(error)
+
+
+def note_damage(state: TrainingState, url: str, error: DamagedError) -> bool:
+    """Note that a copy is damaged, for the next `restore`; return whether it is the copy that is.
+
+    Args:
+        state: State of this rank.
+        url: URL of the copy.
+        error: What was found.
+    """
+    is_of_copy = url in str(error)
+    if is_of_copy:
+        note_damaged(state.store.directory, parse_address(url).url, url, str(error))
+    return is_of_copy
 
 
 def download(

@@ -12,19 +12,23 @@ import time
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.arrival import Arrival
 from offload.engine.matching import match_checkpoint, take_hyperparameters
-from offload.engine.rank_arrival import download
+from offload.engine.rank_arrival import download, note_damage
 from offload.engine.training_state import Groups, TrainingState
 from offload.engine.whole_model import load_whole
+from offload.errors import DamagedError
 from offload.journal import log_event
 from offload.store.opening import StoredCheckpoint
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
-from offload.tiers.arriving import find_incoming
+from offload.tiers.arriving import Incoming, find_incoming
 from offload.units import duration
 
 
 def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None:
-    """Continue from the newest complete checkpoint of the tier, whose state arrives meanwhile.
+    """Continue from the newest whole checkpoint of the tier, whose state arrives meanwhile.
+
+    A copy that is found damaged is passed over with a warning, and the one before it is taken. So
+    is one whose state was found damaged when it arrived after an earlier `restore`.
 
     Args:
         state: State that the checkpoint replaces. Its store has no checkpoint.
@@ -39,20 +43,33 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
         TierError: The tier cannot be used.
         MismatchError: The checkpoint does not fit the optimizer and the model. Nothing has changed.
         StoreFullError: There is no room for the checkpoint. Nothing was fetched.
-        DamagedError: An object of the tier has other bytes than were sent.
+        DamagedError: No copy in the tier is whole.
     """
-    store, lifecycle, url = state.store, state.lifecycle, state.lifecycle.tier_url
+    store, url = state.store, state.lifecycle.tier_url
     if not url or store.checkpoints or store.refused or not isinstance(store, Store):
         return None
-    started = time.perf_counter()
-    incoming = find_incoming(url, store.backend, len(store.directories))
-    if incoming is None:
-        log_event(f"{url}: no complete checkpoint; training starts from the beginning")
-        store.journal.tell()
-        return None
-    if isinstance(incoming, str):
-        download(state, groups, incoming)
-        return None
+    tried: dict[str, str] = {}
+    while True:
+        incoming = find_incoming(url, store, tried)
+        if incoming is None:
+            log_event(f"{url}: no complete checkpoint; training starts from the beginning")
+            store.journal.tell()
+            return None
+        copy = incoming if isinstance(incoming, str) else incoming.url
+        try:
+            if isinstance(incoming, str):
+                download(state, groups, incoming)
+                return None
+            return _take(state, store, groups, incoming)
+        except DamagedError as error:
+            if not note_damage(state, copy, error):
+                raise
+            tried[copy] = str(error)
+
+
+def _take(state: TrainingState, store: Store, groups: Groups, incoming: Incoming) -> Checkpoint:
+    """Continue from a checkpoint that arrives; the errors are those of `restore_from_tier`."""
+    lifecycle, started = state.lifecycle, time.perf_counter()
     slot: Slot | None = None
     try:
         manifest, table = incoming.manifest, state.table

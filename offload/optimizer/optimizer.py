@@ -155,7 +155,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
                 "parameter with the gradient of this rank alone, before it has been averaged with "
                 'those of the others: use Options(overlap="forward"), or leave it out'
             )
-        self._check_tier(options)
+        self._check_tier(options, as_directories(directory))
         if options.overlap == "backward":
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse unsupported formats before making a directory
@@ -214,12 +214,12 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         optimizer = weakref.ref(self)
         engine.strategy.attach(lambda: getattr(optimizer(), "param_groups", None))
 
-    def _check_tier(self, options: Options) -> None:
+    def _check_tier(self, options: Options, directories: Sequence[str]) -> None:
         """Refuse a tier that cannot be, before anything is opened."""
         tier = options.tier_settings
         self._finish_s = 0.0 if tier is None else tier.finish_s
         if tier is not None:
-            require_tier(tier.url)
+            require_tier(tier.url, directories)
 
     def _open_tier(
         self, options: Options, retention: Retention, engine: Engine, serving: Serving | None

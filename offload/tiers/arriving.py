@@ -10,26 +10,34 @@ from __future__ import annotations
 import errno
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
 from gds import Backend
 from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.errors import OffloadError, StorageError, StoreError, TierError, reason_of
+from offload.errors import (
+    DamagedError,
+    OffloadError,
+    StorageError,
+    StoreError,
+    TierError,
+    reason_of,
+)
 from offload.format.manifest import Manifest
 from offload.store.arrivals import Arrivals
 from offload.store.opening import StoredCheckpoint
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
-from offload.tiers.catalog import find_copy, list_copies, read_manifest
+from offload.tiers.choosing import find_newest_whole, newest_generation
 from offload.tiers.download import on_drives
 from offload.tiers.filling import Download
 from offload.tiers.range_filling import DownloadStoppedError, RangeFilling
 from offload.tiers.sending import NUM_TRANSFERS
 from offload.tiers.services.address import parse_address
 from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
+from offload.tiers.services.presence import note_damaged
 
 _RETRY_S = DEFAULT_RETRY_S
 """Seconds for which a request that failed is tried again."""
@@ -43,14 +51,16 @@ class Incoming:
     Args:
         download: Download of the checkpoint.
         url: URL of the copy.
+        newest: Newest generation in the tier, which the next history has to begin after.
         backend: Backend of the store.
         resources: Connection to the tier, which `close` closes.
     """
 
     def __init__(
-        self, download: Download, url: str, backend: Backend, resources: ExitStack
+        self, download: Download, url: str, newest: int, backend: Backend, resources: ExitStack
     ) -> None:
         self._download = download
+        self._newest = newest
         self._backend = backend
         self._resources = resources
         self._is_stopped = threading.Event()
@@ -79,7 +89,7 @@ class Incoming:
             StoreError: The store has checkpoints.
             StoreFullError: There is no room.
         """
-        store.take_over(self.manifest.store_id, self.manifest.generation)
+        store.take_over(self.manifest.store_id, max(self.manifest.generation, self._newest))
         return self._download.reserve(store)
 
     def fetch_parameters(self, slot: Slot) -> Checkpoint:
@@ -128,6 +138,8 @@ class Incoming:
             self._download.fetch_state(slot, order, arrivals.add, self._require_going_on)
             found = self._download.publish(store, slot)
         except BaseException as error:  # noqa: BLE001  (raised by those who wait)
+            if isinstance(error, DamagedError):
+                note_damaged(store.directory, parse_address(self.url).url, self.url, str(error))
             own = isinstance(error, StoreError) or not isinstance(error, StorageError)
             found = error if own and isinstance(error, OffloadError) else self._failure(error)
             if found is not error:
@@ -161,42 +173,38 @@ class Incoming:
         self._resources.close()
 
 
-def find_incoming(url: str, backend: Backend, num_drives: int) -> Incoming | str | None:
-    """Return the newest complete checkpoint of a tier; None if the tier has no complete copy.
+def find_incoming(url: str, store: Store, tried: Mapping[str, str]) -> Incoming | str | None:
+    """Return the newest whole checkpoint of a tier; None if the tier is there, and has none.
 
-    If several ranks made it, the URL of its copy is returned.
+    If several ranks made it, the URL of its copy is returned. If newer copies are damaged, a
+    warning names them.
 
     Args:
         url: URL of the tier, of a store in it, or of one copy.
-        backend: Backend of the store that gets the checkpoint.
-        num_drives: Number of drives of that store.
+        store: Store that gets the checkpoint.
+        tried: Copies that were found damaged before, by URL, with the reasons.
 
     Raises:
-        TierError: The tier cannot be read, or has copies of several stores.
-        DamagedError: The manifest is not the one that was sent.
+        TierError: The tier cannot be read, is not there, or has copies of several stores.
+        DamagedError: All copies are damaged.
     """
     address = parse_address(url)
     with ExitStack() as opened:
         objects = opened.enter_context(
             open_objects(address, timeout_s=DEFAULT_TIMEOUT_S, retry_s=_RETRY_S)
         )
-        copies = list_copies(objects, address)
-        if not any(copy.marker is not None for copy in copies):
-            if copies:
-                warnings.warn(
-                    f"{url}: no complete copy of a checkpoint, so training starts from the "
-                    f"beginning ({copies[-1].url}: {copies[-1].reason})",
-                    RuntimeWarning,
-                    stacklevel=7,
-                )
+        whole, warning = find_newest_whole(objects, url, store.directory, tried)
+        if warning:
+            warnings.warn(warning, RuntimeWarning, stacklevel=6)
+        if whole is None:
             return None
-        copy = find_copy(objects, address)
-        found = read_manifest(objects, copy)
-        if found.owners:
+        copy = whole.copy
+        if whole.manifest.owners:
             return copy.url
-        manifest = on_drives(found, num_drives, copy)
+        manifest = on_drives(whole.manifest, len(store.directories), copy)
         if copy.marker is None:
             raise TierError(errno.EINVAL, copy.reason, copy.url)
-        filling = RangeFilling(objects, copy, manifest, backend, NUM_TRANSFERS)
+        newest = newest_generation(objects, manifest.store_id) if whole.passed_over else 0
+        filling = RangeFilling(objects, copy, manifest, store.backend, NUM_TRANSFERS)
         download = Download(filling, copy.marker, manifest)
-        return Incoming(download, copy.url, backend, opened.pop_all())
+        return Incoming(download, copy.url, newest, store.backend, opened.pop_all())

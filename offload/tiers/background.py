@@ -26,9 +26,8 @@ from offload.store.serving import Mailbox, Serving
 from offload.tiers.contents import OBJECT_BYTES
 from offload.tiers.decisions import write_decisions
 from offload.tiers.measuring import Measurements
-from offload.tiers.others import Others
-from offload.tiers.parameter_copies import ParameterCopies
 from offload.tiers.policy import Decision, Situation, decide, parameters_due
+from offload.tiers.ranks.others import Others
 from offload.tiers.ranks.rank_notes import RankShares, put_last_order
 from offload.tiers.sending import Check, UploadStoppedError
 from offload.tiers.services.address import parse_address
@@ -125,7 +124,6 @@ class BackgroundUploads:
         self._num_complete = 0
         self._newest: _Offered | None = None
         self._newest_parameters: _Offered | None = None
-        self._copies_of_parameters = ParameterCopies()
         self._can_send = threading.Event()
         """Cleared while the parameters of a newer checkpoint are sent, for which state waits."""
         self._can_send.set()
@@ -230,7 +228,6 @@ class BackgroundUploads:
                 event = self._note(offered, decision)
                 if decision.choice in ("upload", "parameters"):
                     self._leaving.begin(generation, "sending")
-                    self._copies_of_parameters.forget(generation)  # it may now get its state
                     first: Parameters = "first" if decision.choice == "parameters" else ""
                     self._upload(offered, event, first)
                 else:
@@ -345,10 +342,6 @@ class BackgroundUploads:
                 if not nested:
                     self._running = _Running(manifest, upload, parameters)
                 report = upload.run()
-                if nested and not report.already_complete:
-                    self._copies_of_parameters.add(report.url)
-                store = os.path.dirname(checkpoint.path)
-                self._copies_of_parameters.remove_older(objects, report.url, store)
             sent = report.bytes_sent
             if nested and not report.already_complete:
                 outcome = "parameters"

@@ -1,4 +1,4 @@
-"""The copies in a tier: which are there, which are complete, and which one is meant."""
+"""The copies in a tier: which are there, and which are complete; and what they say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import re
 from dataclasses import dataclass
 
-from offload.errors import CheckpointError, DamagedError, TierError, TierNotFoundError
+from offload.errors import CheckpointError, DamagedError, TierNotFoundError
 from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode
 from offload.format.names import MANIFEST_NAME
 from offload.format.shares.owners import OwnerReference
@@ -21,9 +21,12 @@ from offload.tiers.contents import (
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, decode_marker
 from offload.tiers.services.address import TierAddress
 from offload.tiers.services.objects import Objects
+from offload.tiers.services.presence import STORE, read_identity
 
-_STORE = re.compile(r"[0-9a-f]{32}")
-_GENERATION = re.compile(r"gen-([0-9]{8,19})")
+GENERATION = re.compile(r"gen-([0-9]{8,19})")
+"""Names of the folders that have the copies of a generation."""
+
+UNFINISHED = "not complete: its upload has not ended, or was interrupted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class TierCopy:
     """Content of the marker; None if the copy is not complete."""
 
     reason: str = ""
-    """Reason for people why the copy is not complete; empty if it is."""
+    """Reason for people why the copy is not complete, or not whole any more; empty if it is."""
 
     parameters: Marker | None = None
     """Marker of the parameters, if they are complete and the state is not; None otherwise."""
@@ -56,17 +59,24 @@ def list_copies(objects: Objects, address: TierAddress) -> list[TierCopy]:
     Folders with other names are foreign, and left out.
 
     Raises:
-        TierError: The tier cannot be read.
+        TierError: The tier cannot be read, or something else answers for it.
     """
+    found = _list_copies(objects, address)
+    if not found:
+        read_identity(objects)
+    return found
+
+
+def _list_copies(objects: Objects, address: TierAddress) -> list[TierCopy]:
     if address.copy:
         store_id, generation, writer = address.copy.split("/")
         identity = Identity(store_id, int(generation.removeprefix("gen-")), writer)
-        return [one for one in [_look_at(objects, identity)] if one is not None]
+        return [one for one in [copy_of(objects, identity)] if one is not None]
     found: list[TierCopy] = []
     stores = [address.store_id] if address.store_id else objects.folders("")
-    for store_id in (name for name in stores if _STORE.fullmatch(name)):
+    for store_id in (name for name in stores if STORE.fullmatch(name)):
         for folder in objects.folders(store_id):
-            match = _GENERATION.fullmatch(folder)
+            match = GENERATION.fullmatch(folder)
             if match is not None and folder == f"gen-{int(match[1]):08d}":
                 found += copies_of(objects, store_id, int(match[1]))
     return sorted(found, key=lambda copy: (copy.identity.store_id, copy.identity.generation))
@@ -79,12 +89,12 @@ def copies_of(objects: Objects, store_id: str, generation: int) -> list[TierCopy
         TierError: The tier cannot be read.
     """
     folder = Identity(store_id, generation, "").folder.rstrip("/")
-    writers = [name for name in objects.folders(folder) if _STORE.fullmatch(name)]
-    found = [_look_at(objects, Identity(store_id, generation, writer)) for writer in writers]
+    writers = [name for name in objects.folders(folder) if STORE.fullmatch(name)]
+    found = [copy_of(objects, Identity(store_id, generation, writer)) for writer in writers]
     return [copy for copy in found if copy is not None]
 
 
-def _look_at(objects: Objects, identity: Identity) -> TierCopy | None:
+def copy_of(objects: Objects, identity: Identity) -> TierCopy | None:
     """Describe a copy; return None if its folder has neither a marker nor a writer's name."""
     folder = identity.folder
     url = f"{objects.url}/{folder}"
@@ -97,9 +107,7 @@ def _look_at(objects: Objects, identity: Identity) -> TierCopy | None:
             return TierCopy(identity, url, None, reason, parameters)
         if objects.size(f"{folder}/{WRITER_NAME}") is None:
             return None
-        return TierCopy(
-            identity, url, None, "not complete: its upload has not ended, or was interrupted"
-        )
+        return TierCopy(identity, url, None, UNFINISHED)
     try:
         marker = decode_marker(data, f"{url}/{MARKER_NAME}")
         if marker.identity != identity or marker.parameters_only:
@@ -119,13 +127,16 @@ def _parameters_of(objects: Objects, identity: Identity) -> Marker | None:
     return marker if marker.identity == identity and marker.parameters_only else None
 
 
-def what_is_missing(objects: Objects, folder: str, marker: Marker) -> list[str]:
+def what_is_missing(
+    objects: Objects, folder: str, marker: Marker, *, may_be_longer: bool = False
+) -> list[str]:
     """Return a sentence for each object of a copy that a tier lacks, or has with another size.
 
     Args:
         objects: Objects of the tier.
         folder: Folder of the copy.
         marker: Marker of the copy.
+        may_be_longer: Whether an object may have more bytes than it should, which no reader needs.
 
     Raises:
         TierError: The tier cannot be read.
@@ -138,53 +149,9 @@ def what_is_missing(objects: Objects, folder: str, marker: Marker) -> list[str]:
         size = objects.size(f"{folder}/{name}")  # lists of some services lag behind
         if size is not None:
             found[name] = size
+    if may_be_longer:
+        found = {name: min(size, marker.sizes.get(name, size)) for name, size in found.items()}
     return wrong_sizes(marker.sizes, found)
-
-
-def find_copy(objects: Objects, address: TierAddress, step: int | None = None) -> TierCopy:
-    """Return the complete copy that is meant: the one named, the one of a step, or the newest.
-
-    If a checkpoint has several copies, a copy that still has all its objects is preferred.
-
-    Raises:
-        TierNotFoundError: There is no such complete copy.
-        TierError: Several are meant as well: those of several stores, or different ones of the
-            same generation.
-    """
-    copies = list_copies(objects, address)
-    complete = [copy for copy in copies if copy.marker is not None]
-    wanted = [c for c in complete if c.marker and (step is None or c.marker.step == step)]
-    url = f"{objects.url}/{address.copy or address.store_id}".rstrip("/")
-    if not wanted:
-        what = "no complete copy of a checkpoint here" + (
-            f" of step {step} (there are: "
-            f"{', '.join(str(c.marker.step) for c in complete if c.marker)})"
-            if step is not None and complete
-            else ""
-        )
-        others = [f"{copy.url}: {copy.reason}" for copy in copies if copy.marker is None]
-        raise TierNotFoundError(errno.ENOENT, "; ".join([what, *others]), url)
-    stores = sorted({copy.identity.store_id for copy in wanted})
-    if len(stores) > 1:
-        raise TierError(
-            errno.EINVAL,
-            f"copies of {len(stores)} stores are here; name one of them: "
-            + ", ".join(f"{objects.url}/{store}" for store in stores),
-            url,
-        )
-    newest = max(copy.identity.generation for copy in wanted)
-    equal = [copy for copy in wanted if copy.identity.generation == newest]
-    if len({copy.marker.content for copy in equal if copy.marker}) > 1:
-        raise TierError(
-            errno.EINVAL,
-            f"generation {newest} is here from two runs that went on from the same store, and they "
-            f"differ; name one of them: {', '.join(copy.url for copy in equal)}",
-            url,
-        )
-    for copy in equal[:-1]:
-        if copy.marker is not None and not what_is_missing(objects, copy.folder, copy.marker):
-            return copy
-    return equal[-1]
 
 
 def read_manifest(objects: Objects, copy: TierCopy) -> Manifest:

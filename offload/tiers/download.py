@@ -13,25 +13,27 @@ import errno
 import os
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 
 from gds import Backend
 from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.owner_parts import check_cover
-from offload.errors import CheckpointError, StoreError
+from offload.errors import CheckpointError, DamagedError, StoreError, TierError
 from offload.format.manifest import Manifest
 from offload.format.names import TRAIN_STATE_NAME
 from offload.retention.policy import Record, Retention
 from offload.store.shared import SharedStore
 from offload.store.store import Store
-from offload.tiers.catalog import TierCopy, find_copy, read_manifest, read_tables
+from offload.tiers.catalog import TierCopy, read_manifest, read_tables
+from offload.tiers.choosing import find_copy, whats_wrong
 from offload.tiers.filling import Download
 from offload.tiers.range_filling import RangeFilling
 from offload.tiers.ranks.download_owners import OwnersDownload, owners_in
 from offload.tiers.sending import NUM_TRANSFERS, Progress
-from offload.tiers.services.address import parse_address
+from offload.tiers.services.address import TierAddress, parse_address, require_apart
+from offload.tiers.services.objects import Objects
 from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 
 
@@ -111,11 +113,15 @@ def pull(
     """
     began_s = time.monotonic()
     address = parse_address(url)
+    require_apart(address, [directory, *parts])
     with ExitStack() as resources:
         objects = resources.enter_context(
             open_objects(address, timeout_s=timeout_s, retry_s=retry_s)
         )
         copy = find_copy(objects, address, step)
+        wrong = whats_wrong(objects, copy)
+        if wrong:
+            raise DamagedError(f"{copy.url}: {wrong}{_older(objects, address, copy, step)}")
         manifest = on_drives(read_manifest(objects, copy), 1 + len(parts), copy)
         owners = owners_in(manifest, directory)
         storage = resources.enter_context(given_or_local(backend))
@@ -161,6 +167,15 @@ def pull(
             filling.bytes_kept,
             seconds,
         )
+
+
+def _older(objects: Objects, address: TierAddress, copy: TierCopy, step: int | None) -> str:
+    """Return advice to take the copy before a damaged one, if there is one and none was named."""
+    with suppress(TierError):
+        older = find_copy(objects, address, without=[copy.url])
+        if step is None and older.marker is not None:
+            return f". The copy before it is that of --step {older.marker.step}"
+    return ""
 
 
 def on_drives(manifest: Manifest, num_drives: int, copy: TierCopy) -> Manifest:

@@ -1,9 +1,8 @@
 """The record of an upload that has not ended, so that another process can go on with it.
 
-The record is a file in the store's directory ``tiers/``. Its first line says which upload it
-belongs to, and is durable before the first object is sent. Every further line names an object that
-the tier has and that was checked. A line that is lost, or torn, costs a second check of an object
-and nothing else. The tier's own list decides which objects exist.
+The record is a file in the store's directory ``tiers/``. It says which upload it belongs to, and is
+durable before the first object is sent. The tier's own list decides which objects exist, and each
+is compared with its digests again: somebody may have changed it meanwhile.
 """
 
 from __future__ import annotations
@@ -11,15 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
+from typing import NamedTuple
 
-from gds import Backend, LockHeldError
+from gds import Backend, LockHeldError, StorageError
 from gds.contract import Lock
 from offload.errors import TierError
 from offload.format.names import TIERS_NAME
@@ -45,7 +42,7 @@ class UploadKey:
 
 
 class Ledger:
-    """Record of one upload. A ``with`` block closes it; methods may be called from any thread.
+    """Record of one upload.
 
     Args:
         store: Directory of the store.
@@ -63,11 +60,9 @@ class Ledger:
         if backend.stat(directory) is None:
             backend.make_dir(directory)
         self._path = f"{directory}/{key.file_name}"
-        self._mutex = threading.Lock()
         self._lock = _lock(backend, self._path, key)
         try:
-            lines = _read(self._path)
-            header, checked = (lines[0], lines[1:]) if lines else ({}, [])
+            header = _read(self._path)
             is_same = _is_of(header, key)
             self.writer = str(header["writer"]) if is_same else uuid.uuid4().hex
             """Name that the upload has in the tier."""
@@ -75,38 +70,24 @@ class Ledger:
             """Setting by which the state is cut into objects."""
             self.goes_on = is_same
             """Whether an earlier process has begun the upload."""
-            self.checked: dict[str, int] = {
-                str(line["object"]): int(str(line["bytes"]))
-                for line in (checked if is_same else [])
-                if "object" in line and "bytes" in line
-            }
-            """Size in bytes of each object that was checked in the tier, by name."""
-            self._file = open(self._path, "ab" if is_same else "wb", buffering=0)  # noqa: SIM115
-            if is_same:
-                self._write({})  # ends a torn line
-            else:
+            if not is_same:
                 self._begin(key, directory, backend)
         except BaseException:
             self._lock.release()
             raise
 
     def _begin(self, key: UploadKey, directory: str, backend: Backend) -> None:
-        self._write(
-            {
+        with open(self._path, "wb") as file:
+            line = {
                 "format": _FORMAT,
                 "writer": self.writer,
                 "object_bytes": self.object_bytes,
                 **_described(key),
             }
-        )
-        os.fsync(self._file.fileno())
+            file.write(json.dumps(line).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
         backend.sync_dir(directory)
-
-    def add(self, name: str, nbytes: int) -> None:
-        """Record that the tier has an object, and that it was checked."""
-        with self._mutex:
-            self.checked[name] = nbytes
-            self._write({"object": name, "bytes": nbytes})
 
     def forget(self) -> None:
         """Remove the record: the upload has ended, or its checkpoint is gone."""
@@ -114,25 +95,8 @@ class Ledger:
             os.remove(self._path)
 
     def close(self) -> None:
-        """Close the file and release the lock. Idempotent."""
-        with self._mutex:
-            self._file.close()
+        """Release the lock. Idempotent."""
         self._lock.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _write(self, line: Mapping[str, object]) -> None:
-        if not self._file.closed:
-            self._file.write(b"\n" + json.dumps(line).encode() + b"\n")
 
 
 class Unrecorded:
@@ -146,11 +110,6 @@ class Unrecorded:
         self.writer = uuid.uuid4().hex
         self.object_bytes = object_bytes
         self.goes_on = False
-        self.checked: dict[str, int] = {}
-
-    def add(self, name: str, nbytes: int) -> None:
-        """Remember that the tier has an object."""
-        self.checked[name] = nbytes
 
     def forget(self) -> None:
         """Do nothing."""
@@ -179,9 +138,8 @@ def _lock(backend: Backend, path: str, key: UploadKey) -> Lock:
         lock.release()  # the upload that held it has ended, and removed the file
 
 
-def _read(path: str) -> list[dict[str, object]]:
-    """Return the lines that are whole."""
-    found: list[dict[str, object]] = []
+def _read(path: str) -> dict[str, object]:
+    """Return the content of a record; nothing if it is not whole."""
     with open(path, "rb") as file:
         for line in file.read().split(b"\n"):
             try:
@@ -189,8 +147,46 @@ def _read(path: str) -> list[dict[str, object]]:
             except ValueError:
                 continue
             if isinstance(value, dict) and value:
-                found.append(value)
-    return found
+                return value
+    return {}
+
+
+class UploadRecord(NamedTuple):
+    """A record of an upload that has not ended."""
+
+    path: str
+    generation: int
+    writer: str
+
+
+def records_in(store: str, key: UploadKey) -> list[UploadRecord]:
+    """Return the records of uploads of a store to the tier of a key, oldest generation first."""
+    directory = f"{store}/{TIERS_NAME}"
+    beginning = key.file_name.partition("-gen-")[0]
+    found = []
+    for name in sorted(os.listdir(directory)):
+        if name.startswith(beginning) and name.endswith(".upload"):
+            path = f"{directory}/{name}"
+            with suppress(FileNotFoundError):
+                header = _read(path)
+                generation, writer = header.get("generation"), str(header.get("writer"))
+                if isinstance(generation, int) and _is_whole(header, key):
+                    found.append(UploadRecord(path, generation, writer))
+    return sorted(found, key=lambda one: one.generation)
+
+
+@contextmanager
+def claimed(backend: Backend, path: str) -> Iterator[bool]:
+    """Lock a record in a block; yield False if an upload has locked it, or it is gone."""
+    try:
+        lock = backend.lock(path)
+    except StorageError:
+        yield False
+        return
+    try:
+        yield lock.is_current()
+    finally:
+        lock.release()
 
 
 def _described(key: UploadKey) -> dict[str, object]:
@@ -204,10 +200,16 @@ def _described(key: UploadKey) -> dict[str, object]:
 
 
 def _is_of(header: Mapping[str, object], key: UploadKey) -> bool:
-    expected = {"format": _FORMAT, **_described(key)}
+    expected = _described(key)
+    return _is_whole(header, key) and {name: header.get(name) for name in expected} == expected
+
+
+def _is_whole(header: Mapping[str, object], key: UploadKey) -> bool:
+    """Return whether a record is one of the store and the tier of a key."""
     writer, size = header.get("writer"), header.get("object_bytes")
     return (
-        {name: header.get(name) for name in expected} == expected
+        (header.get("format"), header.get("url"), header.get("store_id"))
+        == (_FORMAT, key.url, key.store_id)
         and isinstance(writer, str)
         and len(writer) == 32
         and isinstance(size, int)

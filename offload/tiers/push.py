@@ -9,8 +9,10 @@ from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.opening import open_checkpoint
+from offload.format.names import LOCK_NAME
 from offload.tiers.contents import OBJECT_BYTES
 from offload.tiers.sending import NUM_TRANSFERS, Check, Progress
+from offload.tiers.services.address import parse_address, require_apart
 from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 from offload.tiers.upload import PushReport, Upload
 
@@ -59,6 +61,7 @@ def push(
         open_objects(url, timeout_s=timeout_s, retry_s=retry_s) as objects,
     ):
         with open_checkpoint(path, parts=parts, backend=storage) as opened:
+            require_apart(parse_address(url), _directories(opened))
             # Without its lock: see `Source`.
             checkpoint = Checkpoint(storage, opened.path, opened.manifest, parts)
         upload = Upload(
@@ -70,3 +73,11 @@ def push(
             progress=progress,
         )
         return upload.run()
+
+
+def _directories(checkpoint: Checkpoint) -> list[str]:
+    """Return the directories of a checkpoint, and of its store if it is in one."""
+    directory = os.path.dirname(os.path.abspath(checkpoint.path))
+    is_store = os.path.exists(f"{directory}/{LOCK_NAME}")
+    parts = [part.directory for part in checkpoint.manifest.parts]
+    return [directory if is_store else checkpoint.path, *parts]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 from gds import ALIGNMENT, Backend, Buffer
 from offload.errors import DamagedError, TierError
@@ -39,16 +39,6 @@ class Transfer:
 
     check: Callable[[], None]
     """Function that reads the object back; it raises `DamagedError` if the bytes are wrong."""
-
-
-class Record(Protocol):
-    """Record of the objects that were checked; see `offload.tiers.ledger`."""
-
-    checked: dict[str, int]
-
-    def add(self, name: str, nbytes: int) -> None:
-        """Record that the tier has an object, and that it was checked."""
-        ...
 
 
 class Sending:
@@ -90,7 +80,6 @@ class Sending:
         self,
         transfers: Iterable[Transfer],
         present: Mapping[str, int],
-        record: Record,
         backend: Backend,
         most_bytes: int,
     ) -> None:
@@ -99,7 +88,6 @@ class Sending:
         Args:
             transfers: The objects, in the order in which they are begun.
             present: Size in bytes of each object that the tier has already, by name.
-            record: Record of the objects that were checked.
             backend: Backend that makes the buffers.
             most_bytes: Size in bytes of the largest object that must fit into a buffer.
 
@@ -114,7 +102,7 @@ class Sending:
             """Yield the transfers as tasks of the workers."""
             for transfer in transfers:
                 is_there = present.get(transfer.name) == transfer.nbytes
-                yield partial(self._carry_out, transfer, is_there, record)
+                yield partial(self._carry_out, transfer, is_there)
 
         run_all(
             tasks(),
@@ -135,20 +123,16 @@ class Sending:
             self.require_going_on()
             yield block
 
-    def _carry_out(
-        self, transfer: Transfer, is_there: bool, record: Record, buffer: Buffer
-    ) -> None:
+    def _carry_out(self, transfer: Transfer, is_there: bool, buffer: Buffer) -> None:
         """Send an object and check it, unless an earlier upload has sent it already."""
         name, nbytes = transfer.name, transfer.nbytes
         self.require_going_on()
-        kept = is_there and (record.checked.get(name) == nbytes or self._is_good(transfer))
+        kept = is_there and self._is_good(transfer)
         if not kept:
             transfer.send(buffer)
             if self._check == "read" and not self._is_good(transfer):
                 transfer.send(buffer)
                 transfer.check()  # raises if it is wrong again
-        if record.checked.get(name) != nbytes:
-            record.add(name, nbytes)
         with self._mutex:
             (self.kept if kept else self.sent)[name] = nbytes
             self._done += nbytes

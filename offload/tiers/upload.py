@@ -15,7 +15,7 @@ from typing import Literal
 
 from gds import Buffer
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.errors import DamagedError, RecycledError, TierError
+from offload.errors import DamagedError, RecycledError, TierError, TierNotFoundError
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
 from offload.tiers.catalog import copies_of, what_is_missing
 from offload.tiers.checking import Fetcher, check_model, check_state, check_whole, nothing
@@ -29,12 +29,14 @@ from offload.tiers.contents import (
     state_objects,
 )
 from offload.tiers.ledger import Ledger, Unrecorded, UploadKey
+from offload.tiers.leftovers import clear_leftovers
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, content_digest, encode_writer
-from offload.tiers.others import NoOthers, Others
+from offload.tiers.ranks.others import NoOthers, Others
 from offload.tiers.ranks.owner_share import OwnerShare
 from offload.tiers.ranks.owner_source import OwnerSource
 from offload.tiers.sending import NUM_TRANSFERS, Check, Progress, Sending, Transfer
 from offload.tiers.services.objects import Objects
+from offload.tiers.services.presence import require_there
 from offload.tiers.source import Documents, Source, whole_digest
 
 
@@ -141,12 +143,19 @@ class Upload:
                 whole_digest(documents.train_state),
             )
             ledger = resources.enter_context(closing(self._open_ledger(key)))
-            url, refuses, sending = self._find_complete(key), False, None
+            refuses, sending = False, None
+            try:
+                url = self._look(key)
+            except BaseException:
+                if not ledger.goes_on:
+                    ledger.forget()  # nothing has been sent
+                raise
             if url is None:
                 copy = _Copy(source, documents, key, ledger, sources)
                 refuses, sending = self._send_all(copy)
             if url is not None or self._parameters != "only":
                 ledger.forget()
+            self._clear_leftovers(key, self._manifest.generation)
         sent, kept = (sending.sent, sending.kept) if sending else ({}, {})
         of_others = self._others.bytes_sent
         return PushReport(
@@ -161,12 +170,25 @@ class Upload:
             time.monotonic() - began_s,
         )
 
+    def _look(self, key: UploadKey) -> str | None:
+        """Look whether the tier is there; return the URL of a complete copy, if it has one."""
+        require_there(self._objects, self._store)
+        self._clear_leftovers(key)
+        return self._find_complete(key)
+
+    @property
+    def _store(self) -> str:
+        return os.path.dirname(self._checkpoint.path)
+
+    def _clear_leftovers(self, key: UploadKey, newest: int = 0) -> None:
+        clear_leftovers(self._objects, self._store, key, self._checkpoint.backend, newest)
+
     def _url_of(self, writer: str) -> str:
         identity = Identity(self._manifest.store_id, self._manifest.generation, writer)
         return f"{self._objects.url}/{identity.folder}"
 
     def _open_ledger(self, key: UploadKey) -> Ledger | Unrecorded:
-        store = os.path.dirname(self._checkpoint.path)
+        store = self._store
         try:
             return Ledger(store, key, self._object_bytes, self._checkpoint.backend)
         except TierError:
@@ -234,7 +256,7 @@ class Upload:
             backend = self._checkpoint.backend
             if self._parameters:
                 first = islice(transfers, 1 + len(whole))
-                sending.run(first, present, ledger, backend, 0)
+                sending.run(first, present, backend, 0)
                 sent = {name: sizes[name] for name in (copy.source.model.name, *whole)}
                 own = {name: digests[name] for name in whole}
                 marker = self._marker(identity, ledger, sent, own, parameters_only=True)
@@ -243,14 +265,13 @@ class Upload:
                 if self._parameters == "only":
                     return refuses, sending
                 self._others.begin(ledger.writer, ledger.object_bytes)  # their state goes behind
-            sending.run(transfers, present, ledger, backend, most)
+            sending.run(transfers, present, backend, most)
             for theirs in self._others.finish():
                 sizes |= theirs.sizes
                 digests |= theirs.digests
         except RecycledError:
-            if self._others.stop():
-                self._remove(folder, sizes)
-            ledger.forget()
+            if self._others.stop() and self._remove(folder, sizes):
+                ledger.forget()  # else a later upload removes the rest
             raise
         except BaseException:
             self._others.stop()
@@ -292,9 +313,9 @@ class Upload:
         listed = self._objects.sizes_below(folder)
         return {name.removeprefix(f"{folder}/"): nbytes for name, nbytes in listed.items()}
 
-    def _remove(self, folder: str, sizes: Mapping[str, int]) -> None:
-        """Remove what was sent: without the rest it is of no use to anybody."""
-        with suppress(TierError):
+    def _remove(self, folder: str, sizes: Mapping[str, int]) -> bool:
+        """Remove what was sent: without the rest it is of no use. Return whether it is gone."""
+        try:
             names = {f"{folder}/{name}" for name in (*sizes, PARAMETERS_NAME)}
             if not self._sends_all:
                 names |= {
@@ -304,6 +325,9 @@ class Upload:
                 }
             first = f"{folder}/{WRITER_NAME}"
             self._objects.delete([*sorted(names - {first}), first])
+        except TierError:
+            return False
+        return True
 
     def _put_writer(self, identity: Identity) -> bool:
         """Write the first object, and try whether a second, conditional write is refused."""
@@ -321,8 +345,9 @@ class Upload:
             DamagedError: The tier returns other bytes.
         """
         self._objects.put_new(name, data)
-        if self._objects.get(name, MOST_BYTES) == data:
-            return
+        with suppress(TierNotFoundError):  # a service may refuse for another reason than a name
+            if self._objects.get(name, MOST_BYTES) == data:
+                return
         self._objects.put(name, data)  # nobody else writes under this upload's name
         if self._objects.get(name, MOST_BYTES) != data:
             raise DamagedError(

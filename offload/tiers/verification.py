@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from gds import Buffer
@@ -13,8 +13,9 @@ from offload.checkpoint.owner_parts import check_cover
 from offload.errors import CheckpointError, DamagedError
 from offload.format.manifest import Manifest
 from offload.format.shares.part_table import OwnerTable
-from offload.tiers.catalog import TierCopy, find_copy, list_copies, read_manifest, read_tables
+from offload.tiers.catalog import TierCopy, list_copies, read_manifest, read_tables
 from offload.tiers.checking import Advance, Fetcher, check_model, check_state, check_whole
+from offload.tiers.choosing import find_copy, whats_wrong
 from offload.tiers.contents import foreign_names, state_objects, wrong_sizes
 from offload.tiers.model_objects import model_objects
 from offload.tiers.sending import NUM_TRANSFERS, Progress
@@ -49,12 +50,17 @@ def list_tier(
 ) -> list[TierCopy]:
     """Return the copies in a tier, complete or not, the newest of each store last.
 
+    If a complete copy has lost objects, its reason says so. Nothing is read to find that out.
+
     Raises:
         TierError: The tier cannot be read.
     """
     address = parse_address(url)
     with open_objects(address, timeout_s=timeout_s, retry_s=retry_s) as objects:
-        return list_copies(objects, address)
+        return [
+            replace(copy, reason=whats_wrong(objects, copy))
+            for copy in list_copies(objects, address)
+        ]
 
 
 def verify_tier(
@@ -84,6 +90,11 @@ def verify_tier(
         total = sum(copy.marker.nbytes for copy in copies if copy.marker)
         advance = _Sum(progress, total)
         return [_verify(objects, copy, num_transfers, advance) for copy in copies]
+
+
+def verify_copy(objects: Objects, copy: TierCopy) -> CopyReport:
+    """Read every byte of one copy, and compare it with its digest; see `verify_tier`."""
+    return _verify(objects, copy, NUM_TRANSFERS, _Sum(None, 0))
 
 
 def _complete(objects: Objects, address: TierAddress) -> list[TierCopy]:

@@ -88,8 +88,17 @@ class Mounted:
 
     def mount_again(self) -> None:
         """Unmount it and mount it, as after a reboot."""
+        with self.away():
+            pass
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Unmount it for the body."""
         unmount(self.path)
-        _call("mount", *self.options, self.device, self.path)
+        try:
+            yield
+        finally:
+            _call("mount", *self.options, self.device, self.path)
 
 
 @contextlib.contextmanager

@@ -146,6 +146,32 @@ def test_a_push_goes_on_after_the_power_was_lost(
     require_same(tier, 1, tmp_path / "back", reference)
 
 
+@pytest.mark.parametrize("folder", ["", "/tier"])
+def test_nothing_is_sent_to_the_mount_point_of_a_drive_that_is_away(
+    folder: str, drive: Mounted, store: Path, tmp_path: Path
+) -> None:
+    """A store that has seen the tier knows its drive; another one sees an empty mount point."""
+    tier = f"file://{drive.path}{folder}"
+    assert push(store, tier).num_sent > 0
+    model = Model()
+    with drive.away():
+        with (
+            optimizer_for(model, str(tmp_path / "new"), options(tier=tier, **SETTINGS)) as other,
+            pytest.raises(TierNotFoundError, match="is its drive mounted"),
+        ):
+            other.restore()
+        note = drive.path / "note"
+        note.touch()
+        with pytest.raises(TierNotFoundError, match="is its drive mounted"):
+            push(store, tier)
+        assert [*drive.path.iterdir()] == [note]
+        note.unlink()
+    assert push(store, tier).already_complete
+    shutil.rmtree(f"{drive.path}/tier", ignore_errors=True)
+    if folder:  # somebody has removed it, and the drive is the same
+        assert not push(store, tier).already_complete
+
+
 def test_a_copy_is_there_as_soon_as_push_has_returned(
     drive: Mounted, store: Path, tmp_path: Path, reference: Reference
 ) -> None:

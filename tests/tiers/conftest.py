@@ -92,7 +92,7 @@ def proxy(s3: str, moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> It
 def _tier(request: pytest.FixtureRequest, kind: str) -> str:
     if kind == "file":
         folder = request.getfixturevalue("tmp_path") / "mounted"
-        folder.mkdir()
+        (folder / "lost+found").mkdir(parents=True)
         return f"file://{folder}/tier"
     if kind == "moto":
         return str(request.getfixturevalue("s3"))

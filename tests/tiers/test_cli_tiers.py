@@ -83,7 +83,7 @@ def test_prune_removes_by_the_options_of_a_store(run: Run, store: Path, s3: str)
         (["verify", "s3://bucket/none"], 1, "no complete copy"),
         (["pull", "s3://bucket/none", "back"], 1, "no complete copy"),
         (["verify", "s3://bucket/none", "--quarantine"], 2, "a tier has no --all"),
-        (["prune", "s3://bucket/none", "--verify"], 2, "a tier has no --verify"),
+        (["prune", "s3://bucket/none", "--part", "x"], 2, "a tier has no --part"),
         (["prune", "store", "--unfinished"], 2, "--unfinished is for tiers"),
         (["push", "none", "s3://bucket/none"], 1, "no checkpoint or store here"),
     ],

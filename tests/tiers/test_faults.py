@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,11 +19,14 @@ from offload.errors import (
     DamagedError,
     OffloadError,
     TierAccessError,
+    TierError,
     TierNotFoundError,
     TierUnavailableError,
 )
 from offload.tiers import list_tier, pull, push, verify_tier
 from tests.stores.files import steps, tree
+from tests.stores.small import options, train
+from tests.tiers.conftest import SETTINGS, optimizer_in
 from tests.tiers.proxy import KEY_ID, SECRET, Proxy, Request
 
 SMALL = 8192
@@ -46,11 +50,53 @@ def test_errors_that_pass_are_passed_over(store: Path, s3: str, proxy: Proxy) ->
     assert [*before.values()] == [*after.values()]
 
 
+ONCE = {
+    "list": lambda r: r.method == "GET" and "list-type" in r.path,
+    "conditional put": lambda r: r.method == "PUT" and "WRITER" in r.path,
+    "put": lambda r: r.method == "PUT" and "/state/" in r.path,
+    "read": lambda r: r.method == "GET" and "/state/" in r.path,
+    "marker of the tier": lambda r: r.method == "PUT" and "TIER.json" in r.path,
+    "marker": lambda r: r.method == "PUT" and "COMPLETE" in r.path,
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("list", "truncate"), ("list", "hang"), ("list", "409:OperationAborted"),
+        ("conditional put", "hang"), ("conditional put", "lost"),
+        ("conditional put", "409:ConditionalRequestConflict"),
+        ("conditional put", "400:RequestTimeout"), ("put", "lost"), ("put", "409:OperationAborted"),
+        ("read", "truncate"), ("read", "hang"), ("read", "429:SlowDown"),
+        ("marker of the tier", "lost"), ("marker of the tier", "409:OperationAborted"),
+        ("marker", "lost"), ("marker", "409:ConditionalRequestConflict"),
+    ],
+)  # fmt: skip
+def test_a_fault_that_happens_once_is_passed_over(
+    store: Path, s3: str, proxy: Proxy, what: str, fault: str
+) -> None:
+    """Whatever the request was, and whether or not the server has carried it out."""
+    hit: list[Request] = []
+
+    def once(request: Request) -> str:
+        if hit or not ONCE[what](request):
+            return ""
+        hit.append(request)
+        return fault
+
+    proxy.rule = once
+    report = push(store, s3, object_bytes=SMALL, timeout_s=1, retry_s=20)
+    assert hit
+    assert report.refuses_overwriting
+    assert [report.ok for report in verify_tier(s3)] == [True]
+    assert len(list_tier(s3)) == 1
+
+
 @pytest.mark.parametrize("fault", ["503", "cut", "lost"])
 def test_errors_that_stay_are_named_and_what_was_sent_stays(
     store: Path, s3: str, proxy: Proxy, fault: str
 ) -> None:
-    proxy.rule = lambda r: fault if r.number >= 14 else ""
+    proxy.rule = lambda r: fault if r.number >= 17 else ""
     with pytest.raises(TierUnavailableError, match="repeat this later"):
         push(store, s3, object_bytes=SMALL, num_transfers=1, retry_s=0.2)
     proxy.rule = lambda _: ""
@@ -81,6 +127,11 @@ def test_a_server_that_never_answers_is_given_up(store: Path, s3: str, proxy: Pr
         ("403:RequestTimeTooSkewed", TierAccessError, "clock"),
         ("404:NoSuchBucket", TierNotFoundError, "bucket does not exist"),
         ("500:InternalError", TierUnavailableError, "status 500 InternalError"),
+        ("301:PermanentRedirect", TierError, "another region, or at another endpoint"),
+        ("400:AuthorizationHeaderMalformed", TierError, "another region, or at another endpoint"),
+        ("507:XMinioStorageFull", TierError, "full, or its quota is used up"),
+        ("403:QuotaExceeded", TierError, "full, or its quota is used up"),
+        ("409:OperationAborted", TierUnavailableError, "were changing the same object"),
     ],
 )
 @pytest.mark.parametrize("first", [0, 9])
@@ -105,6 +156,85 @@ def test_refusals_have_names_and_say_no_secrets(
     places += [record.getMessage() for record in caplog.records]
     places += [data.decode("latin1") for data in tree(store).values()]
     assert not [text for text in places if KEY_ID in text or SECRET in text]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "said"),
+    [
+        ("http://no-such-host.invalid", "the name of the server is not known"),
+        ("https://127.0.0.1:{port}", "does not speak TLS"),
+        ("http://127.0.0.1:9", "nothing answers at the address"),
+        *[
+            (endpoint, "AWS_ENDPOINT_URL is not the address of a server")
+            for endpoint in ("127.0.0.1:9000", "localhost:9000", "http://", "http://h:99999",
+                             "ftp://host", "//host", "http://a b")
+        ],
+    ],
+)  # fmt: skip
+def test_a_server_that_is_not_reached_has_a_reason(
+    store: Path,
+    s3: str,
+    moto: tuple[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+    endpoint: str,
+    said: str,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint.format(port=moto[1]))
+    with pytest.raises(TierError, match=said):
+        push(store, s3, retry_s=0.1)
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_tier(
+    store: Path, s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no `Exception`, and would end the thread of the uploads without a word."""
+    with optimizer_in(store, options=options(tier=s3, **SETTINGS)) as optimizer:
+        optimizer.restore()
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a\nb")  # which is no header
+        train(optimizer, 1)
+        assert optimizer._uploads is not None
+        assert optimizer._uploads.wait(60)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+        train(optimizer, 1)
+        assert optimizer._uploads.wait(60)
+        stats = optimizer.stats().tier
+    assert stats is not None
+    assert [event.outcome for event in stats.events][-2:] == ["failed", "complete"]
+
+
+RESTORE = """
+import torch, offload
+model = torch.nn.Linear(8, 8)
+optimizer = offload.AdamW(model.parameters(), directory={!r}, model=model,
+                          options=offload.Options(tier={!r}, allow_volatile=True))
+optimizer.restore()
+"""
+
+
+@pytest.mark.parametrize("what", ["ls", "pull", "push", "restore"])
+def test_an_interrupt_ends_what_waits_for_an_answer(
+    store: Path, s3: str, proxy: Proxy, tmp_path: Path, what: str
+) -> None:
+    asked = threading.Event()
+
+    def rule(_: Request) -> str:
+        asked.set()
+        return "hang"
+
+    proxy.rule = rule
+    commands = {
+        "ls": ["-m", "offload.cli", "ls", s3],
+        "pull": ["-m", "offload.cli", "pull", s3, str(tmp_path / "back")],
+        "push": ["-m", "offload.cli", "push", str(store), s3],
+        "restore": ["-c", RESTORE.format(str(tmp_path / "new"), s3)],
+    }
+    process = subprocess.Popen([sys.executable, *commands[what]], stderr=subprocess.DEVNULL)
+    try:
+        assert asked.wait(60)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) in (130, -signal.SIGINT)
+    finally:
+        process.kill()
 
 
 def test_no_object_contains_credentials(store: Path, s3: str, proxy: Proxy, tmp_path: Path) -> None:

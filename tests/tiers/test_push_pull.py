@@ -84,7 +84,7 @@ def test_the_second_push_and_pull_send_nothing(store: Path, tier: str, tmp_path:
     pull(tier, tmp_path / "back")
     there = pull(tier, tmp_path / "back")
     assert (there.already_there, there.bytes_fetched) == (True, 0)
-    assert not [*(store / "tiers").iterdir()]
+    assert not [*(store / "tiers").glob("*.upload")]
 
 
 def test_copies_are_found_by_step_by_url_and_by_store(
@@ -230,7 +230,7 @@ def test_a_checkpoint_that_training_recycles_is_given_up_and_cleaned_away(
         assert recycled.is_set()
     assert list_tier(s3) == []
     with open_objects(s3) as objects:
-        assert objects.sizes_below("") == {}
+        assert [*objects.sizes_below("")] == ["TIER.json"]
     assert push(store, s3).step == 5
 
 

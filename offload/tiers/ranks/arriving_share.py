@@ -12,7 +12,7 @@ parts, from which the next restore goes on. The ranks agree after each of these 
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
@@ -28,7 +28,8 @@ from offload.store.owners.slot import OwnerSlot, OwnerSlotState
 from offload.store.owners.store import OwnerStore
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
-from offload.tiers.catalog import find_copy, list_copies, read_manifest, read_table, read_tables
+from offload.tiers.catalog import read_manifest, read_table, read_tables
+from offload.tiers.choosing import find_copy, find_newest_whole, newest_generation
 from offload.tiers.download import on_drives
 from offload.tiers.model_objects import model_object, shard_object
 from offload.tiers.range_filling import GoingOn, RangeFilling
@@ -46,29 +47,23 @@ from offload.tiers.services.address import parse_address
 from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 
 
-def find_newest(url: str) -> tuple[str, str]:
-    """Return the URL of the newest complete copy of a tier; empty if the tier has no complete one.
+def find_newest(url: str, store: str, tried: Mapping[str, str]) -> tuple[str, str]:
+    """Return the URL of the newest whole copy of a tier; empty if the tier has no complete one.
 
     Args:
         url: URL of the tier, of a store in it, or of one copy.
+        store: First directory of the store.
+        tried: Copies that were found damaged before, by URL, with the reasons.
 
     Returns:
-        The URL; and if there are copies, of which none is complete, a sentence that says so.
+        The URL; and a sentence if copies were passed over, or if none of them is complete.
 
-    Raises:
-        TierError: The tier cannot be read, or has copies of several stores.
+    The errors are those of `find_newest_whole`.
     """
     address = parse_address(url)
     with open_objects(address, timeout_s=DEFAULT_TIMEOUT_S, retry_s=DEFAULT_RETRY_S) as objects:
-        copies = list_copies(objects, address)
-        if any(copy.marker is not None for copy in copies):
-            return find_copy(objects, address).url, ""
-    if not copies:
-        return "", ""
-    return "", (
-        f"{url}: no complete copy of a checkpoint, so training starts from the beginning "
-        f"({copies[-1].url}: {copies[-1].reason})"
-    )
+        whole, warning = find_newest_whole(objects, url, store, tried)
+    return "" if whole is None else whole.copy.url, warning
 
 
 @dataclass(slots=True)
@@ -157,6 +152,7 @@ class ArrivingShare:
                 if tables:
                     check_cover(url, manifest, tables)
                 self._model = model_object(manifest, tables)
+                self._newest = newest_generation(objects, manifest.store_id)
             self._marker = copy.marker
             self._filling = RangeFilling(objects, copy, manifest, backend, NUM_TRANSFERS)
             self._resources = opened.pop_all()
@@ -201,7 +197,8 @@ class ArrivingShare:
         manifest = self.manifest
         if isinstance(served, Store):
             owners = [self._directory] * len(manifest.owners)
-            served.take_over(manifest.store_id, manifest.generation, owners)
+            newest = max(manifest.generation, self._newest)
+            served.take_over(manifest.store_id, newest, owners)
         else:
             served.take_over(manifest.store_id)
         for part in self._parts:  # locks them, so that nobody removes them before they are named

@@ -10,7 +10,6 @@ from gds import Backend, Buffer
 from offload.format.manifest import Manifest
 from offload.tiers.checking import Fetcher, check_model, check_state, check_whole, nothing
 from offload.tiers.contents import StateObject, state_objects, table_name
-from offload.tiers.ledger import Unrecorded
 from offload.tiers.model_objects import ModelObject
 from offload.tiers.ranks.owner_source import OwnerSource
 from offload.tiers.sending import Sending, Transfer
@@ -136,5 +135,5 @@ def send_share(
     present = {name.removeprefix(f"{folder}/"): nbytes for name, nbytes in listed.items()}
     fetcher = Fetcher(objects, folder, manifest)
     transfers = share.transfers(objects, folder, fetcher, sending)
-    sending.run(transfers, present, Unrecorded(0), backend, share.most_bytes)
+    sending.run(transfers, present, backend, share.most_bytes)
     return ShareSent(share.sizes, share.digests, sum(sending.sent.values()))

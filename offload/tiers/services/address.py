@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -103,6 +104,32 @@ def parse_address(url: str) -> TierAddress:
     if not parts.netloc:
         raise TierError(errno.EINVAL, f"no bucket: expected {scheme}://bucket/folder", url)
     return TierAddress(scheme, parts.netloc, *_split(folder))
+
+
+def require_apart(address: TierAddress, directories: Iterable[str | os.PathLike[str]]) -> None:
+    """Check that a tier is in no directory of a store, and contains none.
+
+    Args:
+        address: Address of the tier.
+        directories: Directories of the store.
+
+    Raises:
+        TierError: One is in the other, perhaps by way of a symbolic link.
+    """
+    if address.scheme != "file":
+        return
+    folder = os.path.realpath(address.folder)
+    for one in directories:
+        directory = os.path.realpath(one)
+        common = os.path.commonpath([folder, directory])
+        if common in (folder, directory):
+            where = "is in" if common == directory else "contains"
+            raise TierError(
+                errno.EINVAL,
+                f"this tier {where} the store's directory {os.fspath(one)}: the store would remove "
+                "what is the tier's, or be lost with it; name a folder of its own for the tier",
+                address.url,
+            )
 
 
 def _file_address(host: str, path: str) -> TierAddress:

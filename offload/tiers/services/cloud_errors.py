@@ -26,8 +26,32 @@ _NO_CREDENTIALS: Final = re.compile(
 _UNANSWERED: Final = re.compile(r"HTTP error|error sending request|[Tt]imed? ?out|[Cc]onnect|decod")
 """Found in errors of requests that got no answer, or one that broke off."""
 
+_NOT_REACHED: Final = {
+    "dns error|failed to lookup address": "the name of the server is not known here: check the "
+    "endpoint, and this machine's network",
+    "ConnectionRefused": "nothing answers at the address and port of the server: check the "
+    "endpoint, and whether the server runs",
+    "InvalidContentType|InvalidMessage|InvalidProtocol": "the server does not speak TLS there: "
+    "check whether the endpoint begins with http:// instead of https://",
+    "[Cc]ertificate|UnknownIssuer": "the server's certificate is not accepted: check the "
+    "endpoint, or name its authority in ..._PROXY_CA_CERTIFICATE",
+}
+"""Why a server was not reached, by what is found in errors of the library."""
+
+_NO_ANSWER_OF_A_SERVICE = re.compile(r"NotPartial|MissingEtag|InvalidListResponse")
+"""Found in errors about answers that another program than the service has given."""
+
+_REPEATED = re.compile(r"after [1-9][0-9]* retries")
+
+_FULL_CODE = re.compile(r"Quota|StorageFull|InsufficientStorage|InsufficientCapacity")
+
 _KIND_OF_CODE: Final = {
     "NoSuchBucket": "bucket",
+    "PermanentRedirect": "region",
+    "TemporaryRedirect": "region",
+    "AuthorizationHeaderMalformed": "region",
+    "ConditionalRequestConflict": "conflict",
+    "OperationAborted": "conflict",
     "ContainerNotFound": "bucket",
     "ExpiredToken": "expired",
     "ExpiredTokenException": "expired",
@@ -43,7 +67,14 @@ _KIND_OF_CODE: Final = {
     "RequestTimeout": "unavailable",
 }
 
-_KIND_OF_STATUS: Final = {401: "refused", 403: "refused", 404: "missing", 429: "unavailable"}
+_KIND_OF_STATUS: Final = {
+    401: "refused",
+    403: "refused",
+    404: "missing",
+    409: "conflict",
+    429: "unavailable",
+    507: "full",
+}
 
 _KIND_OF_CLASS: Final = {
     "FileNotFoundError": "missing",
@@ -53,7 +84,17 @@ _KIND_OF_CLASS: Final = {
 }
 
 
-def named_error(error: Exception, url: str, doing: str) -> TierError:
+def was_repeated(error: BaseException) -> bool:
+    """Return whether the library has repeated the request by itself before it gave up."""
+    return _REPEATED.search(str(error)) is not None
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Return whether a conditional write was refused because another one was under way."""
+    return _KIND_OF_CODE.get(_first(_CODE, str(error))) == "conflict"
+
+
+def named_error(error: BaseException, url: str, doing: str) -> TierError:
     """Return the error to raise for one of the library.
 
     Args:
@@ -98,6 +139,42 @@ def named_error(error: Exception, url: str, doing: str) -> TierError:
             f"{heard}: the credentials in the environment are wrong, or do not allow this",
             url,
         )
+    if kind == "region":
+        return TierError(
+            errno.EINVAL,
+            f"{heard}: this bucket is in another region, or at another endpoint; set AWS_REGION "
+            "or AWS_ENDPOINT_URL",
+            url,
+        )
+    if kind == "full":
+        return TierError(
+            errno.ENOSPC,
+            f"{heard}: the tier is full, or its quota is used up; make room there and repeat this",
+            url,
+        )
+    if kind == "conflict":
+        return TierUnavailableError(
+            errno.EAGAIN,
+            f"{heard}: others were changing the same object until the attempts were given up; "
+            "repeat this later",
+            url,
+        )
+    if kind == "foreign":
+        return TierError(
+            errno.EIO,
+            f"{heard}: the answer is none of this service: is it the page of a proxy or of a "
+            "login, or the wrong endpoint?",
+            url,
+        )
+    if kind == "panic":
+        return TierError(
+            errno.EIO,
+            f"{heard}: obstore has failed with {type(error).__name__}; check the variables of the "
+            "environment, such as AWS_ENDPOINT_URL, and report this if they are right",
+            url,
+        )
+    if kind in _NOT_REACHED.values():
+        return TierUnavailableError(errno.EAGAIN, f"{heard}: {kind}", url)
     if kind == "unavailable":
         return TierUnavailableError(
             errno.EAGAIN,
@@ -111,20 +188,31 @@ def named_error(error: Exception, url: str, doing: str) -> TierError:
     return TierError(errno.EIO, f"{heard} ({type(error).__name__})", url)
 
 
-def _kind(error: Exception, text: str, status: str, code: str) -> str:
+def _kind(error: BaseException, text: str, status: str, code: str) -> str:
+    if not isinstance(error, Exception):
+        return "panic"
     if code in _KIND_OF_CODE:
         return _KIND_OF_CODE[code]
+    if _FULL_CODE.search(code):
+        return "full"
+    if "redirect without LOCATION" in text:
+        return "region"
+    if _NO_ANSWER_OF_A_SERVICE.search(text):
+        return "foreign"
     if _NO_CREDENTIALS.search(text):
         return "none"
     number = int(status or 0)
-    if number >= 500:
-        return "unavailable"
     if number in _KIND_OF_STATUS:
         return _KIND_OF_STATUS[number]
+    if number >= 500:
+        return "unavailable"
     named = _KIND_OF_CLASS.get(type(error).__name__)
     if named is not None:
         return named
-    return "unknown" if number or not _UNANSWERED.search(text) else "unavailable"
+    if number or not _UNANSWERED.search(text):
+        return "unknown"
+    found = (reason for key, reason in _NOT_REACHED.items() if re.search(key, text))
+    return next(found, "unavailable")
 
 
 def _first(pattern: re.Pattern[str], text: str) -> str:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
 
 from gds import Buffer
-from offload.errors import OffloadError, TierError, TierNotFoundError
+from offload.errors import TierError, TierNotFoundError, TierUnavailableError
 from offload.tiers.services.address import TierAddress
-from offload.tiers.services.cloud_errors import named_error
+from offload.tiers.services.cloud_errors import is_conflict
 from offload.tiers.services.objects import Data
+from offload.tiers.services.requests import Requests, is_panic
 from offload.tiers.services.reused import ReusedMemory
 
 _T = TypeVar("_T")
@@ -29,6 +32,9 @@ _SINGLE_PUT_BYTES = 64 << 20
 
 _PIECE_BYTES = 128 << 10
 """Least size in bytes of the pieces in which an answer is read."""
+
+_NUM_REPEATS = 4
+"""Number of times that the rest of an answer is asked for, if it breaks off."""
 
 
 _ENDPOINTS = {
@@ -64,6 +70,10 @@ class CloudObjects:
     def __init__(self, address: TierAddress, *, timeout_s: float, retry_s: float) -> None:
         self._obstore = _library(address.url)
         self._url = address.url
+        _check_endpoint(address)
+        self._requests = Requests(self._obstore, address.url, retry_s)
+        self._call = self._requests.call
+        self._num_repeats = _NUM_REPEATS if retry_s else 0
         self._memory = ReusedMemory()
         self._prefix = f"{address.folder}/" if address.folder else ""
         from obstore.store import from_url
@@ -94,7 +104,9 @@ class CloudObjects:
                     },
                 },
             )
-        except Exception as error:  # noqa: BLE001  (its text may contain settings)
+        except BaseException as error:  # its text may contain settings
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             failed = type(error).__name__
         if failed:
             raise TierError(
@@ -121,11 +133,12 @@ class CloudObjects:
 
     def put_new(self, name: str, data: Data) -> bool:
         """Make an object unless one has the name; see `Objects.put_new`."""
-        is_supported = True
+        is_supported, is_first = True, True
 
         def put() -> bool:
             """Write the object if there is none of its name, and return whether it was written."""
-            nonlocal is_supported
+            nonlocal is_supported, is_first
+            was_first, is_first = is_first, False
             try:
                 self._obstore.put(
                     self._store,
@@ -134,8 +147,11 @@ class CloudObjects:
                     mode="create",
                     use_multipart=False,
                 )
-            except self._obstore.exceptions.AlreadyExistsError:
-                return False
+            except self._obstore.exceptions.AlreadyExistsError as error:
+                if is_conflict(error):
+                    raise
+                # An attempt that was not answered may have made it.
+                return not was_first and self.get(name, _SINGLE_PUT_BYTES) == data
             except self._obstore.exceptions.NotSupportedError:
                 is_supported = False
             return True
@@ -166,20 +182,20 @@ class CloudObjects:
                 chunk_size=part_bytes,
                 max_concurrency=2,
             ),
+            repeatable=False,  # the blocks come once
         )
 
     def get(self, name: str, most_bytes: int) -> bytes:
         """Return the bytes of a small object; see `Objects.get`."""
-        found = self.size(name)
-        if found is None:
-            raise TierNotFoundError(errno.ENOENT, "there is no such object", f"{self._url}/{name}")
-        if found > most_bytes:
+        found = b"".join(bytes(piece) for piece in self.pieces(name, 0, most_bytes + 1))
+        if len(found) > most_bytes:
             raise TierError(
                 errno.EFBIG,
-                f"{found} bytes, expected at most {most_bytes}: not written by this library",
+                f"more than {most_bytes} bytes, expected at most {most_bytes}: not written by this "
+                "library",
                 f"{self._url}/{name}",
             )
-        return bytes(self.get_range(name, 0, found)) if found else b""
+        return found
 
     def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
         """Return bytes of an object; see `Objects.get_range`."""
@@ -195,22 +211,33 @@ class CloudObjects:
 
         As one piece an answer would take new memory for every request, which costs twice the time.
         """
+        end = start + nbytes
 
         def ask() -> Iterator[bytes]:
-            """Ask for the range, and return its bytes as they come."""
+            """Ask for the rest of the range, and return its bytes as they come."""
             answer = self._obstore.get(
-                self._store, self._prefix + name, options={"range": (start, start + nbytes)}
+                self._store, self._prefix + name, options={"range": (start, end)}
             )
             return iter(answer.stream(min_chunk_size=_PIECE_BYTES))
 
-        try:
-            answer = self._call(name, "read it", ask)
-        except TierError as error:
-            if error.errno != errno.ERANGE:
-                raise
-            return  # the object ends before the range begins
-        while (piece := self._call(name, "read it", lambda: next(answer, None))) is not None:
-            yield memoryview(piece)
+        for num_left in range(self._num_repeats, -1, -1):
+            try:
+                answer = self._call(name, "read it", ask)
+                while (piece := self._next(name, answer)) is not None:
+                    start += len(piece)
+                    yield memoryview(piece)
+            except TierUnavailableError:  # the answer has broken off
+                if not num_left:
+                    raise
+            except TierError as error:
+                if error.errno != errno.ERANGE:
+                    raise
+                return  # the object ends before the range begins
+            else:
+                return
+
+    def _next(self, name: str, answer: Iterator[bytes]) -> bytes | None:
+        return self._call(name, "read it", lambda: next(answer, None), repeatable=False)
 
     def size(self, name: str) -> int | None:
         """Return the size of an object; see `Objects.size`."""
@@ -236,16 +263,36 @@ class CloudObjects:
                 for one in page
             }
 
-        return self._call(folder, "list it", found)
+        return self._list(folder, found)
 
     def folders(self, folder: str) -> list[str]:
         """Return the folders in a folder; see `Objects.folders`."""
-        found = self._call(
-            folder,
-            "list it",
-            lambda: self._obstore.list_with_delimiter(self._store, self._folder(folder)),
-        )
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
+        found = self._list(folder, lambda: self._top_of(folder)["common_prefixes"])
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
+    def _top_of(self, folder: str) -> Any:
+        return self._obstore.list_with_delimiter(self._store, self._folder(folder))
+
+    def _list(self, folder: str, look: Callable[[], _T]) -> _T:
+        """Return a list of the server. It is believed to be empty if that of the tier is not.
+
+        The library takes an answer that is no list at all, such as the page of a proxy, for an
+        empty one.
+
+        Raises:
+            TierNotFoundError: Both are empty.
+        """
+        found = self._call(folder, "list it", look)
+        if found or not folder:
+            return found
+        whole = self._call("", "list it", lambda: self._top_of(""))
+        if not whole["objects"] and not whole["common_prefixes"]:
+            raise TierNotFoundError(
+                errno.ENOENT,
+                "nothing is in this tier, according to the server: is this the right endpoint?",
+                self._url,
+            )
+        return self._call(folder, "list it", look)
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; see `Objects.delete`."""
@@ -289,28 +336,41 @@ class CloudObjects:
             "", "list it", lambda: self._obstore.list_with_delimiter(self._store, "no-such-folder")
         )
 
-    def _call(self, name: str, doing: str, call: Callable[[], _T]) -> _T:
-        """Call the library, and give its errors names."""
-        try:
-            return call()
-        except OffloadError:  # of an iterator of blocks
-            raise
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError) or error.filename is not None:
-                raise  # of an iterator of blocks, as well
-            named = self._named(error, name, doing)
-        except self._obstore.exceptions.BaseError as error:
-            named = self._named(error, name, doing)
-        # Not within the block above: the library's error may contain secrets, and would go along.
-        raise named
+    def drive(self) -> str:
+        """Return an empty text: nothing identifies a service."""
+        return ""
 
-    def _named(self, error: Exception, name: str, doing: str) -> TierError:
-        return named_error(error, f"{self._url}{'/' if name else ''}{name}", doing)
+    def require_place(self, store: str) -> None:
+        """Do nothing: what is written and read back was not taken by a page of a proxy."""
 
 
 def _first_of(names: Iterable[str]) -> str | None:
     """Return the first variable of the environment that is set and not empty."""
     return next((found for name in names if (found := os.environ.get(name))), None)
+
+
+def _check_endpoint(address: TierAddress) -> None:
+    """Check the address of the server in the environment, at which the library would panic.
+
+    Raises:
+        TierError: It is not one of a server.
+    """
+    name = next((one for one in _ENDPOINTS[address.scheme] if os.environ.get(one)), None)
+    if name is None:
+        return
+    try:
+        parts = urlsplit(os.environ[name])
+        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        is_good = is_good and not re.search(r"\s", os.environ[name])
+    except ValueError:
+        is_good = False
+    if not is_good:
+        raise TierError(
+            errno.EINVAL,
+            f"the variable {name} is not the address of a server: expected http://host:port or "
+            "https://host:port",
+            address.url,
+        )
 
 
 def _client_options(scheme: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from gds.contract import File
 from gds.errors import message_of
 from offload.errors import TierAccessError, TierError, TierNotFoundError
 from offload.tiers.services.address import TierAddress
-from offload.tiers.services.objects import Data
+from offload.tiers.services.objects import TIER_NAME, Data
 
 TEMPORARY: Final = ".new-"
 """Beginning of the names of files that are no objects yet."""
@@ -205,6 +205,40 @@ class FolderObjects:
         if self._backend.stat(f"{above}/.") is None:
             raise TierNotFoundError(
                 errno.ENOENT, f"{above} does not exist: is its drive mounted?", self.url
+            )
+
+    def drive(self) -> str:
+        """Return the identity of the file system, which a mount point without a drive lacks."""
+        with suppress(OSError):
+            number = os.statvfs(self._place()).f_fsid
+            return f"{number:x}" if number else ""
+        return ""
+
+    def _place(self) -> str:
+        """Return the folder, or the one above it if it does not exist."""
+        folder = self._folder or "/"
+        return folder if os.path.isdir(folder) else os.path.dirname(folder)
+
+    def require_place(self, store: str) -> None:
+        """Check that the drive of a new tier is mounted; see `Objects.require_place`.
+
+        An empty directory that is no mount point, on the drive of the system or of the store, looks
+        like the mount point of a drive that is not there.
+        """
+        self._require_mounted()
+        folder, place = self._folder or "/", self._place()
+        try:
+            is_bare = not os.listdir(place) and not os.path.ismount(place)
+            drives = {os.stat(one).st_dev for one in ("/", store) if os.path.isdir(one)}
+            is_elsewhere = os.stat(place).st_dev not in drives
+        except OSError:  # another backend than the local file system, which names the error
+            return
+        if is_bare and not is_elsewhere:
+            raise TierNotFoundError(
+                errno.ENOENT,
+                f"no tier here, and {place} is empty and no mount point: is its drive mounted? For "
+                f"a new tier in it, run: mkdir -p {folder} && touch {folder}/{TIER_NAME}",
+                self.url,
             )
 
     def delete(self, names: Iterable[str]) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias
+from typing import Final, Protocol, Self, TypeAlias
 
 from gds import Buffer
 
 Data: TypeAlias = bytes | bytearray | memoryview
 """Bytes of an object."""
+
+TIER_NAME: Final = "TIER.json"
+"""Name of the object that says that a tier is one."""
 
 
 class Objects(Protocol):
@@ -110,6 +113,21 @@ class Objects(Protocol):
 
     def drop_unfinished(self, folder: str) -> None:
         """Remove what a writer of this folder that died has left, and that is no object yet."""
+        ...
+
+    def drive(self) -> str:
+        """Return what identifies the file system that has a folder; empty if it is not known."""
+        ...
+
+    def require_place(self, store: str) -> None:
+        """Check that a new tier may be made here, because this is no place of a missing drive.
+
+        Args:
+            store: Directory of the store whose copies it is for; empty if there is none.
+
+        Raises:
+            TierNotFoundError: Its drive is probably not mounted.
+        """
         ...
 
     def close(self) -> None:

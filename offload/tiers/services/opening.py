@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+
 from gds import Backend
-from offload.tiers.services.address import TierAddress, parse_address
+from offload.tiers.services.address import TierAddress, parse_address, require_apart
 from offload.tiers.services.folder_objects import FolderObjects
 from offload.tiers.services.objects import Objects
 
@@ -44,12 +47,19 @@ def open_objects(
     return CloudObjects(address, timeout_s=timeout_s, retry_s=retry_s)
 
 
-def require_tier(url: str) -> None:
+def require_tier(url: str, directories: Iterable[str | os.PathLike[str]]) -> None:
     """Check that a URL is that of a tier, and that the library that it needs is there.
 
     Nothing is read or written.
 
+    Args:
+        url: URL of the tier.
+        directories: Directories of the store.
+
     Raises:
-        TierError: It is not, or the library or a setting is missing.
+        TierError: It is not, or the library or a setting is missing; or the tier is in a directory
+            of the store, or contains one.
     """
-    open_objects(url).close()
+    address = parse_address(url)
+    require_apart(address, directories)
+    open_objects(address).close()
