@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from offload.retention.policy import (
     BestBy,
     Record,
     Retention,
+    as_prune_options,
     describe,
     kept_generations,
     num_wanted,
@@ -287,6 +289,29 @@ class Keeping:
         found = self.pins()
         unpin = f"unpin with `offload unpin {self._directory} NAME`" if found.pins else ""
         return "; ".join(part for part in (unpin, *found.unreadable) if part)
+
+    def room_advice(self, further: Sequence[str]) -> str:
+        """Return advice on making room that gives up nothing which the policy keeps.
+
+        Args:
+            further: Further directories of the store.
+        """
+        directory, advice = shlex.quote(self._directory), self.advice()
+        lasting = [repr(p) for p in self._policy.parts if p.most is None]
+        sentences = [f"{advice[:1].upper()}{advice[1:]}"] if advice else []
+        if lasting:
+            sentences.append(
+                f"{' | '.join(lasting)} keeps more with time: move the store to a larger drive, or "
+                f"copy it with `offload push {directory} URL` before you remove any"
+            )
+        options = as_prune_options(self._policy)
+        if options is not None:
+            parts = "".join(f" --part {shlex.quote(path)}" for path in further)
+            sentences.append(
+                f"Once this process has ended, `offload prune {directory} {options}{parts} "
+                "--verify` removes only what is not kept"
+            )
+        return ". ".join(sentences)
 
     def _durable_pins(self) -> FoundPins:
         """Return the pins, and make durable what can be concluded from them.

@@ -17,7 +17,10 @@ from offload.format.manifest import Manifest
 from offload.format.strict_json import short
 from offload.update.rules import Rule, UpdateRule
 
-_REMEDY = "Return to an older checkpoint: restore(<step>, discard_newer=True)."
+_REMEDY = (
+    "Return to an older checkpoint: restore(<step>, discard_newer=True), which withdraws all newer "
+    "ones."
+)
 
 
 def check_hyperparameters(manifest: Manifest, defaults: Mapping[str, Any], path: str) -> None:
