@@ -54,11 +54,11 @@ def as_store_errors(backend: Backend, directory: str) -> Iterator[None]:
             ) from error
         if error.errno not in _UNSUITABLE:
             raise unreadable(error, then=NOTHING_CHANGED) from error
+        advice = "choose a directory that you can create files in"
+        if error.errno == errno.ENAMETOOLONG:
+            advice = "choose a shorter path, in which each name has at most 255 bytes"
         raise StoreError(
-            error.errno,
-            f"cannot keep a store here ({error.strerror}); choose a directory that you can create "
-            "files in",
-            directory,
+            error.errno, f"cannot keep a store here ({error.strerror}); {advice}", directory
         ) from error
 
 
