@@ -103,6 +103,8 @@ class Withdrawal:
             with guard, ExitStack() as leaving:
                 names = []
                 for checkpoint, slot in zip(going, slots, strict=True):
+                    if names and not self._lock.is_held():
+                        break  # it was lost during this portion: nothing more is withdrawn
                     names.append(name := self._free.unused_path())
                     leaving.enter_context(self._parts.owners.leaving(checkpoint.manifest))
                     self._backend.rename(checkpoint.path, name)
@@ -111,9 +113,10 @@ class Withdrawal:
                         slot.renamed(name)
                 if going:
                     self._backend.sync_dir(self._directory)
-                slots = [slot and self._made_ready(slot) for slot in slots]
+                going = going[: len(names)]
+                slots = [slot and self._made_ready(slot) for slot in slots[: len(names)]]
             seconds = time.perf_counter() - started
-            for checkpoint, slot, name, path in zip(going, slots, names, paths, strict=True):
+            for checkpoint, slot, name, path in zip(going, slots, names, paths, strict=False):
                 if slot is None:
                     self.forget(checkpoint)
                 self._free.add(slot or name)
