@@ -343,6 +343,11 @@ class Stat:
     """Number of names of a file; 1 for any other object. If a file has several names (hard links),
     a write to the file shows under all of them."""
 
+    changed_ns: int = 0
+    """Time of the last change of the object. For a directory, that is a change of the names in it.
+    If two values are equal and not 0, nothing has changed in between. The value is 0 if the backend
+    does not know the time, or if it is so recent that the next change may bear the same time."""
+
 
 @runtime_checkable
 class Backend(Protocol):

@@ -57,6 +57,25 @@ def seen_from(directory: str, text: str) -> str:
     return text.removeprefix(f"{directory}: ").replace(f"{directory}/", "")
 
 
+def grouped(reasons: Sequence[tuple[str, str]]) -> list[str]:
+    """Return one text for each reason, which names all paths that it holds for.
+
+    Args:
+        reasons: Path and reason, which may begin with the path.
+    """
+    paths: dict[str, list[str]] = {}
+    for path, reason in reasons:
+        paths.setdefault(seen_from(path, reason), []).append(path)
+    return said_once([f"{listed(of)}: {reason}" for reason, of in paths.items()])
+
+
+def listed(paths: Sequence[str]) -> str:
+    """Return some paths in one directory as a list for a message; of many, the first ones."""
+    first, *others = paths
+    shown = ", ".join([first, *(path.rpartition("/")[2] for path in others[:2])])
+    return f"{shown} and {len(others) - 2} more" if len(others) > 2 else shown
+
+
 def said_once(texts: Sequence[str]) -> list[str]:
     """Return the texts with each repeated sentence only in the last text that contains it.
 

@@ -126,7 +126,7 @@ class MemoryBackend(Closing):
             if node is None:
                 return None
             if isinstance(node, DirectoryNode):
-                return Stat("directory", 0, node.inode, 1)
+                return Stat("directory", 0, node.inode, 1, node.entries.changed)
             return Stat("file", len(node.data), node.inode, node.num_names)
 
     def list_dir(self, path: str) -> list[str]:

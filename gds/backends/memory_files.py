@@ -18,6 +18,8 @@ from gds.waiting import Pending
 
 _inodes: Final[Iterator[int]] = itertools.count(1)
 
+_changes: Final[Iterator[int]] = itertools.count(1)
+
 
 class Node:
     """The object that a name refers to, with its locks.
@@ -50,7 +52,7 @@ class DirectoryNode(Node):
     def __init__(self) -> None:
         """Make an empty directory."""
         super().__init__()
-        self.entries: dict[str, RegularNode | DirectoryNode] = {}
+        self.entries = Entries()
 
     def holds(self, directory: DirectoryNode) -> bool:
         """Return whether `directory` is this directory or is inside it at any depth."""
@@ -58,6 +60,23 @@ class DirectoryNode(Node):
             isinstance(entry, DirectoryNode) and entry.holds(directory)
             for entry in self.entries.values()
         )
+
+
+class Entries(dict[str, RegularNode | DirectoryNode]):
+    """Objects in a directory by name, and the time of the last change: a count of all changes."""
+
+    def __init__(self) -> None:
+        """Begin without entries."""
+        super().__init__()
+        self.changed = next(_changes)
+
+    def __setitem__(self, name: str, node: RegularNode | DirectoryNode) -> None:
+        super().__setitem__(name, node)
+        self.changed = next(_changes)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.changed = next(_changes)
 
 
 class MemoryFile(Closing):

@@ -126,6 +126,24 @@ class NamesContract(Harness):
         backend.rename(f"{directory}/a", f"{directory}/b")
         assert stat_of(backend, f"{directory}/b").inode == a
 
+    def test_the_time_of_a_directory_changes_with_its_names(
+        self, backend: Backend, directory: str
+    ) -> None:
+        """Two equal values of `Stat.changed_ns` other than 0 say that no name has changed."""
+        path = f"{directory}/changing"
+        backend.make_dir(path)
+        seen = []
+        for change in (
+            lambda: new_file(backend, f"{path}/a").close(),
+            lambda: new_file(backend, f"{path}/b").close(),
+            lambda: backend.rename(f"{path}/a", f"{path}/b"),
+            lambda: backend.remove(f"{path}/b"),
+        ):
+            change()
+            seen.append(stat_of(backend, path).changed_ns)
+        known = [value for value in seen if value]
+        assert len(known) == len(set(known))
+
     def test_an_open_file_has_the_inode_of_its_name(self, backend: Backend, directory: str) -> None:
         """`File.inode` equals `Stat.inode` of a name only while the name refers to the file."""
         created = new_file(backend, f"{directory}/a")

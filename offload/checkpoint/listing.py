@@ -21,7 +21,7 @@ from offload.checkpoint.reading import (
 )
 from offload.errors import CheckpointError, CheckpointNotFoundError, UnreadableError
 from offload.format.manifest import Manifest
-from offload.format.names import LOCK_NAME, MANIFEST_NAME
+from offload.format.names import LOCK_NAME, MANIFEST_NAME, is_slot_name
 from offload.format.unreadable import reading, unreadable
 from offload.retention.pins import FoundPins, read_pins
 
@@ -153,10 +153,11 @@ def list_unnamed_parts(
     parts: PartDirectories = None,
     backend: Backend | None = None,
 ) -> list[str]:
-    """Return the paths of sealed parts of owners that no checkpoint of the store names.
+    """Return the paths of sealed parts of owners that no checkpoint needs and the ranks do not use.
 
-    Parts that are being written are left out. The result is empty if the manifest of a checkpoint
-    cannot be read, because that checkpoint may name any part.
+    Parts that are being written are left out. So is one part of each owner for each slot of the
+    first rank that is no checkpoint: the ranks write the next step into it. The result is empty if
+    the manifest of a checkpoint cannot be read, because that checkpoint may name any part.
 
     Args:
         store: Directory of the store.
@@ -168,6 +169,7 @@ def list_unnamed_parts(
     """
     directory = os.path.abspath(os.fsdecode(store))
     with given_or_local(backend) as storage, reading():
+        num_spare = sum(map(is_slot_name, storage.list_dir(directory)))
         try:
             paths = checkpoint_paths(storage, directory)
             manifests = [decode_manifest(storage, path) for path in paths]
@@ -175,16 +177,20 @@ def list_unnamed_parts(
             return []
         stores = {manifest.store_id for manifest in manifests}
         named = {(r.owner, r.digest) for manifest in manifests for r in manifest.owners}
+        owners = {owner for owner, _ in named}
         given = [os.path.abspath(os.fsdecode(part)) for part in parts or ()]
-        return [
-            part.path
-            for one in dict.fromkeys([directory, *given])
-            for owner in owner_directories(storage, one).values()
-            for part in parts_of_owner(storage, owner)
-            if part.header is not None
-            and part.header.store_id in stores
-            and (part.owner, part.header.digest) not in named
-        ]
+        found: list[str] = []
+        for one in dict.fromkeys([directory, *given]):
+            for number, owner in owner_directories(storage, one).items():
+                unnamed = [
+                    (part.header.generation, part.path)
+                    for part in parts_of_owner(storage, owner)
+                    if part.header is not None
+                    and part.header.store_id in stores
+                    and (part.owner, part.header.digest) not in named
+                ]
+                found += [path for _, path in sorted(unnamed)[num_spare * (number in owners) :]]
+        return found
 
 
 def _describe_unchanged(

@@ -31,7 +31,7 @@ from offload.errors import CheckpointError, CheckpointNotFoundError, StoreBusyEr
 from offload.format.manifest import Manifest
 from offload.format.names import LOCK_NAME, MANIFEST_NAME, is_checkpoint_path
 from offload.format.unreadable import reading
-from offload.units import said_once, seen_from
+from offload.units import grouped, seen_from
 
 _MAX_ATTEMPTS = 100
 """Largest number of attempts to lock the newest checkpoint of a store. An attempt fails if the
@@ -279,7 +279,7 @@ def _find(
         else:
             newest = max(newest or (-1, ""), (generation, checkpoint))
     if newest is None:
-        reasons = said_once([one.reason for one in refused])
+        reasons = grouped([(one.path, one.reason) for one in refused])
         why = "; ".join(reasons) or _what_is_missing(backend, path)
         raise CheckpointError(f"{path}: no usable checkpoint here: {why}")
     passed_over = (r for r in refused if r.generation is None or r.generation > newest[0])

@@ -25,6 +25,7 @@ from offload.format.names import (
     QUARANTINE_NAME,
     TRAIN_STATE_NAME,
     is_checkpoint_path,
+    part_number,
     step_of,
 )
 from offload.format.part_file import PART_FILE_BYTES, SealedPart, decode_part
@@ -317,6 +318,13 @@ def _read_part(backend: Backend, path: str) -> SealedPart:
         )
 
 
+def _has_parts(backend: Backend, directory: str) -> bool:
+    stat = backend.stat(directory)
+    if stat is None or stat.kind != "directory":
+        return False
+    return any(part_number(name) is not None for name in backend.list_dir(directory))
+
+
 def _check_part(
     backend: Backend, path: str, manifest: Manifest, drive: int, checkpoint: str
 ) -> None:
@@ -329,10 +337,15 @@ def _check_part(
             f"{checkpoint}: a part of its state is {kind_of(own)}, expected a directory: {path}"
         )
     if own is None:
+        directory = os.path.dirname(path)
+        missing, sealed = path, sealed_as
+        if not _has_parts(backend, directory):  # the same text for all checkpoints: see `grouped`
+            missing, sealed = f"{directory} has no parts", reference.directory
+        was = "" if os.path.dirname(sealed_as) == directory else f" (sealed as {sealed})"
         raise CheckpointError(
             f"{checkpoint}: a part of its state is missing: "
-            f"{path}{'' if path == sealed_as else f' (sealed as {sealed_as})'}. If the drive is "
-            "not mounted, mount it; if the directory has moved, pass its present path: "
+            f"{missing}{was}. If the drive is not mounted, mount it; if the directory has moved, "
+            "pass its present path: "
             "directory=[...] of the optimizer takes all directories in their original order, "
             "open_checkpoint(path, parts=[...]) and --part of the commands take all but the first"
         )

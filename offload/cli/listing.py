@@ -10,7 +10,7 @@ import typer
 from offload.cli.options import cell, make_console, one_line
 from offload.format.metrics import describes_the_run
 from offload.format.names import part_number
-from offload.units import size
+from offload.units import grouped, listed, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,11 +53,13 @@ def show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
             "complete: every file is there; its content is not read "
             f"(offload verify {one_line(store)})"
         )
+    not_seen: dict[str, list[str]] = {}
     for path in dict.fromkeys(path for info in found for path in info.not_seen):
-        typer.echo(f"not seen here, so not counted: {one_line(path)}")
-    for info in found:
-        if not info.valid:
-            typer.secho(one_line(info.reason), fg="red")
+        not_seen.setdefault(os.path.dirname(path), []).append(path)
+    for paths in not_seen.values():
+        typer.echo(f"not seen here, so not counted: {one_line(listed(paths))}")
+    for text in grouped([(info.path, info.reason) for info in found if not info.valid]):
+        typer.secho(one_line(text), fg="red")
 
 
 def show_unnamed(paths: Sequence[str]) -> None:

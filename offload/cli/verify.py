@@ -24,7 +24,7 @@ from offload.errors import (
     StoreBusyError,
 )
 from offload.tiers.services.address import is_tier_url
-from offload.units import part_options, size
+from offload.units import grouped, part_options, size
 
 if TYPE_CHECKING:
     from offload.checkpoint.checkpoint import Checkpoint
@@ -119,6 +119,9 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
             found = [result.to_json() for result in work.results]
             print_json({"ok": ok, "checkpoints": found, "recycled": work.recycled})
         else:
+            unread = [r for r in work.results if r.problems and not r.bytes_checked]
+            for text in grouped([(r.path, problem) for r in unread for problem in r.problems]):
+                typer.secho(one_line(text), fg="red", err=True)
             for result in work.results:
                 _show(result, mark=quarantine)
             for name in work.recycled:
@@ -288,7 +291,8 @@ def _stores_below(directory: str, unlisted: list[OSError]) -> Iterator[str]:
 
 def _show(result: _Verified, *, mark: bool) -> None:
     name = one_line(result.path)
-    for problem in (*result.problems, *result.unreadable):
+    problems = result.problems if result.bytes_checked else ()  # others are printed in groups
+    for problem in (*problems, *result.unreadable):
         typer.secho(one_line(problem), fg="red", err=True)
     for path in result.not_seen:
         typer.echo(

@@ -69,7 +69,7 @@ class Lifecycle:
             raise NotRestoredError(
                 f"{self.store.directory} already has checkpoints ({', '.join(names)}): "
                 f"{how_to_resume()} to continue from the newest, or pass fresh=True to the "
-                "optimizer to start over"
+                "optimizer to start over, which withdraws them"
             )
 
     def why_broken(self) -> str:

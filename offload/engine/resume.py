@@ -32,7 +32,7 @@ from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSource, StateStore
 from offload.stream.state_check import check_state
-from offload.units import duration, many, said_once, seen_from, size
+from offload.units import duration, grouped, many, size
 from offload.update.coding.recoder import BlockRecoder
 
 _CALLER = 5
@@ -261,9 +261,8 @@ def _announce_reencoding(
 
 def _warn_of_refused(store: StateStore) -> None:
     """Warn about directories that look like checkpoints but cannot be used."""
-    reasons = said_once([seen_from(path, reason) for path, reason in store.refused])
-    for (path, _), reason in zip(store.refused, reasons, strict=True):
-        warnings.warn(f"not using {path}: {reason}", RuntimeWarning, stacklevel=_CALLER)
+    for text in grouped(store.refused):
+        warnings.warn(f"not using {text}", RuntimeWarning, stacklevel=_CALLER)
 
 
 def _recut(state: TrainingState, found: StoredCheckpoint, *, reencode: bool) -> RecutSource | None:
@@ -313,7 +312,7 @@ def _choose(
     newest = store.newest
     found = newest if which is None else store.find(which)
     if found is None and store.refused:
-        listed = "; ".join(said_once([reason for _, reason in store.refused]))
+        listed = "; ".join(grouped(store.refused))
         raise CheckpointError(
             f"{store.directory}: none of its checkpoints can be used ({listed}). Repair them, or "
             "pass fresh=True to start over."

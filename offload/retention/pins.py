@@ -20,8 +20,10 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 from gds import Backend, StorageError
+from gds.contract import Stat
 from offload.errors import CheckpointNotFoundError, PinError
 from offload.format import document
 from offload.format.manifest import Manifest
@@ -55,14 +57,10 @@ class Pin:
 
     def refers_to(self, path: str, manifest: Manifest) -> bool:
         """Return whether this is a pin of the checkpoint at `path` that has this manifest."""
-        return (self.checkpoint, self.store_id, self.generation) == (
-            os.path.basename(path),
-            manifest.store_id,
-            manifest.generation,
-        )
+        return (self.checkpoint, self.store_id, self.generation) == _checkpoint(path, manifest)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FoundPins:
     """The pins of a store, as they were read."""
 
@@ -76,9 +74,18 @@ class FoundPins:
     failures: tuple[StorageError, ...] = ()
     """Errors of reading that say nothing about a pin's content, so that the pin may be intact."""
 
+    @cached_property
+    def _names(self) -> dict[tuple[str, str, int], tuple[str, ...]]:
+        """Names of the pins of each checkpoint; a store may have hundreds of both."""
+        found: dict[tuple[str, str, int], tuple[str, ...]] = {}
+        for pin in self.pins:
+            key = (pin.checkpoint, pin.store_id, pin.generation)
+            found[key] = (*found.get(key, ()), pin.name)
+        return found
+
     def names_of(self, path: str, manifest: Manifest) -> tuple[str, ...]:
         """Return the names of a checkpoint's pins."""
-        return tuple(pin.name for pin in self.pins if pin.refers_to(path, manifest))
+        return self._names.get(_checkpoint(path, manifest), ())
 
     def names_at(self, path: str) -> tuple[str, ...]:
         """Return the names of all pins on a directory, whatever checkpoint it holds now."""
@@ -90,9 +97,13 @@ class FoundPins:
         Args:
             checkpoints: Path and manifest of each checkpoint.
         """
-        return tuple(
-            pin for pin in self.pins if not any(pin.refers_to(*found) for found in checkpoints)
-        )
+        known = {_checkpoint(*found) for found in checkpoints}
+        lost = {name for key, names in self._names.items() if key not in known for name in names}
+        return tuple(pin for pin in self.pins if pin.name in lost)
+
+
+def _checkpoint(path: str, manifest: Manifest) -> tuple[str, str, int]:
+    return os.path.basename(path), manifest.store_id, manifest.generation
 
 
 def check_pin_name(name: object) -> str:
@@ -115,36 +126,93 @@ def read_pins(backend: Backend, store: str) -> FoundPins:
     Raises:
         gds.StorageError: The directory of pins cannot be read.
     """
-    directory = f"{store}/{PINS_NAME}"
-    stat = backend.stat(directory)
-    if stat is None:
-        return FoundPins()
-    if stat.kind != "directory":
-        return FoundPins((), (f"{directory}: a {stat.kind}, expected the directory of pins",))
-    pins, sentences, failures = [], [], []
-    for name in backend.list_dir(directory):
-        if not _NAME.fullmatch(name):
-            continue
-        try:
-            pin = _read_pin(backend, f"{directory}/{name}", name)
-        except (StorageError, ValueError, TypeError, KeyError, RecursionError) as error:
-            if isinstance(error, StorageError) and not is_of_content(error):
-                failures.append(error)
-                advice = unreadable(error).strerror
-                sentences.append(
-                    f"{directory}/{name}: {advice}. Until then it is not known which checkpoint "
-                    "it keeps"
-                )
-                continue
-            sentences.append(
-                f"{directory}/{name}: cannot be read as a pin ({error}); pin the checkpoint again "
-                f"with `offload pin CHECKPOINT {name}`, or remove it with `offload unpin {store} "
-                f"{name}`"
+    return PinReader(backend, store).read()
+
+
+class PinReader:
+    """Reads the pins of a store again and again, and opens only those that have changed.
+
+    Not thread-safe, except that two calls at the same time both read correctly.
+
+    Args:
+        backend: Storage backend of the store.
+        store: Directory of the store.
+    """
+
+    def __init__(self, backend: Backend, store: str) -> None:
+        self._backend = backend
+        self._directory = f"{store}/{PINS_NAME}"
+        self._store = store
+        self._last: tuple[Stat, FoundPins] | None = None
+        """The directory of pins as it was when it was last read, and what was found in it."""
+        self._read: dict[str, tuple[Stat, Pin]] = {}
+        """Pins by name, each with its file as it was when it was read."""
+
+    def read(self, *, each: bool = True) -> FoundPins:
+        """Return the pins.
+
+        Args:
+            each: Whether every file is looked at. If not, and if no name in the directory has
+                changed, what was found last is returned. Every call that makes, moves or removes a
+                pin changes a name.
+
+        Raises:
+            gds.StorageError: The directory of pins cannot be read.
+        """
+        stat = self._backend.stat(self._directory)
+        if stat is None:
+            return FoundPins()
+        if stat.kind != "directory":
+            return FoundPins(
+                (), (f"{self._directory}: a {stat.kind}, expected the directory of pins",)
             )
-        else:
-            if pin is not None:
-                pins.append(pin)
-    return FoundPins(tuple(pins), tuple(sentences), tuple(failures))
+        last = self._last
+        if not each and last is not None and stat.changed_ns and stat == last[0]:
+            return last[1]
+        found = self._read_all()
+        self._last = None if found.unreadable else (stat, found)
+        return found
+
+    def _read_all(self) -> FoundPins:
+        pins, sentences, failures = [], [], []
+        names = self._backend.list_dir(self._directory)
+        self._read = {name: self._read[name] for name in names if name in self._read}
+        for name in names:
+            if not _NAME.fullmatch(name):
+                continue
+            path = f"{self._directory}/{name}"
+            try:
+                pin = self._read_one(path, name)
+            except (StorageError, ValueError, TypeError, KeyError, RecursionError) as error:
+                if isinstance(error, StorageError) and not is_of_content(error):
+                    failures.append(error)
+                    advice = unreadable(error).strerror
+                    sentences.append(
+                        f"{path}: {advice}. Until then it is not known which checkpoint it keeps"
+                    )
+                    continue
+                sentences.append(
+                    f"{path}: cannot be read as a pin ({error}); pin the checkpoint again "
+                    f"with `offload pin CHECKPOINT {name}`, or remove it with `offload unpin "
+                    f"{self._store} {name}`"
+                )
+            else:
+                if pin is not None:
+                    pins.append(pin)
+        return FoundPins(tuple(pins), tuple(sentences), tuple(failures))
+
+    def _read_one(self, path: str, name: str) -> Pin | None:
+        """Return a pin; None if it has just been removed."""
+        stat = self._backend.stat(path)
+        if stat is None:
+            return None
+        known = self._read.get(name)
+        if known is not None and stat.changed_ns and stat == known[0]:
+            return known[1]
+        pin = _read_pin(self._backend, path, name, stat)
+        if pin is not None:
+            self._read[name] = (stat, pin)
+        return pin
 
 
 def write_pin(
@@ -251,11 +319,8 @@ def drop_unfinished(backend: Backend, store: str) -> None:
                 backend.remove(f"{directory}/{name}")
 
 
-def _read_pin(backend: Backend, path: str, name: str) -> Pin | None:
-    """Return a pin; None if it has just been removed."""
-    stat = backend.stat(path)
-    if stat is None:
-        return None
+def _read_pin(backend: Backend, path: str, name: str, stat: Stat) -> Pin | None:
+    """Read the file of a pin; return None if it has just been removed."""
     if stat.kind != "file" or stat.size_bytes != _BYTES:
         raise ValueError(f"a {stat.kind} of {stat.size_bytes} bytes, expected a file of {_BYTES}")
     try:

@@ -16,6 +16,7 @@ generation, not by time: generations always rise, but a clock may be set back.
 from __future__ import annotations
 
 import math
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -263,6 +264,28 @@ def describe(policy: Retention) -> str:
     if isinstance(policy, LastK):
         return f"{policy.k} checkpoint{'' if policy.k == 1 else 's'}"
     return repr(policy)
+
+
+def as_prune_options(policy: Retention) -> str | None:
+    """Return the options with which ``offload prune`` keeps what a policy keeps.
+
+    The result is None if the command cannot keep exactly that.
+    """
+    options: list[str] = []
+    for part in policy.parts:
+        match part:
+            case LastK(k):
+                options += ["--keep", str(k)]
+            case EverySteps(steps):
+                options += ["--every", str(steps)]
+            case EverySeconds(seconds):
+                options += ["--every-seconds", str(seconds)]
+            case BestBy(metric, k, mode) if ":" not in metric:
+                options += ["--best", f"{metric}:{mode}:{k}"]
+            case _:
+                return None
+    once = [option for option in options if option.startswith("--") and option != "--best"]
+    return shlex.join(options) if len(once) == len({*once}) else None
 
 
 def _is_count(value: object) -> bool:

@@ -6,12 +6,17 @@ Therefore, before this process relies on a checkpoint, it checks that the drive 
 checkpoint that it knows. Otherwise the last usable checkpoint could be withdrawn because of a newer
 one that is gone.
 
-A check takes a few ``stat`` calls for each checkpoint. Only a checkpoint that has changed is read.
+A check takes one ``stat`` call for each file of a checkpoint. Only a checkpoint that has changed is
+read. As a store may keep hundreds of checkpoints, only the newest are checked in this way before
+each withdrawal. Of every other one, only the times of its directories are looked at, which change
+when a file in them is made, removed or replaced.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 
 from gds import Backend
@@ -22,6 +27,9 @@ from offload.format.manifest import Manifest
 from offload.store.opening import StoreContent, StoredCheckpoint, ids_at
 from offload.store.slots.slot import Slot
 from offload.units import seen_from
+
+_ALWAYS = 8
+"""Number of checkpoints, the newest, whose files are examined in every check."""
 
 
 class Census:
@@ -68,19 +76,52 @@ class Census:
         found = ids_at(self._backend, checkpoint.path, checkpoint.manifest, self._parts)
         return found == checkpoint.ids
 
-    def update(self) -> None:
-        """Examine all checkpoints, and remove unusable ones from the list.
+    def update(self, checkpoints: Iterable[StoredCheckpoint] | None = None) -> None:
+        """Examine checkpoints, and remove unusable ones from the list.
 
         A checkpoint whose files were replaced by other files of the same checkpoint stays in the
         list. From then on, this process reads and writes the new files.
+
+        Args:
+            checkpoints: Checkpoints to examine; None for all of them.
 
         Raises:
             gds.StorageError: A checkpoint cannot be examined at this moment. Checkpoints that have
                 not been examined yet are still in the list.
         """
-        for checkpoint in [c for c in self._checkpoints if not c.superseded]:
-            if not self.is_unchanged(checkpoint):
+        known = self._checkpoints if checkpoints is None else checkpoints
+        for checkpoint in [c for c in known if not c.superseded]:
+            times = self._folder_times(checkpoint)  # before its files: a later change shows
+            if self.is_unchanged(checkpoint):
+                checkpoint.folder_times = times
+            else:
+                checkpoint.folder_times = {}
                 self._examine(checkpoint)
+
+    def update_changed(self) -> None:
+        """Examine the newest checkpoints, and all others whose directories have changed.
+
+        The errors are those of `update`.
+        """
+        older, newest = self._checkpoints[:-_ALWAYS], self._checkpoints[-_ALWAYS:]
+        self.update([*(c for c in older if not self._has_same_folders(c)), *newest])
+
+    def _has_same_folders(self, checkpoint: StoredCheckpoint) -> bool:
+        """Return whether no name in a checkpoint's directories has changed since the last check."""
+        if not checkpoint.folder_times:
+            return False
+        for path, known in checkpoint.folder_times.items():
+            found = self._backend.stat(path)
+            if found is None or (found.inode, found.changed_ns) != known:
+                return False
+        return True
+
+    def _folder_times(self, checkpoint: StoredCheckpoint) -> dict[str, tuple[int, int]]:
+        """Return the times of a checkpoint's directories; nothing if one of them is not known."""
+        paths = {os.path.dirname(os.path.join(checkpoint.path, name)) for name in checkpoint.ids}
+        found = {path: self._backend.stat(path) for path in sorted({checkpoint.path, *paths})}
+        times = {path: (s.inode, s.changed_ns) for path, s in found.items() if s and s.changed_ns}
+        return times if len(times) == len(found) else {}
 
     def warn(self, *, refused: bool) -> None:
         """Warn once about each checkpoint that is no longer used.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import shlex
 import warnings
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 from gds import Backend
 from gds.waiting import Monitor
@@ -12,11 +14,12 @@ from offload.errors import CheckpointNotFoundError, PinError
 from offload.format.manifest import Manifest
 from offload.format.unreadable import as_unreadable
 from offload.retention.leaving import Leaving
-from offload.retention.pins import FoundPins, Pin, read_pins, remove_pin, sync_pins, write_pin
+from offload.retention.pins import FoundPins, Pin, PinReader, remove_pin, sync_pins, write_pin
 from offload.retention.policy import (
     BestBy,
     Record,
     Retention,
+    as_prune_options,
     describe,
     kept_generations,
     num_wanted,
@@ -30,8 +33,8 @@ from offload.store.store_errors import NOTHING_CHANGED
 class Keeping:
     """Retention policy and pins of one store.
 
-    Pins are read again for each answer, because other processes make and remove them. While a pin
-    cannot be read, no checkpoint counts as expired.
+    Pins are looked at again for each answer, because other processes make and remove them. While a
+    pin cannot be read, no checkpoint counts as expired.
 
     Args:
         backend: Backend of the store's first directory.
@@ -62,6 +65,7 @@ class Keeping:
         self._poison = poison
         self._lock = opened.lock
         self._census = census
+        self._pins = PinReader(backend, directory)
         self._leaving = Leaving()
         self._ranked: set[str] = set()
         """Metrics of the policy that need no warning: a checkpoint has had the metric, or a warning
@@ -90,7 +94,7 @@ class Keeping:
         Raises:
             gds.StorageError: The directory of pins cannot be read.
         """
-        return read_pins(self._backend, self._directory)
+        return self._pins.read(each=False)
 
     def expired(self, incoming: Record | None = None) -> list[StoredCheckpoint]:
         """Return the checkpoints that neither the policy nor a pin keeps, oldest first.
@@ -167,16 +171,18 @@ class Keeping:
                 stacklevel=3,
             )
 
-    def is_pinned(self, checkpoint: StoredCheckpoint) -> bool:
-        """Return whether a pin keeps a checkpoint; the caller holds an exclusive lock on it.
+    def unpinned(self, checkpoints: Sequence[StoredCheckpoint]) -> list[StoredCheckpoint]:
+        """Return those of some checkpoints that no pin keeps; the caller has locked all of them.
 
-        If a pin cannot be read, the checkpoint counts as pinned.
+        If a pin cannot be read, all of them count as pinned.
 
         Raises:
             gds.StorageError: The pins could not be synced or read.
         """
-        found = self._durable_pins()
-        return bool(found.unreadable or found.names_of(checkpoint.path, checkpoint.manifest))
+        found = self._durable_pins() if checkpoints else FoundPins()
+        if found.unreadable:
+            return []
+        return [c for c in checkpoints if not found.names_of(c.path, c.manifest)]
 
     def pin(self, name: str, which: int | str | None = None) -> None:
         """Pin a checkpoint, by default the newest; durable on return.
@@ -284,6 +290,29 @@ class Keeping:
         unpin = f"unpin with `offload unpin {self._directory} NAME`" if found.pins else ""
         return "; ".join(part for part in (unpin, *found.unreadable) if part)
 
+    def room_advice(self, further: Sequence[str]) -> str:
+        """Return advice on making room that gives up nothing which the policy keeps.
+
+        Args:
+            further: Further directories of the store.
+        """
+        directory, advice = shlex.quote(self._directory), self.advice()
+        lasting = [repr(p) for p in self._policy.parts if p.most is None]
+        sentences = [f"{advice[:1].upper()}{advice[1:]}"] if advice else []
+        if lasting:
+            sentences.append(
+                f"{' | '.join(lasting)} keeps more with time: move the store to a larger drive, or "
+                f"copy it with `offload push {directory} URL` before you remove any"
+            )
+        options = as_prune_options(self._policy)
+        if options is not None:
+            parts = "".join(f" --part {shlex.quote(path)}" for path in further)
+            sentences.append(
+                f"Once this process has ended, `offload prune {directory} {options}{parts} "
+                "--verify` removes only what is not kept"
+            )
+        return ". ".join(sentences)
+
     def _durable_pins(self) -> FoundPins:
         """Return the pins, and make durable what can be concluded from them.
 
@@ -292,7 +321,7 @@ class Keeping:
         the checkpoint that it had been moved to would lose its pin. So the pins are synced after
         they have been read: a sync before that would miss a pin that is moved in between.
         """
-        found = self.pins()
+        found = self._pins.read()
         with self._poison.fatal("the pins could not be made durable"):
             sync_pins(self._backend, self._directory)
         return found
@@ -316,16 +345,6 @@ class Keeping:
         return f"Call {calls}, or run `offload unpin {self._directory} {names[0]}`"
 
 
-def record_of(manifest: Manifest, pins: tuple[str, ...] = ()) -> Record:
-    """Return the record of a checkpoint that a retention policy decides by.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        pins: Names of the checkpoint's pins.
-    """
-    return Record(manifest.step, manifest.generation, manifest.created, manifest.metrics, pins)
-
-
 def pin_of(name: str, path: str, manifest: Manifest) -> Pin:
     """Return a pin of a checkpoint.
 
@@ -343,7 +362,9 @@ def pin_of(name: str, path: str, manifest: Manifest) -> Pin:
 
 
 def _records(checkpoints: Iterable[StoredCheckpoint], found: FoundPins) -> list[Record]:
-    return [record_of(c.manifest, found.names_of(c.path, c.manifest)) for c in checkpoints]
+    if not found.pins:
+        return [c.record for c in checkpoints]
+    return [replace(c.record, pins=found.names_of(c.path, c.manifest)) for c in checkpoints]
 
 
 def _listed(names: Sequence[str]) -> str:

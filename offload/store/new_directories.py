@@ -8,8 +8,18 @@ from collections.abc import Sequence
 
 from gds import Backend, StorageError
 from gds.probe import describe_remote
-from offload.errors import RemoteStoreError, VolatileStoreError
+from offload.errors import RemoteStoreError, StoreError, VolatileStoreError
 from offload.store.store_errors import as_store_errors, nearest_existing
+
+_LONGEST_PATH_BYTES = 4095
+"""Largest length of a path that Linux takes."""
+
+_BELOW_BYTES = 128
+"""Largest length of what the store adds to the path of its directory.
+
+The longest is a state array of a rank, ``/owner-<9 digits>/part-<18 digits>/<64>.safetensors``. The
+file of a pin that is being made is ``/pins/.<64>.<10 digits>-<20 digits>.new``.
+"""
 
 
 def make_directories(
@@ -27,9 +37,10 @@ def make_directories(
             has been created.
         RemoteStoreError: Another machine or a program serves the file system of a directory.
             Nothing has been created.
-        StoreError: A directory cannot be created.
+        StoreError: A directory cannot be created, or its path is too long for the files in it.
     """
     for backend, directory in drives:
+        _require_short(directory)
         with as_store_errors(backend, directory):
             # A new directory is on the file system of its nearest existing parent.
             capabilities = backend.capabilities(nearest_existing(backend, directory))
@@ -54,6 +65,17 @@ def make_directories(
     for backend, directory in drives:
         with as_store_errors(backend, directory):
             _make(backend, directory)
+
+
+def _require_short(directory: str) -> None:
+    nbytes, most = len(os.fsencode(directory)), _LONGEST_PATH_BYTES - _BELOW_BYTES
+    if nbytes > most:
+        raise StoreError(
+            errno.ENAMETOOLONG,
+            f"this path has {nbytes} bytes, and that of a store has at most {most}, because the "
+            "files in it have longer paths: choose a shorter one",
+            directory,
+        )
 
 
 def _make(backend: Backend, directory: str) -> None:

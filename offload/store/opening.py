@@ -33,6 +33,7 @@ from offload.format.names import (
     owner_name,
 )
 from offload.format.unreadable import as_unreadable
+from offload.retention.policy import Record
 from offload.store.directories import check_directories, require_number_of_directories
 from offload.store.file_identity import FileIds, ids_in
 from offload.store.new_directories import make_directories
@@ -68,6 +69,19 @@ class StoredCheckpoint:
     known_ids: FileIds = field(default_factory=dict)
     """Inodes and sizes of the checkpoint's files when they were last closed or examined."""
 
+    folder_times: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Inode of each directory of the checkpoint, and time of the last change of names in it, when
+    its files were last found unchanged; empty if such a time is not known."""
+
+    _record: tuple[Manifest, Record] | None = None
+
+    @property
+    def record(self) -> Record:
+        """Record of the checkpoint that a retention policy decides by, without its pins."""
+        if self._record is None or self._record[0] is not self.manifest:
+            self._record = self.manifest, record_of(self.manifest)
+        return self._record[1]
+
     @property
     def ids(self) -> FileIds:
         """Inodes and sizes of the checkpoint's files: by name, and those of its parts by path."""
@@ -86,6 +100,11 @@ class StoredCheckpoint:
             self.model_leaves = self.slot.model_leaves
             self.slot.close()
             self.slot = None
+
+
+def record_of(manifest: Manifest) -> Record:
+    """Return the record of a checkpoint that a retention policy decides by, without its pins."""
+    return Record(manifest.step, manifest.generation, manifest.created, manifest.metrics)
 
 
 @dataclass(frozen=True, slots=True)

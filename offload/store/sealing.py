@@ -34,8 +34,8 @@ from offload.format.names import checkpoint_name, part_name
 from offload.format.shares.owners import ModelBox, OwnerReference, num_pieces
 from offload.format.train_state import EncodedState, pack_encoded
 from offload.retention.policy import Record
-from offload.store.expiry import Keeping, record_of
-from offload.store.opening import StoreContent, StoredCheckpoint
+from offload.store.expiry import Keeping
+from offload.store.opening import StoreContent, StoredCheckpoint, record_of
 from offload.store.owners.claims import require_agreement
 from offload.store.poison import Poison
 from offload.store.slots.free import FreeSlots, lock_existing

@@ -46,6 +46,7 @@ def require_room(
     """
     superseded = any(c.superseded for c in checkpoints)
     num_slots = keeping.num_slots()
+    elsewhere = "move the store to a larger drive" if checkpoints else "choose another directory"
     for room in rooms:
         missing = max(num_slots - len(checkpoints) - room.num_free, 0)
         if superseded:
@@ -57,7 +58,7 @@ def require_room(
                 errno.ENOSPC,
                 f"keeping {keeping.describe()} needs {many(missing, 'more slot')} of "
                 f"{size(room.slot_bytes)}, {size(missing * room.slot_bytes)} in all "
-                f"({size(free)} free): make room, choose another directory, or pass a smaller keep="
+                f"({size(free)} free): make room, {elsewhere}, or pass a smaller keep="
                 f"{'; or ' + advice if advice else ''}",
                 room.directory,
             )
@@ -103,12 +104,11 @@ def no_room(error: StorageError, rooms: Sequence[Room], keeping: Keeping) -> Slo
         for room in short
     )
     number = error.errno or errno.ENOSPC
-    advice = keeping.advice()
+    advice = keeping.room_advice([room.directory for room in rooms[1:]])
     return SlotFullError(
         number,
         f"{os.strerror(number)}: the slot that the next step writes to needs {needs}. Nothing has "
         f"been changed: free some space, and call again. The store keeps {keeping.describe()}"
-        f"{': ' + advice if advice else ''}. Once this process has ended, `offload prune "
-        f"{rooms[0].directory} --keep 1 --verify` keeps only the newest and pinned checkpoints",
+        f"{'. ' + advice if advice else ''}",
         short[0].directory,
     )

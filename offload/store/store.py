@@ -214,7 +214,8 @@ class Store:
             gds.StorageError: A checkpoint cannot be examined at this moment.
         """
         with self._changed:
-            self._census.update()
+            if checkpoint in self.checkpoints:
+                self._census.update([checkpoint])
             return checkpoint.slot is not None and checkpoint in self.checkpoints
 
     def is_in_place(self, slot: Slot) -> bool:
@@ -469,8 +470,7 @@ class Store:
         """
         with self._changed:
             self._lock.require()
-            while self._withdrawal.withdraw_expired(self.sealing.incoming):
-                pass
+            self._withdrawal.withdraw_all_expired(self.sealing.incoming)
             self._free.note_withdrawn()  # including the slots that have just been withdrawn
             self._parts.remove_leftovers()  # before the slots, whose manifests identify some parts
             self._free.drop(len(self._free))

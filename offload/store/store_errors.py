@@ -12,7 +12,7 @@ from offload.errors import StoreError, StoreFullError, StoreLockedError, Unreada
 from offload.format.names import LOCK_NAME
 from offload.format.unreadable import unreadable
 from offload.store.full_disk import FULL
-from offload.store.writer_lock import is_held_here
+from offload.store.writer_lock import is_held_here, who_holds
 
 _UNSUITABLE = frozenset(
     {
@@ -40,7 +40,7 @@ def as_store_errors(backend: Backend, directory: str) -> Iterator[None]:
     try:
         yield
     except LockHeldError as error:
-        raise StoreLockedError(error.errno, _who_writes(directory), directory) from None
+        raise StoreLockedError(error.errno, _who_writes(backend, directory), directory) from None
     except UnreadableError as error:
         raise unreadable(error, then=NOTHING_CHANGED) from error
     except StorageError as error:
@@ -54,23 +54,25 @@ def as_store_errors(backend: Backend, directory: str) -> Iterator[None]:
             ) from error
         if error.errno not in _UNSUITABLE:
             raise unreadable(error, then=NOTHING_CHANGED) from error
+        advice = "choose a directory that you can create files in"
+        if error.errno == errno.ENAMETOOLONG:
+            advice = "choose a shorter path, in which each name has at most 255 bytes"
         raise StoreError(
-            error.errno,
-            f"cannot keep a store here ({error.strerror}); choose a directory that you can create "
-            "files in",
-            directory,
+            error.errno, f"cannot keep a store here ({error.strerror}); {advice}", directory
         ) from error
 
 
-def _who_writes(directory: str) -> str:
+def _who_writes(backend: Backend, directory: str) -> str:
     if is_held_here(directory):
         return (
             "another optimizer of this process is writing to this store (a cell of a notebook that "
             "is run twice makes a second one): call close() of that optimizer first, or use "
             "another directory"
         )
+    holder = who_holds(backend, directory)
     return (
-        "another process is writing to this store: close it first, or use another directory. "
+        f"another process is writing to this store{f' ({holder})' if holder else ''}: close it "
+        "first, or use another directory. "
         f"`fuser -v {directory}/{LOCK_NAME}` says which process it is"
     )
 

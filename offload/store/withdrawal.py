@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from gds import StorageError
@@ -19,6 +21,9 @@ from offload.store.quarantine import remove_mark
 from offload.store.slots.free import FreeSlots, try_lock
 from offload.store.slots.slot import Slot
 from offload.units import duration, size
+
+_PORTION = 16
+"""Largest number of checkpoints that are withdrawn with one sync of the store's directory."""
 
 
 class Withdrawal:
@@ -67,44 +72,78 @@ class Withdrawal:
             StoreError: This process may not write to the store any more.
             gds.StorageError: The checkpoint could not be withdrawn durably.
         """
+        return self._withdraw([checkpoint]) == 1
+
+    def _withdraw(self, checkpoints: Sequence[StoredCheckpoint], *, reuse: bool = True) -> int:
+        """Turn checkpoints into free slots, durably, except those that a reader or a pin holds.
+
+        Args:
+            checkpoints: Checkpoints to withdraw.
+            reuse: Whether the slots are made ready to be written. If not, they are only renamed,
+                as in a process that is killed at this moment: whoever takes one overwrites its
+                manifest first.
+
+        Returns:
+            The number of checkpoints that are gone.
+        """
         if self._poison:
-            return False
+            return 0
         self._lock.require()
-        if self._backend.stat(checkpoint.path) is None:  # removed by hand
+        started = time.perf_counter()
+        removed = [c for c in checkpoints if self._backend.stat(c.path) is None]  # by hand
+        for checkpoint in removed:
             self._checkpoints.remove(checkpoint)
             self.forget(checkpoint)
-            return True
-        started, path = time.perf_counter(), checkpoint.path
-        lock = try_lock(self._backend, checkpoint.path)
-        if lock is None:
-            return False
-        try:
-            if self._keeping.is_pinned(checkpoint):  # perhaps a new pin
-                return False
-            slot = None
-            if self._parts.all_exist(checkpoint.manifest):  # a user may have removed them
-                slot = open_stored(self._backend, checkpoint, self._parts, writable=True)
-            name = self._free.unused_path()
+        with ExitStack() as locks:
+            locked = [c for c in checkpoints if c not in removed and self._is_locked(c, locks)]
+            going = self._keeping.unpinned(locked)  # there may be new pins
+            slots = [self._open(c) if reuse else None for c in going]
+            paths = [c.path for c in going]
             guard = self._poison.fatal("a checkpoint could not be withdrawn")
-            with guard, self._parts.owners.leaving(checkpoint.manifest):
-                self._backend.rename(checkpoint.path, name)
-                self._checkpoints.remove(checkpoint)
-                if slot is not None:
-                    slot.renamed(name)
-                self._backend.sync_dir(self._directory)
-                if slot is not None and _may_be_shared(slot):
-                    slot = None  # will be unlinked, and must not be written: not even invalidated
-                if slot is not None:
-                    slot.invalidate()
-                    if remove_mark(self._backend, name):  # a reader has found it damaged
-                        slot.model_leaves.forget(readable=True)
-            if slot is None:
-                self.forget(checkpoint)
-            self._free.add(slot or name)
-            self._note(path, checkpoint, time.perf_counter() - started)
-        finally:
-            lock.release()
-        return True
+            with guard, ExitStack() as leaving:
+                names = []
+                for checkpoint, slot in zip(going, slots, strict=True):
+                    if names and not self._lock.is_held():
+                        break  # it was lost during this portion: nothing more is withdrawn
+                    names.append(name := self._free.unused_path())
+                    leaving.enter_context(self._parts.owners.leaving(checkpoint.manifest))
+                    self._backend.rename(checkpoint.path, name)
+                    self._checkpoints.remove(checkpoint)
+                    if slot is not None:
+                        slot.renamed(name)
+                if going:
+                    self._backend.sync_dir(self._directory)
+                going = going[: len(names)]
+                slots = [slot and self._made_ready(slot) for slot in slots[: len(names)]]
+            seconds = time.perf_counter() - started
+            for checkpoint, slot, name, path in zip(going, slots, names, paths, strict=False):
+                if slot is None:
+                    self.forget(checkpoint)
+                self._free.add(slot or name)
+                self._note(path, checkpoint, seconds / len(going))
+        return len(removed) + len(going)
+
+    def _is_locked(self, checkpoint: StoredCheckpoint, locks: ExitStack) -> bool:
+        """Lock a checkpoint for rewriting; return False if a reader holds it."""
+        lock = try_lock(self._backend, checkpoint.path)
+        if lock is not None:
+            locks.callback(lock.release)
+        return lock is not None
+
+    def _open(self, checkpoint: StoredCheckpoint) -> Slot | None:
+        """Return a checkpoint's files, open for writing; None if a user has removed a part."""
+        if not self._parts.all_exist(checkpoint.manifest):
+            return None
+        return open_stored(self._backend, checkpoint, self._parts, writable=True)
+
+    def _made_ready(self, slot: Slot) -> Slot | None:
+        """Overwrite the manifest of a withdrawn slot; return None if it must not be written."""
+        if _may_be_shared(slot):
+            return None  # it will be unlinked, and is not even invalidated
+        slot.invalidate()
+        if remove_mark(self._backend, slot.path):  # a reader has found it damaged
+            slot.model_leaves.forget(readable=True)
+        return slot
 
     def withdraw_expired(
         self, sealing: Record | None = None, *, even_leaving: bool = False
@@ -118,14 +157,7 @@ class Withdrawal:
             even_leaving: Whether a checkpoint that is being copied to a tier gives way. One that
                 only waits for it gives way before one that is being sent.
         """
-        # The newest durable checkpoint always stays, also while its successor is being sealed. The
-        # successor displaces no checkpoint by its metrics before it is durable.
-        incoming = sealing and replace(sealing, metrics={})
-        if not self._keeping.expired(incoming):
-            return False
-        self._census.update()  # so that only checkpoints that still exist make others expire
-        newest = self._keeping.newest
-        found = [c for c in self._keeping.expired(incoming) if c is not newest]
+        found = self._expired(sealing)
         stages = {c.path: self._keeping.leaving.stage_of(c.manifest.generation) for c in found}
         if not even_leaving:
             return any(self.withdraw(c) for c in found if stages[c.path] is None)
@@ -133,6 +165,40 @@ class Withdrawal:
             self._give_way(c)
             for c in sorted(found, key=lambda c: stages[c.path] == "sending")  # those come last
         )
+
+    def withdraw_all_expired(self, sealing: Record | None = None) -> None:
+        """Withdraw all expired checkpoints without readers, except those that leave for a tier.
+
+        After a change of policy there may be hundreds. Those whose slots are not needed any more
+        are renamed in portions, with one sync for each.
+
+        Args:
+            sealing: Record of the checkpoint that is being sealed; None if no seal is in flight.
+        """
+        leaving, tried = self._keeping.leaving, set[int]()
+        surplus: int | None = None
+        while not self._poison:
+            found = [c for c in self._expired(sealing) if c.manifest.generation not in tried]
+            found = [c for c in found if leaving.stage_of(c.manifest.generation) is None]
+            if not found:
+                return
+            if surplus is None:
+                # A part on another drive is free only after its document has been overwritten.
+                surplus = 0 if self._parts.directories else self._surplus(self._keeping.num_slots())
+            portion = found[: min(max(surplus, 1), _PORTION)]
+            surplus -= self._withdraw(portion, reuse=surplus < 1)
+            tried |= {c.manifest.generation for c in portion}
+
+    def _expired(self, sealing: Record | None) -> list[StoredCheckpoint]:
+        """Return the expired checkpoints, oldest first; the newest is never among them."""
+        # The newest durable checkpoint always stays, also while its successor is being sealed. The
+        # successor displaces no checkpoint by its metrics before it is durable.
+        incoming = sealing and replace(sealing, metrics={})
+        if not self._keeping.expired(incoming):
+            return []
+        self._census.update_changed()  # only checkpoints that still exist make others expire
+        newest = self._keeping.newest
+        return [c for c in self._keeping.expired(incoming) if c is not newest]
 
     def _give_way(self, checkpoint: StoredCheckpoint) -> bool:
         """Withdraw a checkpoint although it may be leaving; return whether it was withdrawn."""
@@ -152,8 +218,7 @@ class Withdrawal:
         """After a commit, withdraw superseded and expired checkpoints, and remove spare slots."""
         for checkpoint in [c for c in self._checkpoints if c.superseded]:
             self.withdraw(checkpoint)
-        while self.withdraw_expired():
-            pass
+        self.withdraw_all_expired()
         self.drop_spare_slots()
 
     def drop_spare_slots(self) -> None:
@@ -161,8 +226,12 @@ class Withdrawal:
         if not self._lock.is_held():
             return  # their paths may name another process's files
         most = self._keeping.num_slots()
-        self._free.drop(min(len(self._free) + len(self._checkpoints) - most, len(self._free) - 1))
+        self._free.drop(min(self._surplus(most), len(self._free) - 1))
         self._parts.trim(most)
+
+    def _surplus(self, most: int) -> int:
+        """Return by how much the slots and checkpoints exceed the largest number of slots."""
+        return len(self._free) + len(self._checkpoints) - most
 
     def _note(self, path: str, checkpoint: StoredCheckpoint, seconds: float) -> None:
         """Note that the checkpoint that had `path` has become a free slot."""

@@ -18,7 +18,10 @@ from offload.format.strict_json import short
 from offload.update.kept_state import Rule
 from offload.update.rules import UpdateRule
 
-_REMEDY = "Return to an older checkpoint: restore(<step>, discard_newer=True)."
+_REMEDY = (
+    "Return to an older checkpoint: restore(<step>, discard_newer=True), which withdraws all newer "
+    "ones."
+)
 
 
 def check_hyperparameters(manifest: Manifest, defaults: Mapping[str, Any], path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -105,6 +106,7 @@ class TestProcesses:
         assert found.output.startswith("StoreLockedError")
         assert "another process" in found.output
         assert f"`fuser -v {tmp_path}/run/LOCK` says which process it is" in found.output
+        assert f"(process {holder} on host {socket.gethostname()}, since 20" in found.output
         os.kill(holder, signal.SIGKILL)
         assert os.WTERMSIG(children.wait(holder, tmp_path).status or 0) == signal.SIGKILL
         assert children.run(child.refused, tmp_path).output == "opened\n"

@@ -162,7 +162,7 @@ def test_a_missing_part_says_how_to_pass_it() -> None:
     backend.rename(TWO, "/second/moved")
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(f"{ONE}/step-00000002", backend=backend)
-    assert f"{TWO}/{part_of(backend, 2)}" in str(caught.value)
+    assert f"{TWO} has no parts" in str(caught.value)
     assert "directory=[...]" in str(caught.value)
     assert "parts=[...]" in str(caught.value)
 

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from gds import Backend, MemoryBackend, PosixBackend, WrapperBackend
-from gds.contract import Lock, Stat
+from gds.contract import File, Lock, Stat
 from offload import AdamW, BestBy, LastK, open_checkpoint
 from offload.errors import CheckpointNotFoundError, DamagedError, SealError
 from offload.format.names import QUARANTINE_NAME
 from offload.retention.policy import Retention
 from offload.store.quarantine import verify_and_mark
+from tests.eventually import eventually
 from tests.stores.files import flip, read, remove_tree, write
 from tests.stores.training import (
     Model,
@@ -706,3 +707,93 @@ def test_a_slot_that_has_taken_the_name_of_a_removed_one_stays() -> None:
     store._free.discard(removed)
     assert other.is_in_place()
     optimizer.close()
+
+
+MANY = 12
+"""More checkpoints than those whose files are all looked at before each withdrawal."""
+
+
+class _Calls(WrapperBackend):
+    """Notes what is asked for."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.asked: list[str] = []
+
+    def stat(self, path: str) -> Stat | None:
+        self.asked.append(path)
+        return super().stat(path)
+
+    def list_dir(self, path: str) -> list[str]:
+        self.asked.append(path)
+        return super().list_dir(path)
+
+    def open(self, path: str, *, writable: bool = False) -> File:
+        self.asked.append(path)
+        return super().open(path, writable=writable)
+
+
+@contextmanager
+def many_kept(directory: Path, *, pinned: bool = False) -> Iterator[tuple[_Calls, Model, AdamW]]:
+    """Yield training that keeps steps 3 to 14, after it has looked at each of them once."""
+    backend, model = _Calls(PosixBackend()), Model()
+    keep = 2 if pinned else MANY
+    optimizer = optimizer_for(model, [str(directory)], options(backend), keep=keep)
+    with optimizer:
+        for step in range(1, MANY + 3):
+            train(model, optimizer, step)
+            if pinned:
+                optimizer.pin(f"of-{step}")
+        for folder in (directory, *directory.glob("step-*"), *directory.glob("pins/*")):
+            assert eventually(lambda f=folder: backend.stat(str(f)).changed_ns)
+        optimizer.pin("looks-at-all")
+        optimizer.unpin("looks-at-all")
+        if pinned:
+            assert eventually(lambda: backend.stat(f"{directory}/pins").changed_ns)
+            train(model, optimizer, MANY + 3, MANY + 4)
+        yield backend, model, optimizer
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_is_kept_is_not_looked_through_at_each_checkpoint(
+    pinned: bool, tmp_path: Path
+) -> None:
+    with many_kept(tmp_path / "run", pinned=pinned) as (backend, model, optimizer):
+        backend.asked.clear()
+        train(model, optimizer, MANY + 3 + 2 * pinned)
+        for step in (4, 5, 6):
+            path = f"{tmp_path}/run/step-{step:08d}"
+            asked = [one for one in backend.asked if one.startswith(path)]
+            assert asked == [path]
+        of_pins = [one for one in backend.asked if one.startswith(f"{tmp_path}/run/pins/")]
+        assert len(of_pins) == len(set(of_pins)) == (MANY + 2) * pinned
+
+
+@pytest.mark.parametrize("how", [mark, remove_tree, cut, replace_files])
+def test_an_old_one_of_many_that_is_lost_does_not_count(how: Meddle, tmp_path: Path) -> None:
+    with many_kept(tmp_path / "run") as (backend, model, optimizer):
+        how(backend.inner, f"{tmp_path}/run/step-00000004")
+        train(model, optimizer, MANY + 3)
+        assert (tmp_path / "run/step-00000003").exists() == (how is not replace_files)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the one that was lost
+            train(model, optimizer, MANY + 4)
+        assert not (tmp_path / "run/step-00000003").exists()
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_many_go_at_once_after_a_change_of_policy_and_what_is_held_stays(drives: int) -> None:
+    backend = MemoryBackend()
+    model, optimizer = start(backend, drives, 40)
+    train(model, optimizer, *range(1, 41))
+    optimizer.pin("kept", 7)
+    optimizer.close()
+    model, optimizer = start(backend, drives, 2)
+    optimizer.restore()
+    with open_checkpoint(step_path(20), backend=backend):
+        train(model, optimizer, 41)
+        left = [n for n in backend.list_dir(STORE) if n.startswith((".slot-", "step-"))]
+    assert left[1:] == [f"step-{step:08d}" for step in (7, 20, 40, 41)]
+    train(model, optimizer, 42)
+    optimizer.close()
+    assert_goes_on(backend, drives, 42)

@@ -139,8 +139,7 @@ class TestPins:
     def test_a_pin_keeps_its_checkpoint_and_no_other(self) -> None:
         with opened(made(3), 1) as store:
             store.keeping.pin("kept", 1)
-            assert store.keeping.is_pinned(store.step(1))
-            assert not store.keeping.is_pinned(store.step(2))
+            assert store.keeping.unpinned([store.step(1), store.step(2)]) == [store.step(2)]
             assert expired_steps(store) == [2]
 
     def test_pins_are_durable_before_one_is_found_to_be_unpinned(self) -> None:
@@ -149,12 +148,12 @@ class TestPins:
             store.keeping.pin("kept", 2)
             backend.fail_if(lambda kind, path: (kind, path) == ("sync_dir", f"{STORE}/pins"))
             with pytest.raises(StorageError, match="injected failure of sync_dir"):
-                store.keeping.is_pinned(store.step(1))
+                store.keeping.unpinned([store.step(1)])
             assert "the pins could not be made durable" in store.poison.reason
         backend.close()
 
     @pytest.mark.parametrize("moment", ["before it is read", "after a sync"])
-    @pytest.mark.parametrize("call", ["is_pinned", "require_replaceable"])
+    @pytest.mark.parametrize("call", ["unpinned", "require_replaceable"])
     def test_one_that_is_moved_away_meanwhile_is_lost_by_no_power_cut(
         self, call: str, moment: str
     ) -> None:
@@ -170,8 +169,8 @@ class TestPins:
             crash.rename(f"{STORE}/pins/other", f"{STORE}/pins/.best.new")
             crash.sync_dir(f"{STORE}/pins")
             backend.moment = moment
-            if call == "is_pinned":
-                is_kept = store.keeping.is_pinned(one)
+            if call == "unpinned":
+                is_kept = not store.keeping.unpinned([one])
             else:
                 is_kept = False
                 try:

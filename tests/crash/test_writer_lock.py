@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -356,3 +357,41 @@ def test_it_is_looked_at_before_each_withdrawal(at: int) -> None:
 
 def sealed_in(backend: WrapperBackend) -> list[str]:
     return [name for name in backend.list_dir(STORE) if name.startswith("step-")]
+
+
+LEFT = {
+    "its-own": ("", "", rf"\(process {os.getpid()} on host \S+, since 20\S+\)"),
+    "no-such-process": ("process [0-9]+", "process 4194304", ""),
+    "another-process-of-this-number": ("started at [0-9]+", "started at 1", ""),
+    "before-the-machine-was-started-again": ("boot [0-9a-f-]+", "boot 0-0", ""),
+    "a-container": ("namespace [0-9]+", "namespace 1", "in another container on host "),
+    "another-host": (
+        r"host \S+ since (\S+)\nboot [0-9a-f-]+",
+        r"host x.y since \1\nboot 0-0",
+        r"\(process [0-9]+ on host x\.y, since ",
+    ),
+    "torn": (r"\nboot(?s:.*)", "", ""),
+    "control-characters": ("host ", "host \x1b[2J", ""),
+    "long": (r"\Z", " " * 100_000, ""),
+    "nothing": (r"(?s:.+)", "", ""),
+}
+"""What is changed in the content of LOCK, and what is then said of it."""
+
+
+@pytest.mark.parametrize(("old", "new", "said"), LEFT.values(), ids=LEFT)
+def test_only_the_lock_decides_and_what_it_says_is_a_hint(
+    old: str, new: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run" / "LOCK"
+    with optimizer_for(Model(), str(tmp_path / "run"), options()):
+        inode, text = path.stat().st_ino, path.read_text()
+    assert path.read_text() == ""
+    path.write_text(re.sub(old, new, text))
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with pytest.raises(StoreLockedError, match="another process is writing") as error:
+            optimizer_for(Model(), str(tmp_path / "run"), options())
+        assert re.search(said, str(error.value))
+        assert ("(process" in str(error.value)) == bool(said)
+    optimizer_for(Model(), str(tmp_path / "run"), options()).close()
+    assert path.stat().st_ino == inode

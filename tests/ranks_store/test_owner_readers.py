@@ -55,14 +55,14 @@ def nodes(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "run", tmp_path / "other node"
 
 
-def made(one: Path, two: Path, *, sharded: bool = False) -> Path:
-    """Seal steps 1 and 2; return the store's first directory."""
+def made(one: Path, two: Path, *, sharded: bool = False, last: int = 2) -> Path:
+    """Seal steps 1 to `last`; return the store's first directory."""
     directories = (str(one), str(two))
     with (
         PosixBackend() as backend,
         Job([backend, backend], keep=2, directories=directories, sharded=sharded) as job,
     ):
-        for step in (1, 2):
+        for step in range(1, last + 1):
             job.seal(step)
     return one
 
@@ -431,6 +431,18 @@ class TestCommands:
         assert f"{old}: named by no checkpoint" in out.replace("\n", " ")
         run("prune", store)
         assert not old.exists()
+
+    def test_the_slot_that_the_next_step_is_written_to_is_not_listed(
+        self, run: Run, tmp_path: Path
+    ) -> None:
+        store = made(tmp_path / "run", tmp_path / "run", last=3)
+        assert len(list((store / "owner-1").iterdir())) == 4  # with LOCK
+        assert "named by no checkpoint" not in run("ls", store)[1]
+        newest = part_of(store, 3)
+        shutil.rmtree(store / "step-00000003")
+        _, out, _ = run("ls", store)
+        assert out.count("named by no checkpoint") == 1
+        assert f"{newest}: named by no checkpoint" in out.replace("\n", " ")
 
     def test_verify_below_takes_no_owner_for_a_store(self, run: Run, store: Path) -> None:
         code, out, _ = run("verify", "--all", store.parent, "--json")

@@ -100,15 +100,14 @@ class TestWhatIsSaidOnce:
         ):
             optimizer.restore()
         said = str(raised.value)
-        assert len(re.findall(r"step-0000000\d: a part of its state is missing", said)) == 3
-        assert said.count(HINT) == 1
+        assert said.count("step-00000001, step-00000002, step-00000003: a part of its state") == 1
+        assert said.count(f"missing: {OTHER} has no parts. {HINT}") == 1
         messages = [str(each.message) for each in warned]
-        assert len(messages) == 3
-        assert all(m.count("/run/step-0") == 1 for m in messages)
-        assert [HINT in message for message in messages] == [False, False, True]
+        assert len(messages) == 1
+        assert messages[0].startswith(f"not using {STORE}/step-00000001, step-00000002, step-0000")
         with pytest.raises(CheckpointError) as raised:
             offload.open_checkpoint(STORE, backend=backend)
-        assert str(raised.value).count(HINT) == 1
+        assert str(raised.value).count(OTHER) == 1
         assert "--part of the commands" in str(raised.value)
 
     def test_the_path_of_a_quarantined_checkpoint(self) -> None:

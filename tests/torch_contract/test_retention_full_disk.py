@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gds import MemoryBackend, StorageError
-from offload import EverySteps, LastK, Retention
+from offload import BestBy, EverySteps, LastK, Retention
 from offload.errors import StoreFullError
 from offload.store.maintenance.pruning import prune
 from tests.stores.files import everything
@@ -58,7 +58,7 @@ class TestFullDisk:
             assert said.count("No space left") == 1
             assert len(said) < 420
             for part in (
-                f"keeps 1 checkpoint and the pinned 'best' ({name_of(1)}): unpin with",
+                f"keeps 1 checkpoint and the pinned 'best' ({name_of(1)}). Unpin with",
                 f"`offload unpin {STORE} NAME`",
                 f"`offload prune {STORE} --keep 1 --verify`",
                 "call again",
@@ -116,6 +116,35 @@ class TestFullDisk:
         run.optimizer.unpin("two")
         run.seal()
         run.optimizer.close()
+
+    @pytest.mark.parametrize(
+        ("policy", "pruned"),
+        [
+            (LastK(1) | EverySteps(2), "--keep 1 --every 2"),
+            (LastK(1) | BestBy("loss", 2, "max") | EverySteps(3), None),
+            (EverySteps(2) | LastK(1) | EverySteps(3), ""),
+        ],
+    )
+    def test_what_is_advised_removes_nothing_that_is_kept(
+        self, policy: Retention, pruned: str | None
+    ) -> None:
+        size = slot_bytes()
+        backend = MemoryBackend(capacity_bytes=5 * size + 100)
+        run = Run(backend, keep=policy)
+        with pytest.raises(StoreFullError) as caught:  # noqa: PT012
+            for number in range(20):
+                run.seal(loss=-float(number))
+        run.optimizer.close()
+        said = str(caught.value)
+        pruned = "--keep 1 --best loss:max:2 --every 3" if pruned is None else pruned
+        assert (f"`offload prune {STORE} {pruned} --verify`" in said) == bool(pruned)
+        assert said.count("prune") == bool(pruned)
+        assert "keeps more with time: move the store to a larger drive, or copy it" in said
+        run.backend = backend.reopened()
+        before = run.steps()
+        if pruned:
+            assert prune(STORE, policy, backend=run.backend).checkpoints == ()
+        assert run.steps() == before
 
     def test_what_has_come_to_stay_fills_the_disk_by_name(self) -> None:
         size = slot_bytes()

@@ -40,6 +40,27 @@ class TestDirectories:
             AdamW(make_model().parameters(), directory=tmp_path / "run")
         assert (tmp_path / "run").read_text() == "mine"
 
+    @pytest.mark.parametrize("nbytes", [3967, 3968, 4060, 4095, 4096, 5000])
+    def test_whose_path_leaves_no_room_for_the_names_in_it(
+        self, tmp_path: Path, nbytes: int
+    ) -> None:
+        """The kernel takes 4095 bytes. Some file is only made by a pin, or by a seal."""
+        path = str(tmp_path)
+        while len(path) < nbytes - 1:
+            path += "/" + "d" * min(200, nbytes - len(path) - 1)
+        path += "d" * (nbytes - len(path))
+        model = make_model()
+        if nbytes > 3967:
+            with pytest.raises(StoreError, match="shorter") as error:
+                make_optimizer(model, directory=path)
+            assert error.value.errno == errno.ENAMETOOLONG
+            assert os.listdir(tmp_path) == []
+            return
+        with make_optimizer(model, directory=path) as optimizer:
+            step(optimizer)
+            optimizer.checkpoint().result()
+            optimizer.pin("p" * 64)
+
     def test_where_the_kernel_makes_no_files(self) -> None:
         with pytest.raises(StoreError, match="cannot keep a store here"):
             AdamW(make_model().parameters(), directory="/proc/run")

@@ -42,6 +42,7 @@ from offload.store.owners.store import remove_unnamed_parts
 from offload.store.shared import SharedStore
 from offload.store.slots.folder import files_in
 from offload.store.store import Store
+from offload.store.writer_lock import who_holds
 from offload.units import part_options, seen_from
 
 
@@ -210,9 +211,11 @@ def _open(backend: Backend, directory: str, others: list[str], policy: Retention
             shared=SharedStore(),
         )
     except StoreLockedError as error:
+        holder = who_holds(backend, directory)
         raise StoreLockedError(
             error.errno,
-            "a process is training in this store. It recycles what its own retention does not "
+            f"a process is training in this store{f' ({holder})' if holder else ''}. It recycles "
+            "what its own retention does not "
             f"keep; to prune, stop it first (`fuser -v {directory}/{LOCK_NAME}` shows the process)",
             error.filename,
         ) from None

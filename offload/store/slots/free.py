@@ -268,9 +268,13 @@ class FreeSlots:
         if stat.kind == "directory" and not inside:
             return False
         self._slots.remove(path)
-        what = f"it holds the directory {inside[0]!r}" if inside else "it is not a directory"
+        what = (
+            f"it holds the directory {inside[0]!r}, which is not of this library. Move that away"
+            if inside
+            else "it is not a directory, so it cannot be a slot. Remove it"
+        )
         warnings.warn(
-            f"{path}: not used, and left alone: {what}, so it cannot be a slot. Remove it",
+            f"{path}: not used, and left alone: {what}",
             RuntimeWarning,
             stacklevel=3,
         )
