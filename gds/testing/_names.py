@@ -133,12 +133,13 @@ class NamesContract(Harness):
         path = f"{directory}/changing"
         backend.make_dir(path)
         seen = []
-        for change in (
+        changes: tuple[Callable[[], object], ...] = (
             lambda: new_file(backend, f"{path}/a").close(),
             lambda: new_file(backend, f"{path}/b").close(),
             lambda: backend.rename(f"{path}/a", f"{path}/b"),
             lambda: backend.remove(f"{path}/b"),
-        ):
+        )
+        for change in changes:
             change()
             seen.append(stat_of(backend, path).changed_ns)
         known = [value for value in seen if value]

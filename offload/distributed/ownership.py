@@ -70,6 +70,11 @@ class Ownership:
         """Sets of several ranks that hold the same box."""
         return {holders for holders in self.holders.values() if len(holders) > 1}
 
+    def find(self, name: str) -> torch.Tensor | None:
+        """Return the parameter with a name; None if there is none."""
+        known = self._known.get(name)
+        return None if known is None else known()
+
     def settle(self, plan: Plan) -> None:
         """Take the share of the owner that a plan gives to this rank.
 

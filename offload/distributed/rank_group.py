@@ -28,6 +28,7 @@ from offload.distributed.gathering.gather_plan import (
 )
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.live_ranges import part_of
+from offload.distributed.gathering.replicas import Replicas
 from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, digest_of
 from offload.distributed.meeting import meet
@@ -42,7 +43,7 @@ from offload.format.layout import Layout, ParameterSpec
 from offload.format.manifest import Manifest
 from offload.model.buffer_watch import BufferWatch
 from offload.model.model_copy import ModelCopy
-from offload.model.new_values import NoValues, Step, Values
+from offload.model.new_values import Step, Values
 from offload.model.shards import Shards
 from offload.model.stored import Stored
 from offload.options import Options
@@ -102,7 +103,10 @@ class RankGroup:
         except BaseException as error:
             self.close(error)
             raise
-        self._model = RankModel(self.rank, self._ownership, self._traffic, self._agreement.progress)
+        progress = self._agreement.progress
+        self._replicas = Replicas(self.rank, self._ownership.find, self._traffic, progress)
+        self._replicas.know(self._ownership.holders)
+        self._model = RankModel(self.rank, self._ownership, self._traffic, progress, self._replicas)
         self._buffer = BounceBuffer(SLICE_BYTES)
         self._is_replicated = bool(self._sets)
         self._encoded: tuple[Layout, bytes, int] | None = None
@@ -135,6 +139,7 @@ class RankGroup:
             return
         self._plan = None
         self._model.forget()
+        self._replicas.know(self._ownership.holders)
         sets = self._ownership.holder_sets
         if sets != self._sets:
             self._sets, self._is_replicated = sets, bool(sets)
@@ -144,8 +149,12 @@ class RankGroup:
         """Connect the ranks that hold boxes together. Collective."""
         sets = {tuple(range(self.size)), *self._sets}
         groups = HolderGroups(sets, group=self._group, timeout_s=self._timeout_s)
-        look = partial(self._agreement.require_all_here, "step()")
-        return groups, StepAgreement(groups.everyone, look)
+        return groups, StepAgreement(groups.everyone, self._look)
+
+    def _look(self) -> None:
+        """Raise an error if a rank will never come to the step that this one is about to take."""
+        self._agreement.require_all_here("step()")
+        self._agreement.require_same_calls("step()")
 
     def _exchange(self, mine: Json) -> list[Any]:
         """Return what each rank says, by rank. Collective."""
@@ -223,8 +232,9 @@ class RankGroup:
         backend = self._opened().backend
         measure_in_turns(self._agreement, what, backend, directory, state_bytes, action)
 
-    def begin_call(self, what: str) -> None:
-        """Record which call of the user begins, for messages."""
+    def begin_call(self, what: str, num_steps: int) -> None:
+        """Record which call of the user begins, and how many steps have been taken."""
+        self._agreement.begin_call(num_steps)
         if self._store is not None:
             self._store.call = what
 
@@ -307,6 +317,7 @@ class RankGroup:
 
     def share_model(self, stored: Sequence[Stored]) -> None:
         """Bring what each rank has loaded to all ranks that hold it."""
+        self._replicas.forget()
         self._model.share(stored, self._groups, self._buffer)
 
     def share_state(self, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
@@ -324,16 +335,25 @@ class RankGroup:
         gathering.updated(0)
         gathering.finish()
 
+    def require_same_calls(self) -> None:
+        """Check that no rank is in a call that this one, which is about to step, has not made."""
+        self._agreement.require_same_calls("step()")
+
     def begin_step(self, terms: Step) -> Values:
         """Agree with all ranks on a step, and return what brings its new values to all of them."""
-        if not self._is_replicated:
-            return NoValues()
         if self._encoded is None or self._encoded[0] is not terms.layout:
             encoded = _encode_layout(terms.layout)
             self._encoded = terms.layout, encoded, digest_of(encoded)
         _, encoded, digest = self._encoded
         orders = self._steps.agree(
-            StepTerms(terms.number, list(terms.stepped), list(terms.chunks), layout=digest)
+            StepTerms(
+                terms.number,
+                list(terms.stepped),
+                list(terms.chunks),
+                layout=digest,
+                changed=self._replicas.changed(),
+                digests=self._replicas.digests,
+            )
         )
         # Another layout on one rank is one for all: each knows from the digests that it must send.
         if self._steps.layouts != self._exchanged:
@@ -361,6 +381,7 @@ class RankGroup:
             lambda name, box: part_of(terms.memory(name), box),
             self._buffer,
             before_write=lambda piece: terms.before_write(piece.name),
+            ended=self._replicas.note,
         )
 
     def _opened(self) -> RankStore:

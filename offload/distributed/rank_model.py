@@ -21,10 +21,12 @@ from offload.distributed.gathering.gather import BounceBuffer, Gathering
 from offload.distributed.gathering.gather_plan import BoxKey, BoxPiece, GatherPlan, RankChunk
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.live_ranges import part_of
+from offload.distributed.gathering.replicas import Replicas
 from offload.distributed.model_writers import needs_shards, writers
 from offload.distributed.ownership import Ownership
 from offload.distributed.rank_store import RankStore
 from offload.distributed.share_copy import (
+    ComparedCopy,
     Memory,
     NoCopy,
     ShareCopy,
@@ -57,11 +59,18 @@ class RankModel:
         ownership: Boxes of all ranks.
         traffic: Counter of the bytes that cross between host and devices.
         progress: Function that tells the other ranks that this one makes progress.
+        replicas: Values on this rank that other ranks hold as well.
     """
 
     def __init__(
-        self, rank: int, ownership: Ownership, traffic: Traffic, progress: Callable[[], None]
+        self,
+        rank: int,
+        ownership: Ownership,
+        traffic: Traffic,
+        progress: Callable[[], None],
+        replicas: Replicas,
     ) -> None:
+        self._replicas = replicas
         self._rank = rank
         self._ownership = ownership
         self._traffic = traffic
@@ -100,6 +109,18 @@ class RankModel:
         self, store: RankStore, slot: StateSlot, stored: Sequence[Stored], marks: Marks
     ) -> ModelCopy:
         """Return the copy of this rank's share of the model into a slot."""
+        live = {
+            item.spec.name: item.parameter if item.memory is None else item.memory
+            for item in stored
+        }
+        digests = partial(self._replicas.digests, None, live.get, marks)
+        made = self._copy(store, slot, stored, marks)
+        store.sealing.copy = copy = ComparedCopy(made, digests, self._replicas.forget)
+        return copy
+
+    def _copy(
+        self, store: RankStore, slot: StateSlot, stored: Sequence[Stored], marks: Marks
+    ) -> ShareCopy | NoCopy:
         if slot.layout.shard is not None:
             file, close = slot.model, _nothing  # closed with its slot
             content = slot.model_leaves.content
@@ -107,10 +128,9 @@ class RankModel:
             file, close = store.working_model(slot)
             content = store.sealing.shared_of(slot).content
         else:  # the ranks that see the file write all of it
-            store.sealing.copy = NoCopy()
-            return store.sealing.copy
+            return NoCopy()
         share, sealing = self._share(slot.layout), store.sealing
-        copy = ShareCopy(
+        return ShareCopy(
             share,
             self._memory_of(stored),
             file,
@@ -124,8 +144,6 @@ class RankModel:
             changing={s.spec.name for s in stored if s.parameter.requires_grad},
             forget=partial(sealing.known.forget, content),
         )
-        sealing.copy = copy
-        return copy
 
     def is_same(
         self, store: RankStore, checkpoint: StoredCheckpoint, stored: Sequence[Stored]

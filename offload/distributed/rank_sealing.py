@@ -17,7 +17,7 @@ from offload.distributed.agreement.messages import Json, MessageError
 from offload.distributed.agreement.reports import Report
 from offload.distributed.known_shares import KnownShares, SharedFile
 from offload.distributed.scalar_runs import require_same_scalars, scalar_runs
-from offload.distributed.share_copy import NoCopy, ShareCopy
+from offload.distributed.share_copy import ComparedCopy
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
 from offload.format.layout import Layout
@@ -93,7 +93,7 @@ class RankSealing:
         """Slot of this rank in the seal in flight."""
         self._name = ""
         """Name of the part that is sealed; empty on the writer."""
-        self.copy: ShareCopy | NoCopy | None = None
+        self.copy: ComparedCopy | None = None
         """Copy of this rank's share of the model in the seal in flight."""
         self.known = KnownShares()
         """What this rank knows of the model files of slots."""
@@ -150,10 +150,11 @@ class RankSealing:
                 self._last.model_leaves.forget(readable=False)
         self._slot = slot
         self._name = slot.name if isinstance(slot, OwnerSlot) else ""
-        self._begin(step, 0 if slot is None else slot.context.generation)
+        generation = 0 if slot is None else slot.context.generation
+        self._begin(step, generation, is_placed=slot is not None)
 
-    def _begin(self, step: int, generation: int) -> None:
-        self._number = self._agreement.begin_seal(self._name)
+    def _begin(self, step: int, generation: int, *, is_placed: bool = True) -> None:
+        self._number = self._agreement.begin_seal(self._name, is_placed=is_placed)
         self._has_ended.clear()
         self._has_met = False
         self.last_aborted = None  # its slot belongs to this seal now, and may become a checkpoint
@@ -226,6 +227,7 @@ class RankSealing:
             generation=manifest.generation,
             hyper_digest=_digest_of_groups(manifest),
             model_digest=_digest_of_model(manifest),
+            replicas=copy.replicas,
         )
         if self._part is not None:
             return self._seal_part(self._part, slot, report, boxes, manifest)

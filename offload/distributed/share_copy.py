@@ -10,6 +10,7 @@ import torch
 from gds import Backend, File
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
+from offload.distributed.agreement.messages import Json
 from offload.format.boxes import Box
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
@@ -186,6 +187,56 @@ class NoCopy:
 
     def close(self) -> None:
         """Do nothing."""
+
+
+class ComparedCopy:
+    """Copy of a rank's share, after digests of all values that other ranks hold as well.
+
+    A step may change none of these values before the digests have been computed.
+
+    Args:
+        copy: The copy.
+        digests: Function that computes the digests.
+        forget: Function that records that the values may differ: the seal has failed.
+    """
+
+    def __init__(
+        self,
+        copy: ShareCopy | NoCopy,
+        digests: Callable[[], Json],
+        forget: Callable[[], None],
+    ) -> None:
+        self._copy = copy
+        self._digests = digests
+        self._forget = forget
+        self.data_bytes = 1 + copy.data_bytes
+        """Size of the share in bytes, and one more for the digests."""
+        self.replicas: Json = []
+        """The digests."""
+        self.finish, self.close = copy.finish, copy.close
+
+    def stop_of(self, name: str) -> int:
+        """Return how much must be done before a tensor may change."""
+        return 1 + self._copy.stop_of(name)
+
+    def stops(self, layout: Layout) -> Sequence[int]:
+        """Return, for each chunk, how much must be done before it is stepped."""
+        return [1 + stop for stop in self._copy.stops(layout)]
+
+    def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
+        """Compute the digests, and write the blocks that belong to this rank alone."""
+        self.replicas = self._digests()
+        copied(1)
+        return self._copy.write(lambda nbytes: copied(1 + nbytes))
+
+    def is_same(self, digests: Sequence[str]) -> bool:
+        """Return whether the share has the values still whose digests `write` has returned."""
+        return self._copy.is_same(digests)
+
+    def forget(self) -> None:
+        """Record that the content of the file is unknown: the seal has failed."""
+        self._forget()
+        self._copy.forget()
 
 
 def buffers_of(backend: Backend, nbytes: int, traffic: Traffic) -> BlockBuffers:

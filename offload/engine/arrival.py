@@ -40,7 +40,7 @@ class ArrivalHandle:
         """Whether the arrival has ended with an error."""
         return self.done() and self._future.exception() is not None
 
-    def result(self, timeout: float | None = None) -> StoredCheckpoint:
+    def outcome(self, timeout: float | None = None) -> StoredCheckpoint:
         """Wait until the checkpoint is durable and return it; or raise the error."""
         return self._future.result(timeout)
 

@@ -169,6 +169,7 @@ class Engine:
         Raises:
             gds.StorageError: There is no space. Nothing has changed.
         """
+        self.state.begin_call("add_param_group()")
         self.finish_arrival()
         self.strategy.settle("add_param_group()")
         if self.state.table.layout is None:
@@ -379,7 +380,7 @@ class Engine:
         state.lifecycle.require_usable()
         if state.arriving is not None:
             state.arriving.require()
-        state.collect_seal(wait=True)
+        state.collect_seal(wait=True, alone=True)
         state.memory.synchronize()
 
     def describe(self) -> str:

@@ -30,6 +30,7 @@ class FailedSeal:
     ) -> None:
         self.slot = slot
         self.handle = SealHandle(step)
+        self.handle.was_raised = True  # by `checkpoint`
         self._tell = tell
         self._failure = failure
 

@@ -137,8 +137,8 @@ class Ranks(Protocol):
         """
         ...
 
-    def begin_call(self, what: str) -> None:
-        """Record which call of the user begins, for messages: ``step()``."""
+    def begin_call(self, what: str, num_steps: int) -> None:
+        """Record which call of the user begins, such as ``step()``, after how many steps."""
         ...
 
     def fail_seal(
@@ -210,8 +210,18 @@ class Ranks(Protocol):
         """
         ...
 
+    def require_same_calls(self) -> None:
+        """Check that no rank is in a call that this one, which is about to step, has not made.
+
+        This waits for no rank, and finds what other ranks have said already.
+
+        Raises:
+            RanksError: A rank is in another call. Nothing has been changed.
+        """
+        ...
+
     def begin_step(self, terms: Step) -> Values:
-        """Agree with all ranks on a step that begins. Collective if new values are gathered.
+        """Agree with all ranks on a step that begins, if new values are gathered. Collective.
 
         Args:
             terms: The step of this rank.
@@ -383,9 +393,9 @@ class Alone:
         del what, directory
         action(state_bytes)
 
-    def begin_call(self, what: str) -> None:
+    def begin_call(self, what: str, num_steps: int) -> None:
         """Do nothing: no message names the call."""
-        del what
+        del what, num_steps
 
     def fail_seal(
         self, slot: StateSlot | None, step: int, error: Exception
@@ -409,6 +419,9 @@ class Alone:
     def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
         """Do nothing: one rank steps everything."""
         del named, replaces
+
+    def require_same_calls(self) -> None:
+        """Do nothing: there is no other rank."""
 
     def begin_step(self, terms: Step) -> Values:
         """Return what does nothing: there is no other rank."""

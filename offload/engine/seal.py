@@ -52,12 +52,15 @@ class SealHandle:
     """Handle of a checkpoint that is being sealed, or has been sealed.
 
     The checkpoint becomes durable by itself; nothing needs to be called. If sealing fails,
-    `result`, the next `step` and the next `checkpoint` raise the error.
+    `result`, the next `step` and the next `checkpoint` raise the error. With several ranks `step`
+    warns of it, and `checkpoint` raises it only if `result` has not raised it on all ranks.
     """
 
     def __init__(self, step: int) -> None:
         self.step = step
         """Number of optimizer steps after which the checkpoint was asked for."""
+        self.was_raised = False
+        """Whether the user has seen the error with which sealing has failed."""
         self._future: Pending[Checkpoint] = Pending()
         self._caller = threading.get_ident()
         self._is_awaited = False
@@ -77,6 +80,14 @@ class SealHandle:
             SealError: The checkpoint could not be sealed. Older checkpoints are untouched.
             TimeoutError: The checkpoint is still being sealed after `timeout` seconds.
         """
+        try:
+            return self.outcome(timeout)
+        except SealError:
+            self.was_raised = True
+            raise
+
+    def outcome(self, timeout: float | None = None) -> Checkpoint:
+        """Return what `result` returns; the user does not see an error that this raises."""
         with self._awaited():
             return self._future.result(timeout)
 

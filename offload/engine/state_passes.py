@@ -80,9 +80,10 @@ def begin_values(state: TrainingState, groups: Groups, state_pass: StatePass) ->
     Raises:
         RanksError: The ranks differ. Nothing has been changed.
     """
-    if not state.ranks.gathers:
-        return NoValues()
     try:
+        if not state.ranks.gathers:
+            state.ranks.require_same_calls()
+            return NoValues()
         seal, named = state.seal, state.table.live(groups)
         return state.ranks.begin_step(
             Step(

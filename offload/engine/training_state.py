@@ -28,7 +28,7 @@ from offload.engine.ranks import Alone, Ranks
 from offload.engine.seal import Captured, Seal, SealHandle
 from offload.engine.whole_model import whole_copy
 from offload.engine.working_slot import StateSlots
-from offload.errors import OffloadError, RanksError, SealError, reason_of
+from offload.errors import InDoubtError, OffloadError, RanksError, SealError, reason_of
 from offload.format.layout import Layout
 from offload.model.model_copy import ModelCopy
 from offload.model.model_file import BlockBuffers
@@ -255,7 +255,7 @@ class TrainingState:
     def begin_call(self, what: str) -> None:
         """Record which call of the user begins, for messages: ``step()``."""
         self.call = what
-        self.ranks.begin_call(what)
+        self.ranks.begin_call(what, self.num_steps)
 
     def begin_seal(self, slot: StateSlot, captured: Captured) -> SealHandle:
         """Begin to seal the state, which is in `slot`."""
@@ -341,7 +341,7 @@ class TrainingState:
             return whole_copy(self.store, cast(Slot, slot), captured, self.block_buffers())
         return share
 
-    def collect_seal(self, *, wait: bool = False, errors: bool = True) -> None:
+    def collect_seal(self, *, wait: bool = False, errors: bool = True, alone: bool = False) -> None:
         """Record the end of a seal, if one has ended.
 
         Args:
@@ -349,9 +349,11 @@ class TrainingState:
             errors: Whether to raise the seal's error, rather than warn. If the state is still in
                 the working slot, the slot stays the working slot, so that training may go on after
                 the error has been seen.
+            alone: Whether other ranks may not make this call, so that nothing is exchanged.
 
         Raises:
-            SealError: The seal failed, and `errors` is set.
+            SealError: The seal failed, and `errors` is set. With several ranks, not if the user has
+                seen the error on all of them.
         """
         seal = self.seal
         if seal is None or not (wait or seal.handle.done()):
@@ -363,7 +365,7 @@ class TrainingState:
         self.seal = None
         lifecycle, slots = self.lifecycle, self.slots
         try:
-            seal.handle.result()
+            seal.handle.outcome()
         except OffloadError as error:
             if seal.slot is None:
                 pass  # the state is torn
@@ -377,6 +379,8 @@ class TrainingState:
                 slots.is_working = self.ranks.size > 1  # as on the other ranks
             else:  # if files of the slot were replaced, the state moves to another slot
                 slots.is_working = self.store.is_in_place(seal.slot)
+            if errors and self._was_raised(seal, error, alone=alone):
+                return
             if errors:
                 raise
             warnings.warn(str(error), RuntimeWarning, stacklevel=4)
@@ -384,6 +388,19 @@ class TrainingState:
             lifecycle.steps_settled = lifecycle.steps_in_seal
             if slots.present is seal.slot and seal.slot is not None:
                 slots.sealed = self.store.checkpoint_of(seal.slot)
+
+    def _was_raised(
+        self, seal: Seal | FailedSeal | Arrival, error: OffloadError, *, alone: bool
+    ) -> bool:
+        """Return whether the user has seen the error of a failed seal on all of several ranks.
+
+        Collective, unless `alone` is set: ranks that go on after the error must all do so.
+        """
+        is_ordinary = isinstance(error, SealError) and not isinstance(error, InDoubtError)
+        if self.ranks.size == 1 or isinstance(seal, Arrival) or not is_ordinary:
+            return False
+        own = seal.handle.was_raised
+        return own if alone else self.ranks.all(self.call, lambda: own)
 
     def forget(self) -> None:
         """Drop data that was read ahead, and the working slot, before a restore."""
@@ -409,7 +426,7 @@ class TrainingState:
         self.lifecycle.closed = True
         try:
             if not (isinstance(self.seal, Arrival) and self.seal.is_cut_short):
-                self.collect_seal(wait=True)
+                self.collect_seal(wait=True, alone=True)
         finally:
             self.memory.reset()  # files must not be closed while transfers use them
             self.memory.release()

@@ -189,7 +189,7 @@ class BesideForward:
         try:
             if state.seal is not None:
                 with state.meter.timed("wait_seal_s"):
-                    state.seal.handle.result()
+                    state.seal.handle.outcome()
         except SealError:
             return False  # `checkpoint` raises it when the step has ended
         state.know_parameters(groups)

@@ -101,7 +101,7 @@ class Withdrawal:
             paths = [c.path for c in going]
             guard = self._poison.fatal("a checkpoint could not be withdrawn")
             with guard, ExitStack() as leaving:
-                names = []
+                names: list[str] = []
                 for checkpoint, slot in zip(going, slots, strict=True):
                     if names and not self._lock.is_held():
                         break  # it was lost during this portion: nothing more is withdrawn

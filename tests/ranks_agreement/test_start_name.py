@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 
 from offload.distributed import TorchChannel
 from offload.distributed.agreement.agreement import Agreement
+from offload.distributed.agreement.messages import encode
 from offload.distributed.agreement.sights import Sight
 from offload.distributed.agreement.start_name import agree_on_start
 from offload.errors import RanksError
@@ -102,7 +103,7 @@ def test_rank_0_that_has_failed_before_is_not_listened_to() -> None:
         names.append(memory.values[key])
         channel.put(f"now/{names[0]}", "welcome")
 
-    announced = '{"version":1,"kind":"name","name":"now","signs":0}'
+    announced = encode("name", {"name": "now", "signs": 0})
     channel.at = [(LONG_S / 2, lambda: channel.put("name", announced)), (LONG_S, welcome)]
     assert agree_on_start(channel, 1, 2, LONG_S) == "now"
     assert names

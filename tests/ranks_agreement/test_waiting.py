@@ -8,6 +8,7 @@ from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.driver import Driver, announcement
 from offload.distributed.agreement.effects import Arrived, Await, Program
 from offload.distributed.agreement.leaving import ANYONE, in_words, leave
+from offload.distributed.agreement.messages import encode
 from offload.distributed.agreement.peers import error_key, names, sign_key
 from offload.distributed.agreement.quiet import QuietRanks
 from offload.distributed.agreement.reports import Report
@@ -191,6 +192,21 @@ def test_a_rank_waits_one_limit_for_a_writer_that_does_not_seal() -> None:
     with pytest.raises(InDoubtError, match=r"has not called checkpoint\(\)"):
         seal(agreement)
     assert LIMIT_S <= channel.time_s <= LIMIT_S + 4 * LOOK_S
+
+
+@pytest.mark.parametrize("has_read", [True, False])
+def test_rank_0_stays_one_limit_for_a_rank_that_has_not_read_how_an_exchange_has_ended(
+    *, has_read: bool
+) -> None:
+    agreement, channel = agreement_of(0)
+    answer = {"what": "step()", "note": None, "error": ""}
+    channel.put("exchange/0/answer/1", encode("answer", answer))
+    exchange(agreement)
+    if has_read:
+        channel.put("exchange/0/read/1", "read")
+    agreement.close()
+    most_s = 0 if has_read else LIMIT_S + 4 * LOOK_S
+    assert (0 if has_read else LIMIT_S) <= channel.time_s <= most_s
 
 
 def test_ranks_that_are_lost_one_after_the_other_are_waited_for_at_the_same_time() -> None:

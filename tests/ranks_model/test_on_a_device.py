@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import offload.device.boundary
+from offload.device.staging import Traffic
+from offload.distributed.gathering.replicas import Replicas
 from offload.format.boxes import Box
 from offload.format.shares.model_shares import TensorBox, divide
 from offload.model.tensor_image import TensorImage
@@ -84,3 +86,27 @@ def test_boxes_are_fetched_and_sent(piece_bytes, device, tmp_path: Path):
             assert bytes_of(values_on(tensor).contiguous()) == bytes_of(expected)
     assert device.num_sent
     ranks.close()
+
+
+def test_what_ranks_compare_of_their_values_is_the_same_in_any_memory(device):
+    expected = random_values((64, 40_000), torch.bfloat16, 1)  # more than is copied at once
+    strided = expected.t().contiguous().t()
+    forms = {
+        "host": expected,
+        "strided": strided,
+        "device": upload(expected),
+        "strided on the device": upload(strided),
+    }
+    replicas = Replicas(0, forms.get, Traffic(), lambda: None)
+    replicas.know({(name, Box.whole((64, 40_000))): (0, 1) for name in forms})
+    assert replicas.changed() == [*forms]
+    names, firsts, digests = zip(*replicas.digests(), strict=True)
+    assert [*names] == [*forms]
+    assert {*firsts} == {0}
+    assert len({*digests}) == 1
+    replicas.note()
+    assert replicas.changed() == []
+    expected[63, -1] += 1
+    assert replicas.changed() == ["host"]
+    ((_, _, digest),) = replicas.digests(["host"])
+    assert digest not in digests

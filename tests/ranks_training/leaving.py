@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import NoReturn
 
+from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.engine.engine import Engine
 from tests.eventually import eventually
 from tests.ranks_training.calls import Calls
@@ -20,6 +22,19 @@ def fail_alone(calls: Calls) -> None:
         raise OSError("injected before an exchange")
 
     Engine.require_space = fail  # type: ignore[method-assign]
+
+
+def read_late(calls: Calls, seconds: float) -> None:
+    """Let this rank read late how an exchange has ended, as a rank that is scheduled late does."""
+    plain = TorchChannel.get
+
+    def get(channel: TorchChannel, key: str) -> str | None:
+        """Return the value of a key."""
+        if "verdict" in key:
+            time.sleep(seconds)
+        return plain(channel, key)
+
+    TorchChannel.get = get  # type: ignore[method-assign]
 
 
 def threads(calls: Calls) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,76 @@ def test_a_checkpoint_of_one_rank_only_is_none(jobs: Jobs, tmp_path: Path, kind:
     assert "rank 1 did not call checkpoint()" in first.of("result")["message"]
     assert second.failed() == []
     require_goes_on(jobs, tmp_path, kind, 1)
+
+
+APART: dict[str, tuple[list[list[Any]], list[list[Any]], str]] = {
+    # Calls of rank 0 and of rank 1, and what both say.
+    "checkpoint-step": (
+        [["checkpoint"], ["backward"], ["attempt"], ["keep_error", "result"]],
+        [["backward"], ["attempt"], ["keep_error", "checkpoint"]],
+        "rank 0 is in checkpoint(), rank 1 in step(): call checkpoint() on every rank",
+    ),
+    "step-checkpoint": (
+        [["backward"], ["attempt"], ["keep_error", "checkpoint"]],
+        [["checkpoint"], ["backward"], ["attempt"]],
+        "rank 0 is in step(), rank 1 in checkpoint(): call checkpoint() on every rank",
+    ),
+    "checkpoint-restore": (
+        [["checkpoint"], ["result"]],
+        [["restore"], ["keep_error", "pin", "best"]],
+        "rank 0 is in checkpoint(), rank 1 in restore(): call checkpoint() on every",
+    ),
+    "restore-step": (
+        [["restore"]],
+        [["backward"], ["attempt"]],
+        "rank 0 is in restore(), rank 1 in step(): make the same calls in the same",
+    ),
+    "step-load": (
+        [["backward"], ["attempt"]],
+        [["load", "reference"]],
+        "rank 0 is in step(), rank 1 in load_state_dict(): make the same calls",
+    ),
+    "checkpoint-twice": (
+        [["checkpoint"], ["checkpoint"]],
+        [["checkpoint"], ["backward"], ["attempt"]],
+        "rank 1 called step() while rank 0 called checkpoint(): make the same calls",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_ranks_in_different_calls_say_so_at_once(jobs: Jobs, tmp_path: Path, case: str) -> None:
+    """Each process stays until the other one has ended its calls; none waits for the limit."""
+    first, second, said = APART[case]
+    calls = [
+        [*BEGIN, ["step"], *own, ["touch", f"done-{rank}"], ["await_file", f"done-{1 - rank}"]]
+        for rank, own in enumerate((first, second))
+    ]
+    limit_s = 120.0
+    job = jobs.start(tmp_path, calls, kind="ddp", given=True, timeout_s=limit_s)
+    ranks = job.wait(limit_s / 2)
+    assert [rank.status for rank in ranks] == [0, 0], [rank.errors for rank in ranks]
+    for rank in ranks:
+        (text,) = {one["message"] for one in rank.outcomes if one["error"]}
+        assert said in re.sub(r"(rank \d) on \S+", r"\1", text)
+        assert all(one["value"] for one in rank.outcomes if one["call"] == "keep_error")
+    require_goes_on(jobs, tmp_path, "ddp", 2 if case == "checkpoint-twice" else 1)
+
+
+def test_shards_are_not_stepped_past_a_checkpoint_of_another_rank(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """With FSDP2 no rank waits for another one in a step."""
+    own: list[list[Any]] = [["checkpoint"], ["touch", "begun"], ["result"], ["touch", "done"]]
+    other: list[list[Any]] = [["await_file", "begun"], ["backward"], ["attempt"]]
+    calls = [[*BEGIN, ["step"], *own], [*BEGIN, ["step"], *other, ["await_file", "done"]]]
+    ranks = jobs.start(tmp_path, calls, kind="fsdp2", given=True, timeout_s=120.0).wait(60.0)
+    assert [rank.failed() for rank in ranks] == [["SealError"], ["OutOfStepError"]]
+    for rank in ranks:
+        assert rank.status == 0
+        (text,) = [one["message"] for one in rank.outcomes if one["error"]]
+        assert "in step(): call checkpoint() on every rank" in text
+    require_goes_on(jobs, tmp_path, "fsdp2", 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

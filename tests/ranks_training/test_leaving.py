@@ -105,6 +105,20 @@ def test_a_constructor_that_fails_on_one_rank_fails_on_all(jobs: Jobs, tmp_path:
     assert [rank.of("result")["value"] for rank in (first, second)] == [1, 1]
 
 
+def test_rank_0_stays_until_all_have_read_how_the_last_exchange_has_ended(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """Its process serves the key-value store."""
+    late = ["do", "tests.ranks_training.leaving:read_late"]
+    ends: Calls = [["open"], ["restore"], ["close"], ["kill"]]
+    job = jobs.start(tmp_path, [ends, [["open"], [*late, 0.5], *ends[1:]]], kind="ddp", given=True)
+    for rank in job.wait(LIMIT_S / 2):
+        assert [one["call"] for one in rank.outcomes if one["call"] != "do"] == [
+            one[0] for one in ends[:-1]
+        ]
+        assert rank.failed() == []
+
+
 @pytest.mark.parametrize(
     ("before", "broken"),
     [

@@ -96,6 +96,28 @@ def test_warnings_as_errors_refuse_one_step_after_a_failed_seal(
     assert [r.of("bits")["value"] for r in again] == [r.of("bits")["value"] for r in plain]
 
 
+def test_the_error_of_a_seal_is_raised_once(jobs: Jobs, tmp_path: Path) -> None:
+    """A later checkpoint raises it if the user has not seen it on all ranks."""
+    fails: tuple[Calls, Calls] = ([["checkpoint"]], [["bad_checkpoint"]])
+    seen: Calls = [["result"]]
+    seal: Calls = [["checkpoint"], ["result"]]
+    calls: list[Calls] = []
+    for rank, failing in enumerate(fails):
+        own = [*failing, *(seen if rank == 0 else [])]  # seen on both, as the call itself raised it
+        unseen = [["step"], *failing, ["step"], ["checkpoint"]]
+        calls.append(
+            [*BEGIN, ["step"], *own, *seal, ["step"], *own, *SEAL, *unseen, *seal, ["verify"]]
+        )
+    ranks = run(jobs, tmp_path, "ddp", *calls)
+    own_call = ("result", "bad_checkpoint")
+    for number, rank in enumerate(ranks):
+        found = [one["call"] for one in errors(rank)]
+        last = ["checkpoint"] if number == 0 else ["bad_checkpoint", "checkpoint"]
+        assert found == [own_call[number]] * 2 + last
+        assert rank.of("result")["value"] == 6
+        assert rank.of("verify")["value"] == []
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_checkpoint_of_a_step_that_one_rank_cannot_capture_fails_on_all(
     jobs: Jobs, tmp_path: Path, kind: str

@@ -9,6 +9,7 @@ from functools import partial
 
 from gds.waiting import Monitor
 from offload.distributed.agreement import seal
+from offload.distributed.agreement.apart import Places
 from offload.distributed.agreement.channel import Channel, ChannelLostError
 from offload.distributed.agreement.driver import Driver, announcement
 from offload.distributed.agreement.effects import Program
@@ -27,9 +28,10 @@ from offload.distributed.agreement.unanimous import (
     Agreed,
     Exchange,
     OutOfStepError,
+    await_read,
     unanimous,
 )
-from offload.errors import InDoubtError, RanksError, SealError, reason_of
+from offload.errors import InDoubtError, RanksError, reason_of
 
 _LEAVE_S = 1.0
 """Most seconds for which a rank that leaves waits for the key-value store. Without its note the
@@ -86,14 +88,13 @@ class Agreement:
             raise
         self._signs = Signs(self._channels[2], rank, timeout_s)
         quiet = QuietRanks()
-        self._exchanges = Driver(self._channels[0], self._signs, timeout_s, quiet)
+        self._places = Places(self._signs, rank)
+        self._exchanges = Driver(self._channels[0], self._signs, timeout_s, quiet, self._look)
         self._seals = Driver(self._channels[1], self._signs, timeout_s, quiet)
         self._changed = Monitor()
         self._ledger = EMPTY
         self._reports: dict[int, Report] = {}
         self._decided = NO_SEAL
-        self._num_exchanges = 0
-        self._num_seals = 0
         self._stale: list[str] = []
         self._lost: str = ""
 
@@ -169,9 +170,9 @@ class Agreement:
                 may have another one.
         """
         self._require_whole()
-        with self._changed:
-            scope = exchange_scope(self._num_exchanges)
-            self._num_exchanges += 1
+        scope = self._places.begin_exchange(what)
+        if text := self._places.apart_in_exchange(self._peers):
+            raise OutOfStepError(self._lose(f"{what}: {text}. Restart the job"))
         exchange = Exchange(
             peers=self._peers,
             scope=scope,
@@ -234,7 +235,7 @@ class Agreement:
         agreed = self.agree(what, make, get_ready)
         return Granted(Offer.from_json(agreed.offer), agreed.notes)
 
-    def begin_seal(self, part: str) -> int:
+    def begin_seal(self, part: str, *, is_placed: bool = True) -> int:
         """Announce that this rank seals, and return the seal's number. Collective; never waits.
 
         From this call on the part must not be written to, except for what the seal itself writes
@@ -243,15 +244,14 @@ class Agreement:
 
         Args:
             part: Name of the part that this rank has written; empty if it has none.
+            is_placed: Whether this rank has taken the steps that the other ranks have taken.
 
         Raises:
             InDoubtError: It is not known what became of an earlier seal.
             RanksError: A rank was lost before.
         """
         self._require_whole()
-        with self._changed:
-            number = self._num_seals
-            self._num_seals += 1
+        number = self._places.begin_seal(is_placed=is_placed)
         try:
             self._exchanges.run(seal.begin(self._peers, number, part, self._hold))
         except ChannelLostError as error:
@@ -259,6 +259,10 @@ class Agreement:
             raise
         self._signs.begin(seal_scope(number))
         return number
+
+    def begin_call(self, num_steps: int) -> None:
+        """Record that a call of the user begins, after so many optimizer steps."""
+        self._places.num_steps = num_steps
 
     def progress(self) -> None:
         """Give a sign of progress: something was written or read. Any thread; cheap, never raises.
@@ -327,8 +331,7 @@ class Agreement:
         """
         peers = self._peers
         text = f"{peers.name(peers.rank)} failed: {reason_of(error)}"
-        with self._changed:
-            scope = exchange_scope(self._num_exchanges)
+        scope = exchange_scope(self._places.num_exchanges)
         self._signs.put(error_key(scope), announcement(peers.rank, text))
 
     def require_all_here(self, what: str) -> None:
@@ -345,15 +348,34 @@ class Agreement:
             self._lose(text)
             raise RanksError(text)
 
+    def require_same_calls(self, what: str) -> None:
+        """Check that no rank has begun a seal or an exchange that this rank has not begun.
+
+        Any thread; never waits for another rank.
+
+        Args:
+            what: Call of the user, which begins neither a seal nor an exchange: a step.
+
+        Raises:
+            OutOfStepError: A rank is in another call. The ranks can only be started again.
+        """
+        if text := self._places.apart_in_step(self._peers, what):
+            raise OutOfStepError(self._lose(f"{what}: {text}. Restart the job"))
+
     def close(self, error: BaseException | None = None) -> None:
         """Tell the other ranks that this one leaves, and release the connections. Idempotent.
 
         No exchange: other ranks may have ended already. Those that wait for this one, now or later,
-        raise an error that names it. To be called after the seals of this rank have ended.
+        raise an error that names it. To be called after the seals of this rank have ended. The
+        first rank, whose process may serve the key-value store, stays until all ranks have read how
+        the last exchange has ended, or the limit has passed.
 
         Args:
             error: Error because of which there is no optimizer on this rank; None if it is closed.
         """
+        if self._peers.rank == 0 and self._stale and not self._lost:
+            with suppress(ChannelLostError):
+                self._exchanges.run(await_read(self._peers, self._stale[-1]))
         put = partial(self._signs.put, within_s=_LEAVE_S)
         leave(put, self._peers.rank, "" if error is None else reason_of(error))
         self._lose("the optimizer of this rank is closed")
@@ -372,9 +394,8 @@ class Agreement:
 
     def _outcome_of(self, number: int) -> Outcome | None:
         """Wait until a seal has ended on this rank and return what became of it."""
-        with self._changed:
-            if number >= self._num_seals:
-                return None
+        if number >= self._places.num_seals:
+            return None
         return self._changed.wait_until(lambda: self._ledger.outcomes.get(number))
 
     def _hold(self, number: int, part: str) -> None:
@@ -399,27 +420,21 @@ class Agreement:
 
     def _conclude(self, number: int, own: Report, decision: seal.Decision) -> None:
         self._signs.end(seal_scope(number))
-        step = own.step if decision.step is None else decision.step
-        match decision.outcome:
-            case Outcome.PUBLISHED:
-                return
-            case Outcome.ABORTED:
-                raise SealError(
-                    f"sealing step {step} failed, so it is not a checkpoint on any rank; "
-                    f"earlier checkpoints are untouched: {decision.reason}"
-                ) from decision.error
-            case Outcome.IN_DOUBT:
-                text = (
-                    f"it is not known whether step {step} is a checkpoint: {decision.reason}. "
-                    "What was written for it stays as it is. Restart the job: opening the store "
-                    "finds out"
-                )
-                self._lose(text)
-                raise InDoubtError(text) from decision.error
+        error = decision.as_error(own.step)
+        if isinstance(error, InDoubtError):
+            self._lose(str(error))
+        if error is not None:
+            raise error from decision.error
 
-    def _lose(self, text: str) -> None:
+    def _look(self) -> str:
+        """Return why the other ranks will never come to this one's exchange, in words."""
+        return self._places.apart_in_exchange(self._peers)
+
+    def _lose(self, text: str) -> str:
+        """Record, and return, why only a restart helps."""
         with self._changed:
             self._lost = self._lost or text
+        return text
 
     def _require_whole(self) -> None:
         """Raise the error after which only a restart helps, if there was one."""

@@ -30,7 +30,7 @@ _LONGEST_LOOK_S = 1.0
 """Most seconds between two looks. An interrupt (Ctrl-C) is noticed at the next one at the latest,
 and an error that another rank announces as well."""
 
-_ANNOUNCED = {"rank": int, "error": str}
+_ANNOUNCED = {"rank": int, "error": str, "final": bool}
 
 
 class GivesSigns(Protocol):
@@ -49,11 +49,19 @@ class Driver:
         signs: Receives signs of progress while this rank waits.
         timeout_s: Seconds without a sign of progress after which a rank counts as lost.
         quiet: Ranks that were waited for in vain, by this or another driver of the rank.
+        look: Function that is called whenever a wait has looked at the others. It returns an error
+            in words if they will never come, which ends the wait.
     """
 
     def __init__(
-        self, channel: Channel, signs: GivesSigns, timeout_s: float, quiet: QuietRanks
+        self,
+        channel: Channel,
+        signs: GivesSigns,
+        timeout_s: float,
+        quiet: QuietRanks,
+        look: Callable[[], str] | None = None,
     ) -> None:
+        self._look = look
         self._channel = channel
         self._signs = signs
         self._timeout_s = timeout_s
@@ -122,7 +130,7 @@ class Driver:
                 quiet_s[rank] = quiet_s[rank] + passed_s if is_quiet else 0.0
                 signs[rank] = sign
             self._signs.give()
-            if effect.heeds_errors and (error := self._announced(effect.scope, missing)):
+            if error := self._announced(effect, missing) or (self._look and self._look()):
                 return Arrived(values, error)
             if left := self._left(missing, values):
                 return Arrived(values, lost=frozenset(left), left=left)
@@ -170,23 +178,25 @@ class Driver:
             self._take(missing, values, rank, self._channel.get(missing[rank]))
         return {rank: reason for rank, reason in found.items() if rank in missing}
 
-    def _announced(self, scope: str, missing: dict[int, str]) -> str:
+    def _announced(self, effect: Await, missing: dict[int, str]) -> str:
         """Return the error that one of the missing ranks has announced, if any."""
-        text = self._channel.get(error_key(scope))
+        text = self._channel.get(error_key(effect.scope))
         if text is None:
             return ""
         try:
             found = decode(text, "error", _ANNOUNCED, "another rank")
         except MessageError as error:
             return str(error)
-        return str(found["error"]) if found["rank"] in missing else ""
+        is_heeded = found["rank"] in missing and (effect.heeds_errors or found["final"])
+        return str(found["error"]) if is_heeded else ""
 
 
-def announcement(rank: int, error: str) -> str:
+def announcement(rank: int, error: str, *, final: bool = False) -> str:
     """Return the message in which a rank announces that it failed and will not take part.
 
     Args:
         rank: The rank.
         error: The error in words, with the name of the rank.
+        final: Whether the rank takes part in nothing any more. Then all waits for it end.
     """
-    return encode("error", {"rank": rank, "error": error})
+    return encode("error", {"rank": rank, "error": error, "final": final})

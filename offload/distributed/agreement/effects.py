@@ -53,7 +53,7 @@ class Await:
     """Name of the exchange or seal. A sign of progress counts only if it was given for it."""
 
     heeds_errors: bool = True
-    """Whether an announced error of an awaited rank ends the wait."""
+    """Whether any announced error of an awaited rank ends the wait, or only a final one."""
 
 
 @dataclass(frozen=True, slots=True)

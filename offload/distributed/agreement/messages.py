@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from offload.errors import RanksError
 from offload.format.strict_json import parse_json, short
 
-VERSION = 1
+VERSION = 2
 """Version of all messages; ranks with different versions cannot train together."""
 
 Json: TypeAlias = Any

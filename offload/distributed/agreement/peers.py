@@ -87,6 +87,11 @@ def sign_key(scope: str, rank: int) -> str:
     return key(scope, "sign", rank)
 
 
+def begun_key(scope: str) -> str:
+    """Return the key under which a rank notes where it was when it began."""
+    return key(scope, "begun")
+
+
 def error_key(scope: str) -> str:
     """Return the key of an error that a rank has announced."""
     return key(scope, "error")

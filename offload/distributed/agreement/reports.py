@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
 from offload.distributed.agreement.leaving import in_words
@@ -17,6 +17,7 @@ _FIELDS = {
     "model_digest": str,
     "part": str,
     "table_digest": str,
+    "replicas": list,
     "extra": object,
     "error": str,
 }
@@ -44,6 +45,9 @@ class Report:
 
     table_digest: str = ""
     """Digest of the part's table, which the manifest will hold."""
+
+    replicas: Json = field(default_factory=list)
+    """Digests of the values that other ranks hold as well; see `differing`."""
 
     extra: Json = None
     """Whatever else the writer needs for the manifest."""
@@ -128,21 +132,51 @@ def disagreement(
     own = reports[peers.rank]
     well = {rank: report for rank, report in reports.items() if not report.error}
     if peers.rank in well:
-        for field, what, remedy in _SAME:
-            value = getattr(own, field)
-            other = {rank for rank, one in well.items() if getattr(one, field) != value}
+        for name, what, remedy in _SAME:
+            value = getattr(own, name)
+            other = {rank for rank, one in well.items() if getattr(one, name) != value}
             if other:
-                shown = f" ({_values(well, field, other, value)})" if type(value) is int else ""
+                shown = f" ({_values(well, name, other, value)})" if type(value) is int else ""
                 differ = "differs" if len(other) == 1 else "differ"
                 problems.append(
                     f"{names(other)} {differ} from rank {peers.rank} in {what}{shown}: {remedy}"
                 )
+    if words := differing({rank: report.replicas for rank, report in well.items()}):
+        problems.append(words)
     return "; ".join(problems)
 
 
-def _values(
-    reports: Mapping[int, Report], field: str, other: Collection[int], value: object
-) -> str:
-    found = sorted({getattr(reports[rank], field) for rank in other})
+def differing(said: Mapping[int, Json]) -> str:
+    """Return which parameters differ between ranks that hold the same part of them, in words.
+
+    Args:
+        said: For each rank, a list of parameters. Each has the name, the first of the ranks that
+            hold the same part, and a digest of the values.
+
+    Returns:
+        An empty text if there is no difference.
+    """
+    first: dict[tuple[str, int], tuple[int, str]] = {}
+    found: dict[str, tuple[int, set[int]]] = {}
+    for rank, values in sorted(said.items()):
+        for name, holder, digest in values:
+            other, expected = first.setdefault((name, holder), (rank, digest))
+            if digest != expected:
+                found.setdefault(name, (other, set()))[1].add(rank)
+    if not found:
+        return ""
+    name, (other, ranks) = next(iter(found.items()))
+    more = f" (one of {len(found)} parameters)" if len(found) > 1 else ""
+    return (
+        f"parameter {name!r}{more} has other values on {names(ranks)} than on rank {other}: "
+        "broadcast those of one rank, or call restore() on every rank. Parameters that all ranks "
+        "hold are stepped and stored once, so they must be the same. Those that are meant to "
+        "differ need an optimizer of each rank (process_group=offload.SEPARATE). Without model=, "
+        "ranks must give their parameters in the same order"
+    )
+
+
+def _values(reports: Mapping[int, Report], name: str, other: Collection[int], value: object) -> str:
+    found = sorted({getattr(reports[rank], name) for rank in other})
     shown = ", ".join(map(str, found[:3])) + (", ..." if len(found) > 3 else "")
     return f"{shown} instead of {value}"

@@ -25,10 +25,18 @@ from offload.distributed.agreement.effects import Act, Arrived, Await, Delete, G
 from offload.distributed.agreement.leaving import in_words
 from offload.distributed.agreement.ledger import Outcome
 from offload.distributed.agreement.messages import MessageError, decode, encode
-from offload.distributed.agreement.peers import FIRST_SIGN, Peers, key, seal_scope, sign_key
+from offload.distributed.agreement.peers import (
+    FIRST_SIGN,
+    Peers,
+    begun_key,
+    error_key,
+    key,
+    seal_scope,
+    sign_key,
+)
 from offload.distributed.agreement.reports import Report, disagreement
 from offload.distributed.agreement.unanimous import INTERRUPTS
-from offload.errors import reason_of
+from offload.errors import InDoubtError, SealError, reason_of
 
 _FIELDS = {"outcome": str, "reason": str, "step": int}
 
@@ -48,6 +56,28 @@ class Decision:
 
     step: int | None = None
     """Number of optimizer steps after which the writer sealed; None if it did not say so."""
+
+    def as_error(self, own_step: int) -> SealError | None:
+        """Return the error that every rank raises; None if the checkpoint exists.
+
+        Args:
+            own_step: Number of optimizer steps after which this rank sealed.
+        """
+        step = own_step if self.step is None else self.step
+        match self.outcome:
+            case Outcome.PUBLISHED:
+                return None
+            case Outcome.ABORTED:
+                return SealError(
+                    f"sealing step {step} failed, so it is not a checkpoint on any rank; "
+                    f"earlier checkpoints are untouched: {self.reason}"
+                )
+            case Outcome.IN_DOUBT:
+                return InDoubtError(
+                    f"it is not known whether step {step} is a checkpoint: {self.reason}. "
+                    "What was written for it stays as it is. Restart the job: opening the store "
+                    "finds out"
+                )
 
     def encode(self, step: int) -> str:
         """Return the decision as a message, without the error.
@@ -207,7 +237,9 @@ def await_decision(
                 yield Put(key(scope, "read", peers.rank), "read")
             return decision
         begun = yield Get(sign_key(scope, peers.leader))
-        if arrived.left:
+        if arrived.error:
+            what = arrived.error
+        elif arrived.left:
             what = f"{in_words(arrived.left)} before it decided"
         elif begun is None:
             what = (
@@ -247,7 +279,9 @@ def _gather(
             reports[rank] = Report.decode(text, peers.name(rank))
         except MessageError as error:
             refused[rank] = str(error)
-    problem = disagreement(peers, reports, refused, begun, arrived.lost, arrived.left)
+    problem = arrived.error or disagreement(
+        peers, reports, refused, begun, arrived.lost, arrived.left
+    )
     return reports, problem, arrived.lost
 
 
@@ -273,6 +307,7 @@ def _announce(peers: Peers, scope: str, decision: str, others: Collection[int]) 
             per_rank = ("written", "report", "read", "sign")
             keys = [key(scope, what, rank) for what in per_rank for rank in range(peers.size)]
             common = ("all-written", "decision", "left")
-            yield Delete((*(key(scope, what) for what in common), *keys))
+            keys += [key(scope, what) for what in common]
+            yield Delete((*keys, begun_key(scope), error_key(scope)))
     except ChannelLostError:
         return  # the others will find themselves in doubt, which is true of them

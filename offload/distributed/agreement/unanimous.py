@@ -4,6 +4,7 @@
 2. The leader makes the offer, or says why it cannot.
 3. Each rank gets ready for the offer, and answers that it is ready, or why it cannot be.
 4. The leader gathers the answers of all ranks and announces the verdict.
+5. Each rank notes that it has read how the exchange has ended, for rank 0: see `await_read`.
 
 A rank goes on only after it has read the verdict that all ranks are ready. Otherwise every rank
 raises the same error, which names the ranks that cannot and why. What a rank does to get ready must
@@ -19,7 +20,7 @@ from offload.distributed.agreement.channel import ChannelLostError
 from offload.distributed.agreement.effects import Act, Arrived, Await, Delete, Program, Put
 from offload.distributed.agreement.leaving import in_words
 from offload.distributed.agreement.messages import Json, MessageError, decode, encode
-from offload.distributed.agreement.peers import Peers, error_key, key, names
+from offload.distributed.agreement.peers import Peers, begun_key, error_key, key, names
 from offload.errors import RanksError, reason_of
 
 _ASK = {"what": str, "body": object}
@@ -90,9 +91,15 @@ def unanimous(exchange: Exchange) -> Program[Agreed]:
         RanksError: The ranks do not all accept. Every rank raises the same error, unless it raises
             `OutOfStepError`.
     """
-    if exchange.peers.is_leader:
-        return (yield from _lead(exchange))
-    return (yield from _follow(exchange))
+    try:
+        agreed = yield from _lead(exchange) if exchange.peers.is_leader else _follow(exchange)
+    except (OutOfStepError, ChannelLostError):
+        raise
+    except RanksError:
+        yield from _note_read(exchange)
+        raise
+    yield from _note_read(exchange)
+    return agreed
 
 
 def _lead(exchange: Exchange) -> Program[Agreed]:
@@ -198,6 +205,25 @@ def _follow(exchange: Exchange) -> Program[Agreed]:
     return Agreed(body, _notes(verdict["notes"], leader))
 
 
+def await_read(peers: Peers, scope: str) -> Program[None]:
+    """Wait, on rank 0, until every other rank has read how an exchange has ended, or is lost.
+
+    The process of rank 0 may serve the key-value store, and takes it along when it ends.
+    """
+    waiting = {rank: key(scope, "read", rank) for rank in peers.others}
+    while waiting:
+        arrived: Arrived = yield Await(tuple(waiting.items()), scope)
+        gone = {*arrived.values, *arrived.left} or {*waiting}
+        waiting = {rank: name for rank, name in waiting.items() if rank not in gone}
+
+
+def _note_read(exchange: Exchange) -> Program[None]:
+    """Note that this rank needs nothing of the exchange any more."""
+    rank = exchange.peers.rank
+    if rank:
+        yield Put(key(exchange.scope, "read", rank), "read")
+
+
 def _from_leader(exchange: Exchange, what: str) -> Program[str]:
     """Wait for a message of the leader and return it."""
     peers = exchange.peers
@@ -264,7 +290,7 @@ def _require_same_call(exchange: Exchange, rank: int, what: str) -> None:
 
 def _delete(exchange: Exchange) -> Program[None]:
     """Delete the keys of exchanges that every rank has left."""
-    per_rank = ("ask", "answer", "sign")
+    per_rank = ("ask", "answer", "read", "sign")
     keys = [
         name
         for scope in exchange.stale
@@ -272,6 +298,7 @@ def _delete(exchange: Exchange) -> Program[None]:
             key(scope, "offer"),
             key(scope, "verdict"),
             error_key(scope),
+            begun_key(scope),
             *(key(scope, what, rank) for what in per_rank for rank in range(exchange.peers.size)),
         )
     ]

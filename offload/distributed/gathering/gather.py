@@ -118,6 +118,7 @@ class Gathering:
         before_write: Function that is called before live memory is written; None for no function.
         arrived: Function that is called when values of a transfer from another rank are in live
             memory, on the thread of `updated` and `finish`; None for no function.
+        ended: Function that is called when `finish` has succeeded; None for no function.
 
     Raises:
         ValueError: The slots of `buffer` are smaller than the plan's slices.
@@ -132,6 +133,7 @@ class Gathering:
         *,
         before_write: BeforeWrite | None = None,
         arrived: Callable[[Transfer], object] | None = None,
+        ended: Callable[[], object] | None = None,
     ) -> None:
         if buffer.slot_bytes < plan.slice_bytes:
             raise ValueError(
@@ -146,6 +148,7 @@ class Gathering:
         self._buffer = buffer
         self._before_write = before_write
         self._arrived = arrived
+        self._ended = ended
         self._rank = groups.rank
         self._transfers = plan.of(groups.rank)
         self.num_arrived = 0
@@ -220,6 +223,8 @@ class Gathering:
         error = self._end()
         if error is not None:
             raise error from self._error or error.__cause__
+        if self._ended is not None:
+            self._ended()
 
     @in_neutral
     def fail(self, error: BaseException) -> BaseException:

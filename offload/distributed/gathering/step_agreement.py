@@ -10,8 +10,9 @@ Each rank derives the plan of the gathering from what all ranks do in the step, 
 - *The layout of each rank's state*, which may change on some ranks only. The ranks then exchange
   their layouts; all of them learn from the agreement that they have to.
 - *The number of the step*, and whether a rank cannot take it.
+- *Values that several ranks hold*, if a rank does not know that they are the same on all of them.
 
-One exchange of 40 bytes per rank finds out whether the ranks agree; digests stand for the lists.
+One exchange of 48 bytes per rank finds out whether the ranks agree; digests stand for the lists.
 The lists themselves are only exchanged after a difference or a change. Nothing has been changed or
 read when an error is raised. Without replicated boxes no plan is needed, and no agreement either.
 """
@@ -26,6 +27,8 @@ from dataclasses import dataclass
 import torch
 
 from offload.ambient import in_neutral
+from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.reports import differing
 from offload.distributed.gathering.sharing import RankGroup, share_bytes, share_numbers
 from offload.errors import RanksError, reason_of
 
@@ -54,6 +57,12 @@ class StepTerms:
 
     layout: int = 0
     """Digest of the layout of this rank's state, of at most 63 bits."""
+
+    changed: Sequence[str] = ()
+    """Names of the parameters of several ranks whose values may differ between them."""
+
+    digests: Callable[[Sequence[str] | None], Json] = lambda _: []
+    """Function that returns what `differing` compares, of parameters or of all of them."""
 
 
 class StepAgreement:
@@ -110,9 +119,11 @@ class StepAgreement:
             self._digested = (list(terms.stepped), list(terms.order))
             self._digests = (_digest(terms.stepped), _digest(terms.order))
         stepped, order = self._digests
-        numbers = [terms.step, stepped, order, terms.layout, int(bool(terms.refusal))]
+        changed = _digest([*terms.changed]) if terms.changed else 0
+        numbers = [terms.step, stepped, order, terms.layout, int(bool(terms.refusal)), changed]
         table = share_numbers(numbers, self._group, self._look)
-        steps, digests, orders, layouts, refuses = ([*col] for col in zip(*table, strict=True))
+        columns = ([*column] for column in zip(*table, strict=True))
+        steps, digests, orders, layouts, refuses, changes = columns
         if any(refuses):
             said = terms.refusal.encode()[:_MAX_REFUSAL_BYTES].decode(errors="ignore").encode()
             found = share_bytes(said, self._group)
@@ -130,6 +141,11 @@ class StepAgreement:
         if len({*digests}) > 1:
             names = json.dumps(terms.stepped).encode()
             raise _differing([set(json.loads(d)) for d in share_bytes(names, self._group)])
+        if any(changes):
+            own = terms.digests(terms.changed if len({*changes}) == 1 else None)
+            values = share_bytes(json.dumps(own).encode(), self._group)
+            if words := differing({rank: json.loads(one) for rank, one in enumerate(values)}):
+                raise RanksError(f"step {terms.step} was not taken: {words}")
         if orders != self._known:
             found = share_bytes(json.dumps(terms.order).encode(), self._group)
             self._orders = [tuple(json.loads(data)) for data in found]
