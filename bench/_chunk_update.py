@@ -10,9 +10,10 @@ from offload.format.arrays import MASTER, StateFormat
 from offload.format.digests import ChunkDigests, DigestContext
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.update.dtypes import DTYPES
+from offload.update.kept_state import Scalars
 from offload.update.kernel import UpdateKernel
 from offload.update.pool import UpdatePool
-from offload.update.rules import Scalars, UpdateRule
+from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
 from offload.update.updaters import host_updater
 

@@ -3,6 +3,23 @@
 from __future__ import annotations
 
 import os
+from errno import EFBIG, EMFILE, ENFILE
+
+
+class OffloadError(Exception):
+    """Base of every error that `gds`, and `offload` above it, raise on purpose."""
+
+
+_REMEDIES = {
+    EFBIG: "; raise the limit of file sizes with ulimit -f, or use another file system",
+    EMFILE: "; close files, or raise the limit of open files with ulimit -n",
+    ENFILE: "; the whole machine has too many: close some, or raise sysctl fs.file-max",
+}
+
+
+def meaning_of(number: int) -> str:
+    """Return the system's words for an error number, and the remedy for a limit."""
+    return os.strerror(number) + _REMEDIES.get(number, "")
 
 
 def message_of(error: BaseException) -> str:
@@ -14,7 +31,7 @@ def message_of(error: BaseException) -> str:
     return OSError.__str__(error)
 
 
-class StorageError(OSError):
+class StorageError(OffloadError, OSError):
     """An operation on a file or directory failed.
 
     `errno` and `filename` are always set. `offset` is in bytes, or None if the operation has no
@@ -33,7 +50,7 @@ class StorageError(OSError):
             offset: Position in the file, in bytes, if the operation has one.
         """
         where = f" at byte {offset}" if offset is not None else ""
-        super().__init__(errno, f"{what}{where}: {os.strerror(errno)}", os.fspath(path))
+        super().__init__(errno, f"{what}{where}: {meaning_of(errno)}", os.fspath(path))
         self.offset = offset
 
     def __str__(self) -> str:
@@ -59,11 +76,11 @@ class DeviceLostError(StorageError, RuntimeError):
     """
 
 
-class DeviceMemoryError(MemoryError):
+class DeviceMemoryError(OffloadError, MemoryError):
     """A GPU has no memory left for a request. The message says how much was asked for."""
 
 
-class RefusedError(ValueError):
+class RefusedError(OffloadError, ValueError):
     """A request is refused; the message says what is refused, why, and what to do instead."""
 
 

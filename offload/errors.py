@@ -6,12 +6,9 @@ the value expected, and the next thing to do.
 
 from __future__ import annotations
 
-from gds import StorageError
+from gds.errors import OffloadError as OffloadError
+from gds.errors import StorageError as StorageError
 from gds.errors import message_of
-
-
-class OffloadError(Exception):
-    """Base of every error that this package raises on purpose."""
 
 
 class UnsupportedOptimizerError(OffloadError, TypeError):

@@ -83,7 +83,9 @@ class MemoryDirectory:
     def __post_init__(self) -> None:
         """Raise `ValueError` for a size that is not possible."""
         if self.size_bytes == 0:
-            raise ValueError(f"size of {os.fspath(self.path)} must be positive, got {self.size!r}")
+            raise ValueError(
+                f"size of {os.fsdecode(self.path)} must be positive, got {self.size!r}"
+            )
 
     @property
     def size_bytes(self) -> int | None:
@@ -260,7 +262,7 @@ class Options:
     """Place to which sealed checkpoints are copied in the background, or the URL of the place. None
     copies nothing. With several ranks, each of them copies the part that it stores; give the same
     tier on every rank. In a directory without checkpoints, `restore` takes the newest complete one
-    of the tier, if as many ranks made it."""
+    of the tier. On several hosts it must have been made by as many ranks, in the same sharding."""
 
     backend: Backend | None = None
     """Storage backend to use instead of the built-in choice. The optimizer does not close it."""
@@ -337,8 +339,8 @@ class Options:
         named = self.host_memory
         if isinstance(named, MemoryDirectory):
             return named
-        if isinstance(named, os.PathLike) or (isinstance(named, str) and "/" in named):
-            return MemoryDirectory(named)
+        if isinstance(named, bytes | os.PathLike) or (isinstance(named, str) and "/" in named):
+            return MemoryDirectory(os.fsdecode(named))
         return None
 
     @property

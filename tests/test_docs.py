@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import statistics
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from tests.versions import COMBINATIONS, CPU_BUILDS
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/quickstart.md")
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK_ANYWHERE = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
 
 
@@ -131,10 +135,33 @@ def test_links_between_pages_lead_somewhere() -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_errors_that_are_named_exist() -> None:
+    """Those of the pages, and those of the docstrings that say what is raised."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    sources = [*(ROOT / "offload").rglob("*.py"), *(ROOT / "gds").rglob("*.py")]
+    found = {
+        name
+        for path in [*pages, *sources]
+        for name in re.findall(r"\b(?:offload|gds)(?:\.\w+)*\.\w+Error\b", path.read_text())
+    }
+    assert len(found) > 10
+    assert [name for name in sorted(found) if pkgutil.resolve_name(name) is None] == []
+
+
 def test_the_tests_that_the_guarantees_name_exist() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs/guarantees.md").read_text())
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/recovery.md"])
+def test_code_needs_only_what_is_installed_with_the_package(page: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {Requirement(text).name for text in project["dependencies"]}
+    code = "\n".join(_BLOCK_ANYWHERE.findall((ROOT / page).read_text()))
+    found = {*re.findall(r"^\s*(?:import|from) (\w+)", code, re.MULTILINE)}
+    assert found
+    assert found - sys.stdlib_module_names - installed <= {"gds", "offload"}
 
 
 def test_no_command_installs_from_an_index_which_the_package_is_not_on() -> None:

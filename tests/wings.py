@@ -84,8 +84,8 @@ TABLES = {"offload": MAY_KNOW, "gds": GDS_MAY_KNOW}
 
 
 def files(package: str) -> list[Path]:
-    """Return the files of a package."""
-    return sorted((ROOT / package).rglob("*.py"))
+    """Return the files of a package, without the one that starts its command."""
+    return sorted({*(ROOT / package).rglob("*.py")} - {ROOT / package / "__main__.py"})
 
 
 def wing_of(path: Path) -> str:

@@ -103,7 +103,7 @@ def list_checkpoints(
         CheckpointError: `store` is not a store.
         UnreadableError: Something could not be read, which says nothing about its content.
     """
-    directory = os.path.abspath(os.fspath(store))
+    directory = os.path.abspath(os.fsdecode(store))
     with given_or_local(backend) as storage:
         attempts_left = _MAX_ATTEMPTS
         while True:
@@ -166,7 +166,7 @@ def list_unnamed_parts(
     Raises:
         UnreadableError: Something could not be read.
     """
-    directory = os.path.abspath(os.fspath(store))
+    directory = os.path.abspath(os.fsdecode(store))
     with given_or_local(backend) as storage, reading():
         try:
             paths = checkpoint_paths(storage, directory)
@@ -175,7 +175,7 @@ def list_unnamed_parts(
             return []
         stores = {manifest.store_id for manifest in manifests}
         named = {(r.owner, r.digest) for manifest in manifests for r in manifest.owners}
-        given = [os.path.abspath(os.fspath(part)) for part in parts or ()]
+        given = [os.path.abspath(os.fsdecode(part)) for part in parts or ()]
         return [
             part.path
             for one in dict.fromkeys([directory, *given])

@@ -84,7 +84,7 @@ def open_checkpoint(
         UnreadableError: Something could not be read, which says nothing about its content.
     """
     return _open(
-        os.fspath(path), parts, backend, need_parts=True, even_quarantined=even_quarantined
+        os.fsdecode(path), parts, backend, need_parts=True, even_quarantined=even_quarantined
     )
 
 
@@ -92,7 +92,7 @@ def open_for_parameters(
     path: str | os.PathLike[str], *, backend: Backend | None = None
 ) -> Checkpoint:
     """Open a checkpoint as `open_checkpoint` does, but look at the first drive only."""
-    return _open(os.fspath(path), None, backend, need_parts=False)
+    return _open(os.fsdecode(path), None, backend, need_parts=False)
 
 
 def _open(

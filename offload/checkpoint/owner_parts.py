@@ -309,7 +309,7 @@ def _find(
 def _searched(path: str, reference: OwnerReference, directories: PartDirectories) -> Iterable[str]:
     given = [reference.directory] if directories is None else directories
     own = os.path.dirname(os.path.abspath(path))
-    return dict.fromkeys([own, *(os.path.abspath(os.fspath(one)) for one in given)])
+    return dict.fromkeys([own, *(os.path.abspath(os.fsdecode(one)) for one in given)])
 
 
 def _mismatch(backend: Backend, part: str, reference: OwnerReference) -> str:

@@ -257,7 +257,7 @@ def part_paths(manifest: Manifest, parts: PartDirectories, path: str) -> list[st
     if manifest.owners or not manifest.parts:  # parts of owners are searched for
         return []
     recorded = [part.directory for part in manifest.parts]
-    given = recorded if parts is None else [os.path.abspath(directory) for directory in parts]
+    given = recorded if parts is None else [os.path.abspath(os.fsdecode(part)) for part in parts]
     if len(given) != len(recorded):
         raise CheckpointError(
             f"{path}: its state is on {len(recorded)} drives besides the first "

@@ -263,7 +263,25 @@ def _next_call(destination: str, to: Target, *, named: bool) -> str:
             "from_pretrained needs a config.json: export again with --config DIR, a directory that "
             "model.config.save_pretrained(DIR) or the Trainer has written"
         )
-    return f"transformers.{model_class}.from_pretrained({destination!r})"
+    adapter = os.path.join(destination, "adapter")
+    adapted = _adapted_class(os.path.join(adapter, "adapter_config.json"))
+    if model_class == "AutoModel" and adapted:
+        model_class = adapted  # names of the adapter are those of the class that it was made for
+    if _has_other_names(destination, model_class):
+        return (
+            f"from_pretrained would open none of it: {model_class} has other names than the model "
+            "that was trained, which wraps it. Load model.safetensors into that one: "
+            "offload.load_parameters(model, checkpoint)"
+        )
+    call = f"transformers.{model_class}.from_pretrained({destination!r})"
+    if not os.path.isdir(adapter):
+        return call
+    if adapted is not None:
+        return f"peft.PeftModel.from_pretrained({call}, {adapter!r})"
+    return (
+        f"{call}, without the adapter of peft. For both, export again with --config DIR, into "
+        "which model.save_pretrained(DIR) has written adapter_config.json as well"
+    )
 
 
 def _model_class(config: str) -> str | None:
@@ -277,6 +295,57 @@ def _model_class(config: str) -> str | None:
         names = None
     known = isinstance(names, list) and names and str(names[0]).isidentifier()
     return str(names[0]) if known else "AutoModel"
+
+
+def _has_other_names(destination: str, model_class: str) -> bool:
+    """Return whether a class of transformers would find none of its parameters in an export.
+
+    It would return random ones, with no more than a warning.
+    """
+    try:
+        import torch
+        import transformers
+        from safetensors import safe_open
+
+        config = transformers.AutoConfig.from_pretrained(destination)
+        found = getattr(transformers, model_class)
+        make = getattr(found, "from_config", None) or found._from_config
+        with torch.device("meta"):
+            model = make(config)
+        with safe_open(os.path.join(destination, "model.safetensors"), "pt") as file:
+            held = {*file.keys()}
+    except Exception:  # noqa: BLE001  (what transformers cannot make here is not known to be wrong)
+        return False
+    prefix = f"{model.base_model_prefix}."
+    wanted = {*model.state_dict()}
+    wanted |= {prefix + name for name in wanted} | {name.removeprefix(prefix) for name in wanted}
+    return not held & wanted
+
+
+_CLASSES_OF_TASKS = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
+"""Classes of transformers, by the task in the config of an adapter of peft."""
+
+
+def _adapted_class(config: str) -> str | None:
+    """Return the class that an adapter of peft was made for.
+
+    The result is empty if its config does not say, and None if there is no such file.
+    """
+    try:
+        with open(config, encoding="utf-8") as file:
+            found = json.load(file)
+        named = (found.get("auto_mapping") or {}).get("base_model_class")
+        return str(named or _CLASSES_OF_TASKS.get(found.get("task_type"), ""))
+    except FileNotFoundError:
+        return None
+    except (ValueError, AttributeError, TypeError):
+        return ""
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:

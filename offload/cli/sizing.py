@@ -64,6 +64,9 @@ def _bytes(text: str) -> float:
     """Return a number of bytes given as ``80GB`` or ``256 GiB``."""
     from offload.options import parse_bytes
 
+    if text.strip().replace(".", "", 1).isdecimal():
+        number = text.strip()
+        raise typer.BadParameter(f"{text!r} has no unit: write {number}GB, or {number}B for bytes")
     try:
         return parse_bytes(text, "the size")
     except ValueError as error:

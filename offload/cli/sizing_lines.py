@@ -12,6 +12,7 @@ from offload.units import many
 
 if TYPE_CHECKING:
     from offload.sizing import Plan
+    from offload.sizing.figures import Memory
 
 _TIMES = (("d", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 600.0))
 """Each unit, its seconds, and the least seconds that are printed in it."""
@@ -47,6 +48,7 @@ def lines(plan: Plan, doubts: Sequence[str] = ()) -> Iterator[str]:
     if not plan.disk.exact:
         yield from _note("Disk is data alone, without headers and manifests.")
     if memory.largest_in_memory is not None and memory.largest_offloaded is not None:
+        yield from _note(_verdict(memory, number))
         yield from _note(
             f"The GPU's memory holds {_count(memory.largest_in_memory)} parameters with their "
             f"state, {_count(memory.largest_offloaded)} without; activations are not counted."
@@ -69,6 +71,16 @@ def lines(plan: Plan, doubts: Sequence[str] = ()) -> Iterator[str]:
     for text in plan.remarks:
         yield ""
         yield from textwrap.wrap(text, _WIDTH)
+
+
+def _verdict(memory: Memory, number: int) -> str:
+    """Return whether a model fits on one GPU, whose memory is known."""
+    if number <= (memory.largest_in_memory or 0):
+        return "The model fits on one GPU with its state: no drive is needed for that."
+    if number <= (memory.largest_offloaded or 0):
+        return "The model fits on one GPU with its state on drives, and not with all in memory."
+    needed = _size(memory.offloaded * number)
+    return f"The model does not fit on one GPU, even with its state on drives: it needs {needed}."
 
 
 def _link(plan: Plan) -> Iterator[str]:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from offload.distributed.rank_group import RankGroup
 from offload.distributed.terms import terms_of
 from offload.format.arrays import BLOCK_ELEMENTS
-from offload.model.all_parameters import all_parameters
 from offload.model.buffer_watch import BufferWatch
+from offload.model.parameters import all_parameters
 from offload.model.process_groups import ProcessGroup
 from offload.options import Options
 from offload.retention.policy import Retention

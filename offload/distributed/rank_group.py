@@ -43,8 +43,8 @@ from offload.format.manifest import Manifest
 from offload.model.buffer_watch import BufferWatch
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import NoValues, Step, Values
-from offload.model.parameters import Stored
 from offload.model.shards import Shards
+from offload.model.stored import Stored
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint

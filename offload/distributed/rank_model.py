@@ -43,8 +43,8 @@ from offload.format.shares.model_shares import ModelShare, ModelShares, divide
 from offload.format.shares.shard_files import model_shard, shard_share
 from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import ModelCopy
-from offload.model.parameters import Stored
 from offload.model.recut_model import read_recut_model, require_seen_model
+from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateSlot
 
@@ -329,7 +329,8 @@ class RankModel:
             """Return live memory of a box."""
             item, cut = live[name], cuts.get(name)
             is_own = item.is_here if cut is None else cut.box == box
-            return item.tensor if is_own else part_of(item.parameter, box)
+            whole = item.parameter if item.memory is None else item.memory
+            return item.tensor if is_own else part_of(whole, box)
 
         return memory
 

@@ -132,6 +132,10 @@ class ShareCopy:
         )
         return written.digests, written.written_bytes + scattered
 
+    def is_same(self, digests: Sequence[str]) -> bool:
+        """Compare the digests of all pieces, without writing. Scattered boxes are left out."""
+        return digest_share(self._image, self._buffers, self._context) == list(digests)
+
     def finish(self) -> tuple[ModelBox, ...]:
         """Write the rest of the share, and make it durable; the boxes have their digests.
 
@@ -167,6 +171,11 @@ class NoCopy:
         """Write nothing."""
         del copied
         return (), 0
+
+    def is_same(self, digests: Sequence[str]) -> bool:
+        """Return True: nothing was copied."""
+        del digests
+        return True
 
     def finish(self) -> tuple[ModelBox, ...]:
         """Return no box."""

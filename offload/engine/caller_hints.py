@@ -34,13 +34,17 @@ _SAVES = {
 """Functions that write checkpoints, by module and name: the consequence for the user, and the
 remedy."""
 
-_CKPT_PATH = "pass ckpt_path=, the path of a .ckpt file, to Trainer.fit()"
+_CKPT_PATH = (
+    "pass ckpt_path=, the path of a .ckpt file (a tier has none: copy one from where it was "
+    "written), to Trainer.fit()"
+)
 """Advice on continuing under Lightning. It passes over ``ckpt_path="last"`` if it finds no file."""
 
 _RESUMES = {
     "transformers.trainer": (
         "pass resume_from_checkpoint=latest_checkpoint(output_dir, directory), of "
-        "offload.integrations.transformers, to Trainer.train()"
+        "offload.integrations.transformers, whose warning says why if it returns None, to "
+        "Trainer.train()"
     ),
     "lightning.pytorch.trainer.trainer": _CKPT_PATH,
     "pytorch_lightning.trainer.trainer": _CKPT_PATH,

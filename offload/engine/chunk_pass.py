@@ -18,7 +18,7 @@ from offload.stream.frame import Frame
 from offload.stream.meter import Meter
 from offload.stream.passes import RingPass
 from offload.stream.streamer import Streamer
-from offload.update.rules import Scalars
+from offload.update.kept_state import Scalars
 
 STEP_THREAD = "offload-step"
 """Name of the threads that run a pass beside the model."""

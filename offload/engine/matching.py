@@ -12,18 +12,17 @@ from offload.errors import MismatchError
 from offload.format.arrays import StateFormat
 from offload.format.layout import ParameterSpec
 from offload.format.manifest import Manifest
-from offload.model.loading import check_same
+from offload.model.loading import check_same, in_checkpoint
 from offload.model.parameters import (
-    Stored,
     Trainable,
     check_parameter,
-    describe_model,
     describe_parameters,
     make_trainable,
     names_of,
 )
 from offload.model.replacing import replacing
 from offload.model.shards import Shards
+from offload.model.stored import Stored, describe_model
 from offload.units import many
 from offload.update.dtypes import DTYPE_CODES
 from offload.update.hyperparameters import check_hyperparameters, check_scalars, rules_of
@@ -74,7 +73,7 @@ def match_checkpoint(
     match_class(path, manifest, groups, rule)
     restored = [
         {**rule.defaults, **saved, **{k: g[k] for k in ("params", "param_names") if k in g}}
-        for saved, g in zip(manifest.groups, groups, strict=True)
+        for saved, g in zip(rule.without_flags(manifest.groups), groups, strict=True)
     ]
     check_scalars(manifest, rules_of(rule, restored, path), path)
     saved_specs = {spec.name: spec for spec in manifest.layout.parameters}
@@ -120,6 +119,7 @@ def match_checkpoint(
     trainables = [live[spec.name] for spec in manifest.layout.parameters]
     with replacing():
         stored = describe_model(model, groups, trainables, shards)
+        stored = in_checkpoint(model, stored, manifest.layout.model, path, shards)
     check_same(
         {t.name: (t.dtype, t.shape) for t in manifest.layout.model},
         {item.spec.name: (item.spec.dtype, item.spec.shape) for item in stored},
@@ -158,10 +158,12 @@ def match_class(
         )
 
 
-def take_hyperparameters(groups: Sequence[dict[str, Any]], manifest: Manifest) -> None:
+def take_hyperparameters(
+    groups: Sequence[dict[str, Any]], manifest: Manifest, rule: UpdateRule, path: str
+) -> None:
     """Make the hyper-parameters of a checkpoint those of the groups that it was matched with."""
-    for group, saved in zip(groups, manifest.groups, strict=True):
-        group.update(copy.deepcopy(dict(saved)))  # a tensor learning rate is changed in place
+    for group, saved in zip(groups, rule.without_flags(manifest.groups, path), strict=True):
+        group.update(copy.deepcopy(saved))  # a tensor learning rate is changed in place
 
 
 def _other_cut_error(path: str, spec: ParameterSpec, found: str) -> MismatchError:

@@ -17,6 +17,7 @@ import torch
 
 from offload.engine.carried_reference import uncarried
 from offload.errors import MismatchError
+from offload.format._manifest_fields import NUMPY_DTYPES, without_numpy
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateStore
 
@@ -231,9 +232,10 @@ def _never_sealed(
 def _by_value(value: Any) -> Any:
     """Return a copy of a value: a scalar tensor as a dict with its value, dtype and shape.
 
-    Plain lists and tuples are copied with their items, and NumPy scalars become builtins.
-    Everything else is copied as a whole.
+    Plain lists and tuples are copied with their items. NumPy scalars become builtins, or a dict if
+    a builtin would change what torch computes. Everything else is copied as a whole.
     """
+    value = without_numpy(value)
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             return value.detach().clone()
@@ -242,7 +244,8 @@ def _by_value(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)([_by_value(v) for v in value])
     if isinstance(value, np.generic):
-        return value.item()
+        name, number = value.dtype.name, value.item()
+        return number if isinstance(value, float) else {"numpy": number, "dtype": name}
     return copy.deepcopy(value)
 
 
@@ -253,6 +256,10 @@ def _from_value(value: Any) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise MismatchError(f"load_state_dict(): {value['dtype']!r:.60} is not a torch dtype")
         return torch.full(value["shape"], value["tensor"], dtype=dtype, device="cpu")
+    if isinstance(value, dict) and value.keys() == {"numpy", "dtype"}:
+        if value["dtype"] not in NUMPY_DTYPES:
+            raise MismatchError(f"load_state_dict(): {value['dtype']!r:.60} is not a NumPy dtype")
+        return np.dtype(value["dtype"]).type(value["numpy"])
     if type(value) in (list, tuple):
         return type(value)([_from_value(v) for v in value])
     return value

@@ -10,7 +10,7 @@ from offload.engine.seal import SealHandle
 from offload.format.manifest import encode_group
 from offload.format.train_state import EncodedState
 from offload.model.model_file import BlockBuffers, ModelImage, digest_model
-from offload.model.parameters import Stored
+from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateStore
 

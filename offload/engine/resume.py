@@ -25,7 +25,8 @@ from offload.engine.whole_model import load_recut, load_whole
 from offload.errors import CheckpointError, DamagedError, MismatchError
 from offload.format.manifest import Manifest
 from offload.journal import log_event
-from offload.model.parameters import Stored, Trainable
+from offload.model.parameters import Trainable
+from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slots.slot import Slot
@@ -213,6 +214,7 @@ def resume(
         slot = ranks.together("restore()", take)
         if parameters:
             ranks.share_model(stored)
+            ranks.together("restore()", partial(state.table.give_back, stored, found.path))
         store.withdraw_newer(found)  # now that the older one has proved to be readable
         state.num_steps = found.manifest.step
         state.slots.resume(slot, found)
@@ -380,5 +382,5 @@ def _load(
         num_bytes = load_recut(state.store, checkpoint, stored, state.meter.traffic)
     elif num_bytes is None:
         num_bytes = load_whole(checkpoint, cast(Slot, slot), stored, state.block_buffers())
-    take_hyperparameters(groups, checkpoint.manifest)
+    take_hyperparameters(groups, checkpoint.manifest, state.rule, checkpoint.path)
     return num_bytes

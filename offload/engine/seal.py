@@ -10,9 +10,11 @@ about to overwrite.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -29,7 +31,7 @@ from offload.format.manifest import Manifest
 from offload.format.train_state import EncodedState
 from offload.journal import log_event
 from offload.model.model_copy import ModelCopy
-from offload.model.parameters import Stored
+from offload.model.stored import Stored
 from offload.model.table import ParameterTable
 from offload.store.sealing import Composition
 from offload.store.state_store import Sealer, StateSlot, StateStore
@@ -39,6 +41,11 @@ from offload.units import duration, size
 
 SEAL_THREAD = "offload-seal"
 """Name of the threads that seal."""
+
+_EDITED = (
+    "while it was being copied into the checkpoint. Between checkpoint() and the next step(), call "
+    ".result() on the handle before editing parameters"
+)
 
 
 class SealHandle:
@@ -52,6 +59,9 @@ class SealHandle:
         self.step = step
         """Number of optimizer steps after which the checkpoint was asked for."""
         self._future: Pending[Checkpoint] = Pending()
+        self._caller = threading.get_ident()
+        self._is_awaited = False
+        """Whether the thread that asked for the checkpoint waits for it."""
 
     def done(self) -> bool:
         """Return whether sealing has ended, with success or with an error."""
@@ -67,7 +77,8 @@ class SealHandle:
             SealError: The checkpoint could not be sealed. Older checkpoints are untouched.
             TimeoutError: The checkpoint is still being sealed after `timeout` seconds.
         """
-        return self._future.result(timeout)
+        with self._awaited():
+            return self._future.result(timeout)
 
     def when_sealed(self, use: Callable[[Checkpoint], object]) -> None:
         """Call a function with the checkpoint once it is durable; not if sealing fails.
@@ -94,7 +105,25 @@ class SealHandle:
 
     def wait(self) -> None:
         """Wait until sealing has ended, with success or with an error."""
-        self._future.wait()
+        with self._awaited():
+            self._future.wait()
+
+    @contextmanager
+    def _awaited(self) -> Iterator[None]:
+        is_caller = threading.get_ident() == self._caller
+        self._is_awaited |= is_caller
+        try:
+            yield
+        finally:
+            self._is_awaited &= not is_caller
+
+    def place_of_caller(self) -> tuple[int, int] | None:
+        """Return where the thread is that asked for the checkpoint; None if it edits nothing.
+
+        If the place is the same at two times, the thread may be in one call, such as an edit.
+        """
+        frame = None if self._is_awaited else sys._current_frames().get(self._caller)
+        return None if frame is None else (id(frame), frame.f_lasti)
 
     def fail(self, error: SealError) -> None:
         """Make `result` raise an error, because the checkpoint will never be sealed."""
@@ -160,18 +189,25 @@ class Seal:
         self.slot = slot
         self._composition = captured.composition
         self._model: ModelCopy | None = model
+        self._is_on_host = not captured.marks
         self._data_bytes = model.data_bytes
         self._flush = flush
         self._progress = Monitor()
         self._copied = 0
         self._is_claimed = False
-        self._versions: list[tuple[str, torch.Tensor, int, int]] = []
+        self._versions: list[tuple[int, str, torch.Tensor, int]] = []
+        """For each tensor that must not change: `ModelCopy.stop_of`, name, memory and version."""
         for item in captured.stored:
             name = item.spec.name
             if not item.by_value and not item.tensor.is_inference():  # these have no version
                 version = captured.versions[name]
-                self._versions.append((name, item.tensor, version, model.stop_of(name)))
-        self._versions.sort(key=lambda version: version[3], reverse=True)
+                self._versions.append((model.stop_of(name), name, item.tensor, version))
+        self._versions.sort(key=lambda version: version[0])
+        self._num_checked = 0
+        self._are_released = False
+        """Whether a step may change tensors that have been copied."""
+        self._edited = ""
+        """Name of a tensor that had been edited when a step was about to change tensors."""
         self._model_bytes = 0
         """Bytes written to the model file."""
 
@@ -252,7 +288,14 @@ class Seal:
         self.wait_copied(self._data_bytes)
 
     def stops(self, layout: Layout) -> Sequence[int]:
-        """Return, for each chunk of a layout, the bytes that `wait_copied` has to wait for."""
+        """Return, for each chunk of a layout, the bytes that `wait_copied` has to wait for.
+
+        The caller is a pass that is about to change tensors. Until then nobody may edit them.
+        """
+        with self._progress:
+            if not self._are_released:
+                self._are_released = True
+                self._edited = next(self._changed(self._versions), "")
         model = self._model
         return (0,) * layout.num_chunks if model is None else model.stops(layout)
 
@@ -274,22 +317,51 @@ class Seal:
         self._store.expire()
         self._flush.start(slot)
         digests, self._model_bytes = model.write(self._publish)
+        place = self.handle.place_of_caller()
         self._flush.wait()
+        if place is not None and place == self.handle.place_of_caller() and self._is_on_host:
+            self._require_unchanged(model, digests)
+        self._require_unedited()
         stored = self._store.sealing.seal(slot, self._composition, digests)
         return self._store.reader_of(stored)
 
     def _publish(self, copied: int) -> None:
-        while self._versions and self._versions[-1][3] <= copied:
-            name, tensor, version, _ = self._versions.pop()
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"{name!r} was changed in place while it was being copied into the checkpoint. "
-                    "Between checkpoint() and the next step(), call .result() on the handle before "
-                    "editing parameters"
-                )
+        first = self._num_checked
+        while (n := self._num_checked) < len(self._versions) and self._versions[n][0] <= copied:
+            self._num_checked += 1
+        self._refuse(next(self._changed(self._versions[first : self._num_checked]), ""))
         with self._progress:
             self._copied = copied
             self._progress.notify_all()
+
+    def _require_unchanged(self, model: ModelCopy, digests: Sequence[str]) -> None:
+        """Refuse an edit that began before its tensor was copied, and has not ended yet."""
+        is_same = model.is_same(digests)
+        with self._progress:
+            if not (is_same or self._are_released):
+                raise RuntimeError(f"the model was being changed in place {_EDITED}")
+
+    def _require_unedited(self) -> None:
+        """Refuse edits that began before their tensors were copied, and have ended since.
+
+        torch counts an edit when it ends. So everything is compared once more after the last copy,
+        or, if a step comes before that, when the step begins.
+        """
+        with self._progress:
+            if not self._are_released:
+                self._edited = next(self._changed(self._versions), "")
+            self._refuse(self._edited)
+
+    @staticmethod
+    def _changed(versions: Iterable[tuple[int, str, torch.Tensor, int]]) -> Iterator[str]:
+        """Yield the names of tensors that were changed in place."""
+        return (name for _, name, tensor, version in versions if tensor._version != version)
+
+    @staticmethod
+    def _refuse(name: str) -> None:
+        """Raise the error for the tensor of this name that was changed in place; "" for none."""
+        if name:
+            raise RuntimeError(f"{name!r} was changed in place {_EDITED}")
 
     def _finish(self) -> None:
         self._store.sealing.end()
@@ -347,7 +419,8 @@ def capture(
         metrics=metrics,
         update_code=update_code,
     )
-    captured = [item.captured() for item in stored]
+    with torch._C.DisableTorchFunctionSubclass():  # as in `versions_of`
+        captured = [item.captured() for item in stored]
     marks = marks_of(item.tensor for item in captured)
     return Captured(composition, captured, versions_of(stored), marks, SealHandle(step))
 

@@ -17,7 +17,8 @@ from offload.engine.matching import match_checkpoint, take_hyperparameters
 from offload.engine.training_state import Groups, TrainingState
 from offload.format.shares.owners import OwnerReference
 from offload.journal import log_event
-from offload.model.parameters import Stored, Trainable
+from offload.model.parameters import Trainable
+from offload.model.stored import Stored
 from offload.tiers.ranks.arriving_share import ArrivingShare
 from offload.tiers.ranks.arriving_state import ArrivingState
 from offload.units import duration, size
@@ -64,7 +65,8 @@ def load_parameters(
         state.forget()
         read = ranks.together(_CALL, lambda: ranks.load_model(found, stored))
         ranks.share_model(stored)
-    take_hyperparameters(groups, own)
+        ranks.together(_CALL, lambda: table.give_back(stored, share.url))
+    take_hyperparameters(groups, own, state.rule, share.url)
     state.meter.restore_bytes = read or 0
     state.num_steps = own.step
     arriving = ArrivingState(share, ranks.progress)

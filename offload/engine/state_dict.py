@@ -37,7 +37,7 @@ from offload.stream.passes import RingPass
 from offload.update.coding.decoder import StateDecoder, kept_arrays
 from offload.update.coding.filler import ParameterState, StateFiller
 from offload.update.dtypes import DTYPE_CODES
-from offload.update.rules import Scalars
+from offload.update.kept_state import Scalars
 
 _LOADING = "load_state_dict()"
 """Call of the user, for messages."""
@@ -103,7 +103,7 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
             refusal = try_to_quarantine(engine.store, found, error)
             raise DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}") from error
     check_groups(groups, hyper)
-    load_groups(groups, hyper)
+    load_groups(groups, state.rule.without_flags(hyper, _LOADING))
 
 
 def materialize(engine: Engine, groups: Groups) -> MaterializedState:

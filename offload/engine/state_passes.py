@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from offload.model.parameters import memories
 from offload.model.watch import announce_uses
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.state_store import StateSource
-from offload.update.rules import Scalars
+from offload.update.kept_state import Scalars
 from offload.update.step_inputs import StepInputs
 from offload.update.updater import ChunkUpdater
 from offload.update.updaters import device_updater, host_updater
@@ -37,6 +38,28 @@ def step_chunks(
     state_pass = begin_pass(state, groups, gradients)
     values = begin_values(state, groups, state_pass)
     run_pass(state, state_pass, values)
+
+
+def advanced(state: TrainingState, groups: Groups) -> list[dict[str, Any]]:
+    """Return the hyper-parameters that the optimizer's class itself changes in a step.
+
+    It is called while parameters have their gradients. `advance` writes the result into
+    ``param_groups`` once the pass has taken the hyper-parameters before the step.
+
+    Args:
+        state: The state.
+        groups: ``param_groups`` of the optimizer.
+    """
+    return [
+        state.rule.advance(g, has_gradient=any(p.grad is not None for p in g["params"]))
+        for g in groups
+    ]
+
+
+def advance(groups: Groups, changes: Sequence[dict[str, Any]]) -> None:
+    """Write what the optimizer's class itself changes in a step into ``param_groups``."""
+    for group, changed in zip(groups, changes, strict=True):
+        group.update(changed)
 
 
 def move_state(state: TrainingState, groups: Groups) -> None:

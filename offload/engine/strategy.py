@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
 from offload.engine.seal import SealHandle
-from offload.engine.state_passes import step_chunks
+from offload.engine.state_passes import advance, advanced, step_chunks
 from offload.engine.training_state import Groups, TrainingState
 
 Metrics: TypeAlias = Mapping[str, float] | None
@@ -177,7 +177,9 @@ def take_step(state: TrainingState, groups: Groups) -> None:
             state.relayout(groups)
         with state.refusing_step():
             gradients = table.gradients(groups)
+        changes = advanced(state, groups)
         if table.has_gradient(groups):
             step_chunks(state, groups, gradients)
             meter.steps += 1
+        advance(groups, changes)
         state.num_steps += 1

@@ -86,7 +86,8 @@ def _take(state: TrainingState, store: Store, groups: Groups, incoming: Incoming
         state.compute = compute
         table.adopt(manifest.layout, trainables, manifest.scalars)
         state.meter.restore_bytes = load_whole(found, slot, stored, state.block_buffers())
-        take_hyperparameters(groups, manifest)
+        table.give_back(stored, incoming.url)
+        take_hyperparameters(groups, manifest, state.rule, incoming.url)
         slot.distrust()  # what has arrived is compared once more as it is read
         arrival = Arrival(incoming, store, slot)
         state.slots.resume(slot, None)

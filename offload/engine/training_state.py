@@ -30,10 +30,9 @@ from offload.engine.whole_model import whole_copy
 from offload.engine.working_slot import StateSlots
 from offload.errors import OffloadError, RanksError, SealError, reason_of
 from offload.format.layout import Layout
-from offload.model.all_parameters import all_parameters
 from offload.model.model_copy import ModelCopy
 from offload.model.model_file import BlockBuffers
-from offload.model.parameters import Trainable
+from offload.model.parameters import Trainable, all_parameters
 from offload.model.shards import Shards
 from offload.model.table import ParameterTable
 from offload.options import Options
@@ -121,7 +120,7 @@ class TrainingState:
             options.state_format,
             shards=self.ranks.shards if shards is None else shards,
         )
-        self.meter = Meter(trace=Trace(os.fspath(options.trace)) if options.trace else None)
+        self.meter = Meter(trace=Trace(os.fsdecode(options.trace)) if options.trace else None)
         own = directories if self.ranks.size == 1 else directories[:1]
         self.drives = Drives(own, options, self.meter.trace, device)
         self.memory = WorkingMemory(self.drives, options, self.meter)

@@ -12,8 +12,8 @@ from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import WholeCopy
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
 from offload.model.model_writing import CloneSource, TensorRanges
-from offload.model.parameters import Stored
 from offload.model.recut_model import read_recut_model
+from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
 from offload.store.slots.slot import Slot
 from offload.store.state_store import StateStore

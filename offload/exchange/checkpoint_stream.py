@@ -23,7 +23,7 @@ from offload.update.coding.decoder import (
     has_master,
     kept_arrays,
 )
-from offload.update.rules import Scalars, write_scalars
+from offload.update.kept_state import Scalars, write_scalars
 
 Progress: TypeAlias = Callable[[int, int], object]
 """Function that is called with the number of bytes done so far and the total number of bytes."""

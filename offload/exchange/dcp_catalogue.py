@@ -23,7 +23,7 @@ from offload.format.boxes import Box
 from offload.format.layout import ModelTensor
 from offload.update.coding.decoder import has_master, kept_arrays
 from offload.update.dtypes import DTYPES
-from offload.update.rules import write_scalars
+from offload.update.kept_state import write_scalars
 
 _ZERO_BEFORE_THE_FIRST_STEP: Final = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
 """Classes whose state before a parameter's first step is zeros, which torch's own state dicts

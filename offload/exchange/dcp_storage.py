@@ -77,7 +77,7 @@ class CheckpointReader(StorageReader):
         backend: Backend | None = None,
     ) -> None:
         super().__init__()
-        self._path = path
+        self._path = os.fsdecode(path)
         self._model = model
         self._optimizer = optimizer
         self._parts = parts
@@ -92,7 +92,7 @@ class CheckpointReader(StorageReader):
         """Begin anew, with another checkpoint if one is given."""
         self.close()
         if checkpoint_id is not None:
-            self._path = checkpoint_id
+            self._path = os.fsdecode(checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -140,7 +140,7 @@ class CheckpointReader(StorageReader):
         for rank, one in enumerate(found):
             if one != found[0]:
                 raise CheckpointError(
-                    f"{os.fspath(self._path)}: rank {rank} would load generation {one[1]} of store "
+                    f"{self._path}: rank {rank} would load generation {one[1]} of store "
                     f"{one[0]}, and rank 0 generation {found[0][1]} of store {found[0][0]}: name "
                     "the directory of one checkpoint, step-<N>, on all ranks"
                 )
@@ -191,7 +191,7 @@ class CheckpointReader(StorageReader):
     @property
     def _opened(self) -> Checkpoint:
         if self._checkpoint is None:
-            raise CheckpointError(f"{os.fspath(self._path)}: not open: call read_metadata() first")
+            raise CheckpointError(f"{self._path}: not open: call read_metadata() first")
         return self._checkpoint
 
 

@@ -70,7 +70,7 @@ def atomic_output(backend: Backend, target: str, needed_bytes: int) -> Iterator[
         # If the removal fails, too, the first error says more. The next export names the leftover.
         with suppress(StorageError):
             _remove(backend, partial)
-        if isinstance(error, StorageError) and not isinstance(error, OffloadError):
+        if isinstance(error, StorageError) and not isinstance(error, StoreError):
             explained = _explained(backend, error, target, needed_bytes)
             if explained is not None:
                 raise explained from error

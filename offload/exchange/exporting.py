@@ -27,6 +27,13 @@ from offload.exchange.hf_files import (
     write_hf_files,
 )
 from offload.exchange.opened_stream import open_stream
+from offload.exchange.peft_names import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_FOLDER,
+    ADAPTER_MODEL_NAME,
+    PeftNames,
+    peft_names,
+)
 from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
 from offload.exchange.torch_file import Placeholder, write_structure, write_tensor
 from offload.format.arrays import MASTER
@@ -61,7 +68,9 @@ def export_checkpoint(
     - ``hf``: a directory with ``model.safetensors`` and ``optimizer.pt`` as the Hugging Face
       Trainer writes them, and ``master.safetensors`` if parameters have 16 bits. Config, generation
       config and tokenizer are added if they lie beside the checkpoint (see `add_hf_files`) or in
-      `config`; ``from_pretrained`` then opens the directory.
+      `config`; ``from_pretrained`` then opens the directory. If the model has an adapter of peft,
+      ``adapter`` has it as peft writes it, with its config if that lies at the same place, and
+      ``model.safetensors`` has the model without it.
     - ``safetensors``: a directory with ``model.safetensors``, one file for each state array, and
       ``optimizer.json`` for hyper-parameters and scalars.
     - ``dcp``: a directory of `torch.distributed.checkpoint` with ``model``, ``optim``, ``step`` and
@@ -99,7 +108,7 @@ def export_checkpoint(
     if config is not None:
         require_model_names(checkpoint)
         files = required_hf_files(config)
-    target = os.path.abspath(os.fspath(destination))
+    target = os.path.abspath(os.fsdecode(destination))
     backend = checkpoint.backend
     progress = called_as_user(progress) if progress is not None else None
     try:
@@ -129,8 +138,14 @@ def _export(
         elif to == "hf":
             backend.make_dir(partial)
             _export_hf(backend, stream, partial)
-            beside = read_hf_files(backend, checkpoint.path) if files is None else files
-            write_hf_files(backend, partial, beside)
+            beside = read_hf_files(backend, checkpoint.path)
+            chosen = dict(beside if files is None else files)
+            adapter = chosen.pop(ADAPTER_CONFIG_NAME, beside.get(ADAPTER_CONFIG_NAME))
+            write_hf_files(backend, partial, chosen)
+            if adapter is not None and backend.stat(f"{partial}/{ADAPTER_FOLDER}") is not None:
+                write_hf_files(
+                    backend, f"{partial}/{ADAPTER_FOLDER}", {ADAPTER_CONFIG_NAME: adapter}
+                )
         elif to == "safetensors":
             backend.make_dir(partial)
             _export_safetensors(backend, stream, partial)
@@ -159,8 +174,36 @@ def _export_hf(backend: Backend, stream: CheckpointStream, path: str) -> None:
     file, offsets = write_structure(f"{path}/{OPTIMIZER_PT}", optimizer)(backend)
     places = {key: (file, offsets[tensor]) for key, tensor in placeholders.items()}
     with _synced(file), _array_files(backend, stream, path, [MASTER]) as masters:
-        _copy_model(backend, stream, f"{path}/{MODEL_NAME}")
+        names = peft_names(tensor.name for tensor in stream.layout.model)
+        if names is None:
+            _copy_model(backend, stream, f"{path}/{MODEL_NAME}")
+        else:
+            _export_peft(backend, stream, path, names)
         _write_state(stream, {**places, **masters})
+
+
+def _export_peft(backend: Backend, stream: CheckpointStream, path: str, names: PeftNames) -> None:
+    """Write a model with an adapter of peft: the model, and the adapter in a folder of its own.
+
+    The adapter's config may not lie beside the model: ``from_pretrained`` would look at it.
+    """
+    backend.make_dir(f"{path}/{ADAPTER_FOLDER}")
+    places: dict[str, tuple[File, int]] = {}
+    files: list[File] = []
+    with _synced(more=files):
+        for file_name, renamed in (
+            (MODEL_NAME, names.base),
+            (f"{ADAPTER_FOLDER}/{ADAPTER_MODEL_NAME}", names.adapter),
+        ):
+            entries = [stream.layout.model_header.entries[name] for name in renamed]
+            header = build_header(
+                [(renamed[e.name], e.dtype, e.shape) for e in entries], {"format": "pt"}
+            )
+            files.append(_create(backend, f"{path}/{file_name}", header))
+            for name, new in renamed.items():
+                places[name] = (files[-1], header.data_start + header.entries[new].start)
+        _write_model(stream, places)
+    backend.sync_dir(f"{path}/{ADAPTER_FOLDER}")
 
 
 def _export_safetensors(backend: Backend, stream: CheckpointStream, path: str) -> None:

@@ -20,7 +20,8 @@ from offload.format.layout import ParameterSpec
 from offload.options import Options
 from offload.update.coding.filler import ParameterState, TensorSource
 from offload.update.dtypes import DTYPE_CODES
-from offload.update.rules import Rule, Scalars, UpdateRule
+from offload.update.kept_state import Rule, Scalars
+from offload.update.rules import UpdateRule
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ def match_parameters(
             names the parameter or the group.
         CheckpointError: A hyper-parameter is invalid; see `hyperparameters`.
     """
-    saved = foreign.optimizer["param_groups"]
+    saved = rule.without_flags(foreign.optimizer["param_groups"], foreign.path)
     order = _names(foreign, saved, names)
     groups, found = [], []
     seen: set[str] = set()

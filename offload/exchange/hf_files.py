@@ -19,6 +19,9 @@ from offload.format.names import MANIFEST_NAME
 CONFIG_NAME = "config.json"
 """Name of the file without which a directory does not describe a model."""
 
+_ADAPTER_CONFIG_NAME = "adapter_config.json"
+"""Name of the file that describes an adapter of peft. The Trainer writes it alone for such."""
+
 _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken")
 """Ends of the names of files that ``save_pretrained`` of configs and tokenizers writes."""
 
@@ -45,8 +48,8 @@ def add_hf_files(checkpoint: Checkpoint, source: str | os.PathLike[str]) -> list
             links in it are followed, since Hugging Face's cache consists of them.
 
     Returns:
-        The names of the files. If the directory has no ``config.json``, nothing is done and the
-        list is empty.
+        The names of the files. If the directory has neither ``config.json`` nor the config of an
+        adapter of peft, nothing is done and the list is empty.
 
     Raises:
         CheckpointError: The checkpoint does not have the model's names.
@@ -54,7 +57,7 @@ def add_hf_files(checkpoint: Checkpoint, source: str | os.PathLike[str]) -> list
     """
     require_model_names(checkpoint)
     backend, directory = checkpoint.backend, checkpoint.path
-    files = _read_local(os.path.abspath(os.fspath(source)))
+    files = _read_local(os.path.abspath(os.fsdecode(source)))
     if not files:
         return []
     present = read_hf_files(backend, directory)
@@ -98,6 +101,8 @@ def require_model_names(checkpoint: Checkpoint) -> None:
 def read_hf_files(backend: Backend, directory: str) -> dict[str, bytes]:
     """Return the content of the files that describe a model, by name; empty without a config.
 
+    The config of an adapter of peft counts as one.
+
     Symbolic links are not followed: whoever made the store may have put them there.
 
     Args:
@@ -108,7 +113,7 @@ def read_hf_files(backend: Backend, directory: str) -> dict[str, bytes]:
         gds.StorageError: A file or the directory could not be read.
     """
     names = _names_in(backend, directory)
-    if CONFIG_NAME not in names:
+    if not {CONFIG_NAME, _ADAPTER_CONFIG_NAME} & {*names}:
         return {}
     found = {}
     for name in names:
@@ -125,13 +130,13 @@ def required_hf_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
         CheckpointError: The directory has no ``config.json``.
         OSError: A file could not be read.
     """
-    path = os.path.abspath(os.fspath(directory))
+    path = os.path.abspath(os.fsdecode(directory))
     if not os.path.isdir(path):
         raise CheckpointNotFoundError(
             errno.ENOENT, "there is no such directory; name one that has a config.json", path
         )
     files = _read_local(path)
-    if not files:
+    if CONFIG_NAME not in files:
         raise CheckpointError(
             f"{path}: it has no {CONFIG_NAME}; name a directory that save_pretrained, or the "
             "Trainer, has written"
@@ -161,7 +166,7 @@ def _read_local(directory: str) -> dict[str, bytes]:
         if os.path.isfile(path) and os.path.getsize(path) <= _MAX_FILE_BYTES:
             with open(path, "rb") as file:
                 found[name] = file.read()
-    return found if CONFIG_NAME in found else {}
+    return found if {CONFIG_NAME, _ADAPTER_CONFIG_NAME} & {*found} else {}
 
 
 def _names_in(backend: Backend, directory: str) -> list[str]:

@@ -43,7 +43,8 @@ from offload.stream.passes import RingPass, ring_for_one_pass
 from offload.update.coding import codecs
 from offload.update.coding.filler import StateFiller
 from offload.update.dtypes import DTYPE_CODES, DTYPES
-from offload.update.rules import Scalars, UpdateRule
+from offload.update.kept_state import Scalars
+from offload.update.rules import UpdateRule
 
 _READ_ELEMENTS = 512 << 10
 
@@ -113,7 +114,7 @@ def import_checkpoint(
             that would have to be executed.
         gds.StorageError: Writing the store failed.
     """
-    foreign = open_foreign(os.fspath(source), None if model is None else os.fspath(model))
+    foreign = open_foreign(os.fsdecode(source), None if model is None else os.fsdecode(model))
     progress = called_as_user(progress) if progress is not None else None
     rule = UpdateRule(optimizer_class, {})
     if tied:

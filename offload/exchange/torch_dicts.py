@@ -24,14 +24,8 @@ from offload.format.arrays import MASTER
 from offload.model.parameters import Trainable
 from offload.model.shards import Shard, is_dtensor
 from offload.update.coding.filler import HeldTensor, ParameterState, TensorSource
-from offload.update.rules import (
-    Rule,
-    Scalars,
-    UpdateRule,
-    kind_of_tensor,
-    read_scalars,
-    write_scalars,
-)
+from offload.update.kept_state import Rule, Scalars, kind_of_tensor, read_scalars, write_scalars
+from offload.update.rules import UpdateRule
 
 MASTERS = "master"
 """Key in a full state dict: its value has the FP32 parameters by number."""
@@ -223,7 +217,7 @@ def read_state_dict(
         MismatchError: Names, shapes, dtypes or the kind of state differ. The message names the
             parameter.
     """
-    saved = state_dict["param_groups"]
+    saved = rule.without_flags(state_dict["param_groups"], "load_state_dict()")
     check_groups(groups, saved)
     merged, states = [], {}
     masters = state_dict.get(MASTERS) or {}
@@ -332,7 +326,7 @@ def _check_steps(at: str, scalars: Scalars) -> None:
 
 def scalar_template(rule: UpdateRule, group: Mapping[str, Any], kept: Rule) -> Scalars:
     """Return the scalar state of a parameter after one step, as a template of names and kinds."""
-    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    options = rule.pristine(group)
     tiny = torch.zeros(1, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         state = rule.stepper().create(tiny, torch.zeros_like(tiny), options)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, Final, NoReturn
 
+import numpy as np
 import torch
 
 from offload.errors import CheckpointError
@@ -19,12 +20,14 @@ from offload.exchange.foreign_paths import require_file
 from offload.exchange.pickle_reading import (
     MAX_PICKLE_BYTES,
     PickleError,
+    Record,
     StandIn,
     check_key,
     read_pickle,
 )
 from offload.exchange.stored_tensor import StoredTensor
 from offload.exchange.torch_zip import TorchZip
+from offload.format._manifest_fields import without_numpy
 
 _MAX_DIMS = 64
 _MAX_ELEMENTS = (1 << 63) - 1
@@ -54,6 +57,9 @@ _STORAGES: Final[Mapping[str, torch.dtype]] = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
+
+_NUMBERS: Final = ("b1", "f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
+"""NumPy's codes of the dtypes of its numbers that are read."""
 
 _NOT_READ: Final = {
     "_rebuild_sparse_tensor": "a sparse tensor",
@@ -116,8 +122,8 @@ def read_structure(path: str, start: int = 0, stop: int | None = None) -> Any:
             reason = str(error).removeprefix(f"{path}: ")
             raise CheckpointError(
                 f"{path}: cannot be read as a file of torch.save with tensors and builtins only "
-                f"({reason}). If you trust the file, load it with torch.load and save the state "
-                "dicts again"
+                f"({reason}). If you trust the file, load it with torch.load and save its "
+                "state dicts again, with tensors and builtins only"
             ) from error
 
 
@@ -185,6 +191,9 @@ def _names(path: str) -> dict[tuple[str, str], Any]:
         ("torch.serialization", "_get_layout"): StandIn("layout", str),
         ("collections", "OrderedDict"): StandIn("OrderedDict", _dict, copies=True),
         ("collections", "Counter"): StandIn("Counter", _dict, copies=True),
+        ("numpy", "dtype"): StandIn("numpy.dtype", _numpy_dtype),
+        ("numpy._core.multiarray", "scalar"): StandIn("numpy.scalar", _numpy_number),
+        ("numpy.core.multiarray", "scalar"): StandIn("numpy.scalar", _numpy_number),
         ("_codecs", "encode"): StandIn("encode", _encoded, copies=True),
     }
     for module in ("builtins", "__builtin__"):
@@ -304,6 +313,19 @@ def _encoded(text: Any, encoding: Any) -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
         raise PickleError("bytes are not encoded as torch encodes them")
     return text.encode("latin1")
+
+
+def _numpy_dtype(code: Any, *_: Any) -> Record:
+    if code not in _NUMBERS:
+        raise PickleError(f"NumPy's dtype {code!r:.40}, which is not read")
+    return Record(code)
+
+
+def _numpy_number(dtype: Any, data: Any) -> Any:
+    state = dtype.fields.get("state", ()) if isinstance(dtype, Record) else ()
+    if type(state) is not tuple or state[1:2] not in [("<",), ("|",)] or type(data) is not bytes:
+        raise PickleError("a number of NumPy that is not in little-endian bytes")
+    return without_numpy(np.frombuffer(data, f"<{dtype.kind}", count=1)[0])
 
 
 def _complex(real: Any, imaginary: Any) -> complex:

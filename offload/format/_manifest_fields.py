@@ -40,6 +40,11 @@ TENSOR_DTYPES = (
 )
 """torch's names of the dtypes that are possible for a hyper-parameter that is a tensor."""
 
+NUMPY_DTYPES = ("float64", "float32", "float16")
+"""NumPy's names of the dtypes whose numbers stay NumPy's, because a Python number would change the
+results: NumPy computes ``1 - lr * weight_decay`` in FP32 for an FP32 `lr`, and a schedule's product
+of an FP64 and an FP32 number in FP64."""
+
 _MAX_DIMS = 64
 _STORE_ID = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -171,6 +176,24 @@ def _is_absolute(value: object) -> bool:
     return True
 
 
+def without_numpy(value: Any) -> Any:
+    """Return a value with Python's integers and truth values in place of NumPy's.
+
+    Lists and tuples are searched. An array without a dimension becomes a number.
+    """
+    if type(value) in (list, tuple):
+        return type(value)([without_numpy(item) for item in value])
+    if type(value).__module__ != "numpy":
+        return value
+    import numpy as np
+
+    if type(value) is np.ndarray and value.ndim == 0:
+        value = value[()]
+    if not isinstance(value, np.generic) or value.dtype.name in NUMPY_DTYPES:
+        return value
+    return value.item()
+
+
 def encode_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter group's hyper-parameters as JSON values, with tags for tuples and tensors.
 
@@ -180,14 +203,14 @@ def encode_group(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: A name is not Unicode text, or a hyper-parameter is neither a number (an integer
-            must fit 64 bits), a string, None, a sequence of those, nor a one-element tensor. The
-            message names the hyper-parameter.
+            must fit 64 bits), a string, None, a sequence of those, nor a one-element tensor. A
+            number of NumPy is a number. The message names the hyper-parameter.
     """
     for key in group:
         if not is_text(key):
             raise TypeError(f"param_groups[{index}] has the key {key!r}: use Unicode text")
     return {
-        key: _encode_value(value, f"param_groups[{index}][{key!r}]")
+        key: _encode_value(without_numpy(value), f"param_groups[{index}][{key!r}]")
         for key, value in group.items()
         if key not in NOT_HYPERPARAMETERS
     }
@@ -210,6 +233,8 @@ def _encode_value(value: Any, where: str, depth: int = 0) -> Any:
         raise TypeError(f"{where} is an integer of more than 64 bits: use a float or a string")
     if value is None or isinstance(value, bool | str | int):
         return value
+    if type(value).__module__ == "numpy" and type(value).__name__ in NUMPY_DTYPES:
+        return {"numpy": repr(value.item()), "dtype": type(value).__name__}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, list | tuple):
@@ -239,10 +264,25 @@ def _decode_value(value: Any, depth: int = 0) -> Any:
             if value["float"] not in ("inf", "-inf", "nan"):
                 raise ValueError(f"expected inf, -inf or nan, got {short(value['float'])}")
             return float(value["float"])
-        return _decode_tensor(value)
+        return _decode_numpy(value) if "numpy" in value else _decode_tensor(value)
     if isinstance(value, int) and abs(value) > MAX_COUNT:
         raise ValueError(f"a hyper-parameter is {value}, which does not fit into 64 bits")
     return value
+
+
+def _decode_numpy(value: Mapping[str, Any]) -> Any:
+    if value.keys() != {"numpy", "dtype"} or value["dtype"] not in NUMPY_DTYPES:
+        raise ValueError(f"a hyper-parameter is an object with {short(sorted(value))}")
+    written = value["numpy"]
+    if not isinstance(written, str) or len(written) > 32:
+        raise ValueError(f"expected a number as text, got {short(written)}")
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        number = np.dtype(value["dtype"]).type(float(written))
+    if repr(number.item()) != written:
+        raise ValueError(f"{short(written)} is not a {value['dtype']} in its canonical form")
+    return number
 
 
 def _decode_tensor(value: Mapping[str, Any]) -> Any:

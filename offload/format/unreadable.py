@@ -30,9 +30,6 @@ _OF_CONTENT: Final = frozenset(
 )
 
 _ADVICE: Final = {
-    errno.EMFILE: "close files, or raise the limit of open files (ulimit -n), and try again",
-    errno.ENFILE: "the whole machine has too many files open (sysctl fs.file-max): close some, and "
-    "try again",
     errno.ENOMEM: "free memory, and try again",
     errno.EIO: "check the drive (dmesg), and try again",
     errno.EACCES: "check its permissions (ls -l), and try again",

@@ -14,23 +14,27 @@ is not used: the reference to the sealed checkpoint is in a file of this module 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import RNG_STATE_NAME, DistributedType
+from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, DistributedType
 
-from offload import MismatchError, OffloadError
+from offload import MismatchError, OffloadError, Position
 from offload.integrations.first_rank import (
     decide,
     num_hosts_of_launcher,
     require_ranks,
 )
 from offload.integrations.folders import Folders, unwrap
+from offload.integrations.sharded_files import positions_in_file
 
 REFERENCE_NAME = "offload_reference.bin"
 """File with the reference in a folder of FSDP2."""
+
+_OPTIMIZER_FILE = re.compile(rf"{OPTIMIZER_NAME}(_\d+)?\.bin")
 
 _REMEDY = (
     "Pass follow(..., discard_newer=True) to withdraw them, or remove those folders, or load the "
@@ -55,12 +59,22 @@ class Following:
         self._optimizer = unwrap(optimizer, _UNWRAP)
         self._folders = Folders(
             "accelerate",
-            _is_complete,
+            _positions_in,
             discard_newer=discard_newer,
             remedy=_REMEDY,
             attach=_ATTACH,
         )
         self._is_loading = False
+        self._is_stopped = False
+        self._is_saving = False
+        """Whether `_saving` is running."""
+        self._is_writing = False
+        """Whether the state has been sealed for a folder that accelerate has not finished yet."""
+        self._save_state = accelerator.save_state
+        self._load_state = accelerator.load_state
+        accelerator.save_state = self._saving
+        accelerator.load_state = self._loading
+        self._accelerator = accelerator
         self._is_sharded = bool(accelerator.is_fsdp2)
         self._optimizer.torch_form = self._is_sharded
         self._optimizer.warn_unsealed = not self._is_sharded
@@ -69,9 +83,11 @@ class Following:
             accelerator.register_load_state_pre_hook(self._after_loading_shards),
             self._optimizer.register_load_state_dict_pre_hook(self._before_loading),
         ]
+        self._folders.sync(self._optimizer)  # before a step may recycle what a folder refers to
 
     def stop(self) -> None:
         """Remove the hooks from the accelerator and the optimizer. Pins stay."""
+        self._is_stopped = True
         self._optimizer.warn_unsealed = True
         for handle in self._handles:
             handle.remove()
@@ -81,18 +97,45 @@ class Following:
     ) -> None:
         # accelerate removes old folders before this call, and asks for the state dict after it.
         del models, weights
-        self._folders.seal(self._optimizer, output_dir)
+        if self._is_writing:  # the last save has failed
+            self._folders.sync(self._optimizer)
+        self._is_writing = True
+        self._folders.seal(self._optimizer, output_dir, finishes=self._is_saving)
         if self._is_sharded:
             reference = self._optimizer.state_dict()
             decide(
                 self._optimizer,
                 lambda: torch.save(reference, os.path.join(output_dir, REFERENCE_NAME)),
             )
-        self._folders.sync(self._optimizer)
+
+    def _saving(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as accelerate does, and finish: accelerate has no hook for the end of a save."""
+        self._is_saving = True
+        try:
+            result = self._save_state(*args, **kwargs)
+        finally:
+            self._is_saving = False
+        if self._is_writing and not self._is_stopped:
+            self._folders.finish(self._optimizer)
+            self._is_writing = False
+        return result
+
+    def _loading(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Load as accelerate does, from a folder that is written anew if it is missing."""
+        if not self._is_stopped:
+            where = self._accelerator.project_dir
+            if input_dir is not None:
+                parent, name = os.path.split(os.path.abspath(os.path.expanduser(input_dir)))
+                if not os.path.lexists(os.path.join(parent, name)):
+                    self._folders.write_missing(self._optimizer, parent, name)
+            elif where and not os.path.lexists(parent := os.path.join(where, "checkpoints")):
+                self._folders.write_missing(self._optimizer, parent, "")
+        return self._load_state(input_dir, *args, **kwargs)
 
     def _after_loading_shards(self, models: list[torch.nn.Module], input_dir: str) -> None:
         """Load the reference, if accelerate has loaded shards without calling a hook."""
         del models
+        self._folders.use(os.path.dirname(os.path.abspath(input_dir)))
         if not self._is_sharded:
             return
 
@@ -164,6 +207,21 @@ def follow(
     return Following(accelerator, optimizer, discard_newer=discard_newer)
 
 
-def _is_complete(folder: str) -> bool:
-    """Return whether accelerate has finished a folder: it writes random states last."""
-    return os.path.isfile(os.path.join(folder, f"{RNG_STATE_NAME}_0.pkl"))
+def _positions_in(folder: str) -> list[Position] | None:
+    """Return the positions that a finished folder refers to.
+
+    None means that accelerate has not finished the folder: it writes random states last.
+
+    Raises:
+        OSError: The folder cannot be read, which says nothing about what it has.
+    """
+    names = os.listdir(folder)
+    if f"{RNG_STATE_NAME}_0.pkl" not in names:
+        return None
+    if REFERENCE_NAME in names:
+        return positions_in_file(os.path.join(folder, REFERENCE_NAME))
+    files = [name for name in names if _OPTIMIZER_FILE.fullmatch(name)]
+    found = [positions_in_file(os.path.join(folder, name)) for name in files]
+    if not found or None in found:
+        return None
+    return [position for each in found for position in each or ()]

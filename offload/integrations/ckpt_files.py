@@ -8,6 +8,7 @@ of several ranks has written its shards.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -24,6 +25,8 @@ from offload import (
     reference_of,
 )
 from offload.integrations.first_rank import decide, rank_of
+from offload.integrations.listed_folders import ListedFolders, log_kept, log_released
+from offload.integrations.places import inode_of_parent, is_remote
 from offload.integrations.sharded_files import is_sharded, reference_in
 
 PIN_PREFIX = "lightning-"
@@ -49,9 +52,14 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
         OffloadError: This step has been sealed with a train state that is not a dict.
     """
     optimizer.synchronize()
+    if not is_remote(file):
+        os.makedirs(os.path.dirname(file), exist_ok=True)  # as Lightning is about to do
+    survey = _listed("").survey(optimizer)
+    folders = {file: inode_of_parent(file, survey.known)}
+    entry = {"folders": folders, "store": optimizer.directories[0]}
     newest = next(reversed(optimizer.checkpoints()), None)
     if newest is None or newest.step != optimizer.num_steps:
-        return {_FILES: [file]}
+        return {_FILES: entry}
     with open_checkpoint(newest.path, parts=optimizer.directories[1:]) as checkpoint:
         states, rank = checkpoint.train_states, rank_of(optimizer)
         found = states[rank] if rank < len(states) else states[0]
@@ -62,62 +70,55 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
             "so that the reference cannot be added to it: pass a dict as the train state to "
             "checkpoint()"
         )
-    return {**state, _FILES: sorted({*_listed_files(state), file})}
-
-
-def files_of(optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo, loaded: str) -> list[str]:
-    """Return the files that may name a checkpoint; empty if it was not sealed for a file.
-
-    Args:
-        optimizer: Optimizer of the store.
-        checkpoint: Checkpoint with the list of files that it was sealed for.
-        loaded: File that training resumes from; empty if there is none. The other files may have
-            been moved to its directory.
-    """
-    with open_checkpoint(checkpoint.path, parts=optimizer.directories[1:]) as opened:
-        files = _listed_files(opened.train_state)
-    beside = os.path.dirname(name_of_file(loaded)) if loaded else ""
-    moved = [f"{beside}/{os.path.basename(file)}" for file in files if beside]
-    return list(dict.fromkeys([*files, *moved]))
-
-
-def _listed_files(train_state: Any) -> list[str]:
-    listed = train_state.get(_FILES) if isinstance(train_state, dict) else None
-    return [f for f in listed if isinstance(f, str)] if isinstance(listed, list) else []
+    uses = survey.uses.get(newest.generation) or ()
+    others = {use.folder: use.inode for use in uses if use.status != "removed"}
+    return {**state, _FILES: {**entry, "folders": {**others, **folders}}}
 
 
 def why_in_use(optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo, loaded: str) -> str:
     """Return why a checkpoint must not be withdrawn without consent; empty if it is not in use."""
-    files = files_of(optimizer, checkpoint, loaded)
-    if not files:
+    uses = _listed(loaded).survey(optimizer).uses.get(checkpoint.generation)
+    if uses is None:
         return "made by checkpoint()"
     others = [n for n in checkpoint.pins if not n.startswith(PIN_PREFIX)]
     if others:
         return f"pinned as {others[0]!r}"
-    for file in files:
-        if (named := checkpoints_named_in(file)) is None or _identity(checkpoint) in named:
-            return f"named by {file}"
+    for use in uses:
+        if use.status in ("refers", "unreadable", "missing"):
+            return f"named by {use.folder}"
     return ""
 
 
-def checkpoints_named_in(file: str) -> set[tuple[str, int, int]] | None:
-    """Return the checkpoints that a file names, as store id, step and generation.
+def _listed(loaded: str) -> ListedFolders:
+    """Return the files that checkpoints list.
 
-    None means that the file cannot be read. No tensor is read.
+    Args:
+        loaded: File that training resumes from; empty if there is none. The other files may have
+            been moved to its directory.
     """
-    if "://" in file:
-        return None  # files on a network are not read
+    listed = ListedFolders(_FILES, positions_in)
+    if loaded and not is_remote(loaded):
+        listed.use(os.path.dirname(name_of_file(loaded)))
+    return listed
+
+
+def positions_in(file: str) -> list[Position] | None:
+    """Return the positions that a file names; None if it is not finished. No tensor is read.
+
+    Raises:
+        OSError: The file cannot be read, or is damaged.
+    """
+    if os.path.isdir(file):
+        is_whole = is_sharded(file) and os.path.isfile(os.path.join(file, _METADATA))
+        return _references_in(file) if is_whole else None
     try:
-        if os.path.isdir(file):
-            is_whole = is_sharded(file) and os.path.isfile(os.path.join(file, _METADATA))
-            return {_identity(p) for p in _references_in(file)} if is_whole else set()
         saved = torch.load(file, map_location="meta", mmap=True, weights_only=True)
         found = map(reference_of, saved.get("optimizer_states", ()))
-        return {_identity(position) for position in found if position is not None}
-    except FileNotFoundError:
-        return set()
-    except Exception:  # noqa: BLE001  (a file may be damaged in any way)
-        return None
+        return [position for position in found if position is not None]
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(errno.EBADMSG, "it is damaged", file) from error
 
 
 def _references_in(directory: str) -> list[Position]:
@@ -126,10 +127,6 @@ def _references_in(directory: str) -> list[Position]:
     while (position := reference_in(directory, f"optimizer_{len(found)}")) is not None:
         found.append(position)
     return found
-
-
-def _identity(named: CheckpointInfo | Position) -> tuple[str, int, int]:
-    return named.store, named.step, named.generation
 
 
 def mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
@@ -142,50 +139,43 @@ def mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
         optimizer: Optimizer of the store.
         loaded: File that training resumes from; empty if there is none.
     """
-    for name, path in decide(optimizer, lambda: _wrong_pins(optimizer, loaded)):
+    for name, path in decide(optimizer, lambda: _wrong_pins(optimizer, loaded)).items():
         if path is None:
             optimizer.unpin(name)
         else:
             optimizer.pin(name, path)
 
 
-def _wrong_pins(optimizer: OffloadedOptimizer, loaded: str) -> list[tuple[str, str | None]]:
+def _wrong_pins(optimizer: OffloadedOptimizer, loaded: str) -> dict[str, str | None]:
     """Return names of pins to add, with the checkpoint's path, and to remove, with None."""
-    wrong: list[tuple[str, str | None]] = []
+    added: dict[str, str | None] = {}
+    removed: dict[str, str | None] = {}
+    survey = _listed(loaded).survey(optimizer)
     for checkpoint in optimizer.checkpoints():
-        for file in files_of(optimizer, checkpoint, loaded):
-            name, named = pin_name(file), checkpoints_named_in(file)
-            pinned = name in checkpoint.pins
-            if named is not None and pinned and not os.path.lexists(file):
-                wrong.append((name, None))
-            elif named is not None and not pinned and _identity(checkpoint) in named:
-                wrong.append((name, checkpoint.path))
-    return wrong
+        for use in survey.uses.get(checkpoint.generation) or ():
+            named = pin_name(use.folder)
+            pins = {pin_name(file) for file in (use.folder, use.listed)} & {*checkpoint.pins}
+            if use.status == "refers":
+                if named not in pins:
+                    added[named] = checkpoint.path
+                pins -= {named}  # the file was listed with another path
+            elif use.status != "removed":
+                if pins:
+                    log_kept(checkpoint, min(pins), [use], optimizer.directories[0])
+                continue
+            for name in pins:
+                log_released(checkpoint, name, [use])
+                removed[name] = None
+    return {**added, **{name: None for name in removed if name not in added}}
 
 
 def pin_name(file: str) -> str:
     """Return the name of the pin for a file: readable, and different for each path."""
     stem = re.sub("[^A-Za-z0-9]+", "-", os.path.basename(file).removesuffix(".ckpt"))[:40]
-    return f"{PIN_PREFIX}{stem}-{hashlib.blake2b(file.encode(), digest_size=5).hexdigest()}"
+    return f"{PIN_PREFIX}{stem}-{hashlib.blake2b(os.fsencode(file), digest_size=5).hexdigest()}"
 
 
 def name_of_file(path: Any) -> str:
     """Return the absolute path of a file, or its URL, as this module lists it."""
-    name: str = os.fspath(path)
-    return name if "://" in name else os.path.abspath(name)
-
-
-def make_durable(file: str) -> None:
-    """Sync a local file and its directory, before an older file may be removed.
-
-    If it is a directory, all that is in it is synced as well.
-    """
-    if not os.path.exists(file):
-        return
-    within = [os.path.join(root, name) for root, _, names in os.walk(file) for name in names]
-    for path in (*within, file, os.path.dirname(file)):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    name: str = os.fsdecode(path)
+    return name if is_remote(name) else os.path.abspath(name)

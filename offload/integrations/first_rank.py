@@ -57,6 +57,12 @@ def decide(optimizer: OffloadedOptimizer, find: Callable[[], T]) -> T:
     return result
 
 
+def all_arrived(optimizer: OffloadedOptimizer) -> None:
+    """Wait until all ranks have made this call. Collective."""
+    if optimizer.num_ranks > 1:
+        dist.barrier()
+
+
 def require_ranks(
     optimizer: OffloadedOptimizer, num_processes: int, num_hosts: int, library: str
 ) -> None:

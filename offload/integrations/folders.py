@@ -9,31 +9,45 @@ it, under the library's name.
 With several ranks, one of them writes and removes folders. So the first rank decides what each call
 is to do, see `offload.integrations.first_rank`, and all ranks make the same calls of the optimizer.
 
-A missing folder may have been removed or moved, or its file system may not be mounted. It counts as
-removed if it existed during the life of this process, or if its parent directory still has the same
-inode. The inode matters because libraries make a missing directory anew.
+A checkpoint is pinned as long as one of its folders refers to it, or may do so. What is missing and
+may come back, or cannot be read, keeps its pin; see `offload.integrations.places`.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from offload import (
     Checkpoint,
-    CheckpointError,
     CheckpointInfo,
     MismatchError,
     OffloadedOptimizer,
     PinError,
     Position,
     add_hf_files,
-    open_checkpoint,
     reference_of,
 )
-from offload.integrations.first_rank import decide, rank_of
+from offload.integrations.carried_files import pack, write_newest
+from offload.integrations.first_rank import all_arrived, decide, rank_of
+from offload.integrations.listed_folders import (
+    ListedFolders,
+    Survey,
+    Use,
+    log_kept,
+    log_released,
+    read_train_state,
+)
+from offload.integrations.places import inode_of_parent, make_durable
+
+_log = logging.getLogger("offload")
+
+_Unfinished = tuple[str, Checkpoint, dict[Any, Any], Mapping[str, float] | None]
+"""Folder that a checkpoint was sealed for, the checkpoint, its train state, and metrics."""
 
 
 def unwrap(optimizer: object, remedy: str) -> OffloadedOptimizer:
@@ -59,7 +73,8 @@ class Folders:
 
     Args:
         library: Name of the library. It is the prefix of pins, and the key in train states.
-        is_complete: Function that returns whether the library could continue from a folder.
+        read: Function that returns the positions that a finished folder refers to; None if the
+            library has not finished it. `OSError` says that it cannot be read.
         discard_newer: Whether going back may withdraw newer checkpoints that are in use.
         remedy: Advice for a user, for the message that refuses to withdraw checkpoints in use.
         attach: Advice for a user, for the message about a folder without a sealed checkpoint.
@@ -68,21 +83,25 @@ class Folders:
     def __init__(
         self,
         library: str,
-        is_complete: Callable[[str], bool],
+        read: Callable[[str], list[Position] | None],
         *,
         discard_newer: bool,
         remedy: str,
         attach: str,
     ) -> None:
         self._library = library
-        self._is_complete = is_complete
+        self._read = read
+        self._listed = ListedFolders(library, read)
         self._discard_newer = discard_newer
         self._remedy = remedy
         self._attach = attach
-        self._folders_of_generation: dict[int, dict[str, int] | None] = {}
-        """Results of `_folders`, by generation of the checkpoint."""
-        self._seen: set[str] = set()
-        """Folders that have existed during the life of this process."""
+        self._unfinished: _Unfinished | None = None
+        self._told: set[str] = set()
+        """Pins about which a line of the log has said why they stay."""
+
+    def use(self, directory: str | os.PathLike[str]) -> None:
+        """Note a directory that the library reads folders from, or writes them into."""
+        self._listed.use(os.path.abspath(directory))
 
     def seal(
         self,
@@ -90,7 +109,9 @@ class Folders:
         folder: str,
         metrics: Mapping[str, float] | None = None,
         totals: Callable[[], Mapping[str, float]] | None = None,
-    ) -> Checkpoint:
+        *,
+        finishes: bool = True,
+    ) -> None:
         """Make the present state a checkpoint for a folder. It is durable and pinned on return.
 
         If the folder has a ``config.json``, this and its like are copied to the checkpoint, so that
@@ -102,6 +123,8 @@ class Folders:
             metrics: Metrics of this state, as for `OffloadedOptimizer.checkpoint`.
             totals: Function that returns totals to keep with the checkpoint. It is called when no
                 transfer is in flight.
+            finishes: Whether `finish` is called when the library has written the folder. Until then
+                the checkpoint is not uploaded to a tier.
 
         Raises:
             SealError: The state could not be sealed.
@@ -113,44 +136,123 @@ class Folders:
         name, path = f"{self._library}-{step}", os.path.abspath(folder)
         train_state = self._train_state(optimizer, step)
 
-        def entry() -> tuple[dict[str, Any], Mapping[str, float] | None, bool]:
-            """Return the library's entry of the train state, metrics, and whether it is pinned."""
-            before = self._folders_in(train_state) or {}
-            folders = {other: inode for other, inode in before.items() if os.path.isdir(other)}
-            folders[path] = os.stat(os.path.dirname(path)).st_ino
-            self._seen.add(path)
+        def entry() -> tuple[dict[str, Any], Mapping[str, float] | None, bool, list[str]]:
+            """Return the library's entry, metrics, whether it is pinned, and other folders."""
+            survey = self._listed.survey(optimizer)
+            uses = [use for use in _uses_of_step(optimizer, survey, step) if use.folder != path]
+            folders = {use.folder: use.inode for use in uses if use.status != "removed"}
+            folders[path] = inode_of_parent(path, survey.known)
             kept = {"totals": dict(totals())} if totals else {}
-            return {"folders": folders, **kept}, metrics, name in optimizer.pins()
+            own = {"folders": folders, "store": optimizer.directories[0], **kept}
+            others = [use.folder for use in uses if use.status in ("refers", "unreadable")]
+            return own, metrics, name in optimizer.pins(), others
 
-        train_state[self._library], metrics, is_pinned = decide(optimizer, entry)
+        self.use(os.path.dirname(path))
+        own, metrics, is_pinned, others = decide(optimizer, entry)
+        train_state[self._library] = own
         if is_pinned and optimizer.num_ranks > 1:  # several ranks learn of a PinError too late
             optimizer.unpin(name)
+        optimizer.upload_sealed = not finishes
         try:
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
-        except PinError:
+        except PinError as error:
             if name not in optimizer.pins():
                 raise
+            if others:
+                raise PinError(
+                    f"{path} cannot be saved: {others[0]} refers to step {step} as it was before "
+                    "the learning rate, or another value, changed. Save both before the change, or "
+                    "remove the other one"
+                ) from error
             # The state differs although the step is the same. For example, a scheduler may have
             # changed the learning rate since the last save. The library overwrites its folder, too.
             optimizer.unpin(name)
             checkpoint = optimizer.checkpoint(train_state, metrics=metrics).result()
-        self._folders_of_generation[checkpoint.generation] = train_state[self._library]["folders"]
+        finally:
+            optimizer.upload_sealed = True
+        self._listed.sealed(checkpoint, own, path)
         optimizer.pin(name, checkpoint)
         if rank_of(optimizer) == 0:
             _add_hf_files(checkpoint, path)
-        return checkpoint
+        self._unfinished = (path, checkpoint, train_state, metrics) if finishes else None
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the state was sealed for a folder, and `finish` has not been called since."""
+        return self._unfinished is not None
+
+    def finish(self, optimizer: OffloadedOptimizer) -> None:
+        """Take the small files of the folder that has just been written into the train state.
+
+        Then the checkpoint is uploaded, if the optimizer has a tier. Pins follow what folders refer
+        to now.
+
+        Raises:
+            SealError: The train state could not be written.
+            gds.StorageError: A pin could not be written or removed durably.
+        """
+        if self._unfinished is not None:
+            (path, checkpoint, train_state, metrics), self._unfinished = self._unfinished, None
+            if optimizer.num_steps != checkpoint.step:  # its train state can no longer change
+                _log.warning("%s goes to no tier: %s", checkpoint.path, "training has gone on")
+                return
+            all_arrived(optimizer)  # each rank writes files of its own into the folder
+            files = decide(optimizer, lambda: self._small_files(optimizer, path, checkpoint))
+            if files and rank_of(optimizer) == 0:
+                own = train_state[self._library]
+                train_state[self._library] = {
+                    **own,
+                    "folder": os.path.basename(path),
+                    "files": files,
+                }
+            try:
+                optimizer.checkpoint(train_state, metrics=metrics).result()
+            except PinError as error:
+                _log.warning("%s goes to no tier: %s", checkpoint.path, error)
+        self.sync(optimizer)
+
+    def _small_files(
+        self, optimizer: OffloadedOptimizer, folder: str, checkpoint: Checkpoint
+    ) -> dict[str, Any]:
+        """Return the small files of a folder; none if the library has not finished it."""
+        if optimizer.torch_form:  # FSDP2 writes shards
+            return {}
+        try:
+            return pack(checkpoint, folder) if self._read(folder) else {}
+        except OSError as error:
+            _log.warning("%s: a tier gets no files of this folder: %s", folder, error)
+            return {}
+
+    def write_missing(self, optimizer: OffloadedOptimizer, parent: str, name: str) -> None:
+        """Write a folder anew if a checkpoint carries its files, and otherwise do nothing.
+
+        Args:
+            optimizer: Optimizer of the store.
+            parent: Directory of the folder.
+            name: Name of the folder; empty for that of the newest checkpoint that carries files.
+        """
+
+        def write() -> None:
+            """Write it, from the newest checkpoint that has it."""
+            pattern = re.compile(re.escape(name) if name else r"[^/]+")
+            parts = optimizer.directories[1:]
+            found = optimizer.checkpoints()[::-1]
+            folder, why = write_newest(self._library, parent, found, parts, pattern)
+            if why and folder is None:
+                _log.warning("%s", why)
+
+        decide(optimizer, write)
 
     def totals(self, optimizer: OffloadedOptimizer) -> object:
         """Return the totals that `seal` has kept with the present state; None if there are none."""
         present = optimizer.position
         for checkpoint in optimizer.checkpoints():
             if present.sealed and checkpoint.generation == present.generation:
-                own = _read_train_state(optimizer, checkpoint).get(self._library)
-                return own.get("totals") if isinstance(own, dict) else None
+                return self._listed.entry(optimizer, checkpoint).get("totals")
         return None
 
     def sync(self, optimizer: OffloadedOptimizer) -> None:
-        """Pin the checkpoints of complete folders, and unpin the checkpoints of removed folders.
+        """Let pins follow what folders refer to now, between two saves.
 
         Raises:
             gds.StorageError: A pin could not be written or removed durably.
@@ -164,17 +266,28 @@ class Folders:
     def _changed_pins(self, optimizer: OffloadedOptimizer) -> list[tuple[str, str | None]]:
         """Return names of pins to add, with the checkpoint's path, and to remove, with None."""
         changed: list[tuple[str, str | None]] = []
+        survey = self._listed.survey(optimizer)
         for checkpoint in optimizer.checkpoints():
-            folders = self._folders(optimizer, checkpoint)
-            if folders is None:
+            uses = survey.uses.get(checkpoint.generation)
+            if uses is None:
                 continue
-            self._seen.update(filter(os.path.isdir, folders))
             name = f"{self._library}-{checkpoint.step}"
             is_pinned = name in checkpoint.pins
-            if is_pinned and all(self._is_removed(*folder) for folder in folders.items()):
-                changed.append((name, None))
-            elif not is_pinned and any(map(self._is_complete, folders)):
+            is_used = any(use.status == "refers" for use in uses)
+            if not is_pinned and is_used:
                 changed.append((name, checkpoint.path))
+            elif is_pinned and all(use.status == "removed" for use in uses):
+                try:  # power loss must not bring back a folder whose checkpoint is gone
+                    for use in uses:
+                        make_durable(use.folder)
+                except OSError as error:
+                    _log.warning("%s stays pinned as %s: %s", checkpoint.path, name, error)
+                    continue
+                log_released(checkpoint, name, uses)
+                changed.append((name, None))
+            elif is_pinned and not is_used and name not in self._told:
+                self._told.add(name)
+                log_kept(checkpoint, name, uses, optimizer.directories[0])
         return changed
 
     def go_back(self, optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
@@ -227,7 +340,8 @@ class Folders:
         if found is None:
             return None
         newer = [c for c in optimizer.checkpoints() if c.generation > found.generation]
-        used = [use for c in newer if (use := self._describe_use(optimizer, c))]
+        survey = self._listed.survey(optimizer)
+        used = [use for c in newer if (use := self._describe_use(survey, c))]
         if used and not self._discard_newer:
             raise MismatchError(
                 f"continuing from step {wanted.step} would withdraw newer checkpoints of "
@@ -261,11 +375,12 @@ class Folders:
             MismatchError: The checkpoint does not exist any more. The message lists the folders
                 whose checkpoints exist.
         """
-        usable: list[str] = []
         for checkpoint in optimizer.checkpoints():
             if (checkpoint.step, checkpoint.generation) == (wanted.step, wanted.generation):
                 return checkpoint
-            usable += filter(self._is_complete, self._folders(optimizer, checkpoint) or {})
+        listed = self._listed.survey(optimizer).uses.values()
+        uses = [use for each in listed for use in each or ()]
+        usable = [use.folder for use in uses if use.status == "refers"]
         if usable:
             raise MismatchError(
                 f"load_state_dict() got a reference to {wanted}, which {optimizer.directories[0]} "
@@ -273,72 +388,27 @@ class Folders:
             )
         return None
 
-    def _describe_use(self, optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo) -> str:
+    def _describe_use(self, survey: Survey, checkpoint: CheckpointInfo) -> str:
         """Return the text that says which folders use a checkpoint; empty if it is not in use."""
         base = os.path.basename(checkpoint.path)
-        folders = self._folders(optimizer, checkpoint)
-        if folders is None:
+        uses = survey.uses.get(checkpoint.generation)
+        if uses is None:
             return f"{base}, which was not made for a folder of {self._library}"
-        using = [
-            folder
-            for folder, inode in folders.items()
-            if self._is_complete(folder)
-            or not (os.path.isdir(folder) or self._is_removed(folder, inode))
-        ]
+        using = [use.folder for use in uses if use.status in ("refers", "unreadable", "missing")]
         return f"{base}, which {', '.join(using)} refers to" if using else ""
-
-    def _is_removed(self, folder: str, inode: int) -> bool:
-        """Return whether a folder is known to have been removed.
-
-        Args:
-            folder: Path of the folder.
-            inode: Inode of the parent directory when the folder was made.
-        """
-        if os.path.isdir(folder):
-            return False
-        try:
-            return folder in self._seen or os.stat(os.path.dirname(folder)).st_ino == inode
-        except OSError:
-            return False
-
-    def _folders(
-        self, optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo
-    ) -> dict[str, int] | None:
-        """Return the folders that refer to a checkpoint; None if it was not made for a folder.
-
-        The keys are paths, and the values are the inodes of the parent directories.
-        """
-        generation = checkpoint.generation
-        if generation not in self._folders_of_generation:
-            self._folders_of_generation[generation] = self._folders_in(
-                _read_train_state(optimizer, checkpoint)
-            )
-        return self._folders_of_generation[generation]
-
-    def _folders_in(self, train_state: Mapping[Any, Any]) -> dict[str, int] | None:
-        own = train_state.get(self._library)
-        folders = own.get("folders") if isinstance(own, dict) else None
-        return folders if isinstance(folders, dict) else None
 
     def _train_state(self, optimizer: OffloadedOptimizer, step: int) -> dict[Any, Any]:
         """Return a copy of the train state of a step; empty if the step has not been sealed."""
         for checkpoint in optimizer.checkpoints():
             if checkpoint.step == step:
-                return dict(_read_train_state(optimizer, checkpoint, rank_of(optimizer)))
+                return dict(read_train_state(optimizer, checkpoint, rank_of(optimizer)))
         return {}
 
 
-def _read_train_state(
-    optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo, rank: int = 0
-) -> Mapping[Any, Any]:
-    """Return the train state that a rank has passed; empty if it cannot be read."""
-    try:
-        with open_checkpoint(checkpoint.path, parts=optimizer.directories[1:]) as opened:
-            states = opened.train_states
-            train_state = states[rank] if rank < len(states) else states[0]
-    except CheckpointError:
-        return {}  # the checkpoint is damaged, which a restore of it reports
-    return train_state if isinstance(train_state, dict) else {}
+def _uses_of_step(optimizer: OffloadedOptimizer, survey: Survey, step: int) -> list[Use]:
+    """Return what has become of the folders that the checkpoint of a step was sealed for."""
+    found = [c.generation for c in optimizer.checkpoints() if c.step == step]
+    return [use for generation in found for use in survey.uses.get(generation) or ()]
 
 
 def _add_hf_files(checkpoint: Checkpoint, folder: str) -> None:

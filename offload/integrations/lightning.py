@@ -36,7 +36,6 @@ from offload import (
 )
 from offload.integrations.ckpt_files import (
     PIN_PREFIX,
-    make_durable,
     mend_pins,
     name_of_file,
     pin_name,
@@ -51,6 +50,7 @@ from offload.integrations.lightning_trainer import (
     random_states,
     set_random_states,
 )
+from offload.integrations.places import make_durable
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from offload import OffloadError
-from offload.integrations.ckpt_files import make_durable, name_of_file, pin_name, train_state
+from offload.integrations.ckpt_files import name_of_file, pin_name, train_state
 from offload.integrations.first_rank import decide, num_hosts_of_launcher, require_one_host
 from offload.integrations.lightning_trainer import monitored, offloaded
+from offload.integrations.places import make_durable
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -1,10 +1,11 @@
-"""References in the directories that `torch.distributed.checkpoint` writes for libraries."""
+"""References in the files and directories that libraries write with torch."""
 
 from __future__ import annotations
 
 import os
 import warnings
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -36,3 +37,23 @@ def reference_in(directory: str, optimizer: str) -> Position | None:
         except CheckpointException:
             return None
     return reference_of({"param_groups": [group]})
+
+
+def positions_in_file(path: str) -> list[Position] | None:
+    """Return the position that a saved state dict refers to; empty if it has the state itself.
+
+    None means that there is no such file, or that it is torn. No tensor is read.
+
+    Raises:
+        OSError: The file cannot be read, which says nothing about what it has.
+    """
+    try:
+        saved = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+        position = reference_of(saved)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001  (a file may be damaged in any way)
+        return None
+    return [] if position is None else [position]

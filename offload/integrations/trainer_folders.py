@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import re
 import warnings
 from collections.abc import Sequence
 
-import torch
 from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from offload import (
     CheckpointError,
     Position,
-    StoreError,
     list_checkpoints,
-    open_checkpoint,
-    reference_of,
-    verify_before_resume,
 )
-from offload.integrations.sharded_files import is_sharded, reference_in
+from offload.integrations.carried_files import damage_of, write_newest
+from offload.integrations.sharded_files import is_sharded, positions_in_file, reference_in
 
-Directory = str | os.PathLike[str]
+Directory = str | bytes | os.PathLike[str]
 Directories = Directory | Sequence[Directory]
 """Directory of a store, or its directories on several drives."""
+
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-[0-9]+")
 
 _SHARDS = "optimizer_0"
 """Directory of a folder that accelerate writes with FSDP2, if each process saves its shards."""
@@ -41,9 +39,12 @@ def latest_checkpoint(
 
     Pass the result as ``resume_from_checkpoint``. Unlike the value ``True``, this allows a first
     start, and skips folders that a killed process has not finished, and folders whose checkpoint is
-    gone from the store. It warns if it skips a folder that was saved without `OffloadCallback`, and
-    if no checkpoint of the store belongs to any folder. If the store is empty, a folder that was
-    saved with a torch optimizer is returned as well.
+    gone from the store. If no folder is left, the newest one whose checkpoint carries its files is
+    written anew, for example after a pull from a tier. Each byte of that checkpoint is read first.
+
+    The function warns if it skips a folder that was saved without `OffloadCallback`, and if no
+    checkpoint of the store belongs to any folder. If the store is empty, a folder that was saved
+    with a torch optimizer is returned as well.
 
     Args:
         output_dir: Output directory of the Trainer.
@@ -54,12 +55,12 @@ def latest_checkpoint(
     Raises:
         DamagedError: With `verify`, the checkpoint before a damaged one is damaged, too. It is not
             quarantined, since a machine with bad memory would condemn one checkpoint after another.
-        StoreError: With `verify`, a checkpoint cannot be read.
+        StoreError: With `verify`, or to write a folder anew, a checkpoint cannot be read.
     """
     try:
         names = os.listdir(output_dir)
     except FileNotFoundError:
-        return None
+        names = []
     steps = (name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for name in names)
     numbers = sorted((int(step) for step in steps if step.isdecimal()), reverse=True)
     store, *parts = _paths(directory)
@@ -72,9 +73,14 @@ def latest_checkpoint(
     newest = None
     for number in numbers:
         folder = folder_of(output_dir, number)
-        if not is_complete(folder):
+        try:
+            found_here = positions_in(folder)
+        except OSError as error:
+            lost = lost or f"skipping {folder}: it cannot be read ({error.strerror})"
             continue
-        position = _position(folder)
+        if found_here is None:
+            continue
+        position = found_here[0] if found_here else None
         if position is None and not infos:
             newest = folder
             break
@@ -92,7 +98,7 @@ def latest_checkpoint(
             )
         elif position.generation in sealed:
             path = sealed[position.generation]
-            found = _damage(path, parts) if verify else ""
+            found = damage_of(path, parts) if verify else ""
             if not found:
                 return folder
             warnings.warn(f"skipping {folder}: {found}", RuntimeWarning, stacklevel=2)
@@ -101,6 +107,10 @@ def latest_checkpoint(
                 f"skipping {folder}: {store} has no checkpoint for it. If the state is in another "
                 "directory, pass that one before this training removes or replaces the folder"
             )
+    if newest is None:
+        usable = [info for info in reversed(infos) if info.valid]
+        newest, why = write_newest("transformers", output_dir, usable, parts, _NAME)
+        lost = lost or why
     if lost:
         warnings.warn(lost, RuntimeWarning, stacklevel=2)
     return newest
@@ -108,28 +118,10 @@ def latest_checkpoint(
 
 def _paths(directory: Directories) -> list[str]:
     """Return the absolute paths of a store's directories."""
-    given = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
+    given = [directory] if isinstance(directory, str | bytes | os.PathLike) else list(directory)
     if not given:
         raise ValueError("directory must be a path, or a list of at least one")
-    return [os.path.abspath(os.fspath(path)) for path in given]
-
-
-def _damage(path: str, parts: Sequence[str]) -> str:
-    """Return the damage of a checkpoint, which is then quarantined; empty if it is whole.
-
-    Args:
-        path: Path of the checkpoint.
-        parts: Directories of the optimizer's store on the other drives.
-
-    Raises:
-        DamagedError: The checkpoint is damaged, and a newer one is quarantined already.
-        StoreError: The checkpoint cannot be read.
-    """
-    with open_checkpoint(path, parts=parts or None) as opened:
-        report = verify_before_resume(opened)
-    if report.unreadable:
-        raise StoreError(errno.EIO, "; ".join(report.unreadable), path)
-    return report.problems[0] if report.problems else ""
+    return [os.path.abspath(os.fsdecode(path)) for path in given]
 
 
 def folder_of(output_dir: str | os.PathLike[str], step: int) -> str:
@@ -137,23 +129,25 @@ def folder_of(output_dir: str | os.PathLike[str], step: int) -> str:
     return os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def _position(folder: str) -> Position | None:
-    """Return the position that a complete folder refers to; None for a torch optimizer's state."""
-    for name in (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN):
-        path = os.path.join(folder, name)
-        if os.path.isfile(path):
-            return reference_of(torch.load(path, weights_only=True))
-    return reference_in(os.path.join(folder, _SHARDS), "optimizer")
+def positions_in(folder: str) -> list[Position] | None:
+    """Return the position that a finished folder refers to; empty for a torch optimizer's state.
 
+    None means that the Trainer has not finished the folder: it writes its own state last. No tensor
+    is read.
 
-def is_complete(folder: str) -> bool:
-    """Return whether the Trainer has finished a folder: it writes its own state last."""
+    Raises:
+        OSError: The folder cannot be read, which says nothing about what it has.
+    """
     try:
         with open(os.path.join(folder, TRAINER_STATE_NAME), encoding="utf-8") as file:
             json.load(file)
-    except (OSError, ValueError):
-        return False
-    whole = (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN)
-    return any(os.path.isfile(os.path.join(folder, name)) for name in whole) or is_sharded(
-        os.path.join(folder, _SHARDS)
-    )
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    for name in (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN):
+        found = positions_in_file(os.path.join(folder, name))
+        if found is not None:
+            return found
+    if not is_sharded(os.path.join(folder, _SHARDS)):
+        return None
+    position = reference_in(os.path.join(folder, _SHARDS), "optimizer")
+    return [] if position is None else [position]

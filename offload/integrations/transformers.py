@@ -24,26 +24,24 @@ the first one waits for them. With FSDP2 all of them ask.
 from __future__ import annotations
 
 import os
-import sys
-from types import FrameType
 from typing import Any, Literal, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 
 from offload import (
     OffloadedOptimizer,
     OffloadError,
     Options,
     Retention,
-    reference_of,
     usable_metrics,
 )
 from offload.integrations.first_rank import num_hosts_of_launcher, require_ranks
 from offload.integrations.folders import Folders, unwrap
-from offload.integrations.trainer_folders import ATTACH, Directories, folder_of, is_complete
+from offload.integrations.trainer_calls import handler as handler_of_call
+from offload.integrations.trainer_calls import has_readers, resumed_from
+from offload.integrations.trainer_folders import ATTACH, Directories, folder_of, positions_in
 from offload.integrations.trainer_folders import latest_checkpoint as latest_checkpoint
 from offload.integrations.trainer_processes import fsdp_version, require_processes
 from offload.integrations.training_log import TrainingLog
@@ -94,7 +92,7 @@ class OffloadCallback(TrainerCallback):
             raise ValueError(f'log_stats must be True, False or "all", got {log_stats!r}')
         self._folders = Folders(
             "transformers",
-            is_complete,
+            positions_in,
             discard_newer=discard_newer,
             remedy=_REMEDY,
             attach=ATTACH,
@@ -112,6 +110,7 @@ class OffloadCallback(TrainerCallback):
         self._created: OffloadedOptimizer | None = None
         self._load_hook: RemovableHandle | None = None
         self._save_hook: RemovableHandle | None = None
+        self._finish_hook: RemovableHandle | None = None
         self._wait_hook: RemovableHandle | None = None
 
     def optimizer_cls_and_kwargs(
@@ -164,6 +163,7 @@ class OffloadCallback(TrainerCallback):
     ) -> None:
         """Note the arguments, and put a hook on the optimizer if it exists already."""
         self._args = args
+        self._folders.use(args.output_dir or "")
         if isinstance(kwargs.get("optimizer"), torch.optim.Optimizer):
             self._follow(_unwrap(kwargs["optimizer"]))
 
@@ -210,8 +210,9 @@ class OffloadCallback(TrainerCallback):
                 self._seal(optimizer, folder, state, log)
 
         self._save_hook = optimizer.register_state_dict_pre_hook(seal)
-        handler = _handler()
-        if _has_readers(handler):
+        self._finish_hook = optimizer.register_step_pre_hook(self._before_step)
+        handler = handler_of_call()
+        if has_readers(handler):
             self._wait_hook = optimizer.register_step_post_hook(_make_steps_wait)
         if handler is not None and self in handler.callbacks:
             # Callbacks of `report_to` come first in the list, and get logs as they are then.
@@ -238,7 +239,7 @@ class OffloadCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
-        """Unpin the checkpoints whose folders ``save_total_limit`` has removed.
+        """Add the folder's small files to its checkpoint, and unpin what has lost its folder.
 
         With several processes, those that the Trainer has not asked for the state dict seal first.
         """
@@ -249,7 +250,7 @@ class OffloadCallback(TrainerCallback):
         is_late = optimizer.num_ranks > 1 and self._sealed != folder
         if is_late and self._log is not None and not args.save_only_model:
             self._seal(optimizer, folder, state, self._log)
-        self._folders.sync(optimizer)
+        self._folders.finish(optimizer)
 
     def on_evaluate(
         self,
@@ -304,7 +305,7 @@ class OffloadCallback(TrainerCallback):
         self._remove_save_hooks()
         if self._optimizer is not None:
             self._optimizer.synchronize()
-            self._folders.sync(self._optimizer)
+            self._folders.finish(self._optimizer)  # not every save calls `on_save`
             if self._close:
                 self._optimizer.close()
 
@@ -320,24 +321,21 @@ class OffloadCallback(TrainerCallback):
         self._load_hook = optimizer.register_load_state_dict_pre_hook(self._before_loading)
         return self._log
 
-    def _before_loading(
-        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any] | None:
+    def _before_loading(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        if folder := resumed_from():
+            self._folders.use(os.path.dirname(os.path.abspath(folder)))
         self._folders.go_back(_unwrap(optimizer), state_dict)
-        if reference_of(state_dict) is not None or "param_groups" not in state_dict:
-            return None
-        # The dict is of a run without this package, which used the fused kernel by default.
-        groups = [
-            {**group, "fused": None} if group.get("fused") else group
-            for group in state_dict["param_groups"]
-        ]
-        return {**state_dict, "param_groups": groups}
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Finish a save that did not call `on_save`, as on SIGTERM, while the state is the same."""
+        if self._folders.is_unfinished:
+            self._folders.finish(_unwrap(optimizer))
 
     def _remove_save_hooks(self) -> None:
-        for handle in (self._save_hook, self._wait_hook):
+        for handle in (self._save_hook, self._finish_hook, self._wait_hook):
             if handle is not None:
                 handle.remove()
-        self._save_hook = self._wait_hook = None
+        self._save_hook = self._finish_hook = self._wait_hook = None
 
 
 def create_optimizer(
@@ -397,27 +395,6 @@ def create_optimizer(
         fresh=fresh,
         options=options,
         **{**defaults, **hyper},
-    )
-
-
-def _handler() -> CallbackHandler | None:
-    """Return the object that calls the Trainer's callbacks, from within such a call.
-
-    The Trainer gives callbacks everything but itself and its list of callbacks.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if isinstance(found := frame.f_locals.get("self"), CallbackHandler):
-            return found
-        frame = frame.f_back
-    return None
-
-
-def _has_readers(handler: CallbackHandler | None) -> bool:
-    """Return whether callbacks may read parameters between a step and the next forward."""
-    return handler is None or not all(
-        type(callback).__module__.startswith(("transformers.", "offload."))
-        for callback in handler.callbacks
     )
 
 

@@ -6,8 +6,9 @@ never imports a module that writes a store.
 
 from offload.model.loading import load_parameters
 from offload.model.model_file import BlockBuffers, ModelImage
-from offload.model.parameters import Stored, Trainable, describe_model, describe_parameters
+from offload.model.parameters import Trainable, describe_parameters
 from offload.model.process_groups import SEPARATE, ProcessGroup
+from offload.model.stored import Stored, describe_model
 from offload.model.table import ParameterTable
 
 __all__ = [

@@ -45,7 +45,7 @@ class BufferWatch:
         """Return a digest of the values of each buffer that is compared, by name."""
         if self._model is None:
             return {}
-        return {name: _digest(buffer) for name, buffer in _buffers(self._model)}
+        return {name: digest_of(buffer) for name, buffer in _buffers(self._model)}
 
     def stop(self) -> None:
         """Compare no more: it has been said which buffers differ."""
@@ -126,8 +126,8 @@ def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield unwrapped(f"{prefix}.{name}" if prefix else name), buffer
 
 
-def _digest(buffer: torch.Tensor) -> str:
-    """Return a digest of the values of a buffer."""
+def digest_of(buffer: torch.Tensor) -> str:
+    """Return a digest of the values of a tensor."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         flat = to_host(buffer.detach()).contiguous()
         if not flat.nbytes:

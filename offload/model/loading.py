@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 
 from gds import Backend
-from offload.ambient import in_neutral
+from offload.ambient import as_user, in_neutral
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import MismatchError
 from offload.format.layout import ModelTensor
 from offload.format.unreadable import reading
+from offload.model.buffer_watch import digest_of
 from offload.model.live_boxes import LiveBox
+from offload.model.load_path import (
+    ENCODED,
+    as_tensor,
+    as_value,
+    has_load_hooks,
+    is_taken,
+    owner_of,
+)
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
-from offload.model.parameters import Stored, describe_model
+from offload.model.parameters import names_of
 from offload.model.recut_model import read_recut_model
+from offload.model.replacing import replacing
+from offload.model.shards import Shards
+from offload.model.stored import Stored, describe_model, stored_copy
+from offload.update.dtypes import DTYPE_CODES
 
 _NUMBERED = re.compile(r"group\d+\.param\d+")
 """Names that the library gives to parameters without a name."""
+
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 @in_neutral
@@ -58,7 +75,9 @@ def load_parameters(
     with open_for_parameters(checkpoint, backend=backend) as opened:
         manifest = opened.manifest
         header = manifest.layout.model_header
-        stored = describe_model(model, [], [])
+        stored = in_checkpoint(
+            model, describe_model(model, [], []), manifest.layout.model, opened.path
+        )
         wanted = {t.name: (t.dtype, t.shape) for t in manifest.layout.model}
         named = _names_in_checkpoint(stored, manifest.layout.model)
         tensors = {
@@ -68,18 +87,130 @@ def load_parameters(
         live = {n: what for n, (_, what) in tensors.items()}
         instead = "or name a checkpoint of this model"
         check_same(wanted, live, opened.path, call="load_parameters()", instead=instead)
-        if manifest.owners:
-            whole = [LiveBox.whole(n, tensor) for n, (tensor, _) in tensors.items()]
-            with reading(opened.path), opened.open_slot() as slot:
+        with reading(opened.path), opened.open_slot() as slot:
+            if manifest.owners:
+                whole = [LiveBox.whole(n, tensor) for n, (tensor, _) in tensors.items()]
                 read_recut_model(
                     opened.backend, opened.path, manifest, slot.model, whole, parts=parts
                 )
-            return manifest.step
-        image = ModelImage(header, {n: tensor for n, (tensor, _) in tensors.items()})
-        with reading(opened.path), opened.open_slot() as slot:
-            buffers = BlockBuffers(opened.backend, image.data_bytes)
-            read_model(image, slot.model, buffers, slot.context, manifest.model_digests)
+            else:
+                image = ModelImage(header, {n: tensor for n, (tensor, _) in tensors.items()})
+                buffers = BlockBuffers(opened.backend, image.data_bytes)
+                read_model(image, slot.model, buffers, slot.context, manifest.model_digests)
+        give_back(model, stored, opened.path)
         return manifest.step
+
+
+def in_checkpoint(
+    model: torch.nn.Module | None,
+    stored: Sequence[Stored],
+    held: Sequence[ModelTensor],
+    path: str,
+    shards: Shards | None = None,
+) -> list[Stored]:
+    """Return what the tensors of a checkpoint are read into.
+
+    Entries of the state dict that are copies get new memory, with dtype and shape of the
+    checkpoint: only `give_back` compares them with the model.
+
+    Args:
+        model: Model that is loaded into.
+        stored: Its tensors now.
+        held: Tensors of the checkpoint.
+        path: Path of the checkpoint.
+        shards: As for `describe_model`.
+    """
+    found = [item for item in stored if not item.is_copy]
+    copies = {item.key: item for item in stored if item.is_copy}
+    names = {name for item in found for name in (item.spec.name, *item.spec.aliases)}
+    if model is None:
+        return found
+    for tensor in held:
+        key = tensor.name.removesuffix(ENCODED)
+        item = copies.pop(key, None)
+        for alias in tensor.aliases:
+            copies.pop(alias, None)
+        if not names.isdisjoint((tensor.name, *tensor.aliases)):
+            continue
+        if item is None and not is_taken(model, key, tensor.shape):
+            continue
+        device = item.tensor.device if item is not None else torch.device("cpu")
+        memory = torch.empty(tensor.shape, dtype=_DTYPES[tensor.dtype], device=device)
+        found.append(stored_copy(tensor, memory, shards))
+    for key, item in copies.items():
+        if item.spec.name != key:
+            warnings.warn(
+                f"{path} has no {key!r}, because it was made by an earlier version, or the model "
+                "did not have it then: it stays as it is",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        else:
+            found.append(item)  # the caller names it among the differences
+    return found
+
+
+def give_back(
+    model: torch.nn.Module | None, stored: Sequence[Stored], path: str, shards: Shards | None = None
+) -> None:
+    """Let torch's ``load_state_dict`` give a model what was read, and run its hooks.
+
+    Own memory has its values already, and stands for itself: torch copies it to itself. Nothing is
+    done if all of the model is own memory, and nobody hooks its load.
+
+    Args:
+        model: Model that has been loaded into.
+        stored: Its tensors, and copies that were read; see `in_checkpoint`.
+        path: Path of the checkpoint.
+        shards: As for `describe_model`.
+
+    Raises:
+        MismatchError: The model does not take an entry, and has another value of it.
+    """
+    if model is None or not (any(s.is_copy for s in stored) or has_load_hooks(model)):
+        return
+    copies = {name: s for s in stored if s.is_copy for name in (s.key, *s.spec.aliases)}
+    own = {name for s in stored if not s.is_copy for name in (s.spec.name, *s.spec.aliases)}
+    named = names_of(model, shards)
+    with as_user(), replacing():
+        state = model.state_dict(keep_vars=True)
+        given: list[str] = []
+        for key, value in list(state.items()):
+            item = copies.pop(named(key), None)
+            if item is None:
+                if named(key) not in own:
+                    del state[key]
+            elif is_taken(model, key, item.spec.shape):
+                given.append(key)
+                state[key] = _value(item, path)
+            elif digest_of(item.parameter) == digest_of(as_tensor(key, value)):
+                del state[key]
+            else:
+                raise _untaken(path, key, "it has another value in the model")
+        for name, item in copies.items():
+            owner = owner_of(model, name)
+            given.append(f"{owner.path}{owner.rest}")
+            state[given[-1]] = _value(item, path)
+        try:
+            in_inference = any(s.tensor.is_inference() for s in stored)
+            with torch.inference_mode() if in_inference else nullcontext():
+                result = model.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            raise _untaken(path, ", ".join(given[:3]), str(error)) from error
+    for key in getattr(result, "unexpected_keys", ()):
+        if key in given:
+            raise _untaken(path, key, "it is an unexpected key")
+
+
+def _value(item: Stored, path: str) -> object:
+    return as_value(item.parameter, path) if item.spec.name != item.key else item.parameter
+
+
+def _untaken(path: str, key: str, why: str) -> MismatchError:
+    return MismatchError(
+        f"{path}: the model's load_state_dict() does not take {key!r}: {why}. Build the model as "
+        "it was when the checkpoint was made"
+    )
 
 
 def _names_in_checkpoint(live: Sequence[Stored], held: Sequence[ModelTensor]) -> list[str]:

@@ -12,9 +12,9 @@ from offload.device.boundary import Marks
 from offload.format.digests import DigestContext
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
-from offload.model.model_file import BlockBuffers, ModelImage
+from offload.model.model_file import BlockBuffers, ModelImage, digest_model
 from offload.model.model_writing import CloneSource, TensorRanges, write_model
-from offload.model.parameters import Stored
+from offload.model.stored import Stored
 
 
 class ModelCopy(Protocol):
@@ -45,6 +45,10 @@ class ModelCopy(Protocol):
         Raises:
             gds.StorageError: A write failed.
         """
+        ...
+
+    def is_same(self, digests: Sequence[str]) -> bool:
+        """Return whether the tensors have the values still whose digests `write` has returned."""
         ...
 
     def forget(self) -> None:
@@ -118,6 +122,10 @@ class WholeCopy:
             source=self._source(self._trained),
         )
         return written.digests, written.written_bytes
+
+    def is_same(self, digests: Sequence[str]) -> bool:
+        """Compare the digests of all blocks, without writing."""
+        return digest_model(self._image, self._buffers, self._context) == list(digests)
 
     def forget(self) -> None:
         """Forget the content of the file. It may exist only in a cache, so it is not read back."""

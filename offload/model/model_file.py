@@ -163,7 +163,8 @@ class ModelImage(TensorImage):
         traffic: Traffic | None = None,
     ) -> None:
         entries = [entry for entry in header.entries.values() if entry.nbytes]
-        super().__init__([tensors[entry.name] for entry in entries], marks, traffic)
+        names = [entry.name for entry in entries]
+        super().__init__([tensors[name] for name in names], marks, traffic, names=names)
         self.data_start = header.data_start
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:

@@ -75,7 +75,8 @@ class ShareImage(TensorImage):
                     f"{list(tensor.shape)} now, expected {entry.dtype} {list(entry.box.sizes)}: "
                     "the parameter has been replaced or divided anew since the store was laid out"
                 )
-        super().__init__(tensors, marks, traffic)
+        names = [entry.name for entry in plan.share.entries]
+        super().__init__(tensors, marks, traffic, names=names)
         self.plan = plan
 
 

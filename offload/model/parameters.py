@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from offload.ambient import as_user
 from offload.device.boundary import is_reachable
-from offload.errors import MismatchError, UnsupportedParameterError
+from offload.errors import (
+    MismatchError,
+    UnsupportedOptimizerError,
+    UnsupportedParameterError,
+)
 from offload.format.arrays import StateFormat
-from offload.format.layout import ModelTensor, ParameterSpec
-from offload.model.memory_overlap import Spans, has_memory
+from offload.format.layout import ParameterSpec
 from offload.model.names import unwrapped_names
 from offload.model.process_groups import require_whole
 from offload.model.shards import Shard, Shards, cut_of
 from offload.update.dtypes import DTYPE_CODES
+from offload.update.kept_state import Rule
 from offload.update.rules import UpdateRule
 
 _TRAINABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,34 +62,6 @@ class Trainable:
     def gradient(self) -> torch.Tensor | None:
         """Gradient of the memory; None if there is none."""
         return self.parameter.grad if self.shard is None else self.shard.gradient()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stored:
-    """A tensor of ``model.safetensors``, with the live tensor that it is copied from and to."""
-
-    spec: ModelTensor
-    """Description of the whole tensor."""
-
-    parameter: torch.Tensor
-    """Tensor of the model's state dict: a parameter or a buffer."""
-
-    tensor: torch.Tensor
-    """Memory that is copied from and to: the parameter itself, this rank's part of it, or a
-    copy."""
-
-    by_value: bool
-    """Whether a checkpoint copies the tensor at once, because a forward or a step may change it."""
-
-    is_alias: bool = False
-    """Whether a step changes the tensor, because it shares memory with a trained parameter."""
-
-    is_here: bool = True
-    """Whether this rank stores the tensor or a part of it. If not, `tensor` is empty."""
-
-    def captured(self) -> Stored:
-        """Return this object, or one with a copy of the tensor if it is copied by value."""
-        return replace(self, tensor=self.tensor.detach().clone()) if self.by_value else self
 
 
 def is_stepped(parameter: torch.Tensor) -> bool:
@@ -148,6 +123,7 @@ def describe_parameters(
             if not (is_stepped(parameter) or name in also):
                 continue
             check_parameter(name, parameter, sharded=shards is not None)
+            check_attributes(name, parameter, rule, kept)
             if name in owners:
                 raise MismatchError(
                     f"two parameters are called {name!r} (in parameter groups {owners[name]} and "
@@ -159,6 +135,21 @@ def describe_parameters(
             if trainable is not None:
                 found.append(trainable)
     return found
+
+
+def check_attributes(name: str, parameter: torch.Tensor, rule: UpdateRule, kept: Rule) -> None:
+    """Check that a parameter has no attribute that the optimizer's class looks for.
+
+    Raises:
+        UnsupportedOptimizerError: It has one, which chunks of it do not have.
+    """
+    for attribute in sorted(kept.reads):
+        if hasattr(parameter, attribute):
+            raise UnsupportedOptimizerError(
+                f"{rule.optimizer_class.__name__} cannot be offloaded with the parameter {name!r}, "
+                f"whose attribute {attribute!r} it reads: chunks have no attributes. Give the "
+                "parameter a group of its own instead"
+            )
 
 
 def make_trainable(
@@ -259,6 +250,7 @@ def check_parameter(name: str, parameter: torch.Tensor, *, sharded: bool = False
         UnsupportedParameterError: The parameter has an unsupported kind, dtype, layout or device;
             names it, and says what it is and what to do.
     """
+    require_shape(name, parameter)
     if not sharded:
         require_whole(name, parameter)
     if parameter.dtype not in _TRAINABLE_DTYPES or parameter.layout != torch.strided:
@@ -274,7 +266,7 @@ def check_parameter(name: str, parameter: torch.Tensor, *, sharded: bool = False
     if not is_reachable(parameter.device):
         raise UnsupportedParameterError(
             f"parameter {name!r} is on {parameter.device}; parameters can be in host memory or on "
-            "a CUDA device. Move the model there before constructing the optimizer."
+            f"a CUDA device. {how_to_move(parameter)} before constructing the optimizer."
         )
     if parameter.is_inference():
         raise UnsupportedParameterError(
@@ -306,81 +298,6 @@ def check_gradients(
             )
 
 
-def describe_model(
-    model: torch.nn.Module | None,
-    param_groups: Sequence[Mapping[str, Any]],
-    trainable: Sequence[Trainable],
-    shards: Shards | None = None,
-) -> list[Stored]:
-    """Return the tensors of ``model.safetensors``: trainable parameters first, then all others.
-
-    With a model, the tensors are its complete state dict; a tied tensor is listed once, with its
-    aliases. Without a model, they are the parameters of the groups. With several ranks, the order
-    is the same on all of them: first all parameters of the groups that `is_stepped`, then all
-    others.
-
-    Args:
-        model: Module that is trained; None if it was not given.
-        param_groups: Parameter groups of the optimizer.
-        trainable: Trainable parameters, in the order of the result.
-        shards: Function that returns this rank's part of a tensor; None if this process stores all
-            tensors as a whole.
-
-    Raises:
-        UnsupportedParameterError: A tensor cannot be part of a checkpoint.
-    """
-    entries: dict[torch.Tensor, list[str]] = {t.parameter: [t.spec.name] for t in trainable}
-    if shards is not None:
-        entries = {p: [n] for n, p in group_names(param_groups, model, shards) if is_stepped(p)}
-        entries |= {t.parameter: [t.spec.name] for t in trainable if t.parameter not in entries}
-    if model is None:
-        for index, group in enumerate(param_groups):
-            for name, parameter in _named(index, group, {}):
-                entries.setdefault(parameter, [name])
-    else:
-        # keep_vars returns the tensors themselves, so that tied ones are recognised by identity
-        with as_user():  # the model may have the user's hooks
-            live = model.state_dict(keep_vars=True)
-        named = names_of(model, shards)
-        for given, value in live.items():
-            name = named(given)
-            if not isinstance(value, torch.Tensor):
-                warnings.warn(
-                    f"{name!r} in the model's state dict is a {type(value).__name__}, not a "
-                    "tensor: it is not part of checkpoints. Put it into train_state.",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-            elif name not in entries.setdefault(value, [name]):
-                entries[value].append(name)
-    parameters = {p for g in param_groups for p in g["params"]}
-    if model is not None:
-        parameters.update(model.parameters())
-    memory = {t.parameter: tensor for t, tensor in zip(trainable, memories(trainable), strict=True)}
-    spans = Spans(memory.values())
-    stored = []
-    for parameter, (name, *aliases) in entries.items():
-        tensor = memory.get(parameter)
-        if tensor is None:
-            tensor = _part(name, parameter, shards)
-        if shards is None:
-            require_whole(name, parameter)
-        if tensor is not None:
-            _check_stored(name, tensor)
-        dtype, shape = DTYPE_CODES[parameter.dtype], tuple(parameter.shape)
-        spec = ModelTensor(name, dtype, shape, tuple(aliases))
-        if tensor is None:
-            nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            stored.append(Stored(spec, parameter, nothing, by_value=True, is_here=False))
-            continue
-        # While a seal is in progress, the next step may change trained memory as soon as the seal
-        # has copied the trained tensor. Aliases of that memory are therefore copied at once.
-        is_alias = parameter not in memory and spans.touch(tensor)
-        by_value = is_alias or parameter not in parameters
-        stored.append(Stored(spec, parameter, tensor, by_value, is_alias))
-    return stored
-
-
 def group_names(
     param_groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None, shards: Shards | None
 ) -> list[tuple[str, torch.Tensor]]:
@@ -392,47 +309,45 @@ def group_names(
     return [pair for i, group in enumerate(param_groups) for pair in _named(i, group, names)]
 
 
-def _part(name: str, tensor: torch.Tensor, shards: Shards | None) -> torch.Tensor | None:
-    """Return this rank's part of a tensor that is not stepped; None if other ranks store it all."""
-    if shards is None:
-        return tensor
-    shard = shards(name, tensor)
-    return None if shard is None or shard.is_empty else shard.tensor()
+def all_parameters(
+    param_groups: Sequence[Mapping[str, Any]], model: torch.nn.Module | None
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters of an optimizer and of its model, with their names in files.
+
+    Args:
+        param_groups: Parameter groups of the optimizer.
+        model: Model that is trained; None if it was not given.
+    """
+    named = dict(group_names(param_groups, model, _no_shards))
+    if model is not None:
+        models = [{"params": list(model.parameters())}]
+        named |= dict(group_names(models, model, _no_shards))
+    return list(named.items())
 
 
-def _check_stored(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that a checkpoint could not contain, or could not be restored into.
+def _no_shards(name: str, tensor: torch.Tensor) -> None:
+    """Stand for shards that are not known yet, so that names lack the prefixes of wrappers."""
+    del name, tensor
+
+
+def require_shape(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of a lazy module, which has neither a shape nor memory.
 
     Raises:
-        UnsupportedParameterError: The tensor is refused; names it, says why and what to do.
+        UnsupportedParameterError: The tensor has no shape yet; names it, and says what to do.
     """
-    if tensor.dtype not in DTYPE_CODES or tensor.layout != torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout)
+    if is_lazy(tensor):
         raise UnsupportedParameterError(
-            f"{name!r} in the model's state dict is a {kind} tensor of {tensor.dtype}, which "
-            "safetensors cannot hold; register it as non-persistent or keep it in train_state"
+            f"{name!r} has no shape yet, because its module is lazy and was never called: run one "
+            "forward, model(example), first"
         )
-    if not is_reachable(tensor.device):
-        raise UnsupportedParameterError(
-            f"{name!r} in the model's state dict is on {tensor.device}; a checkpoint is made of "
-            "tensors in host memory or on a CUDA device. Move it there before constructing the "
-            "optimizer, or register it as non-persistent"
-        )
-    if not tensor.numel():
-        return
-    if any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise UnsupportedParameterError(
-            f"{name!r} in the model's state dict has several elements at the same place in memory "
-            f"(shape {list(tensor.shape)}, strides {list(tensor.stride())}; expand() makes such "
-            "tensors), so that no checkpoint can be restored into it. Give it memory of its own "
-            f"with {name.rpartition('.')[2]}.clone(), or register it as non-persistent"
-        )
-    if not has_memory(tensor):
-        raise UnsupportedParameterError(
-            f"{name!r} in the model's state dict is a {type(tensor).__name__} without memory of "
-            "its own, whose bytes cannot be read and written in place. Use a plain tensor, or "
-            "register it as non-persistent and keep it in train_state"
-        )
+
+
+def how_to_move(tensor: torch.Tensor) -> str:
+    """Return what to do with a tensor on a device that is not supported."""
+    if tensor.device.type == "meta":  # Module.to() refuses it
+        return "Give the model memory (model.to_empty(device='cpu')) and load its values"
+    return "Move the model there"
 
 
 def _named(

@@ -56,7 +56,7 @@ class ScatteredImage:
                     "the parameter has been replaced or divided anew since the store was laid out"
                 )
         self._boxes = boxes
-        self._image = TensorImage(tensors, marks, traffic)
+        self._image = TensorImage(tensors, marks, traffic, names=[one.name for one in boxes])
 
     def batches(self) -> Iterator[tuple[ScatteredBox, int, memoryview]]:
         """Yield the boxes in parts: the box, the first byte of the part in it, and its bytes.

@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 
-from offload.errors import MismatchError
+from offload.errors import MismatchError, UnsupportedParameterError
 from offload.format.arrays import NEW_STORES_COUNT_FROM, StateFormat
-from offload.format.layout import Layout, element_space_order, model_order
-from offload.model.changed import changed_error
+from offload.format.layout import Layout, ParameterSpec, element_space_order, model_order
+from offload.model.loading import give_back
 from offload.model.memory_overlap import MemoryCheck
 from offload.model.parameters import (
-    Stored,
     Trainable,
     check_gradients,
-    describe_model,
     describe_parameters,
     group_names,
     is_stepped,
@@ -25,8 +23,10 @@ from offload.model.parameters import (
 )
 from offload.model.replacing import describing
 from offload.model.shards import Shards
+from offload.model.stored import Stored, describe_model, digests_of_untaken
 from offload.update.dtypes import DTYPE_CODES
-from offload.update.rules import Scalars, UpdateRule
+from offload.update.kept_state import Scalars
+from offload.update.rules import UpdateRule
 
 _log = logging.getLogger("offload")
 
@@ -81,6 +81,8 @@ class ParameterTable:
         """Names of the model's parameters that were frozen and in no group at the first `describe`.
         A name is removed once a warning has covered it."""
         self._has_logged_missing_model = False
+        self._untaken: dict[str, str] | None = None
+        """Digests, at the first `describe`, of what no load of a state dict could give back."""
 
     def describe(self, groups: Groups) -> tuple[Layout, list[Trainable]]:
         """Lay out the present groups and model; known parameters keep their place.
@@ -109,7 +111,7 @@ class ParameterTable:
             parameter = trainable.parameter
             now = found.pop(parameter, trainable)  # a parameter frozen later keeps its state
             if now.spec != trainable.spec:
-                raise changed_error(trainable.spec, now.spec, parameter, self.model)
+                raise _changed_error(trainable.spec, now.spec, parameter, self.model)
             trainables.append(trainable)
         new = {t.spec.name: t for t in found.values()}
         names = {t.spec.name for t in trainables}
@@ -135,6 +137,8 @@ class ParameterTable:
         with describing():
             items = describe_model(self.model, groups, trainables, self.shards)
             stored = [item.spec for item in items]
+        if self._untaken is None:
+            self._untaken = digests_of_untaken(self.model, items)
         if self.shards is not None and self.layout is not None:
             # The ranks step different parameters, and yet must agree on the order of the model.
             known = {tensor.name: place for place, tensor in enumerate(self.layout.model)}
@@ -229,6 +233,10 @@ class ParameterTable:
 
         This logs two facts that users may not expect, once each: without a model, checkpoints have
         no buffers; and a parameter that was unfrozen but is in no group is not trained.
+
+        Raises:
+            UnsupportedParameterError: An entry of the model's state dict has changed that could not
+                be given back.
         """
         if self.model is None and not self._has_logged_missing_model:
             self._has_logged_missing_model = True
@@ -247,7 +255,19 @@ class ParameterTable:
                 unfrozen[0],
                 f" (and {len(unfrozen) - 1} more)" if unfrozen[1:] else "",
             )
-        return describe_model(self.model, groups, self.trainables, self.shards)
+        stored = describe_model(self.model, groups, self.trainables, self.shards)
+        for name, digest in digests_of_untaken(self.model, stored).items():
+            if digest != (self._untaken or {}).get(name):
+                raise UnsupportedParameterError(
+                    f"{name!r} in the model's state dict has changed, and load_state_dict() could "
+                    "not give it back: define set_extra_state() or _load_from_state_dict(), or "
+                    "leave out model="
+                )
+        return stored
+
+    def give_back(self, stored: Sequence[Stored], path: str) -> None:
+        """Let the model take what was read of a checkpoint; see `offload.model.loading`."""
+        give_back(self.model, stored, path, self.shards)
 
     def _note_elsewhere(self, groups: Groups, here: Container[torch.Tensor]) -> None:
         """Note which parameters of the groups only other ranks step."""
@@ -315,3 +335,46 @@ class ParameterTable:
         """Forget everything but the model, for a restore."""
         self.layout, self.trainables, self.scalars, self._kinds = None, [], [], set()
         self._elsewhere, self._agreed = {}, None
+
+
+def _changed_error(
+    before: ParameterSpec,
+    now: ParameterSpec,
+    parameter: torch.Tensor,
+    model: torch.nn.Module | None,
+) -> MismatchError:
+    """Return the error for a parameter that was changed in a way that its files cannot follow.
+
+    Args:
+        before: Description of the parameter when the state was laid out.
+        now: Description of the parameter in the groups and the model at this moment.
+        parameter: Live tensor.
+        model: Module that was passed as ``model=``; None if there was none.
+    """
+    found: list[str] = []
+    if now.name != before.name:
+        gone = model is not None and all(p is not parameter for p in model.parameters())
+        found.append(
+            "is not in model= any more: its layer was replaced or removed"
+            if gone
+            else f"is called {now.name!r}"
+        )
+    if now.dtype != before.dtype:
+        found.append(f"is {now.dtype} and was {before.dtype}")
+    if now.shape != before.shape:
+        found.append(f"has the shape {list(now.shape)} and had {list(before.shape)}")
+    if now.cut != before.cut:
+        found.append(f"is stepped as {now.stored_name} here and was as {before.stored_name}")
+    if now.group != before.group:
+        found.append(f"is in parameter group {now.group} and was in {before.group}")
+    elif now.arrays != before.arrays and now.dtype == before.dtype:
+        found.append(
+            f"would keep the state {list(now.arrays)} with the settings of its group (momentum, "
+            f"amsgrad, ...), and kept {list(before.arrays)}"
+        )
+    return MismatchError(
+        f"parameter {before.name!r} has changed since the optimizer was made: it "
+        f"{', and '.join(found)}. Its state on the drive cannot follow that in the middle of a "
+        "run, and nothing was written. Undo the change; or change the model first, and construct "
+        "the optimizer after that"
+    )

@@ -29,6 +29,7 @@ class TensorImage:
         marks: Points in the streams of the devices; None for the end of the work that is queued so
             far on the calling thread's current streams.
         traffic: Counter of the bytes that cross.
+        names: Names of the tensors, for messages.
     """
 
     def __init__(
@@ -36,8 +37,11 @@ class TensorImage:
         tensors: Sequence[torch.Tensor],
         marks: Marks | None = None,
         traffic: Traffic | None = None,
+        *,
+        names: Sequence[str],
     ) -> None:
         self._tensors = [t for t in tensors if t.numel()]
+        self._names = [n for n, t in zip(names, tensors, strict=True) if t.numel()]
         ends = list(accumulate((t.numel() * t.element_size() for t in self._tensors), initial=0))
         self._starts, self._stops = ends[:-1], ends[1:]
         self._staged: dict[int, torch.Tensor] = {}
@@ -62,9 +66,14 @@ class TensorImage:
             out: Host memory of as many bytes, dtype uint8.
             on_one_thread: Whether host memory is copied on the calling thread alone; see
                 `copy_on_one_thread`.
+
+        Raises:
+            RuntimeError: The memory of a tensor was freed or moved meanwhile; names the tensor.
         """
         fetched: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        places: dict[int, int] = {}
         for index, first, last, at in self._overlaps(start, stop):
+            places[index] = self._place(index)
             flat, into = self._flat(index), out[at : at + last - first]
             if is_on_device(flat):
                 fetched.setdefault(flat.device, []).append((flat[first:last], into))
@@ -76,6 +85,9 @@ class TensorImage:
                 self._staged.pop(index, None)
         if fetched:
             self._fetch(fetched)
+        for index, place in places.items():
+            if self._place(index) != place:
+                raise self._moved(index)
 
     def scatter(
         self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool = False
@@ -135,6 +147,22 @@ class TensorImage:
             if first < last:
                 yield index, first - begin, last - begin, first - start
             index += 1
+
+    def _place(self, index: int) -> int:
+        """Return the address of a tensor, whose storage must still have all of its elements."""
+        tensor = self._tensors[index]
+        steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        last = tensor.storage_offset() + steps
+        if tensor.untyped_storage().nbytes() < (last + 1) * tensor.itemsize:
+            raise self._moved(index)
+        return tensor.data_ptr()
+
+    def _moved(self, index: int) -> RuntimeError:
+        return RuntimeError(
+            f"the memory of {self._names[index]!r} was freed or moved while it was being copied "
+            "into the checkpoint. Call .result() on the handle before resizing storages or sharing "
+            "memory"
+        )
 
     def _flat(self, index: int) -> torch.Tensor:
         tensor = self._tensors[index].detach()

@@ -29,6 +29,8 @@ CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint | Checkpoi
 class CheckpointingOptimizer(StoreOwner):
     """A torch optimizer whose state becomes checkpoints of its store."""
 
+    upload_sealed: bool
+
     def checkpoint(
         self, train_state: Any = None, *, metrics: Mapping[str, SupportsFloat] | None = None
     ) -> SealHandle:
@@ -81,7 +83,7 @@ class CheckpointingOptimizer(StoreOwner):
                 engine.fail_checkpoint(error)
                 raise
             handle = engine.checkpoint(self.param_groups, train_state, checked)
-        if self._uploads is not None:
+        if self._uploads is not None and self.upload_sealed:
             handle.when_sealed(self._uploads.offer)
         return handle
 
@@ -292,7 +294,7 @@ class CheckpointingOptimizer(StoreOwner):
 def _which(checkpoint: CheckpointName | None) -> int | str | None:
     if isinstance(checkpoint, Checkpoint | CheckpointInfo):
         return checkpoint.path
-    return checkpoint if isinstance(checkpoint, int | None) else os.fspath(checkpoint)
+    return checkpoint if isinstance(checkpoint, int | None) else os.fsdecode(checkpoint)
 
 
 def _require_generation(engine: Engine, checkpoint: CheckpointName | None) -> None:

@@ -29,6 +29,7 @@ from offload.exchange.torch_dicts import (
     StateOnStorage,
     number_parameters,
 )
+from offload.format._manifest_fields import encode_group, without_numpy
 from offload.model.parameters import check_given_once, check_iterable, describe_parameters
 from offload.model.process_groups import ProcessGroup, are_several
 from offload.optimizer.checkpointing import CheckpointingOptimizer
@@ -106,6 +107,12 @@ class OffloadedOptimizer(CheckpointingOptimizer):
 
     ``get_optimizer_state_dict`` of torch takes no other form. The integrations set this to True for
     libraries that save FSDP2 models with it. `load_state_dict` takes both forms in any case."""
+
+    upload_sealed: bool = True
+    """Whether `checkpoint` begins the upload to the tier of the options, if they name one.
+
+    The integrations set this to False while they seal a state whose train state is not complete.
+    Another `checkpoint` of the same step begins the upload then."""
 
     def __init__(
         self,
@@ -290,12 +297,16 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             MismatchError: A parameter is given twice; nothing has changed.
             UnsupportedParameterError: A parameter is not supported, as in the constructor; nothing
                 has changed.
+            TypeError: No checkpoint can hold a value in the group; nothing has changed.
             gds.StorageError: There is no room for the larger state; nothing has changed.
         """
         super().add_param_group(param_group)
-        if self._engine is None:
-            return  # torch's constructor adds the first groups by this method
+        group = self.param_groups[-1]
         try:
+            group.update({k: without_numpy(v) for k, v in group.items() if k != "params"})
+            encode_group(len(self.param_groups) - 1, group)
+            if self._engine is None:
+                return  # torch's constructor adds the first groups by this method
             with neutral():
                 check_given_once(self.param_groups, {})
                 self._engine.add_parameters(self.param_groups)

@@ -13,7 +13,7 @@ from offload.errors import OffloadError
 from offload.model.new_values import NoValues, Values
 from offload.overlap.value_carrier import ValueCarrier
 from offload.stream.meter import Meter
-from offload.update.rules import Scalars
+from offload.update.kept_state import Scalars
 
 
 class RunningPass:
@@ -36,6 +36,8 @@ class RunningPass:
         meter: Meter that counts the seconds that other threads wait.
         values: What brings new values to other ranks, and theirs to this one; None if there is
             nothing to bring.
+        updated: Function that is called on the pass's thread with each updated chunk, before other
+            threads may use its parameters.
     """
 
     def __init__(
@@ -45,7 +47,10 @@ class RunningPass:
         failed: Callable[[StatePass, BaseException], BaseException],
         meter: Meter,
         values: Values | None = None,
+        *,
+        updated: Callable[[int], object] | None = None,
     ) -> None:
+        self._call_updated = updated
         self.state_pass = state_pass
         self._values = NoValues() if values is None else values
         self._carrier: ValueCarrier | None = None
@@ -224,6 +229,8 @@ class RunningPass:
     def _updated(self, chunk: int) -> None:
         if self._carrier is not None:
             self._carrier.updated(chunk)
+        if self._call_updated is not None:
+            self._call_updated(chunk)
         with self._changed:
             self._num_updated += 1
             self._changed.notify_all()

@@ -25,7 +25,14 @@ from torch.utils.hooks import RemovableHandle
 from offload.ambient import neutral
 from offload.engine.chunk_pass import StatePass
 from offload.engine.seal import SealHandle
-from offload.engine.state_passes import begin_pass, pass_ended, pass_failed, step_chunks
+from offload.engine.state_passes import (
+    advance,
+    advanced,
+    begin_pass,
+    pass_ended,
+    pass_failed,
+    step_chunks,
+)
 from offload.engine.strategy import Metrics, take_step
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OverlapError
@@ -37,7 +44,7 @@ from offload.overlap.autograd_context import backward_id
 from offload.overlap.background_pass import RunningPass
 from offload.overlap.backward_hooks import BackwardHooks, TakeGradient
 from offload.overlap.gradient_schedule import GradientSchedule
-from offload.update.rules import Scalars
+from offload.update.kept_state import Scalars
 
 
 class DuringBackward:
@@ -139,9 +146,11 @@ class DuringBackward:
             for number, found in enumerate(self._state.table.gradients(groups)):
                 if found is not None and number not in self._taken:
                     self._take(schedule, number, found)  # the gradient did not come from backward()
+            changes = advanced(self._state, groups)
             schedule.complete()
             self._finish()
             self._step_others(groups)
+            advance(groups, changes)
             self._state.meter.steps += 1
             self._state.num_steps += 1
         self._hook_parameters(groups)

@@ -18,7 +18,14 @@ import torch
 
 from offload.engine.chunk_pass import StatePass
 from offload.engine.seal import Captured, SealHandle, capture
-from offload.engine.state_passes import begin_pass, begin_values, pass_ended, pass_failed
+from offload.engine.state_passes import (
+    advance,
+    advanced,
+    begin_pass,
+    begin_values,
+    pass_ended,
+    pass_failed,
+)
 from offload.engine.strategy import Metrics
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OffloadError, SealError, reason_of
@@ -28,7 +35,6 @@ from offload.overlap.compiling import compile_lock
 from offload.overlap.forward_hooks import ForwardHooks
 from offload.overlap.own_gradients import copy_shared_gradients
 from offload.store.state_store import StateSlot
-from offload.update.rules import Scalars
 
 
 class BesideForward:
@@ -49,7 +55,9 @@ class BesideForward:
         """Error of a checkpoint that the pass's thread made; the next `raise_pending` raises it."""
         self._hooks = ForwardHooks(model)
         self._versions: dict[str, int] = {}
-        """Versions of the parameters at the end of the last step, by name; see `Captured`."""
+        """Versions of the parameters that the step has changed so far, by name; see `Captured`."""
+        self._in_chunk: dict[int, list[int]] = {}
+        """Numbers of the parameters in each chunk of the step."""
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:  # noqa: ARG002
         """Put hooks on the model."""
@@ -99,7 +107,9 @@ class BesideForward:
                 self.laid_out()
             with state.refusing_step():
                 gradients = table.gradients(groups)
+            changes = advanced(state, groups)
             if not table.has_gradient(groups):
+                advance(groups, changes)
                 state.num_steps += 1
                 return
             with state.refusing_step():
@@ -109,8 +119,17 @@ class BesideForward:
                 num_copied = copy_shared_gradients(gradients)
             state_pass = begin_pass(state, groups, gradients)
             values = begin_values(state, groups, state_pass)
+            self._versions, self._in_chunk = {}, {}
+            for number in range(len(table.trainables)):
+                for chunk in state.layout.chunks_of(number):
+                    self._in_chunk.setdefault(chunk, []).append(number)
             running = RunningPass(
-                state_pass, self._pass_ended, self._pass_failed, state.meter, values
+                state_pass,
+                partial(pass_ended, state),
+                self._pass_failed,
+                state.meter,
+                values,
+                updated=self._note_versions,
             )
             try:
                 self._move(gradients, num_copied)
@@ -121,6 +140,7 @@ class BesideForward:
                 self._running = running  # set first: beginning may be interrupted
                 must_wait += self._hooks.begin(running)
                 running.start()
+                advance(groups, changes)
             except BaseException as error:
                 if running.cancel():
                     self._running = None
@@ -205,10 +225,11 @@ class BesideForward:
             self._running.join()
         self._hooks.remove()
 
-    def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
-        pass_ended(self._state, state_pass, scalars)
-        # This comes before any thread that waits for the pass can edit a parameter.
-        self._versions = {t.spec.name: t.memory._version for t in self._state.table.trainables}
+    def _note_versions(self, chunk: int) -> None:
+        """Note the versions of a chunk's parameters before any thread can edit them."""
+        for number in self._in_chunk[chunk]:
+            trainable = self._state.table.trainables[number]
+            self._versions[trainable.spec.name] = trainable.memory._version
 
     def _pass_failed(self, state_pass: StatePass, error: BaseException) -> BaseException:
         self._state.ranks.failed(error)
@@ -294,10 +315,16 @@ class BesideForward:
             except SealError as error:
                 self._late_error = error  # of the previous checkpoint; this one can still be made
             manifest = replace(captured.manifest, scalars=tuple(self._state.table.scalars))
+            # A parameter may have been edited before the checkpoint was asked for, or changed by
+            # the step after that, but not in the other order: an edit waits for the step.
+            versions = {
+                name: max(version, self._versions.get(name, version))
+                for name, version in captured.versions.items()
+            }
             captured = replace(
                 captured,
                 composition=captured.composition._replace(manifest=manifest),
-                versions={**captured.versions, **self._versions},
+                versions=versions,
             )
             self._state.begin_seal(slot, captured)
         except BaseException as error:  # noqa: BLE001  (the handle passes it to the caller)

@@ -60,8 +60,8 @@ class PlacementChooser:
                 on one device with kernels.
             UnsupportedOptimizerError: ``placement="device"`` is set, and the step is not possible
                 on a device.
-            gds.RefusedError: ``placement="device"`` is set, and no kernel can be compiled for the
-                device; names the remedy.
+            gds.errors.RefusedError: ``placement="device"`` is set, and no kernel can be compiled
+                for the device; names the remedy.
         """
         placement = self._options.placement
         if placement == "host" or not trainables:

@@ -117,7 +117,7 @@ def measured_drives(path: str | os.PathLike[str]) -> MeasuredDrives:
     Raises:
         SizingError: The file cannot be read, or is not such an output.
     """
-    path = os.fspath(path)
+    path = os.fsdecode(path)
     content = read_regular(path, _MAX_BENCH_BYTES)
     try:
         best = _best_results(parse_json(content, max_values=_MAX_BENCH_VALUES))

@@ -111,7 +111,7 @@ def model_size(
             number * precision.memory_state_bytes,
             None,
         )
-    path = os.fspath(model)  # type: ignore[arg-type]  # a number has been returned
+    path = os.fsdecode(model)  # type: ignore[arg-type]  # a number has been returned
     if not os.path.exists(path):
         raise SizingError(
             f"{shown_path(path)}: neither a number of parameters, such as 7B or 6.7e9, nor a file "

@@ -36,9 +36,13 @@ DTYPES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F
 """safetensors code of each dtype of parameters, by torch's name."""
 
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+"""Other names of dtypes that people use."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Dtypes and optimizer of a training run.
+    """Dtypes and optimizer of a training run, in capital or small letters; also ``bf16``.
 
     Raises:
         SizingError: A value is not known. The message names those that are.
@@ -58,7 +62,7 @@ class Precision:
     those of the parameter's dtype. With this library, gradients have the parameter's dtype."""
 
     def __post_init__(self) -> None:
-        """Check the names."""
+        """Check the names, and complete the short ones."""
         for name, value, known in (
             ("optimizer", self.optimizer, OPTIMIZERS),
             ("dtype", self.dtype, DTYPES),
@@ -66,6 +70,10 @@ class Precision:
             ("state_dtype", self.state_dtype, ("float32", "bfloat16", "int8")),
             ("gradient_bytes", self.gradient_bytes, (0, 2, 4)),
         ):
+            if isinstance(value, str):
+                spelled = {str(one).lower(): one for one in known}
+                value = spelled.get(_SHORT.get(value.lower(), value.lower()), value)
+                object.__setattr__(self, name, value)
             if value not in tuple(known):  # a dictionary would raise for a list
                 listed = ", ".join(map(str, known))
                 raise FieldError(Field(name), f" is {shown(value)}, known are {listed}")

@@ -40,7 +40,7 @@ class DeviceFrames:
         would take up to a page more each.
 
         Raises:
-            gds.RefusedError: The backend cannot allocate device memory.
+            gds.errors.RefusedError: The backend cannot allocate device memory.
             gds.errors.DeviceMemoryError: The device has no memory left. Nothing is allocated.
         """
         total = _slab_bytes(sizes)

@@ -6,9 +6,9 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,17 +26,23 @@ from offload.stream.tuning import MIN_STATE_BYTES, apply_calibration, find_calib
 _MAX_SUM = 64
 """Maximal sum of measured shares. Finer shares would be more exact than the measurement."""
 
-Directory: TypeAlias = str | os.PathLike[str]
+Directory: TypeAlias = str | bytes | os.PathLike[str]
 
 
 def as_directories(directory: Directory | Sequence[Directory]) -> tuple[str, ...]:
     """Return the absolute paths that a ``directory=`` argument names, in its order.
 
     Raises:
+        TypeError: A value is not a path.
         ValueError: The list is empty or too long, or names the same directory twice.
     """
-    given = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
-    paths = tuple(os.path.abspath(os.fspath(path)) for path in given)
+    given: Any = directory
+    is_one = isinstance(given, str | bytes | os.PathLike) or not isinstance(given, Iterable)
+    given = [given] if is_one else [*given]
+    for path in given:
+        if not isinstance(path, str | bytes | os.PathLike):
+            raise TypeError(f"directory must be a path, or a list of paths, got {path!r:.60}")
+    paths = tuple(os.path.abspath(os.fsdecode(path)) for path in given)
     if not paths:
         raise ValueError("directory must be a path, or a list of at least one")
     if len(paths) > MAX_DIRECTORIES:
@@ -67,8 +73,8 @@ class Drives:
 
     Raises:
         ValueError: The number of shares in `options` is not the number of directories.
-        gds.RefusedError: The options place state on a device, and a library or the driver for that
-            is missing.
+        gds.errors.RefusedError: The options place state on a device, and a library or the driver
+            for that is missing.
     """
 
     def __init__(
@@ -187,8 +193,8 @@ def new_backend(options: Options, device: torch.device | None) -> Backend:
         device: Device of the parameters at present; None for host memory.
 
     Raises:
-        gds.RefusedError: State must be on a device (``placement="device"``), and a library or the
-            driver is missing; names the remedy.
+        gds.errors.RefusedError: State must be on a device (``placement="device"``), and a library
+            or the driver is missing; names the remedy.
     """
     if options.placement == "device" or (options.placement == "auto" and _may_hold_state(device)):
         from gds.kvikio import KvikioBackend  # needs a driver and libraries that few machines have

@@ -67,7 +67,7 @@ def resident_frames(options: Options, backend: Backend) -> HostFrames:
     """
     if options.memory_directory is None:
         return HostFrames(backend)
-    return MappedFrames(backend, require_memory(os.fspath(options.memory_directory.path)))
+    return MappedFrames(backend, require_memory(os.fsdecode(options.memory_directory.path)))
 
 
 def host_memory_bytes(options: Options) -> int:
@@ -81,7 +81,7 @@ def host_memory_bytes(options: Options) -> int:
         return options.host_memory_bytes
     if named.size_bytes is not None:
         return named.size_bytes
-    free = require_memory(os.fspath(named.path)).free_bytes or 0
+    free = require_memory(os.fsdecode(named.path)).free_bytes or 0
     return free - free // 64
 
 
@@ -101,7 +101,7 @@ def require_host_memory(options: Options, num_ranks: int) -> None:
     named = options.memory_directory
     if named is None:
         return
-    found = require_memory(os.fspath(named.path))
+    found = require_memory(os.fsdecode(named.path))
     size_bytes, whole_bytes = named.size_bytes, found.size_bytes
     if size_bytes is None:
         why = ""

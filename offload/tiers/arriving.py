@@ -17,7 +17,14 @@ from functools import partial
 from gds import Backend
 from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.errors import DamagedError, OffloadError, TierError, reason_of
+from offload.errors import (
+    DamagedError,
+    OffloadError,
+    StorageError,
+    StoreError,
+    TierError,
+    reason_of,
+)
 from offload.format.manifest import Manifest
 from offload.store.arrivals import Arrivals
 from offload.store.opening import StoredCheckpoint
@@ -133,7 +140,8 @@ class Incoming:
         except BaseException as error:  # noqa: BLE001  (raised by those who wait)
             if isinstance(error, DamagedError):
                 note_damaged(store.directory, parse_address(self.url).url, self.url, str(error))
-            found = error if isinstance(error, OffloadError) else self._failure(error)
+            own = isinstance(error, StoreError) or not isinstance(error, StorageError)
+            found = error if own and isinstance(error, OffloadError) else self._failure(error)
             if found is not error:
                 found.__cause__ = error
             self._download.end()

@@ -128,12 +128,12 @@ def pull(
         marker = copy.marker
         if marker is None:
             raise StoreError(errno.EINVAL, copy.reason, copy.url)
-        others = [(storage, os.path.abspath(os.fspath(part))) for part in parts]
+        others = [(storage, os.path.abspath(os.fsdecode(part))) for part in parts]
         store = resources.enter_context(
             closing(
                 Store(
                     storage,
-                    os.fspath(directory),
+                    os.fsdecode(directory),
                     others,
                     keep=_KeepAll(),
                     train_state_bytes=marker.sizes[TRAIN_STATE_NAME],

@@ -12,8 +12,9 @@ ring.
 from offload.update.coding.decoder import StateDecoder
 from offload.update.coding.filler import StateFiller
 from offload.update.dtypes import DTYPE_CODES, DTYPES
+from offload.update.kept_state import Scalars
 from offload.update.pool import UpdatePool
-from offload.update.rules import Scalars, UpdateRule
+from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
 from offload.update.updaters import device_updater, host_updater
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from offload.update.kept_state import Scalars, write_scalars
 from offload.update.pool import BlockContext
-from offload.update.rules import FUSED_MULTIPLE, Scalars, write_scalars
+from offload.update.rules import FUSED_MULTIPLE
 
 
 def step_fused(
@@ -36,8 +37,7 @@ def step_fused(
     rest = length % FUSED_MULTIPLE
     if not rest and _is_plain(parameter) and _is_plain(gradient):
         state = {**views, **write_scalars(scalars)}
-        context.stepper.apply(parameter, gradient, state, group)
-        return state
+        return context.stepper.apply(parameter, gradient, state, group)
 
     def padded(name: str, values: torch.Tensor) -> torch.Tensor:
         """Return a copy of values that is a multiple of a vector long, with zeros at the end."""

@@ -15,7 +15,8 @@ from offload.errors import CheckpointError, UnsupportedOptimizerError
 from offload.format._manifest_fields import TENSOR_KINDS
 from offload.format.manifest import Manifest
 from offload.format.strict_json import short
-from offload.update.rules import Rule, UpdateRule
+from offload.update.kept_state import Rule
+from offload.update.rules import UpdateRule
 
 _REMEDY = "Return to an older checkpoint: restore(<step>, discard_newer=True)."
 

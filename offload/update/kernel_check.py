@@ -19,11 +19,12 @@ from offload.ambient import in_neutral
 from offload.format.arrays import MASTER, MASTER_LOW, MasterFormat, StateDtype, StateFormat
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.update.dtypes import DTYPE_CODES, DTYPES
+from offload.update.kept_state import Scalars
 from offload.update.kernel import UpdateKernel, find_library, torchs_root
 from offload.update.kernel.forms import MOMENTS
 from offload.update.kernel.loading import TURNED_OFF, Library
 from offload.update.pool import UpdatePool
-from offload.update.rules import Scalars, UpdateRule
+from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
 from offload.update.updaters import host_updater
 

@@ -2,29 +2,44 @@
 
 A probe runs the class on a small tensor, once whole and once in pieces (see `probe`). If both give
 the same bits, the rule may run chunk by chunk, and the tensors that the class kept are its state
-arrays. Nothing is known about any particular optimizer, except why some are refused.
+arrays. A class that is not torch's own is then tried beside itself, used as its author uses it (see
+`trial`). Nothing is known about any particular optimizer, except why some are refused.
 """
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.ambient import in_neutral
 from offload.errors import UnsupportedOptimizerError
-from offload.format.arrays import MASTER, MASTER_LOW, is_array_name
+from offload.format._manifest_fields import without_numpy
+from offload.update.kept_state import Rule, describe, read_scalars, write_scalars
 from offload.update.probe import QUICK, THOROUGH, same_arrays, same_values
-from offload.update.stepper import Stepper
+from offload.update.stepper import NOT_OPTIONS, Stepper, first_options
+from offload.update.trial import TrialError, Tried, try_class
+from offload.update.trial_inputs import NUM_STEPS, randomness_kept
 
 _REFUSED = {
     "Adafactor": "its second moment is factored over rows and columns of whole matrices",
     "Muon": "it orthogonalises whole matrices",
     "LBFGS": "its update needs inner products over all parameters and re-evaluates the loss",
     "SparseAdam": "it updates only the rows that a sparse gradient names",
+}
+
+_REFUSED_FLAGS = {
+    "capturable": "a step that reads files cannot be captured in a CUDA graph",
+    "differentiable": "autograd cannot follow a step whose state is on disk",
+    "fused": (
+        "torch's fused CPU kernels round differently depending on where a tensor is cut, so "
+        "results would depend on the chunk size"
+    ),
 }
 
 FUSED_MULTIPLE = 16
@@ -37,36 +52,15 @@ _CHANGED_BY_SCHEDULES = {"lr", "momentum", "betas", "weight_decay"}
 
 _MAX_RULES = 64
 
+_WARNED_OF: set[str] = set()
+"""Classes that this process has warned of."""
+
 _PLACE = (
     "it uses a function of torch whose last bits depend on where an element lies in a tensor "
     "(pow, sigmoid, softplus, gelu, exp2, sinh, cosh and others, on most processors). exp, log, "
     "tanh, sqrt and erf do not: x.pow(a) can be written as (x.log() * a).exp(), and x.sigmoid() as "
     "1 / (1 + (-x).exp())."
 )
-
-ScalarValue = tuple[str, str, float | int]
-"""Name, kind (``f32`` or ``f64`` for a 0-d tensor, ``float`` or ``int`` for a number) and value."""
-
-Scalars = tuple[ScalarValue, ...]
-"""Scalar state of one parameter, such as its ``step``; hashable, so that parameters with equal
-state can be grouped."""
-
-_TENSOR_KINDS = {torch.float32: "f32", torch.float64: "f64"}
-_KIND_DTYPES = {kind: dtype for dtype, kind in _TENSOR_KINDS.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """State that the optimizer keeps with the hyper-parameters of one parameter group."""
-
-    arrays: tuple[str, ...]
-    """State arrays by torch's names, with one FP32 value per element; without masters."""
-
-    scalars: tuple[str, ...]
-    """Names of state with one value per parameter."""
-
-    kinds: tuple[str, ...]
-    """Kind of each of `scalars`, as in `ScalarValue`."""
 
 
 class UpdateRule:
@@ -99,7 +93,7 @@ class UpdateRule:
             )
         self.optimizer_class = optimizer_class
         self.class_name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
-        self._hyper = dict(hyper)
+        self._hyper = {key: without_numpy(value) for key, value in hyper.items()}
         self._allow_fused = allow_fused
         for cls in optimizer_class.__mro__:
             if cls.__module__.startswith("torch.optim") and cls.__name__ in _REFUSED:
@@ -109,17 +103,36 @@ class UpdateRule:
                     "(AdamW, Adam, SGD, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta, "
                     "Rprop, ASGD), or keep this one in memory for the parameters that need it."
                 )
+        if optimizer_class.zero_grad is not torch.optim.Optimizer.zero_grad:
+            raise UnsupportedOptimizerError(
+                f"{optimizer_class.__name__} cannot be offloaded: it has a zero_grad() of its own, "
+                "which is not called here"
+            )
         # An instance must exist before the step function is unwrapped. Constructing the first
         # instance wraps the function for hooks; unwrapping earlier would strip no_grad instead.
         placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
-        instance = optimizer_class([placeholder], **self._hyper)
-        self.defaults: dict[str, Any] = dict(instance.defaults)
+        try:
+            instance = optimizer_class([placeholder], **self._hyper)
+        except (TypeError, ValueError):
+            raise  # in the words of the class
+        except Exception as error:
+            raise UnsupportedOptimizerError(
+                f"{optimizer_class.__name__} cannot be offloaded: its constructor failed on a "
+                f"plain list of one parameter ({type(error).__name__}: {error})"
+            ) from error
+        self.defaults: dict[str, Any] = {
+            key: without_numpy(value) for key, value in instance.defaults.items()
+        }
         step = optimizer_class.step
         self._step: Callable[[torch.optim.Optimizer], Any] = (
             step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
         )
-        self._is_torchs = getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
+        self.is_torchs = getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
+        """Whether the class is one of torch's own, with all of whose settings tests compare it."""
         self._rules: dict[tuple[tuple[str, object], ...], Rule] = {}
+        self._changed: set[str] = set()
+        """Hyper-parameters that the class itself changes, of all rules found so far."""
+        self._advancing: Stepper | None = None
 
     def rule(self, group: Mapping[str, Any]) -> Rule:
         """Return the rule of a parameter group, probing the class once per kind of group.
@@ -135,14 +148,68 @@ class UpdateRule:
         if self._allow_fused:
             group = {**group, "fused": None}  # the fused step keeps the same state
         _refuse_flags(group)
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        key = tuple((k, self._key(k, v)) for k, v in sorted(options.items()))
-        if key not in self._rules:
-            rule = self._probe(options)
+        if not (self.is_torchs or self._rules):
+            # A group of a run that goes on has a count of steps: what the class changes is not an
+            # option of the run, and is known from groups that have taken no step.
+            self._find(self.defaults)
+        return self._find(group)
+
+    def _find(self, group: Mapping[str, Any]) -> Rule:
+        options = self.pristine(group)
+        found = self._rules.get(self._key_of(options))
+        if found is None:
+            found = self._probe(options)
+            self._changed |= found.changes
             if len(self._rules) >= _MAX_RULES:
                 self._rules.clear()
-            self._rules[key] = rule
-        return self._rules[key]
+            self._rules[self._key_of(self.pristine(options))] = found
+        return found
+
+    def pristine(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group's hyper-parameters as before its first step."""
+        options = {k: v for k, v in group.items() if k not in NOT_OPTIONS}
+        return first_options(options, self.defaults, self._changed)
+
+    def advance(self, group: Mapping[str, Any], *, has_gradient: bool = True) -> dict[str, Any]:
+        """Return the hyper-parameters that the class itself changes in a step, after the step.
+
+        `StepKeys` checks that each block changes its group in the same way.
+
+        Args:
+            group: Hyper-parameters before the step.
+            has_gradient: Whether any parameter of the group has a gradient.
+        """
+        if self.is_torchs or not self.rule(group).changes:
+            return {}
+        if self._advancing is None:
+            self._advancing = self.stepper()
+        options = {k: v for k, v in group.items() if k not in NOT_OPTIONS}
+        return self._advancing.advance(options, self.pristine(group), has_gradient=has_gradient)
+
+    def without_flags(
+        self, groups: Sequence[Mapping[str, Any]], origin: str = ""
+    ) -> list[dict[str, Any]]:
+        """Return the groups of another run without the flags that this optimizer refuses.
+
+        The flags say how that run computed its steps, on its device; the state is the same. The
+        optimizer's own values take their place, and the log says so.
+
+        Args:
+            groups: Parameter groups of a state dict or checkpoint.
+            origin: Origin of the groups, for the log; nothing is logged if it is empty.
+        """
+        usable = [dict(group) for group in groups]
+        for flag, reason in _REFUSED_FLAGS.items():
+            if flag == "fused" and self._allow_fused:
+                continue
+            found = [group for group in usable if group.get(flag)]
+            for group in found:
+                group[flag] = self.defaults.get(flag)
+            if found and origin:
+                logging.getLogger("offload").info(
+                    "%s: %s=True is left out: %s", origin, flag, reason
+                )
+        return usable
 
     def fused(self, group: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return a group's hyper-parameters for torch's fused kernel; None if it has no kernel.
@@ -162,24 +229,53 @@ class UpdateRule:
         Most classes create no state then.
         """
         parameter = torch.zeros(1, dtype=torch.float32, device="cpu")
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        options = {k: v for k, v in group.items() if k not in NOT_OPTIONS}
         instance = self.optimizer_class([{**options, "params": [parameter]}], **self._hyper)
         return dict(instance.state[parameter]) if parameter in instance.state else {}
 
     def stepper(self) -> Stepper:
         """Return a new stepper. Each thread needs its own."""
-        return Stepper(self.optimizer_class, self._hyper, self._step)
+        return Stepper(self.optimizer_class, self._hyper, self._step, keeps_groups=self.is_torchs)
+
+    def _key_of(self, options: Mapping[str, Any]) -> tuple[tuple[str, object], ...]:
+        return tuple((k, self._key(k, v)) for k, v in sorted(options.items()))
 
     def _key(self, name: str, value: object) -> object:
-        exact = not self._is_torchs and name not in _CHANGED_BY_SCHEDULES
+        exact = not self.is_torchs and name not in _CHANGED_BY_SCHEDULES
         return repr(value) if exact and _is_plain(value) else _truth(value)
 
     @in_neutral
     def _probe(self, group: Mapping[str, Any]) -> Rule:
+        if self.is_torchs:
+            return self._probe_alone(group)
+        with randomness_kept():
+            rule = self._probe_alone(group)
+            try:
+                tried = Tried(self.optimizer_class, self._hyper, self._step, group)
+                rule = try_class(tried, rule, self.stepper)
+            except TrialError as error:
+                name = self.optimizer_class.__name__
+                raise UnsupportedOptimizerError(f"{name} cannot be offloaded: {error}") from error
+        self._warn_untested()
+        return rule
+
+    def _warn_untested(self) -> None:
+        if self.class_name in _WARNED_OF:
+            return
+        _WARNED_OF.add(self.class_name)
+        warnings.warn(
+            f"{self.optimizer_class.__name__} is not torch's own, and untested here. A trial of "
+            f"{NUM_STEPS} steps gave its bits; later steps, other shapes and sizes were not tried. "
+            "Compare a run with it in memory.",
+            UserWarning,
+            stacklevel=7,  # the constructor of the optimizer
+        )
+
+    def _probe_alone(self, group: Mapping[str, Any]) -> Rule:
         name = self.optimizer_class.__name__
         # torch's own classes add, multiply, divide and take square roots. Their results do not
         # depend on an element's place. A test puts all their configurations through the long probe.
-        probe = QUICK if self._is_torchs else THOROUGH
+        probe = QUICK if self.is_torchs else THOROUGH
 
         def run(
             parameters: Sequence[list[torch.Tensor]], gradients: Sequence[list[torch.Tensor]]
@@ -195,6 +291,11 @@ class UpdateRule:
             strided = probe.strided(run)
         except UnsupportedOptimizerError:
             raise
+        except KeyError as error:
+            raise UnsupportedOptimizerError(
+                f"{name} cannot be offloaded: its step looked for {error}, which is neither in the "
+                "state nor in the group that it left at the step before"
+            ) from error
         except Exception as error:
             raise UnsupportedOptimizerError(
                 f"{name} cannot be offloaded: its step failed on a plain FP32 tensor "
@@ -208,7 +309,7 @@ class UpdateRule:
                 "optimizer step hooks once per chunk. Derive it from torch.optim.Optimizer and "
                 "put the whole update into its own step()."
             )
-        rule = _describe(name, probe.shape, state)
+        rule = describe(name, probe.shape, state)
         scalars = read_scalars(state, rule)
         same = (
             same_values(stepped, in_pieces)
@@ -250,7 +351,7 @@ class UpdateRule:
         stepper = self.stepper()
         states = stepper.create_all(parameters[0], gradients[0], group)
         shape = parameters[0][0].shape
-        rule = _describe(self.optimizer_class.__name__, shape, states[0])
+        rule = describe(self.optimizer_class.__name__, shape, states[0])
         for tensors, given in zip(parameters[1:], gradients[1:], strict=True):
             # As in a real step, only state that the rule names survives from one step to the next.
             states = [
@@ -258,87 +359,12 @@ class UpdateRule:
                 | write_scalars(read_scalars(state, rule))
                 for state in states
             ]
-            stepper.apply_all(tensors, given, states, group)
+            states = stepper.apply_all(tensors, given, states, {**group, **stepper.options})
         return states
 
 
-def read_scalars(state: Mapping[str, Any], rule: Rule) -> Scalars:
-    """Return a parameter's scalar state, given the dictionary that torch's step left."""
-    values: list[ScalarValue] = []
-    for name in rule.scalars:
-        value = state[name]
-        plain = value.item() if isinstance(value, torch.Tensor) else value
-        values.append((name, _kind(value), plain))
-    return tuple(values)
-
-
-def write_scalars(scalars: Scalars) -> dict[str, Any]:
-    """Return scalar state as new objects, which torch's step may read and change."""
-    return {
-        name: torch.tensor(value, dtype=_KIND_DTYPES[kind], device="cpu")
-        if kind in _KIND_DTYPES
-        else value
-        for name, kind, value in scalars
-    }
-
-
-def kind_of_tensor(dtype: torch.dtype, default: str) -> str:
-    """Return the kind of a scalar tensor of this dtype; `default` if it is not a tensor's kind."""
-    return _TENSOR_KINDS.get(dtype, default) if default in _KIND_DTYPES else default
-
-
-def _describe(name: str, shape: torch.Size, state: Mapping[str, Any]) -> Rule:
-    arrays: list[str] = []
-    scalars: dict[str, str] = {}
-    for key, value in state.items():
-        is_tensor = isinstance(value, torch.Tensor)
-        if is_tensor and value.shape == shape and value.dtype == torch.float32:
-            arrays.append(key)
-        elif (is_tensor and value.dim() == 0 and value.dtype in _TENSOR_KINDS) or (
-            isinstance(value, int | float) and not isinstance(value, bool)
-        ):
-            scalars[key] = _kind(value)
-        elif value is not None:
-            kind = (
-                f"{value.dtype} tensor of shape {tuple(value.shape)}" if is_tensor else type(value)
-            )
-            raise UnsupportedOptimizerError(
-                f"{name} cannot be offloaded: it keeps {key!r} as a {kind} for a float32 parameter "
-                f"of shape {tuple(shape)}; only FP32 tensors of the parameter's own "
-                "shape and single numbers can be streamed."
-            )
-    for array in arrays:
-        if not is_array_name(array):
-            raise UnsupportedOptimizerError(
-                f"{name} cannot be offloaded: it keeps state called {array!r}, and a state array "
-                "names a file: use at most 64 letters, digits and underscores, and neither 'model' "
-                "nor 'train_state'"
-            )
-    for reserved in (MASTER, MASTER_LOW):
-        if reserved in arrays:
-            raise UnsupportedOptimizerError(
-                f"{name} cannot be offloaded: it keeps state of its own called {reserved!r}, the "
-                "name that this package gives to the FP32 copies of parameters."
-            )
-    return Rule(tuple(arrays), tuple(scalars), tuple(scalars.values()))
-
-
-def _kind(value: torch.Tensor | float) -> str:
-    if isinstance(value, torch.Tensor):
-        return _TENSOR_KINDS[value.dtype]
-    return "int" if isinstance(value, int) else "float"
-
-
 def _refuse_flags(group: Mapping[str, Any]) -> None:
-    reasons = {
-        "capturable": "a step that reads files cannot be captured in a CUDA graph",
-        "differentiable": "autograd cannot follow a step whose state is on disk",
-        "fused": (
-            "torch's fused CPU kernels round differently depending on where a tensor is cut, so "
-            "results would depend on the chunk size"
-        ),
-    }
-    for flag, reason in reasons.items():
+    for flag, reason in _REFUSED_FLAGS.items():
         if group.get(flag):
             raise UnsupportedOptimizerError(
                 f"{flag}=True is not supported: {reason}. Leave {flag} unset."
@@ -348,10 +374,10 @@ def _refuse_flags(group: Mapping[str, Any]) -> None:
 def _is_plain(value: object) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
-    return isinstance(value, bool | int | float | str | None)
+    return isinstance(value, bool | int | float | str | np.generic | None)
 
 
 def _truth(value: object) -> bool:
     # A tensor hyper-parameter (a learning rate) never decides which state exists. Reading the
     # truth of a device tensor would synchronise.
-    return bool(value) if isinstance(value, bool | int | float | str | None) else True
+    return bool(value) if isinstance(value, bool | int | float | str | np.generic | None) else True

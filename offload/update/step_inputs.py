@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offload.format.layout import Layout
-from offload.update.rules import Scalars
+from offload.update.kept_state import Scalars
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.device.boundary import is_on_device, to_host
+from offload.errors import UnsupportedOptimizerError
+from offload.format._manifest_fields import without_numpy
 from offload.update.fused_step import step_fused
+from offload.update.kept_state import Scalars, read_scalars, unknown_state, write_scalars
 from offload.update.pool import BlockContext, UpdatePool
-from offload.update.rules import Scalars, UpdateRule, read_scalars, write_scalars
+from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
+from offload.update.stepper import NOT_OPTIONS, changes, differing, same_value
 
 
 class Key(NamedTuple):
@@ -57,7 +61,7 @@ class StepKeys:
     ) -> None:
         # Copied by value: a scheduler may change a tensor in place while the step is in progress.
         self.groups: list[dict[str, Any]] = [
-            {k: _by_value(v) for k, v in g.items() if k not in ("params", "param_names")}
+            {k: _by_value(without_numpy(v)) for k, v in g.items() if k not in NOT_OPTIONS}
             for g in inputs.groups
         ]
         """Hyper-parameters of each group."""
@@ -65,6 +69,8 @@ class StepKeys:
         """State that torch keeps for each group."""
         self.of = _keys(inputs)
         """Key of each parameter. Neighbours that have equal keys share one object."""
+        self._rule = rule
+        self._changes = [rule.advance(group) for group in self.groups]
         self._fused = [rule.fused(group) if may_fuse else None for group in self.groups]
         self._pool = pool
         self._before = list(inputs.scalars)
@@ -93,22 +99,44 @@ class StepKeys:
         """
         group, fused = self.groups[key.group], self._fused[key.group]
         # A new object for every block: otherwise torch's step would find the last block's .grad.
-        parameter = parameter.view(-1)
+        stepped = parameter.view(-1)
         if key.scalars is None:
-            state = context.stepper.create(parameter, gradient, group)
+            state = context.stepper.create(stepped, gradient, group)
         elif fused is not None:
-            state = step_fused(context, parameter, gradient, views, key.scalars, fused)
+            state = step_fused(context, stepped, gradient, views, key.scalars, fused)
         else:
             state = {**views, **write_scalars(key.scalars)}
-            context.stepper.apply(parameter, gradient, state, group)
+            state = context.stepper.apply(stepped, gradient, state, group)
+        if stepped.data_ptr() != parameter.data_ptr():  # the class has set .data
+            parameter.copy_(stepped)
         for name, view in views.items():
             value = state.get(name)
             if value is None:
                 view.zero_()
             elif value is not view:
                 view.copy_(value)
+        if not self._rule.is_torchs:
+            self._require_as_tried(context, key, state)
         if key not in self._after:  # every block of a key ends with the same scalars
             self._after[key] = read_scalars(state, self.rules[key.group])
+
+    def _require_as_tried(self, context: BlockContext, key: Key, state: Mapping[str, Any]) -> None:
+        """Check that a block of a class of the user was stepped as all other blocks are.
+
+        Raises:
+            UnsupportedOptimizerError: The class does something that its trial did not show.
+        """
+        rule, group = self.rules[key.group], self.groups[key.group]
+        why = unknown_state(state, rule)
+        why = why or differing(changes(group, context.stepper.options), self._changes[key.group])
+        if not why and key in self._after:
+            is_same = same_value(read_scalars(state, rule), self._after[key])
+            why = "" if is_same else "chunks of a parameter leave different numbers in its state"
+        if why:
+            raise UnsupportedOptimizerError(
+                f"{self._rule.optimizer_class.__name__} cannot be offloaded: {why}. Its trial at "
+                "construction did not show this. Keep this optimizer in memory"
+            )
 
     def scalars_after(self, key: Key) -> Scalars:
         """Return the scalar state of a key after the step.

@@ -28,7 +28,7 @@ import torch
 
 from offload.format.digests import Digests
 from offload.format.layout import Layout
-from offload.update.rules import Scalars
+from offload.update.kept_state import Scalars
 from offload.update.step_code import Call, LoadedChunk, StepCode
 from offload.update.step_keys import StepKeys
 

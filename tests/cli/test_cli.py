@@ -234,6 +234,24 @@ def test_version_is_printed(run: Run) -> None:
     assert run("--version")[:2] == (0, f"offload {offload.__version__}\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["offload", "--version"], 0, f"offload {offload.__version__}\n"),
+        (["offload", "ls", "/nowhere"], 1, "error: /nowhere: there is no store here"),
+        (["gds", "--help"], 0, "Usage: python -m gds "),
+        (["gds", "check", "/nowhere/at/all"], 1, "error: /nowhere/at/all: "),
+    ],
+    ids=["version", "ls", "help", "check"],
+)
+def test_python_runs_the_package_as_the_command(arguments: list[str], code: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("command", ["--help", "ls", "prune", "show", "verify"])
 def test_commands_that_look_at_stores_import_neither_torch_nor_numpy(
     trained: Path, command: str

@@ -178,12 +178,41 @@ def test_what_is_not_possible_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--every", "4x"), ("--tbw", "much"), ("--shares", "1,x"), ("--gpus", "two")]
+    ("arguments", "says"),
+    [
+        (("--every", "4x"), "not a time"),
+        (("--tbw", "much"), "must be a number of bytes"),
+        (("--shares", "1,x"), "not a list"),
+        (("--gpus", "two"), "a valid integer"),
+        (("--gpu-memory", "24"), "'24' has no unit: write 24GB, or 24B for bytes"),
+        (("--host-memory", "1.5"), "'1.5' has no unit: write 1.5GB"),
+    ],
 )
-def test_wrong_usage_is_status_2(run: Run, arguments: tuple[str, str]) -> None:
+def test_wrong_usage_is_status_2(run: Run, arguments: tuple[str, str], says: str) -> None:
     code, _, err = run("size", "7B", *arguments)
     assert code == 2
     assert arguments[0] in err
+    assert says in " ".join(err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("1B", "The model fits on one GPU with its state: no drive is needed"),
+        ("3B", "The model fits on one GPU with its state on drives, and not with all in memory"),
+        ("8B", "does not fit on one GPU, even with its state on drives: it needs 32.0 GB."),
+    ],
+)
+def test_whether_a_model_fits_is_said_in_so_many_words(run: Run, model: str, says: str) -> None:
+    _, out, _ = run("size", model, "--gpu-memory", "24GB")
+    assert says in " ".join(out.split())
+
+
+def test_names_may_be_short_and_in_small_letters(run: Run) -> None:
+    for short, name in {"bf16": "bfloat16", "fp16": "float16", "FP32": "float32"}.items():
+        found = run("size", "7B", "--dtype", short, "--optimizer", "sgd momentum")
+        assert found == run("size", "7B", "--dtype", name, "--optimizer", "SGD momentum")
+        assert found[0] == 0
 
 
 def test_every_field_in_a_message_has_an_option(run: Run) -> None:

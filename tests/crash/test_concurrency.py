@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,7 @@ from offload.format.layout import Layout
 from offload.store.slots.slot import Slot
 from tests.crash import children as child
 from tests.crash.fault_backend import FaultBackend, Kind
+from tests.eventually import eventually
 from tests.forking import Children
 from tests.stores.files import contents
 from tests.stores.training import (
@@ -546,6 +548,65 @@ class Rows(torch.nn.Module):
             row.grad = torch.randn(row.shape, generator=generator).to(row.dtype)
 
 
+class Kinds(Rows):
+    """Rows behind which are a transposed, a frozen and a frozen transposed parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, trained in (("turned", True), ("frozen", False), ("frozen_turned", False)):
+            table = torch.arange(2048, dtype=torch.bfloat16).reshape(32, 64).t()
+            setattr(self, name, torch.nn.Parameter(table, requires_grad=trained))
+        self.turned.grad = torch.zeros_like(self.turned)
+
+
+def _vector(model: torch.nn.Module) -> None:
+    rows = [p for p in model.parameters() if p.is_contiguous()]
+    vector = torch.nn.utils.parameters_to_vector(rows)
+    torch.nn.utils.vector_to_parameters(vector.detach() * 0.5, rows)
+
+
+def _each(change: Callable[[torch.nn.Parameter], object]) -> Callable[[torch.nn.Module], None]:
+    def changed(model: torch.nn.Module) -> None:
+        for parameter in model.parameters():
+            change(parameter)
+
+    return changed
+
+
+def _assigned(model: torch.nn.Module) -> None:
+    state = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _swapped(parameter: torch.nn.Parameter) -> None:
+    parameter.grad = None
+    torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.zeros_like(parameter)))
+
+
+@torch.no_grad()
+def _set(parameter: torch.nn.Parameter) -> None:
+    parameter.set_(torch.zeros_like(parameter))
+
+
+REBUILDS: dict[str, Callable[[Any], object]] = {
+    "half": lambda model: model.half(),
+    "double": lambda model: model.double(),
+    "meta": lambda model: model.to("meta"),
+    "vector": _vector,
+    "data": _each(lambda p: setattr(p, "data", torch.zeros_like(p))),
+    "nothing": _each(lambda p: setattr(p, "data", torch.empty(0, dtype=p.dtype))),
+    "assign": _assigned,
+    "swap": _each(_swapped),
+    "share": lambda model: model.share_memory(),
+    "deleted": lambda model: model._parameters.clear() or model.rows.__init__(),
+}
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "set": _each(_set),
+    "resize": _each(lambda p: p.requires_grad_(False).resize_(8192)),
+    "freed": _each(lambda p: p.untyped_storage().resize_(0)),
+}
+
+
 class TestSealBehindTraining:
     @pytest.fixture(autouse=True)
     def small_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -562,8 +623,8 @@ class TestSealBehindTraining:
         yield gate
         gate.is_open.set()
 
-    def start(self, gate: Backend, **hyper: object) -> tuple[Rows, AdamW]:
-        model = Rows()
+    def start(self, gate: Backend, kind: type[Rows] = Rows, **hyper: object) -> tuple[Rows, AdamW]:
+        model = kind()
         optimizer = AdamW(
             model.parameters(),
             directory=STORE,
@@ -674,6 +735,92 @@ class TestSealBehindTraining:
         load_parameters(loaded, sealed.path, backend=gate)
         assert torch.equal(loaded.rows[6], edited)
         optimizer.close()
+
+    @pytest.mark.parametrize("rebuild", REBUILDS)
+    def test_memory_that_the_model_has_no_more_is_sealed(
+        self, gate: SealGate, rebuild: str
+    ) -> None:
+        """The seal has the values of the call, whatever memory the parameters are given then."""
+        model, optimizer = self.start(gate, Kinds)
+        at_checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
+        gate.shut()
+        handle = optimizer.checkpoint()
+        assert gate.reached.wait(60)
+        REBUILDS[rebuild](model)
+        gc.collect()
+        junk = [torch.full((2048,), 7, dtype=torch.bfloat16) for _ in range(64)]
+        gate.is_open.set()
+        sealed = handle.result(60)
+        del junk
+        loaded = Kinds()
+        load_parameters(loaded, sealed.path, backend=gate)
+        assert same_bits(loaded.state_dict(), at_checkpoint)
+        assert sealed.verify().ok
+        optimizer.close()
+
+    @pytest.mark.parametrize("rebuild", REFUSED)
+    def test_memory_that_is_taken_from_the_seal_is_an_error_that_names_the_parameter(
+        self, gate: SealGate, rebuild: str
+    ) -> None:
+        model, optimizer = self.start(gate, Kinds)
+        gate.shut()
+        handle = optimizer.checkpoint()
+        assert gate.reached.wait(60)
+        REFUSED[rebuild](model)
+        gate.is_open.set()
+        with pytest.raises(
+            SealError, match=r"'(rows\.\d|turned|frozen)' was changed|'rows.\d' was f"
+        ):
+            handle.result(60)
+        with pytest.raises(SealError):
+            optimizer.close()
+        assert not [name for name in gate.list_dir(STORE) if name.startswith("step-")]
+
+    @pytest.mark.parametrize("then", ["the seal goes on", "a step begins"])
+    def test_an_edit_that_ends_after_the_copy_is_an_error(self, gate: SealGate, then: str) -> None:
+        """Torch counts an edit when it ends, so nobody knows whether the copy has half of it."""
+        model, optimizer = self.start(gate)
+        gate.shut()
+        handle = optimizer.checkpoint()
+        assert gate.reached.wait(60)
+        with torch.no_grad():
+            edited = model.rows[0].mul_(0.5).clone()
+        model.fill_gradients(2)
+        step = threading.Thread(target=optimizer.step)
+        if then == "a step begins":
+            step.start()
+            eventually(lambda: not torch.equal(model.rows[0], edited))
+        gate.is_open.set()
+        with pytest.raises(SealError, match=r"'rows\.0' was changed in place"):
+            handle.result(60)
+        if then == "a step begins":
+            step.join(60)
+        with pytest.raises(SealError):
+            optimizer.close()
+
+    def test_an_edit_that_is_not_over_is_an_error(self, gate: SealGate) -> None:
+        """The memory changes under the copy, and nothing has been counted yet."""
+        model, optimizer = self.start(gate)
+        gate.shut()
+        handle = optimizer.checkpoint()
+        assert gate.reached.wait(60)
+        model.rows[0].data.mul_(0.5)  # as half of an edit is: torch counts only its end
+        ended, caller = threading.Event(), threading.get_ident()
+
+        def go_on() -> None:
+            eventually(lambda: sys._current_frames()[caller].f_code.co_name == "wait")
+            gate.is_open.set()
+            handle.wait()
+            ended.set()
+
+        other = threading.Thread(target=go_on)
+        other.start()
+        assert ended.wait(60)  # one call, as an edit is
+        other.join()
+        with pytest.raises(SealError, match="the model was being changed in place while"):
+            handle.result(60)
+        with pytest.raises(SealError):
+            optimizer.close()
 
     def test_an_edit_after_the_result_is_fine(self, gate: SealGate) -> None:
         model, optimizer = self.start(gate)

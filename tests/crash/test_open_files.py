@@ -7,14 +7,16 @@ would close all files with itself.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from gds import PosixBackend
-from offload import AdamW, open_checkpoint
+from gds import MemoryBackend, PosixBackend
+from offload import AdamW, OffloadError, StorageError, open_checkpoint
+from tests.crash.fault_backend import FaultBackend
 from tests.eventually import eventually
 from tests.stores.training import Model, add_head, optimizer_for, options, take_step, train
 
@@ -139,3 +141,14 @@ def test_a_reader_that_is_closed_has_no_file_open(
         assert found.train_state == {"step": 1}
         assert [path for path in open_below(tmp_path) if not path.endswith("step-00000001")] == []
     assert open_below(tmp_path) == []
+
+
+def test_a_step_that_has_no_descriptor_left_names_the_limit_and_can_be_repeated() -> None:
+    model, files = Model(), FaultBackend(MemoryBackend())
+    with optimizer_for(model, "/run", options(files)) as optimizer:
+        files.fail_if(lambda kind, _: kind == "create", errno.EMFILE)
+        with pytest.raises(OffloadError, match=r"Too many open files; .*ulimit -n") as error:
+            take_step(model, optimizer, 1)
+        assert type(error.value) is StorageError
+        optimizer.step()
+        assert optimizer.checkpoint().result().step == 1

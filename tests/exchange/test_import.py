@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
 from pathlib import Path
@@ -122,6 +123,33 @@ def test_fp32_training_goes_on_with_the_same_bits(tmp_path, kind) -> None:
     assert own.param_groups[0]["lr"] == 0.01
     assert_goes_on(model, optimizer, mine, own)
     own.close()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "load_state_dict"])
+@pytest.mark.parametrize("flag", ["fused", "capturable", "differentiable"])
+def test_flags_of_a_run_on_a_gpu_are_left_out(tmp_path, flag, kind, caplog) -> None:
+    caplog.set_level(logging.INFO, "offload")
+    model, optimizer = trained()
+    of_torch = [group[flag] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group[flag] = True
+    if kind == "load_state_dict":
+        mine = copy.deepcopy(model)
+        own = offload.AdamW(
+            groups(mine, named=True), model=mine, directory=tmp_path / "store", options=OPTIONS
+        )
+        own.load_state_dict(optimizer.state_dict())
+    else:
+        path = save(model, optimizer, tmp_path / "theirs", kind)
+        tied = {"head.weight": "embed.weight"} if kind == "dcp" else None
+        import_checkpoint(path, tmp_path / "store", options=OPTIONS, tied=tied)
+        mine, own = resumed(tmp_path / "store", torch.float32)
+    with own:
+        assert [group[flag] for group in own.param_groups] == of_torch
+        assert [flag in record.message for record in caplog.records].count(True) == 1
+        for group, value in zip(optimizer.param_groups, of_torch, strict=True):
+            group[flag] = value
+        assert_goes_on(model, optimizer, mine, own)
 
 
 @pytest.mark.parametrize("master", ["float32", "split"])

@@ -119,6 +119,10 @@ LIES = {
     "an-order-of-more-groups": (put("order", value=[[0, 1], [2, 3]]), "the order of parameters"),
     "an-order-beyond-the-last": (put("order", value=[[0, 1, 2, 4]]), "the order of parameters"),
     "a-tensor-of-65-bits": (put("groups", 0, "lr", value=HUGE_INTEGER), ""),
+    **{
+        f"numpy-{said}-{dtype}": (put("groups", 0, "lr", value={"numpy": said, "dtype": dtype}), "")
+        for said, dtype in [("1e9", "float16"), ("x", "float32"), ("1", "object"), (0.5, "float64")]
+    },
 }
 
 

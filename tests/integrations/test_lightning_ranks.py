@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 
 import offload
 from offload.errors import OffloadError
-from offload.integrations.ckpt_files import checkpoints_named_in, pin_name
+from offload.integrations.ckpt_files import pin_name, positions_in
 from offload.integrations.lightning_ranks import require_ranks_of
 from tests.integrations.rank_jobs import RankJobs
 
@@ -53,10 +53,8 @@ def require_pins(root: Path) -> None:
     expected = set()
     for name in files(root):
         path = str(root / "files" / name)
-        named = checkpoints_named_in(path)
-        assert named is not None
-        (identity,) = named
-        assert pin_name(path) in by_identity[identity].pins
+        (named,) = positions_in(path) or ()
+        assert pin_name(path) in by_identity[named.store, named.step, named.generation].pins
         expected.add(pin_name(path))
     assert {pin for info in infos for pin in info.pins} == expected
 

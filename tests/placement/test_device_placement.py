@@ -167,7 +167,14 @@ def test_fused_is_honoured_there(device, compute, torch_arithmetic):
             optimizer.step()
             group = {**optimizer.param_groups[0]}
             torch_arithmetic.adam([master, gradient, *moments], group, decoupled=True, step=step)
+        optimizer.checkpoint().result()
     assert_same_bits(values(parameter), master, "parameter")
+    resumed, options = torch.nn.Parameter(torch.zeros(3000)), Cut(4096, 2).options(backend)
+    with offload.AdamW([resumed], directory="/s", options=options) as optimizer:
+        optimizer.restore()
+        assert optimizer.param_groups[0]["fused"] is None
+        resumed.grad = gradient.clone()
+        optimizer.step()
 
 
 def test_training_goes_on_from_a_checkpoint(device, compute, torch_arithmetic):

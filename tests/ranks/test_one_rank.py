@@ -17,8 +17,8 @@ from offload.errors import OverlapError, UnsupportedParameterError
 from offload.format.boxes import Box, Cut
 from offload.format.shares.dealing import deal_rows
 from offload.model.names import unwrapped_names
-from offload.model.parameters import describe_model
 from offload.model.shards import own_shards, rows, uncounted, whole
+from offload.model.stored import describe_model
 from offload.overlap.backward import DuringBackward
 from tests.numerics.reference import Reference, assert_same_parameters
 from tests.ranks.rank import Rank

@@ -40,7 +40,7 @@ def test_a_tensor_that_is_not_contiguous_is_sent_block_by_block(device):
     """Its old values, which are made contiguous first, do not take the place of the new ones."""
     expected = random_values((64, 8), torch.bfloat16, 1)
     live = upload(torch.zeros(8, 64, dtype=torch.bfloat16).t())
-    image = TensorImage([live])
+    image = TensorImage([live], names=["live"])
     data = torch.frombuffer(bytearray(bytes_of(expected)), dtype=torch.uint8)
     for start in range(0, 1024, 256):
         image.scatter(start, start + 256, data[start : start + 256])

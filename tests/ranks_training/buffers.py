@@ -22,6 +22,39 @@ def make(calls: Calls, differ: bool, broadcast: bool = True, persistent: bool = 
         calls.model = DistributedDataParallel(model, broadcast_buffers=broadcast)
 
 
+class Counting(torch.nn.Module):
+    """A module with an extra state that is no tensor, and a number that a load derives."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = {"count": count}
+        self.loads = 0
+        self.register_load_state_dict_post_hook(lambda module, _: module.loaded())
+
+    def loaded(self) -> None:
+        """Count the loads of a state dict."""
+        self.loads += 1
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Return the count."""
+        return self.count
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Set the count."""
+        self.count = state
+
+
+def count(calls: Calls, start: int) -> None:
+    """Give the model a module that is nothing but its extra state."""
+    getattr(calls.model, "module", calls.model).counting = Counting(start + calls.rank)
+
+
+def counted(calls: Calls) -> list[int]:
+    """Return the extra state, and the number of loads."""
+    counting = getattr(calls.model, "module", calls.model).counting
+    return [counting.count["count"], counting.loads]
+
+
 def change(calls: Calls) -> None:
     """Let the buffer differ from now on."""
     model = getattr(calls.model, "module", calls.model)

@@ -93,3 +93,15 @@ def test_a_warning_that_is_an_error_refuses_the_step_on_all_ranks(
     whole: Calls = [["do", f"{MODULE}:make", True, False], ["open"], ["step"]]
     plain = jobs.run(tmp_path / "plain", [whole] * 2, kind=kind, given=True, is_plain=True)
     assert [r.of("bits")["value"] for r in ranks] == [r.of("step")["value"] for r in plain]
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_an_extra_state_comes_back_on_all_ranks(jobs: Jobs, tmp_path: Path, kind: str) -> None:
+    """It is that of rank 0, as buffers are, and the hooks of a load run on each rank."""
+    calls: Calls = [["do", f"{MODULE}:count", 5], ["open"], STEP, *SEAL]
+    for rank in run(jobs, tmp_path, kind, calls):
+        assert rank.of("result")["value"] == 1
+    look: Calls = [["do", f"{MODULE}:count", 0], ["open"], ["restore"]]
+    for num in (2, 3):
+        for rank in run(jobs, tmp_path, kind, [*look, ["do", f"{MODULE}:counted"]], num):
+            assert rank.of("do")["value"] == [5, 1]

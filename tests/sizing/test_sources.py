@@ -142,7 +142,7 @@ def test_a_directory_with_only_a_lock_is_a_store_without_checkpoints(tmp_path: P
     ("make", "message"),
     [
         (lambda: Precision(optimizer="Lion"), "optimizer is 'Lion', known are Adadelta"),
-        (lambda: Precision(dtype="bf16"), "dtype is 'bf16', known are bfloat16"),
+        (lambda: Precision(dtype="int4"), "dtype is 'int4', known are bfloat16"),
         (lambda: Precision(master="half"), "master is 'half'"),
         (lambda: Precision(state_dtype="fp8"), "state_dtype is 'fp8'"),
         (lambda: Precision(gradient_bytes=3), "gradient_bytes is 3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload import AdamW, DriveTuning, open_checkpoint
+from offload import (
+    AdamW,
+    DriveTuning,
+    list_checkpoints,
+    load_parameters,
+    open_checkpoint,
+    pin,
+    unpin,
+)
 from offload.errors import StoreError, UnsupportedParameterError
 from tests.crash import second_writers as second
 from tests.eventually import eventually
@@ -270,6 +279,31 @@ class TestMissing:
         train_in([tmp_path / "x" / "a", tmp_path / "b", tmp_path / "y" / "c"], 1)
         with open_checkpoint(tmp_path / "x" / "a") as found:
             assert found.parts == [str(tmp_path / "b" / "part-1"), str(tmp_path / "y/c/part-1")]
+
+
+@pytest.mark.parametrize("name", ["run", os.fsdecode(b"run\xff")])
+def test_paths_may_be_bytes(tmp_path: Path, name: str) -> None:
+    store, other = os.fsencode(tmp_path / name), os.fsencode(tmp_path / "other")
+    for step in (1, 2):
+        model = Model()
+        with optimizer_for(model, [store, other], options()) as optimizer:
+            optimizer.restore()
+            train(model, optimizer, step, seal=False)
+            path = optimizer.checkpoint({"step": step}).result().path
+    assert path == str(tmp_path / name / "step-00000002")
+    with open_checkpoint(store, parts=[other]) as checkpoint:
+        assert checkpoint.verify().ok
+    assert [found.step for found in list_checkpoints(store, parts=[other])] == [1, 2]
+    pin(os.fsencode(path), "best")
+    unpin(store, "best")
+    assert load_parameters(Model(), store) == 2
+
+
+@pytest.mark.parametrize("directory", [None, 3, [3], bytearray(b"run")], ids=repr)
+def test_what_is_no_path_is_refused(directory: object, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"directory must be a path, or a list of paths, got \w+"):
+        optimizer_for(Model(), directory, options())
+    assert not [*tmp_path.iterdir()]
 
 
 def test_parameters_are_looked_at_before_a_directory_is_made(tmp_path: Path) -> None:

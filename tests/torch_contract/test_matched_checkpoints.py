@@ -185,7 +185,8 @@ class TestContradictions:
 
 def test_every_group_gets_the_hyper_parameters_of_the_checkpoint(manifest: Manifest) -> None:
     groups: list[dict[str, Any]] = [{"lr": 1.0}, {"lr": 2.0}]
-    take_hyperparameters(groups, replace(manifest, groups=({"lr": 3.0}, {"lr": 4.0})))
+    saved = replace(manifest, groups=({"lr": 3.0}, {"lr": 4.0}))
+    take_hyperparameters(groups, saved, RULE, "/run")
     assert groups == [{"lr": 3.0}, {"lr": 4.0}]
 
 

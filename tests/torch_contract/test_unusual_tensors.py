@@ -18,6 +18,7 @@ import offload
 from gds import MemoryBackend
 from offload.errors import MismatchError, UnsupportedParameterError
 from tests.numerics.reference import assert_same_bits
+from tests.stores.small import options
 
 Make = Callable[[], torch.Tensor]
 
@@ -98,9 +99,8 @@ def make_model(make: Make, how: str) -> torch.nn.Module:
 
 
 def offloaded(model: torch.nn.Module, backend: MemoryBackend) -> offload.OffloadedOptimizer:
-    options = offload.Options(backend=backend, allow_volatile=True, train_state_bytes=8192)
     return offload.AdamW(
-        model.parameters(), lr=0.01, directory="/run", model=model, options=options
+        model.parameters(), lr=0.01, directory="/run", model=model, options=options(backend)
     )
 
 
@@ -175,16 +175,58 @@ def test_what_cannot_be_restored_is_refused_by_name_at_construction(kind: str) -
         offload.load_parameters(model, "/run", backend=backend)
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: torch.nn.LazyLinear(8), "1.weight"),
+        (lambda: torch.nn.LazyBatchNorm1d(), "1.weight"),
+        (lambda: torch.nn.LazyBatchNorm1d(affine=False), "1.running_mean"),
+    ],
+    ids=["parameter", "normalisation", "buffer"],
+)
+@pytest.mark.parametrize("how", ["trained", "frozen", "only in the model", "later", "loaded"])
+def test_a_lazy_module_that_was_never_called_is_refused_by_name(
+    make: Callable[[], torch.nn.Module], name: str, how: str
+) -> None:
+    model, backend = torch.nn.Sequential(torch.nn.Linear(8, 8), make()), MemoryBackend()
+    for parameter in model[1].parameters():
+        parameter.requires_grad = how != "frozen"  # the method fails on a lazy one
+    says = rf"'{name}' has no shape yet.*run one forward"
+    if how == "loaded":
+        called = torch.nn.Sequential(torch.nn.Linear(8, 8), make())
+        called(torch.ones(2, 8))
+        with offloaded(called, backend) as optimizer:
+            step(called, optimizer)
+            optimizer.checkpoint().result()
+        with pytest.raises(UnsupportedParameterError, match=says):
+            offload.load_parameters(model, "/run", backend=backend)
+    elif how == "later":
+        lazy = model.pop(1)
+        with offloaded(model, MemoryBackend()) as optimizer:
+            model.append(lazy)
+            if [*lazy.parameters()]:
+                with pytest.raises(UnsupportedParameterError, match=says):
+                    optimizer.add_param_group({"params": [*lazy.parameters()]})
+                assert len(optimizer.param_groups) == 1
+            model[0](torch.ones(2, 8)).sum().backward()
+            with pytest.raises(UnsupportedParameterError, match=says):
+                optimizer.step()
+    else:
+        params = (model[0] if how == "only in the model" else model).parameters()
+        with pytest.raises(UnsupportedParameterError, match=says):
+            offload.AdamW(params, directory="/run", model=model, options=options(backend))
+
+
 @pytest.mark.parametrize("with_model", [True, False])
 def test_an_expanded_parameter_that_is_frozen_is_refused(with_model: bool) -> None:
     model, backend = make_model(lambda: numbers(1).expand(8), "frozen"), MemoryBackend()
-    options = offload.Options(backend=backend, allow_volatile=True)
     with pytest.raises(UnsupportedParameterError, match="several elements at the same place"):
         offload.AdamW(
             model.parameters(),
             directory="/run",
             model=model if with_model else None,
-            options=options,
+            options=options(backend),
         )
 
 

@@ -22,10 +22,11 @@ from offload.format.arrays import MASTER, MasterFormat, StateDtype, StateFormat
 from offload.format.digests import ChunkDigests
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.update.dtypes import DTYPE_CODES, DTYPES
+from offload.update.kept_state import Scalars
 from offload.update.kernel import UpdateKernel
 from offload.update.kernel_check import ChosenCode
 from offload.update.pool import UpdatePool
-from offload.update.rules import Scalars, UpdateRule
+from offload.update.rules import UpdateRule
 from offload.update.step_inputs import StepInputs
 from offload.update.updaters import host_updater
 

@@ -49,7 +49,8 @@ def pin(
         gds.StorageError: The pin could not be written durably.
     """
     check_pin_name(name)
-    path = checkpoint.path if isinstance(checkpoint, Checkpoint) else os.path.abspath(checkpoint)
+    given = checkpoint.path if isinstance(checkpoint, Checkpoint) else checkpoint
+    path = os.path.abspath(os.fsdecode(given))
     if backend is None and isinstance(checkpoint, Checkpoint):
         backend = checkpoint.backend
     with open_for_parameters(path, backend=backend) as opened:  # its lock prevents a withdrawal
@@ -86,7 +87,7 @@ def unpin(store: str | os.PathLike[str], name: str, *, backend: Backend | None =
         CheckpointNotFoundError: The pin does not exist, or the store does not exist.
         gds.StorageError: The pin could not be removed durably.
     """
-    directory = os.path.abspath(store)
+    directory = os.path.abspath(os.fsdecode(store))
     with given_or_local(backend) as storage:
         if storage.stat(directory) is None:
             raise CheckpointNotFoundError(

@@ -138,5 +138,5 @@ class OwnersDownload:
 
 def owners_in(manifest: Manifest, directory: str | os.PathLike[str]) -> dict[int, str]:
     """Return the directory of each owner besides the first, if all are in one directory."""
-    path = os.path.abspath(os.fspath(directory))
+    path = os.path.abspath(os.fsdecode(directory))
     return {reference.owner: path for reference in manifest.owners}

@@ -15,8 +15,8 @@ from offload.format.layout import Layout, ParameterSpec
 from offload.update.coding.codecs import join_master
 from offload.update.coding.coder import StateCoder
 from offload.update.dtypes import DTYPES
+from offload.update.kept_state import Scalars
 from offload.update.pool import BlockMemory
-from offload.update.rules import Scalars
 
 STATE_BLOCK_ELEMENTS = 512 << 10
 """Elements that are decoded or encoded at a time: 2 MiB of each array in FP32. A multiple of 32."""

@@ -24,8 +24,8 @@ from offload.update.coding.decoder import (
     kept_arrays,
     stored_block,
 )
+from offload.update.kept_state import Scalars
 from offload.update.pool import BlockMemory
-from offload.update.rules import Scalars
 
 
 class TensorSource(Protocol):

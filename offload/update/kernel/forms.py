@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from offload.update.rules import Scalars
+from offload.update.kept_state import Scalars
 
 MAX_MOMENTS = 3
 MAX_FACTORS = 4
