@@ -1,0 +1,40 @@
+"""Optimizers that others have published: each is trained to its own bits, or refused by name.
+
+The table of ``docs/works-with.md`` says so for each class; `tests.torch_contract.published` writes
+it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.torch_contract.itself import ITS_BITS, REFUSED
+from tests.torch_contract.published import (
+    PACKAGES,
+    classes,
+    every_class,
+    found,
+    in_few_words,
+    on_the_page,
+    package_and_version,
+)
+
+
+@pytest.mark.parametrize(("package", "name"), every_class())
+def test_its_bits_or_a_refusal(package: str, name: str) -> None:
+    it = found(classes(package)[name])
+    assert it.kind in {ITS_BITS, REFUSED}, it
+    said = on_the_page()[package_and_version(package), name]
+    if "its place" in said and it.kind == ITS_BITS:
+        return  # a few processors compute `pow` and the like in the same way at every place
+    assert said == in_few_words(it), it
+
+
+def test_the_page_has_every_class() -> None:
+    assert set(on_the_page()) == {(package_and_version(p), name) for p, name in every_class()}
+
+
+def test_there_are_many_classes() -> None:
+    numbers = {package: len(classes(package)) for package in PACKAGES}
+    assert all(numbers.values()), numbers
+    assert sum(numbers.values()) > 100
