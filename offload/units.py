@@ -63,10 +63,15 @@ def grouped(reasons: Sequence[tuple[str, str]]) -> list[str]:
     Args:
         reasons: Path and reason, which may begin with the path.
     """
-    paths: dict[str, list[str]] = {}
+    groups: dict[str, list[tuple[str, str]]] = {}
     for path, reason in reasons:
-        paths.setdefault(seen_from(path, reason), []).append(path)
-    return said_once([f"{listed(of)}: {reason}" for reason, of in paths.items()])
+        groups.setdefault(seen_from(path, reason), []).append((path, reason))
+    texts = []
+    for short, ((path, reason), *others) in groups.items():
+        if others or not reason.startswith(path):
+            reason = f"{listed([path, *(other for other, _ in others)])}: {short}"
+        texts.append(reason)
+    return said_once(texts)
 
 
 def listed(paths: Sequence[str]) -> str:

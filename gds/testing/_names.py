@@ -132,16 +132,14 @@ class NamesContract(Harness):
         """Two equal values of `Stat.changed_ns` other than 0 say that no name has changed."""
         path = f"{directory}/changing"
         backend.make_dir(path)
-        seen = []
-        changes: tuple[Callable[[], object], ...] = (
-            lambda: new_file(backend, f"{path}/a").close(),
-            lambda: new_file(backend, f"{path}/b").close(),
-            lambda: backend.rename(f"{path}/a", f"{path}/b"),
-            lambda: backend.remove(f"{path}/b"),
-        )
-        for change in changes:
-            change()
+        seen = [stat_of(backend, path).changed_ns]
+        for name in "ab":
+            new_file(backend, f"{path}/{name}").close()
             seen.append(stat_of(backend, path).changed_ns)
+        backend.rename(f"{path}/a", f"{path}/b")
+        seen.append(stat_of(backend, path).changed_ns)
+        backend.remove(f"{path}/b")
+        seen.append(stat_of(backend, path).changed_ns)
         known = [value for value in seen if value]
         assert len(known) == len(set(known))
 

@@ -32,7 +32,7 @@ from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSource, StateStore
 from offload.stream.state_check import check_state
-from offload.units import duration, grouped, many, size
+from offload.units import duration, grouped, many, seen_from, size
 from offload.update.coding.recoder import BlockRecoder
 
 _CALLER = 5
@@ -261,7 +261,7 @@ def _announce_reencoding(
 
 def _warn_of_refused(store: StateStore) -> None:
     """Warn about directories that look like checkpoints but cannot be used."""
-    for text in grouped(store.refused):
+    for text in grouped([(path, seen_from(path, reason)) for path, reason in store.refused]):
         warnings.warn(f"not using {text}", RuntimeWarning, stacklevel=_CALLER)
 
 
