@@ -25,7 +25,8 @@ def open_in_pair(calls: Calls) -> None:
 
 
 def add_layer(calls: Calls, width: int) -> None:
-    """Give the optimizer a new layer of the model."""
+    """Give the optimizer a new layer of the model, with the values that all ranks give it."""
+    torch.manual_seed(width)
     model = calls.model.module
     model.added = torch.nn.Linear(width, 2, bias=False).to(torch.bfloat16)
     try:
