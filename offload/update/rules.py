@@ -264,9 +264,9 @@ class UpdateRule:
             return
         _WARNED_OF.add(self.class_name)
         warnings.warn(
-            f"{self.optimizer_class.__name__} is not torch's own, and untested here. A trial of "
-            f"{NUM_STEPS} steps gave its bits; later steps, other shapes and sizes were not tried. "
-            "Compare a run with it in memory.",
+            f"{self.class_name} is not torch's own. A trial of {NUM_STEPS} steps gave its bits; "
+            "later steps, other shapes and sizes are untested: compare a run with it in memory, or "
+            "see docs/works-with.md for classes that are tested.",
             UserWarning,
             stacklevel=7,  # the constructor of the optimizer
         )

@@ -6,8 +6,13 @@ it.
 
 from __future__ import annotations
 
-import pytest
+import warnings
 
+import pytest
+import torch
+
+import offload
+from gds import MemoryBackend
 from tests.torch_contract.itself import ITS_BITS, REFUSED
 from tests.torch_contract.published import (
     PACKAGES,
@@ -38,3 +43,21 @@ def test_there_are_many_classes() -> None:
     numbers = {package: len(classes(package)) for package in PACKAGES}
     assert all(numbers.values()), numbers
     assert sum(numbers.values()) > 100
+
+
+def test_a_class_that_is_not_torchs_is_named_as_untested_once() -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    def construct(one: type[torch.optim.Optimizer]) -> None:
+        parameters = [torch.nn.Parameter(torch.ones(3))]
+        options = offload.Options(backend=MemoryBackend())
+        offload.OffloadedOptimizer(one, parameters, directory="/run", options=options).close()
+
+    with pytest.warns(UserWarning, match=r"Mine is not torch's own.* are untested"):
+        construct(Mine)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        construct(Mine)
+        construct(torch.optim.AdamW)
+    assert not said
