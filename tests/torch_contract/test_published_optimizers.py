@@ -13,6 +13,7 @@ import torch
 
 import offload
 from gds import MemoryBackend
+from tests.stores.small import STORE, options
 from tests.torch_contract.itself import ITS_BITS, REFUSED
 from tests.torch_contract.published import (
     PACKAGES,
@@ -51,8 +52,8 @@ def test_a_class_that_is_not_torchs_is_named_as_untested_once() -> None:
 
     def construct(one: type[torch.optim.Optimizer]) -> None:
         parameters = [torch.nn.Parameter(torch.ones(3))]
-        options = offload.Options(backend=MemoryBackend())
-        offload.OffloadedOptimizer(one, parameters, directory="/run", options=options).close()
+        settings = options(MemoryBackend())
+        offload.OffloadedOptimizer(one, parameters, directory=STORE, options=settings).close()
 
     with pytest.warns(UserWarning, match=r"Mine is not torch's own.* are untested"):
         construct(Mine)
