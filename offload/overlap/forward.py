@@ -56,8 +56,6 @@ class BesideForward:
         self._hooks = ForwardHooks(model)
         self._versions: dict[str, int] = {}
         """Versions of the parameters that the step has changed so far, by name; see `Captured`."""
-        self._in_chunk: dict[int, list[int]] = {}
-        """Numbers of the parameters in each chunk of the step."""
 
     def attach(self, groups: Callable[[], Groups | None]) -> None:  # noqa: ARG002
         """Put hooks on the model."""
@@ -119,10 +117,7 @@ class BesideForward:
                 num_copied = copy_shared_gradients(gradients)
             state_pass = begin_pass(state, groups, gradients)
             values = begin_values(state, groups, state_pass)
-            self._versions, self._in_chunk = {}, {}
-            for number in range(len(table.trainables)):
-                for chunk in state.layout.chunks_of(number):
-                    self._in_chunk.setdefault(chunk, []).append(number)
+            self._versions = {}
             running = RunningPass(
                 state_pass,
                 partial(pass_ended, state),
@@ -227,8 +222,8 @@ class BesideForward:
 
     def _note_versions(self, chunk: int) -> None:
         """Note the versions of a chunk's parameters before any thread can edit them."""
-        for number in self._in_chunk[chunk]:
-            trainable = self._state.table.trainables[number]
+        for piece in self._state.layout.plans[chunk].pieces:
+            trainable = self._state.table.trainables[piece.parameter]
             self._versions[trainable.spec.name] = trainable.memory._version
 
     def _pass_failed(self, state_pass: StatePass, error: BaseException) -> BaseException:
