@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from offload.format._manifest_fields import encode_group
 from offload.update.kept_state import Rule, read_scalars, unknown_state, write_scalars
 from offload.update.probe import flat, same_values
 from offload.update.stepper import NOT_OPTIONS, Stepper, changes, differing, first_options
@@ -323,6 +324,11 @@ def _compare_rest(
             for piece in pieces:
                 if piece.state is not None and piece.state[1] != read_scalars(state, rule):
                     raise TrialError("chunks leave another count in its state")
+    for index, options in enumerate(chunks.groups):
+        try:
+            encode_group(index, {name: options[name] for name in chunks.changed & options.keys()})
+        except TypeError as error:
+            raise TrialError(f"its step changes its group to what is not stored: {error}") from None
     for group_itself, options in zip(itself.param_groups, chunks.groups, strict=True):
         left = {k: v for k, v in group_itself.items() if k not in NOT_OPTIONS}
         if why := differing(left, options):
