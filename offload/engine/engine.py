@@ -417,7 +417,7 @@ class Engine:
         """Wait for transfers and seals in flight, and release everything. Idempotent.
 
         Raises:
-            SealError: The last seal failed.
+            SealError: The last seal failed, and nobody has seen its error.
         """
         if self.state.lifecycle.is_over:
             return

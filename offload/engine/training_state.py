@@ -415,7 +415,7 @@ class TrainingState:
         After an interrupt this can be called again. If it came during a wait, nothing is freed.
 
         Raises:
-            SealError: The last seal failed.
+            SealError: The last seal failed, and nobody has seen its error.
         """
         if isinstance(self.seal, Arrival):
             self.seal.stop()
@@ -424,9 +424,13 @@ class TrainingState:
         if self.seal is not None:
             self.seal.handle.wait()  # after an interrupt here, `close` can be called again
         self.lifecycle.closed = True
+        is_seen = self.seal is not None and self.seal.handle.was_raised
         try:
             if not (isinstance(self.seal, Arrival) and self.seal.is_cut_short):
                 self.collect_seal(wait=True, alone=True)
+        except SealError:
+            if not is_seen:
+                raise
         finally:
             self.memory.reset()  # files must not be closed while transfers use them
             self.memory.release()

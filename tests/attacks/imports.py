@@ -258,7 +258,6 @@ def _cases() -> Iterator[Hostile]:
     yield Hostile("evil-distributed", metadata(pickle.dumps(Evil())), "posix.mkdir")
     yield Hostile("torchscript", _torchscript, "TorchScript")
     yield Hostile("numpy-scalar", saved(lambda s: s.update(x=np.float64(1))), "numpy")
-    yield Hostile("numpy-step", saved(lambda s: s.update(step=np.int64(1))), "numpy")
 
     # Memory.
     memo = b"\x80\x02Nr" + struct.pack("<I", 0x08000000) + b"."

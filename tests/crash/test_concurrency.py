@@ -774,8 +774,7 @@ class TestSealBehindTraining:
             SealError, match=r"'(rows\.\d|turned|frozen)' was changed|'rows.\d' was f"
         ):
             handle.result(60)
-        with pytest.raises(SealError):
-            optimizer.close()
+        optimizer.close()
         assert not [name for name in gate.list_dir(STORE) if name.startswith("step-")]
 
     @pytest.mark.parametrize("then", ["the seal goes on", "a step begins"])
@@ -797,8 +796,7 @@ class TestSealBehindTraining:
             handle.result(60)
         if then == "a step begins":
             step.join(60)
-        with pytest.raises(SealError):
-            optimizer.close()
+        optimizer.close()
 
     def test_an_edit_that_is_not_over_is_an_error(self, gate: SealGate) -> None:
         """The memory changes under the copy, and nothing has been counted yet."""
@@ -821,8 +819,7 @@ class TestSealBehindTraining:
         other.join()
         with pytest.raises(SealError, match="the model was being changed in place while"):
             handle.result(60)
-        with pytest.raises(SealError):
-            optimizer.close()
+        optimizer.close()
 
     def test_an_edit_after_the_result_is_fine(self, gate: SealGate) -> None:
         model, optimizer = self.start(gate)
@@ -865,7 +862,7 @@ class TestSealBehindTraining:
 class TestFailedSeal:
     """The error of a seal comes out once, wherever the training thread looks next."""
 
-    def failed(self, keep: int = 2) -> Training:
+    def failed(self, keep: int = 2, *, is_seen: bool = True) -> Training:
         backend = FaultBackend(MemoryBackend())
         training = Training(backend, keep=keep)
         training.steps_and_seal()
@@ -875,10 +872,11 @@ class TestFailedSeal:
         assert backend.num_done["write"] == num_writes
         backend.fail("write", 1, forever=False)  # the model file's
         handle = training.optimizer.checkpoint({"step": 2})
-        with pytest.raises(SealError, match=r"sealing step 2 failed.*injected") as error:
-            handle.result()
-        assert "earlier checkpoints are untouched" in str(error.value)
-        assert backend.num_failed == 1
+        if is_seen:
+            with pytest.raises(SealError, match=r"sealing step 2 failed.*injected") as error:
+                handle.result()
+            assert "earlier checkpoints are untouched" in str(error.value)
+            assert backend.num_failed == 1
         return training
 
     @pytest.mark.parametrize("keep", [1, 2], ids="keep={}".format)
@@ -896,10 +894,12 @@ class TestFailedSeal:
             assert differences(found, training.backend, Reference().after(3)) == []
         training.optimizer.close()
 
-    def test_is_raised_by_close(self) -> None:
-        training = self.failed()
-        with pytest.raises(SealError, match="sealing step 2 failed"):
-            training.optimizer.close()
+    @pytest.mark.parametrize("is_seen", [False, True], ids=["unseen", "seen"])
+    def test_is_raised_by_close_unless_it_was_seen(self, is_seen: bool) -> None:
+        training = self.failed(is_seen=is_seen)
+        if not is_seen:
+            with pytest.raises(SealError, match="sealing step 2 failed"):
+                training.optimizer.close()
         training.optimizer.close()  # once is enough
         with Training(training.backend).optimizer as successor:
             found = successor.restore()

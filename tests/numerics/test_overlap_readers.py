@@ -593,10 +593,15 @@ class Stated(Layers):
     def __init__(self) -> None:
         super().__init__()
         self.register_state_dict_post_hook(self.add)
+        self.register_load_state_dict_pre_hook(self.drop)
 
     @staticmethod
     def add(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
         state[prefix + "total"] = last(module).detach().sum(0)
+
+    @staticmethod
+    def drop(_: nn.Module, state: dict[str, torch.Tensor], prefix: str, *__: object) -> None:
+        del state[prefix + "total"]
 
 
 def test_a_state_dict_that_computes_with_parameters_is_sealed_with_their_new_values():
