@@ -162,6 +162,7 @@ def take_hyperparameters(
     groups: Sequence[dict[str, Any]], manifest: Manifest, rule: UpdateRule, path: str
 ) -> None:
     """Make the hyper-parameters of a checkpoint those of the groups that it was matched with."""
+    rule.rewind(groups)
     for group, saved in zip(groups, rule.without_flags(manifest.groups, path), strict=True):
         group.update(copy.deepcopy(saved))  # a tensor learning rate is changed in place
 

@@ -103,7 +103,7 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
             refusal = try_to_quarantine(engine.store, found, error)
             raise DamagedError(f"{error}; {refusal or state.lifecycle.remedy()}") from error
     check_groups(groups, hyper)
-    load_groups(groups, state.rule.without_flags(hyper, _LOADING))
+    load_groups(groups, state.rule.without_flags(hyper, _LOADING), state.rule)
 
 
 def materialize(engine: Engine, groups: Groups) -> MaterializedState:
@@ -250,7 +250,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
         ranks.share_state(
             [(name, DTYPE_CODES[p.dtype], p) for name, p in named if p.dtype != torch.float32]
         )
-    load_groups(groups, loaded.groups)
+    load_groups(groups, loaded.groups, state.rule)
 
 
 def _check(state: TrainingState, groups: Groups, state_dict: Mapping[str, Any]) -> _Loaded:

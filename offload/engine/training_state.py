@@ -424,12 +424,13 @@ class TrainingState:
         if self.seal is not None:
             self.seal.handle.wait()  # after an interrupt here, `close` can be called again
         self.lifecycle.closed = True
-        is_seen = self.seal is not None and self.seal.handle.was_raised
+        seal = self.seal
+        is_seen = isinstance(seal, Seal | FailedSeal) and seal.handle.was_raised
         try:
             if not (isinstance(self.seal, Arrival) and self.seal.is_cut_short):
                 self.collect_seal(wait=True, alone=True)
         except SealError:
-            if not is_seen:
+            if not is_seen or self.store.poisoned or self.lifecycle.why_broken():
                 raise
         finally:
             self.memory.reset()  # files must not be closed while transfers use them

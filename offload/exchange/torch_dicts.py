@@ -226,7 +226,7 @@ def read_state_dict(
         _check_names(index, group, values)
         hyper = {k: v for k, v in values.items() if k not in ("params", "param_names")}
         own = {k: group[k] for k in ("params", "param_names") if k in group}
-        options = {**rule.defaults, **{k: v for k, v in group.items() if k not in own}, **hyper}
+        options = {**rule.defaults, **rule.pristine(group), **hyper}
         merged.append({**options, **own})
         kept = rule.rule(merged[-1])
         template = scalar_template(rule, merged[-1], kept)
@@ -450,8 +450,11 @@ def _number(what: str, value: Any, kind: str) -> float | int:
     return int(value) if kind == "int" else float(value)
 
 
-def load_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+def load_groups(
+    groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]], rule: UpdateRule
+) -> None:
     """Copy hyper-parameters from saved groups, which have been checked, to live groups."""
+    rule.rewind(groups)
     for group, values in zip(groups, saved, strict=True):
         group.update(
             {k: copy.deepcopy(v) for k, v in values.items() if k not in NOT_HYPERPARAMETERS}

@@ -56,7 +56,7 @@ def unknown_state(state: Mapping[str, Any], rule: Rule) -> str:
     """Return which state a step has left that is not stored, or is gone; empty if none."""
     for name, value in state.items():
         if value is not None and name not in rule.arrays and name not in rule.scalars:
-            return f"it keeps new state {name!r}, for which chunks have no room,"
+            return f"it keeps new state {name!r}, for which chunks have no room"
     gone = [name for name in rule.scalars if state.get(name) is None]
     return f"its state {gone[0]!r} is gone" if gone else ""
 

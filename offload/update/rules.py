@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,9 +87,10 @@ class UpdateRule:
         allow_fused: bool = False,
     ) -> None:
         if not isinstance(optimizer_class, type):
+            is_instance = isinstance(optimizer_class, torch.optim.Optimizer)
+            name = type(optimizer_class).__name__ if is_instance else "AdamW"
             raise TypeError(
-                f"pass the class, such as torch.optim.{type(optimizer_class).__name__}, not "
-                f"{optimizer_class!r:.60}"
+                f"pass the class, such as torch.optim.{name}, not {optimizer_class!r:.60}"
             )
         self.optimizer_class = optimizer_class
         self.class_name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
@@ -108,6 +109,13 @@ class UpdateRule:
                 f"{optimizer_class.__name__} cannot be offloaded: it has a zero_grad() of its own, "
                 "which is not called here"
             )
+        for name in ("train", "eval"):
+            if callable(getattr(optimizer_class, name, None)):
+                raise UnsupportedOptimizerError(
+                    f"{optimizer_class.__name__} cannot be offloaded: its {name}() changes all "
+                    "parameters with their state, which is on storage. Use a class without it"
+                )
+        _watch_steps(optimizer_class)
         # An instance must exist before the step function is unwrapped. Constructing the first
         # instance wraps the function for hooks; unwrapping earlier would strip no_grad instead.
         placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
@@ -169,6 +177,16 @@ class UpdateRule:
         """Return a group's hyper-parameters as before its first step."""
         options = {k: v for k, v in group.items() if k not in NOT_OPTIONS}
         return first_options(options, self.defaults, self._changed)
+
+    def rewind(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Take from groups what the class itself has put there, before others are loaded."""
+        for group in groups:
+            first = self.pristine(group)
+            for name in self._changed & group.keys():
+                if name in first:
+                    group[name] = first[name]
+                else:
+                    del group[name]
 
     def advance(self, group: Mapping[str, Any], *, has_gradient: bool = True) -> dict[str, Any]:
         """Return the hyper-parameters that the class itself changes in a step, after the step.
@@ -361,6 +379,22 @@ class UpdateRule:
             ]
             states = stepper.apply_all(tensors, given, states, {**group, **stepper.options})
         return states
+
+
+def _watch_steps(optimizer_class: type[torch.optim.Optimizer]) -> None:
+    """Let the steps of base classes fire hooks, as they do once a base class has had an instance.
+
+    Whether a step calls that of a base class is found by its hooks, so it must not depend on what
+    the program has constructed before.
+    """
+    for base in optimizer_class.__mro__[1:]:
+        if base is torch.optim.Optimizer or "step" not in vars(base):
+            continue
+        step = vars(base)["step"]
+        if not getattr(step, "hooked", False):
+            hooked = torch.optim.Optimizer.profile_hook_step(step)
+            hooked.hooked = True  # type: ignore[attr-defined]
+            base.step = hooked  # type: ignore[attr-defined]
 
 
 def _refuse_flags(group: Mapping[str, Any]) -> None:

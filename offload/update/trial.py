@@ -248,7 +248,7 @@ class _InChunks:
                 f"({type(error).__name__}: {error})"
             ) from error
         if why := unknown_state(state, self._rule):
-            raise TrialError(f"{why} after step {number + 1}")
+            raise TrialError(f"{why}, after step {number + 1}")
         arrays = {}
         for name in self._rule.arrays:
             array = state.get(name)

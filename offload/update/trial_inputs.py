@@ -16,16 +16,16 @@ NUM_STEPS: Final = 64
 Odd: TypeAlias = Literal["missing", "infinite"]
 """Gradients that some classes cannot take: None, and such with a value that is not finite."""
 
-_SHAPES: Final = (((160, 65), (7,), ()), ((40, 9), (1,), (4, 3, 3, 3)))
+_SHAPES: Final = (((160, 65), (7,), ()), ((40, 9), (1,), (4, 3, 3, 3), (2, 3, 5)))
 """Shapes of the parameters of each group. One has more than 10,000 elements, as some rules ask."""
 
-_SCALES: Final = (1.0, 0.01, 3.0, 100.0, 0.0, 0.1)
+_SCALES: Final = (1.0, 0.01, 3.0, 100.0, 0.0, 0.1, 0.5)
 """Size of the values that each parameter begins with."""
 
 _MISSING: Final = {
     20: {(0, 1)},
-    21: {(1, 0), (1, 1), (1, 2)},
-    22: {(group, position) for group in range(2) for position in range(3)},
+    21: {(1, 0), (1, 1), (1, 2), (1, 3)},
+    22: {(group, position) for group in range(2) for position in range(4)},
 }
 """Group and position of the parameters that have no gradient, by the number of the step."""
 

@@ -13,7 +13,7 @@ import offload
 from gds import Backend, MemoryBackend, StorageError
 from gds.waiting import Monitor
 from offload.checkpoint.reading import read_manifest
-from offload.errors import SealError, StoreError
+from offload.errors import SealError
 from offload.store.opening import StoredCheckpoint
 from offload.store.sealing import Prepared, Sealing
 from offload.store.slots.slot import Slot, SlotState
@@ -240,8 +240,7 @@ def test_a_process_that_has_lost_the_store_touches_nothing_of_the_next_one() -> 
     with pytest.raises(SealError, match="another process may have created and locked"):
         training.optimizer.checkpoint().result()
     reader.release()
-    with pytest.raises((SealError, StoreError)):
-        training.optimizer.close()
+    training.optimizer.close()
 
 
 def test_what_is_synced_before_it_is_prepared_is_durable() -> None:
