@@ -35,6 +35,7 @@ from offload.overlap.compiling import compile_lock
 from offload.overlap.forward_hooks import ForwardHooks
 from offload.overlap.own_gradients import copy_shared_gradients
 from offload.store.state_store import StateSlot
+from offload.update.kept_state import Scalars
 
 
 class BesideForward:
@@ -120,7 +121,7 @@ class BesideForward:
             self._versions = {}
             running = RunningPass(
                 state_pass,
-                partial(pass_ended, state),
+                self._pass_ended,
                 self._pass_failed,
                 state.meter,
                 values,
@@ -219,6 +220,12 @@ class BesideForward:
         if self._running is not None:
             self._running.join()
         self._hooks.remove()
+
+    def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
+        pass_ended(self._state, state_pass, scalars)
+        if self._state.ranks.gathers:  # values of other ranks have come after this rank's chunks
+            trainables = self._state.table.trainables
+            self._versions = {t.spec.name: t.memory._version for t in trainables}
 
     def _note_versions(self, chunk: int) -> None:
         """Note the versions of a chunk's parameters before any thread can edit them."""

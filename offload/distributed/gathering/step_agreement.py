@@ -38,6 +38,11 @@ _MOST_NAMED = 3
 _MAX_REFUSAL_BYTES = 400
 
 
+def _no_digests(names: Sequence[str] | None) -> Json:
+    del names
+    return []
+
+
 @dataclass(frozen=True, slots=True)
 class StepTerms:
     """What one rank is about to do in a step."""
@@ -61,7 +66,7 @@ class StepTerms:
     changed: Sequence[str] = ()
     """Names of the parameters of several ranks whose values may differ between them."""
 
-    digests: Callable[[Sequence[str] | None], Json] = lambda _: []
+    digests: Callable[[Sequence[str] | None], Json] = _no_digests
     """Function that returns what `differing` compares, of parameters or of all of them."""
 
 
