@@ -58,17 +58,18 @@ class Between(WrapperBackend):
 
 
 class Held(WrapperBackend):
-    """A backend in which the first look at a path lasts until it is let go on."""
+    """A backend in which, once it is armed, the first look at a path lasts until it may go on."""
 
     def __init__(self, inner: Backend, path: str) -> None:
         super().__init__(inner)
         self._path = path
+        self.is_armed = False
         self.looking, self.go_on = threading.Event(), threading.Event()
 
     def stat(self, path: str) -> Stat | None:
         """Look, and wait if it is the first time."""
         found = super().stat(path)
-        if path == self._path and not self.looking.is_set():
+        if self.is_armed and path == self._path and not self.looking.is_set():
             self.looking.set()
             assert self.go_on.wait(100)
         return found
@@ -139,6 +140,7 @@ class TestLocks:
         backend = Held(memory(), f"{RUN}/{LOCK_NAME}")
         lock = locked(backend)
         backend.remove(f"{RUN}/{LOCK_NAME}")
+        backend.is_armed = True
         errors: list[BaseException] = []
 
         def look() -> None:
