@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from gds import StorageError
+from offload.errors import StoreError
 from offload.journal import Journal
 from offload.retention.policy import Record
 from offload.store.census import Census
@@ -99,22 +100,30 @@ class Withdrawal:
             going = self._keeping.unpinned(locked)  # there may be new pins
             slots = [self._open(c) if reuse else None for c in going]
             paths = [c.path for c in going]
-            guard = self._poison.fatal("a checkpoint could not be withdrawn")
-            with guard, ExitStack() as leaving:
-                names: list[str] = []
+            failing = "a checkpoint could not be withdrawn"
+            names: list[str] = []
+            with ExitStack() as leaving:
                 for checkpoint, slot in zip(going, slots, strict=True):
-                    if names and not self._lock.is_held():
-                        break  # it was lost during this portion: nothing more is withdrawn
-                    names.append(name := self._free.unused_path())
-                    leaving.enter_context(self._parts.owners.leaving(checkpoint.manifest))
-                    self._backend.rename(checkpoint.path, name)
-                    self._checkpoints.remove(checkpoint)
-                    if slot is not None:
-                        slot.renamed(name)
-                if going:
-                    self._backend.sync_dir(self._directory)
-                going = going[: len(names)]
-                slots = [slot and self._made_ready(slot) for slot in slots[: len(names)]]
+                    try:
+                        if names:
+                            self._lock.require()
+                        name = self._free.unused_path()
+                    except (StorageError, StoreError):
+                        if not names:
+                            raise
+                        break  # what has been renamed is synced, and nothing more is withdrawn
+                    with self._poison.fatal(failing):
+                        leaving.enter_context(self._parts.owners.leaving(checkpoint.manifest))
+                        self._backend.rename(checkpoint.path, name)
+                        self._checkpoints.remove(checkpoint)
+                        names.append(name)
+                        if slot is not None:
+                            slot.renamed(name)
+                with self._poison.fatal(failing):
+                    if names:
+                        self._backend.sync_dir(self._directory)
+                    going = going[: len(names)]
+                    slots = [slot and self._made_ready(slot) for slot in slots[: len(names)]]
             seconds = time.perf_counter() - started
             for checkpoint, slot, name, path in zip(going, slots, names, paths, strict=False):
                 if slot is None:

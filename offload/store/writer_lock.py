@@ -126,10 +126,9 @@ def _write_holder(held: _Held, text: str) -> None:
     """Write what ``LOCK`` says. Errors are ignored, because nothing depends on it."""
     with suppress(OSError, StorageError):
         path = f"{held.directory}/{LOCK_NAME}"
-        known = held.backend.stat(path)
         fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            found = os.fstat(fd)
+            found, known = os.fstat(fd), held.backend.stat(path)
             is_file = stat_module.S_ISREG(found.st_mode)
             if known is not None and is_file and found.st_ino == known.inode:
                 os.ftruncate(fd, 0)  # first, so that nothing is left of a longer text

@@ -283,7 +283,7 @@ def test_several_that_cannot_be_used_now_are_never_the_newest_again() -> None:
     training = Training(backend, keep=9)
     with pytest.warns(RuntimeWarning) as caught:
         assert training.optimizer.restore().step == 1
-    assert "not using /run/step-00000005" in str(caught[-1].message)
+    assert "not using /run/step-00000002, step-00000003" in str(caught[-1].message)
     training.steps(2, 3, 4, 5, seal=False)
     training.steps(6)
     training.optimizer.close()
