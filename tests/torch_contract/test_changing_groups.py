@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -205,3 +206,59 @@ def test_parameters_that_were_all_replaced_are_told_from_a_copy_of_the_model() -
             call()
         assert "copy of it" not in str(error.value)
     optimizer.close()
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups."""
+
+    def __init__(self, params: object, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] / group["step"])
+
+
+@pytest.mark.parametrize("back", ["restore", "load_state_dict"])
+def test_what_a_class_has_counted_goes_back_with_its_group(back: str) -> None:
+    """A state dict of before the first step has no count, and torch replaces the whole group."""
+    ours, theirs = (make_model(5, 7, 3, dtype=torch.float32) for _ in range(2))
+    twin = Counting(theirs.parameters())
+    optimizer = make_optimizer(ours, MemoryBackend(), optimizer_class=of_class(Counting))
+    first, before = optimizer.checkpoint().result(), twin.state_dict()
+    weights = {name: value.clone() for name, value in theirs.state_dict().items()}
+    for number in range(2):
+        step(ours, optimizer, number)
+        step(theirs, twin, number)
+    assert optimizer.param_groups[0]["step"] == 2
+    theirs.load_state_dict(weights)
+    twin.load_state_dict(before)
+    if back == "restore":
+        assert optimizer.restore().step == first.step == 0
+    else:
+        ours.load_state_dict(weights)
+        optimizer.load_state_dict(before)
+    assert "step" not in optimizer.param_groups[0]
+    step(ours, optimizer, 2)
+    step(theirs, twin, 2)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+    optimizer.close()
+
+
+def test_a_step_that_calls_that_of_its_base_class_is_refused_whatever_was_made_before() -> None:
+    class Calling(torch.optim.Adagrad):
+        @torch.no_grad()
+        def step(self, closure: object = None) -> None:
+            super().step()
+
+    with pytest.raises(offload.UnsupportedOptimizerError, match=r"calls super\(\)\.step\(\)"):
+        make_optimizer(make_model(3, 2), MemoryBackend(), optimizer_class=of_class(Calling))
+
+
+def of_class(one: type[torch.optim.Optimizer]) -> Callable[..., offload.OffloadedOptimizer]:
+    return partial(offload.OffloadedOptimizer, one)
