@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.ambient import in_neutral
 from offload.errors import UnsupportedOptimizerError
-from offload.format._manifest_fields import without_numpy
+from offload.format._manifest_fields import encode_group, without_numpy
 from offload.update.kept_state import Rule, describe, read_scalars, write_scalars
 from offload.update.probe import QUICK, THOROUGH, same_arrays, same_values
 from offload.update.stepper import NOT_OPTIONS, Stepper, first_options
@@ -131,6 +131,12 @@ class UpdateRule:
         self.defaults: dict[str, Any] = {
             key: without_numpy(value) for key, value in instance.defaults.items()
         }
+        for name, value in self.defaults.items():
+            if name not in hyper and (why := _unstorable(name, value)):
+                raise UnsupportedOptimizerError(
+                    f"{optimizer_class.__name__} cannot be offloaded: its option {name!r} {why}, "
+                    "which no checkpoint can hold"
+                )
         step = optimizer_class.step
         self._step: Callable[[torch.optim.Optimizer], Any] = (
             step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
@@ -379,6 +385,15 @@ class UpdateRule:
             ]
             states = stepper.apply_all(tensors, given, states, {**group, **stepper.options})
         return states
+
+
+def _unstorable(name: str, value: object) -> str:
+    """Return how a hyper-parameter is none that a checkpoint can hold; empty if it can."""
+    try:
+        encode_group(0, {name: value})
+    except TypeError:
+        return f"is a {type(value).__name__}"
+    return ""
 
 
 def _watch_steps(optimizer_class: type[torch.optim.Optimizer]) -> None:

@@ -37,7 +37,7 @@ _CASES = (_USUAL, replace(_USUAL, missing=False), replace(_USUAL, missing=False,
 
 _REASONS = {
     r"requires closure|'closure'": "needs a closure",
-    r"\.train\(\)": "has to be switched between training and evaluation",
+    r"\.train\(\)|its train\(\)": "has to be switched between training and evaluation",
     r"You need to install": "needs another package",
     r"^\w+Error: |zero_grad\(\) of|has no attribute '(named_)?parameters'": (
         "takes another optimizer, or a model"
@@ -46,6 +46,7 @@ _REASONS = {
     r"state of no parameter": "keeps state of no parameter",
     r"grad_fn": "needs gradients of gradients",
     r"it keeps '|it keeps new state": "keeps state of another shape or type",
+    r"its option": "has options that no checkpoint can hold",
     r"mat1|2D parameters": "needs matrices",
     r"updated in parts|other bits|value that depends|empty tensor|inner products": (
         "looks at more than one element, or at its place (as `pow` does)"
