@@ -7,6 +7,7 @@ Others are made for the state dict: ``get_extra_state``, a cast or packed form o
 from __future__ import annotations
 
 import ctypes
+import inspect
 import io
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -98,6 +99,20 @@ def is_taken(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> bool:
     if owner.rest == _EXTRA:
         return type(owner.modules[-1]).set_extra_state is not torch.nn.Module.set_extra_state
     return owner.tensor is not None and tuple(owner.tensor.shape) == shape
+
+
+def load_state(model: torch.nn.Module, state: dict[str, Any]) -> object:
+    """Call ``load_state_dict`` as the model defines it, and let it leave entries out if it can."""
+    try:
+        parameters = inspect.signature(model.load_state_dict).parameters
+    except (TypeError, ValueError):  # no Python function
+        return model.load_state_dict(state)
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if "strict" in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
+        return model.load_state_dict(state, strict=False)
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return model.load_state_dict(state, False)
+    return model.load_state_dict(state)
 
 
 def has_load_hooks(model: torch.nn.Module) -> bool:

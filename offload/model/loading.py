@@ -25,6 +25,7 @@ from offload.model.load_path import (
     as_value,
     has_load_hooks,
     is_taken,
+    load_state,
     owner_of,
 )
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
@@ -194,7 +195,7 @@ def give_back(
         try:
             in_inference = any(s.tensor.is_inference() for s in stored)
             with torch.inference_mode() if in_inference else nullcontext():
-                result = model.load_state_dict(state, strict=False)
+                result = load_state(model, state)
         except RuntimeError as error:
             raise _untaken(path, ", ".join(given[:3]), str(error)) from error
     for key in getattr(result, "unexpected_keys", ()):

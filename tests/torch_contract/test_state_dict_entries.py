@@ -159,7 +159,40 @@ class Nested(torch.nn.Module):
         return {f"{n}.{k}": v for n, m in enumerate(self.inner) for k, v in m.seen().items()}
 
 
-KINDS = [Base, Extra, Growing, Plain, File, Packed, Cast, Turned, Derived, Detached, Nested]
+class NoStrict(Extra):
+    """Its own ``load_state_dict`` takes the dict alone."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        return super().load_state_dict({k.removeprefix("module."): v for k, v in state.items()})
+
+
+class OtherKeyword(Extra):
+    def load_state_dict(self, state_dict: Any, *, verbose: bool = True) -> None:
+        assert verbose
+        super().load_state_dict(state_dict)
+
+
+class PassesOn(Extra):
+    def load_state_dict(self, state_dict: Any, *args: Any) -> Any:
+        return super().load_state_dict(state_dict, *args)
+
+
+KINDS = [
+    Base,
+    Extra,
+    Growing,
+    Plain,
+    File,
+    Packed,
+    Cast,
+    Turned,
+    Derived,
+    Detached,
+    Nested,
+    NoStrict,
+    OtherKeyword,
+    PassesOn,
+]
 
 
 def made(kind: type[torch.nn.Module], seed: int = 0) -> Any:
