@@ -57,7 +57,8 @@ def load_parameters(
     the digests, and shards over several hosts have the model in them.
 
     Args:
-        model: Model, changed in place. It is not changed if names, shapes or dtypes differ.
+        model: Model, changed in place. It is not changed if names, shapes or dtypes differ, unless
+            a buffer has another shape and the model's own loading code then fails to resize it.
         checkpoint: A checkpoint directory; or a store, for its newest checkpoint. If the newest
             checkpoint is damaged, the previous one is used, with a warning.
         parts: Directories that have the parts of other ranks; None for those in which they were
@@ -112,7 +113,8 @@ def in_checkpoint(
     """Return what the tensors of a checkpoint are read into.
 
     Entries of the state dict that are copies get new memory, with dtype and shape of the
-    checkpoint: only `give_back` compares them with the model.
+    checkpoint: only `give_back` compares them with the model. So do buffers of another size, if
+    code of the model may resize them when it loads.
 
     Args:
         model: Model that is loaded into.
@@ -121,8 +123,9 @@ def in_checkpoint(
         path: Path of the checkpoint.
         shards: As for `describe_model`.
     """
-    found = [item for item in stored if not item.is_copy]
-    copies = {item.key: item for item in stored if item.is_copy}
+    resized = _resized(model, stored, held)
+    copies = {item.key: item for item in stored if item.is_copy or item.spec.name in resized}
+    found = [item for item in stored if not (item.is_copy or item.spec.name in resized)]
     names = {name for item in found for name in (item.spec.name, *item.spec.aliases)}
     if model is None:
         return found
@@ -148,6 +151,25 @@ def in_checkpoint(
             )
         else:
             found.append(item)  # the caller names it among the differences
+    return found
+
+
+def _resized(
+    model: torch.nn.Module | None, stored: Sequence[Stored], held: Sequence[ModelTensor]
+) -> set[str]:
+    """Return the names of tensors whose shape a load of the model may make the checkpoint's."""
+    sizes = {name: (t.dtype, t.shape) for t in held for name in (t.name, *t.aliases)}
+    found = set()
+    for item in stored:
+        dtype, shape = sizes.get(item.spec.name, (item.spec.dtype, item.spec.shape))
+        if (
+            model is not None
+            and not (item.is_copy or item.parameter.requires_grad)
+            and not item.spec.name.endswith(ENCODED)
+            and (shape != item.spec.shape and dtype == item.spec.dtype)
+            and is_taken(model, item.spec.name, shape)
+        ):
+            found.add(item.spec.name)
     return found
 
 
@@ -197,7 +219,7 @@ def give_back(
             with torch.inference_mode() if in_inference else nullcontext():
                 result = load_state(model, state)
         except RuntimeError as error:
-            raise _untaken(path, ", ".join(given[:3]), str(error)) from error
+            raise _untaken(path, ", ".join(given[:3]), str(error).rstrip(".")) from error
     for key in getattr(result, "unexpected_keys", ()):
         if key in given:
             raise _untaken(path, key, "it is an unexpected key")

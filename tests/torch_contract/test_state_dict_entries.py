@@ -177,6 +177,32 @@ class PassesOn(Extra):
         return super().load_state_dict(state_dict, *args)
 
 
+class Resizing(Extra):
+    """A buffer that grows in the forward, and gets the size of the state dict in a load."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table = torch.cat([self.table.flatten(), torch.ones(1)])
+        return super().forward(x)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.table = torch.empty_like(state_dict[f"{prefix}table"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Observed(Extra):
+    """The first forward gives the observer's buffers their size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observer = torch.ao.quantization.PerChannelMinMaxObserver(ch_axis=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.observer(x * (self.calls + 1)))
+
+    def seen(self) -> dict[str, Any]:
+        return super().seen() | {"low": self.observer.min_val, "high": self.observer.max_val}
+
+
 KINDS = [
     Base,
     Extra,
@@ -192,6 +218,8 @@ KINDS = [
     NoStrict,
     OtherKeyword,
     PassesOn,
+    Resizing,
+    Observed,
 ]
 
 
@@ -361,6 +389,41 @@ def test_a_model_that_takes_less_than_a_checkpoint_has_is_refused_by_name() -> N
     for call in (restore, load):
         with pytest.raises(MismatchError, match=r"not take 'count\.packed': it is an unexpected"):
             call(made(Deaf), backend)
+
+
+class Smaller(Extra):
+    """Has loading code, which does not resize the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(2)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+
+
+class SmallerLayer(Smaller):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(2, 3)
+        self.l = torch.nn.Linear(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Smaller, r"(?s)not take 'table.*size mismatch for table"),
+        (SmallerLayer, r"'l\.weight' is F32 \[4, 4\] in the checkpoint and F32 \[3, 4\] in"),
+    ],
+)
+def test_a_size_that_loading_code_does_not_change_is_refused(kind: type[Any], words: str) -> None:
+    backend, model = MemoryBackend(), made(Extra)
+    with opened(model, backend) as optimizer:
+        train(model, optimizer, 1)
+        optimizer.checkpoint().result()
+    for call in (restore, load):
+        with pytest.raises(MismatchError, match=words):
+            call(made(kind), backend)
 
 
 def test_a_store_without_entries_that_are_no_tensors_is_read() -> None:
