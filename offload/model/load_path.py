@@ -126,7 +126,8 @@ def _loads_itself(module: torch.nn.Module) -> bool:
     )
     kind = type(module)
     methods: list[Callable[..., Any]] = [kind._load_from_state_dict, kind.load_state_dict]
-    methods += [v for n, v in vars(module).items() if n == "_load_from_state_dict"]
+    own = ("_load_from_state_dict", "load_state_dict")
+    methods += [value for name, value in vars(module).items() if name in own]
     methods += [getattr(hook, "hook", hook) for hook in hooks]
     return not all(
         (getattr(method, "__module__", None) or type(method).__module__ or "").startswith(_OF_TORCH)

@@ -177,6 +177,18 @@ class PassesOn(Extra):
         return super().load_state_dict(state_dict, *args)
 
 
+class Wrapped(Extra):
+    """An instance with methods of its own, which use other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        save, load = self.state_dict, self.load_state_dict
+        self.state_dict = lambda *a, **k: {f"model.{n}": v for n, v in save(*a, **k).items()}
+        self.load_state_dict = lambda state, *a, **k: load(
+            {n.removeprefix("model."): v for n, v in state.items()}, *a, **k
+        )
+
+
 class Resizing(Extra):
     """A buffer that grows in the forward, and gets the size of the state dict in a load."""
 
@@ -218,6 +230,7 @@ KINDS = [
     NoStrict,
     OtherKeyword,
     PassesOn,
+    Wrapped,
     Resizing,
     Observed,
 ]
