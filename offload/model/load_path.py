@@ -81,6 +81,11 @@ def owner_of(model: torch.nn.Module, name: str) -> Owner:
     return Owner(modules, path, ".".join(parts))
 
 
+def is_extra(name: str) -> bool:
+    """Return whether an entry is what ``get_extra_state`` returned."""
+    return name.rpartition(".")[2] == _EXTRA
+
+
 def _has(module: torch.nn.Module, name: str) -> bool:
     return name in module._parameters or name in module._buffers or name == _EXTRA
 
@@ -154,10 +159,14 @@ def as_tensor(name: str, value: object) -> torch.Tensor:
             nbytes *= 2
         data = bytearray(pack_encoded(encoded, capacity_bytes=nbytes, header={}))
     except (TrainStateTypeError, TrainStateTooLargeError, ValueError) as error:
+        allowed = "dense tensors, bytes or plain values"
+        how = f"save {allowed} under names of their own"
+        if is_extra(name):
+            how = f"let get_extra_state() return {allowed}"
+        why = str(error).replace("train_state[1]", "the entry", 1)
         raise UnsupportedParameterError(
             f"{name!r} in the model's state dict is a {type(value).__name__} that cannot be stored "
-            "without loss: let get_extra_state() return tensors, bytes or plain values, or leave "
-            f"out model= ({error})"
+            f"without loss: {how}, or leave out model= ({why})"
         ) from error
     return torch.frombuffer(data, dtype=torch.uint8)
 

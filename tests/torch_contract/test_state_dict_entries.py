@@ -362,6 +362,19 @@ class Unstorable(Extra):
         return {"rule": self.get_extra_state}
 
 
+class InOneEntry(Base):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"model": super().state_dict(*args, **kwargs)}
+
+
+class Renamed(Base):
+    """A number that its loading code does not know."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}number"] = self.calls
+
+
 class OnlySaved(Extra):
     set_extra_state = torch.nn.Module.set_extra_state
 
@@ -370,8 +383,10 @@ class OnlySaved(Extra):
     ("kind", "words"),
     [
         (Copied, r"'l\.bias' in the model's state dict is not the parameter of this name"),
-        (Unstorable, r"'_extra_state.*\[1\]\['rule'\]: cannot store a value of type builtins.m"),
-        (OnlySaved, r"'_extra_state' in the model's state dict has changed"),
+        (Unstorable, r"'_extra_state' .*get_extra_state.*the entry\['rule'\]: cannot store a val"),
+        (InOneEntry, r"'model' in the .*save dense .* names of their own"),
+        (OnlySaved, r"'_extra_state' in .* has changed.*define set_extra_state\(\), or"),
+        (Renamed, r"'number' in .* has changed.*define _load_from_state_dict\(\), or"),
     ],
 )
 def test_what_cannot_be_given_back_is_refused_by_name(kind: type[Any], words: str) -> None:
