@@ -24,6 +24,7 @@ from offload.model.load_path import (
     as_tensor,
     as_value,
     has_load_hooks,
+    is_extra,
     is_taken,
     load_state,
     owner_of,
@@ -276,7 +277,9 @@ def check_same(
     Raises:
         MismatchError: The tensors differ; lists the first few differences.
     """
-    differences = [f"{n!r} is only in the checkpoint" for n in stored if n not in live]
+    gone = [n for n in stored if n not in live]
+    keys = {n: key for n in gone if is_extra(key := n.removesuffix(ENCODED))}
+    differences = [f"{keys.get(n, n)!r} is only in the checkpoint" for n in gone]
     differences += [f"{n!r} is only in the model" for n in live if n not in stored]
     changed = [n for n in stored if n in live and stored[n] != live[n]]
     differences += [
