@@ -350,6 +350,7 @@ class Seal:
         is_same = model.is_same(digests)
         with self._progress:
             if not (is_same or self._are_released):
+                self._refuse(next(self._changed(self._versions), ""))  # it may have ended by now
                 raise RuntimeError(f"the model was being changed in place {_EDITED}")
 
     def _require_unedited(self) -> None:

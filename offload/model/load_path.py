@@ -7,6 +7,7 @@ Others are made for the state dict: ``get_extra_state``, a cast or packed form o
 from __future__ import annotations
 
 import ctypes
+import inspect
 import io
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -80,6 +81,11 @@ def owner_of(model: torch.nn.Module, name: str) -> Owner:
     return Owner(modules, path, ".".join(parts))
 
 
+def is_extra(name: str) -> bool:
+    """Return whether an entry is what ``get_extra_state`` returned."""
+    return name.rpartition(".")[2] == _EXTRA
+
+
 def _has(module: torch.nn.Module, name: str) -> bool:
     return name in module._parameters or name in module._buffers or name == _EXTRA
 
@@ -100,6 +106,20 @@ def is_taken(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> bool:
     return owner.tensor is not None and tuple(owner.tensor.shape) == shape
 
 
+def load_state(model: torch.nn.Module, state: dict[str, Any]) -> object:
+    """Call ``load_state_dict`` as the model defines it, and let it leave entries out if it can."""
+    try:
+        parameters = inspect.signature(model.load_state_dict).parameters
+    except (TypeError, ValueError):  # no Python function
+        return model.load_state_dict(state)
+    kinds = {parameter.kind for parameter in parameters.values()}
+    if "strict" in parameters or inspect.Parameter.VAR_KEYWORD in kinds:
+        return model.load_state_dict(state, strict=False)
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return model.load_state_dict(state, False)
+    return model.load_state_dict(state)
+
+
 def has_load_hooks(model: torch.nn.Module) -> bool:
     """Return whether a load of a state dict does more than copy values into own memory."""
     return any(map(_loads_itself, model.modules()))
@@ -111,7 +131,8 @@ def _loads_itself(module: torch.nn.Module) -> bool:
     )
     kind = type(module)
     methods: list[Callable[..., Any]] = [kind._load_from_state_dict, kind.load_state_dict]
-    methods += [v for n, v in vars(module).items() if n == "_load_from_state_dict"]
+    own = ("_load_from_state_dict", "load_state_dict")
+    methods += [value for name, value in vars(module).items() if name in own]
     methods += [getattr(hook, "hook", hook) for hook in hooks]
     return not all(
         (getattr(method, "__module__", None) or type(method).__module__ or "").startswith(_OF_TORCH)
@@ -138,10 +159,14 @@ def as_tensor(name: str, value: object) -> torch.Tensor:
             nbytes *= 2
         data = bytearray(pack_encoded(encoded, capacity_bytes=nbytes, header={}))
     except (TrainStateTypeError, TrainStateTooLargeError, ValueError) as error:
+        allowed = "dense tensors, bytes or plain values"
+        how = f"save {allowed} under names of their own"
+        if is_extra(name):
+            how = f"let get_extra_state() return {allowed}"
+        why = str(error).replace("train_state[1]", "the entry", 1)
         raise UnsupportedParameterError(
             f"{name!r} in the model's state dict is a {type(value).__name__} that cannot be stored "
-            "without loss: let get_extra_state() return tensors, bytes or plain values, or leave "
-            f"out model= ({error})"
+            f"without loss: {how}, or leave out model= ({why})"
         ) from error
     return torch.frombuffer(data, dtype=torch.uint8)
 

@@ -24,7 +24,9 @@ from offload.model.load_path import (
     as_tensor,
     as_value,
     has_load_hooks,
+    is_extra,
     is_taken,
+    load_state,
     owner_of,
 )
 from offload.model.model_file import BlockBuffers, ModelImage, read_model
@@ -56,7 +58,8 @@ def load_parameters(
     the digests, and shards over several hosts have the model in them.
 
     Args:
-        model: Model, changed in place. It is not changed if names, shapes or dtypes differ.
+        model: Model, changed in place. It is not changed if names, shapes or dtypes differ, unless
+            a buffer has another shape and the model's own loading code then fails to resize it.
         checkpoint: A checkpoint directory; or a store, for its newest checkpoint. If the newest
             checkpoint is damaged, the previous one is used, with a warning.
         parts: Directories that have the parts of other ranks; None for those in which they were
@@ -111,7 +114,8 @@ def in_checkpoint(
     """Return what the tensors of a checkpoint are read into.
 
     Entries of the state dict that are copies get new memory, with dtype and shape of the
-    checkpoint: only `give_back` compares them with the model.
+    checkpoint: only `give_back` compares them with the model. So do buffers of another size, if
+    code of the model may resize them when it loads.
 
     Args:
         model: Model that is loaded into.
@@ -120,8 +124,9 @@ def in_checkpoint(
         path: Path of the checkpoint.
         shards: As for `describe_model`.
     """
-    found = [item for item in stored if not item.is_copy]
-    copies = {item.key: item for item in stored if item.is_copy}
+    resized = _resized(model, stored, held)
+    copies = {item.key: item for item in stored if item.is_copy or item.spec.name in resized}
+    found = [item for item in stored if not (item.is_copy or item.spec.name in resized)]
     names = {name for item in found for name in (item.spec.name, *item.spec.aliases)}
     if model is None:
         return found
@@ -147,6 +152,25 @@ def in_checkpoint(
             )
         else:
             found.append(item)  # the caller names it among the differences
+    return found
+
+
+def _resized(
+    model: torch.nn.Module | None, stored: Sequence[Stored], held: Sequence[ModelTensor]
+) -> set[str]:
+    """Return the names of tensors whose shape a load of the model may make the checkpoint's."""
+    sizes = {name: (t.dtype, t.shape) for t in held for name in (t.name, *t.aliases)}
+    found = set()
+    for item in stored:
+        dtype, shape = sizes.get(item.spec.name, (item.spec.dtype, item.spec.shape))
+        if (
+            model is not None
+            and not (item.is_copy or item.parameter.requires_grad)
+            and not item.spec.name.endswith(ENCODED)
+            and (shape != item.spec.shape and dtype == item.spec.dtype)
+            and is_taken(model, item.spec.name, shape)
+        ):
+            found.add(item.spec.name)
     return found
 
 
@@ -194,9 +218,9 @@ def give_back(
         try:
             in_inference = any(s.tensor.is_inference() for s in stored)
             with torch.inference_mode() if in_inference else nullcontext():
-                result = model.load_state_dict(state, strict=False)
+                result = load_state(model, state)
         except RuntimeError as error:
-            raise _untaken(path, ", ".join(given[:3]), str(error)) from error
+            raise _untaken(path, ", ".join(given[:3]), str(error).rstrip(".")) from error
     for key in getattr(result, "unexpected_keys", ()):
         if key in given:
             raise _untaken(path, key, "it is an unexpected key")
@@ -253,7 +277,9 @@ def check_same(
     Raises:
         MismatchError: The tensors differ; lists the first few differences.
     """
-    differences = [f"{n!r} is only in the checkpoint" for n in stored if n not in live]
+    gone = [n for n in stored if n not in live]
+    keys = {n: key for n in gone if is_extra(key := n.removesuffix(ENCODED))}
+    differences = [f"{keys.get(n, n)!r} is only in the checkpoint" for n in gone]
     differences += [f"{n!r} is only in the model" for n in live if n not in stored]
     changed = [n for n in stored if n in live and stored[n] != live[n]]
     differences += [

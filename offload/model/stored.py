@@ -197,7 +197,7 @@ def _add_state_dict(
                         f"{given!r} in the model's state dict is a tensor whose name ends as those "
                         f"of entries that are no tensors do: choose another name than {ENCODED!r}"
                     )
-                tensor = as_tensor(name, value)
+                tensor = as_tensor(name.removesuffix(ENCODED), value)
                 copies.add(id(tensor))
                 if shards is not None and is_dtensor(tensor):
                     raise UnsupportedParameterError(
@@ -230,7 +230,7 @@ def digests_of_untaken(model: torch.nn.Module | None, stored: Sequence[Stored]) 
     They may be constants of the model, such as sizes of packed weights.
     """
     return {
-        item.spec.name: digest_of(item.tensor)
+        item.key: digest_of(item.tensor)
         for item in stored
         if item.is_copy
         and item.is_here

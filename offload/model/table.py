@@ -11,6 +11,7 @@ import torch
 from offload.errors import MismatchError, UnsupportedParameterError
 from offload.format.arrays import NEW_STORES_COUNT_FROM, StateFormat
 from offload.format.layout import Layout, ParameterSpec, element_space_order, model_order
+from offload.model.load_path import is_extra
 from offload.model.loading import give_back
 from offload.model.memory_overlap import MemoryCheck
 from offload.model.parameters import (
@@ -258,10 +259,10 @@ class ParameterTable:
         stored = describe_model(self.model, groups, self.trainables, self.shards)
         for name, digest in digests_of_untaken(self.model, stored).items():
             if digest != (self._untaken or {}).get(name):
+                how = "set_extra_state()" if is_extra(name) else "_load_from_state_dict()"
                 raise UnsupportedParameterError(
                     f"{name!r} in the model's state dict has changed, and load_state_dict() could "
-                    "not give it back: define set_extra_state() or _load_from_state_dict(), or "
-                    "leave out model="
+                    f"not give it back: define {how}, or leave out model="
                 )
         return stored
 

@@ -16,6 +16,8 @@ import torch._dynamo.convert_frame
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import guard_failures
 
+from offload.errors import OverlapError
+
 compile_lock: Any = torch._dynamo.convert_frame.compile_lock
 """Lock that a thread holds while it compiles, or while it updates a chunk beside the model."""
 
@@ -117,3 +119,18 @@ def before_traced_module(key: int, number: int) -> None:
     """
     if number == 0 or not _is_known_compiled(key):
         _before_compiled(key, number)
+
+
+def require_hookable(model: torch.nn.Module) -> None:
+    """Refuse a model with scripted modules, which cannot have the hooks of a step that overlaps.
+
+    Raises:
+        OverlapError: A module was made by ``torch.jit``. The message names it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"the module {name!r}" if name else "the model"
+            raise OverlapError(
+                f"{what} was made by torch.jit, which allows no hooks, and overlap= needs them: "
+                "leave out overlap=, or train the module that was scripted and script it afterwards"
+            )

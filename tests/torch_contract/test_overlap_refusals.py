@@ -425,3 +425,13 @@ def test_several_gradients_that_cannot_be_foreseen() -> None:
     ):
         loss_of(model).backward()
     optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_a_scripted_module_is_refused_by_name(overlap: Any) -> None:
+    part = torch.jit.script(torch.nn.Linear(2, 2))
+    whole = torch.nn.Sequential(part)
+    for model, words in ((part, "the model was"), (whole, "the module '0' was")):
+        with pytest.raises(OverlapError, match=f"{words} made by torch.jit"):
+            optimizer_for(model, overlap)

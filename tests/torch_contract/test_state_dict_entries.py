@@ -159,7 +159,81 @@ class Nested(torch.nn.Module):
         return {f"{n}.{k}": v for n, m in enumerate(self.inner) for k, v in m.seen().items()}
 
 
-KINDS = [Base, Extra, Growing, Plain, File, Packed, Cast, Turned, Derived, Detached, Nested]
+class NoStrict(Extra):
+    """Its own ``load_state_dict`` takes the dict alone."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        return super().load_state_dict({k.removeprefix("module."): v for k, v in state.items()})
+
+
+class OtherKeyword(Extra):
+    def load_state_dict(self, state_dict: Any, *, verbose: bool = True) -> None:
+        assert verbose
+        super().load_state_dict(state_dict)
+
+
+class PassesOn(Extra):
+    def load_state_dict(self, state_dict: Any, *args: Any) -> Any:
+        return super().load_state_dict(state_dict, *args)
+
+
+class Wrapped(Extra):
+    """An instance with methods of its own, which use other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        save, load = self.state_dict, self.load_state_dict
+        self.state_dict = lambda *a, **k: {f"model.{n}": v for n, v in save(*a, **k).items()}
+        self.load_state_dict = lambda state, *a, **k: load(
+            {n.removeprefix("model."): v for n, v in state.items()}, *a, **k
+        )
+
+
+class Resizing(Extra):
+    """A buffer that grows in the forward, and gets the size of the state dict in a load."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.table = torch.cat([self.table.flatten(), torch.ones(1)])
+        return super().forward(x)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.table = torch.empty_like(state_dict[f"{prefix}table"])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Observed(Extra):
+    """The first forward gives the observer's buffers their size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observer = torch.ao.quantization.PerChannelMinMaxObserver(ch_axis=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.observer(x * (self.calls + 1)))
+
+    def seen(self) -> dict[str, Any]:
+        return super().seen() | {"low": self.observer.min_val, "high": self.observer.max_val}
+
+
+KINDS = [
+    Base,
+    Extra,
+    Growing,
+    Plain,
+    File,
+    Packed,
+    Cast,
+    Turned,
+    Derived,
+    Detached,
+    Nested,
+    NoStrict,
+    OtherKeyword,
+    PassesOn,
+    Wrapped,
+    Resizing,
+    Observed,
+]
 
 
 def made(kind: type[torch.nn.Module], seed: int = 0) -> Any:
@@ -288,6 +362,19 @@ class Unstorable(Extra):
         return {"rule": self.get_extra_state}
 
 
+class InOneEntry(Base):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"model": super().state_dict(*args, **kwargs)}
+
+
+class Renamed(Base):
+    """A number that its loading code does not know."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}number"] = self.calls
+
+
 class OnlySaved(Extra):
     set_extra_state = torch.nn.Module.set_extra_state
 
@@ -296,8 +383,10 @@ class OnlySaved(Extra):
     ("kind", "words"),
     [
         (Copied, r"'l\.bias' in the model's state dict is not the parameter of this name"),
-        (Unstorable, r"'_extra_state.*\[1\]\['rule'\]: cannot store a value of type builtins.m"),
-        (OnlySaved, r"'_extra_state' in the model's state dict has changed"),
+        (Unstorable, r"'_extra_state' .*get_extra_state.*the entry\['rule'\]: cannot store a val"),
+        (InOneEntry, r"'model' in the .*save dense .* names of their own"),
+        (OnlySaved, r"'_extra_state' in .* has changed.*define set_extra_state\(\), or"),
+        (Renamed, r"'number' in .* has changed.*define _load_from_state_dict\(\), or"),
     ],
 )
 def test_what_cannot_be_given_back_is_refused_by_name(kind: type[Any], words: str) -> None:
@@ -318,16 +407,59 @@ class Deaf(Base):
         self.register_load_state_dict_pre_hook(lambda *_: None)
 
 
+@pytest.mark.parametrize(("kind", "name"), [(Packed, "count.packed"), (Plain, "_extra_state")])
+def test_what_only_a_checkpoint_has_is_named(kind: type[Any], name: str) -> None:
+    backend, model = MemoryBackend(), made(kind)
+    with opened(model, backend) as optimizer:
+        train(model, optimizer, 1)
+        optimizer.checkpoint().result()
+    with pytest.raises(MismatchError, match=f"'{name}' is only in the checkpoint"):
+        load(made(Base), backend)
+
+
 def test_a_model_that_takes_less_than_a_checkpoint_has_is_refused_by_name() -> None:
     backend, model = MemoryBackend(), made(Packed)
     with opened(model, backend) as optimizer:
         train(model, optimizer, 1)
         optimizer.checkpoint().result()
-    with pytest.raises(MismatchError, match=r"'count\.packed' is only in the checkpoint"):
-        load(made(Base), backend)
     for call in (restore, load):
         with pytest.raises(MismatchError, match=r"not take 'count\.packed': it is an unexpected"):
             call(made(Deaf), backend)
+
+
+class Smaller(Extra):
+    """Has loading code, which does not resize the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(2)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+
+
+class SmallerLayer(Smaller):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.zeros(2, 3)
+        self.l = torch.nn.Linear(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Smaller, r"(?s)not take 'table.*size mismatch for table"),
+        (SmallerLayer, r"'l\.weight' is F32 \[4, 4\] in the checkpoint and F32 \[3, 4\] in"),
+    ],
+)
+def test_a_size_that_loading_code_does_not_change_is_refused(kind: type[Any], words: str) -> None:
+    backend, model = MemoryBackend(), made(Extra)
+    with opened(model, backend) as optimizer:
+        train(model, optimizer, 1)
+        optimizer.checkpoint().result()
+    for call in (restore, load):
+        with pytest.raises(MismatchError, match=words):
+            call(made(kind), backend)
 
 
 def test_a_store_without_entries_that_are_no_tensors_is_read() -> None:
