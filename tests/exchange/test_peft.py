@@ -29,6 +29,8 @@ CONFIGS = {
     "trained beside it": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "dora": {"target_modules": ["q_proj"], "use_dora": True},
     "biases": {"target_modules": ["q_proj"], "bias": "all"},
+    "lora and tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+    "vera": {"target_modules": ["q_proj"]},
 }
 
 
@@ -72,7 +74,8 @@ def opened(out: str) -> Any:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_model_and_adapter_open_by_the_printed_line(kind: str, run: Run, tmp_path: Path) -> None:
-    model = peft.get_peft_model(make_base(), peft.LoraConfig(r=2, **CONFIGS[kind]))
+    config = peft.VeraConfig if kind == "vera" else peft.LoraConfig
+    model = peft.get_peft_model(make_base(), config(r=2, **CONFIGS[kind]))
     seal(model, tmp_path / "run")
     model.config.save_pretrained(tmp_path / "theirs")
     model.save_pretrained(tmp_path / "theirs")
@@ -122,7 +125,18 @@ def of_two_adapters(base: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("wrap", [Wrapper, of_two_adapters])
+def with_a_prompt(base: Any) -> Any:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return peft.get_peft_model(base, config)
+
+
+def with_tensors_that_layers_share(base: Any) -> Any:
+    return peft.get_peft_model(base, peft.LilyConfig(r=2, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    "wrap", [Wrapper, of_two_adapters, with_a_prompt, with_tensors_that_layers_share]
+)
 def test_no_line_is_printed_that_would_open_random_weights(
     wrap: Any, run: Run, tmp_path: Path
 ) -> None:
