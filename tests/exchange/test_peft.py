@@ -103,11 +103,18 @@ def test_without_the_adapters_config_the_line_opens_the_model_without_it(
     seal(peft.get_peft_model(base, peft.LoraConfig(r=2)), tmp_path / "run")
     arguments = ("export", tmp_path / "run", tmp_path / "out", "--to", "hf", "--quiet")
     _, out, _ = run(*arguments, "--config", tmp_path / "base")
-    call, _, remedy = out.partition("next: ")[2].partition(", without the adapter of peft")
-    assert "--config DIR" in remedy
-    again = eval(call, {"transformers": transformers})
+    line = out.partition("next: ")[2].strip()
+    assert "# without the adapter of peft" in line
+    assert "--config DIR" in line
+    again = eval(line, {"transformers": transformers})
     assert all(torch.equal(again.state_dict()[name], before[name]) for name in before)
     assert (tmp_path / "out/adapter/adapter_model.safetensors").exists()
+    (tmp_path / "checkpoint-2").mkdir()  # as the Trainer leaves one of an adapter
+    (tmp_path / "checkpoint-2/adapter_config.json").write_text("{}")
+    arguments = ("export", tmp_path / "run", tmp_path / "again", "--to", "hf", "--quiet")
+    status, _, error = run(*arguments, "--config", tmp_path / "checkpoint-2")
+    assert status
+    assert "model.config.save_pretrained(DIR) writes it" in " ".join(error.split())
 
 
 class Wrapper(torch.nn.Module):
