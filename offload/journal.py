@@ -1,4 +1,4 @@
-"""Log lines about what a store does, at level INFO on the logger ``offload``.
+"""Log lines about what a store does, on the logger ``offload``.
 
 A handler of a log may wait, for its own lock or for a slow terminal, and it may raise. Therefore
 events that happen while locks are held are only noted, and `Journal.tell` logs them later.
@@ -15,14 +15,14 @@ from contextlib import suppress
 _log = logging.getLogger("offload")
 
 
-def log_event(message: str) -> None:
-    """Log one line at level INFO. An error of a filter or handler is printed, and never raised.
+def log_event(message: str, level: int = logging.INFO) -> None:
+    """Log one line. An error of a filter or handler is printed, and never raised.
 
     The caller holds no lock, and no other thread waits for the caller: garbage collection in a
     handler may close another optimizer, and that waits for the threads of that optimizer.
     """
     try:
-        _log.info("%s", message)
+        _log.log(level, "%s", message)
     except Exception:  # noqa: BLE001  (what has happened stays true if it cannot be logged)
         if logging.raiseExceptions and sys.stderr is not None:
             with suppress(OSError, ValueError):  # a closed standard error is ignored by `logging`

@@ -261,7 +261,7 @@ def _next_call(destination: str, to: Target, *, named: bool) -> str:
     if model_class is None:
         return (
             "from_pretrained needs a config.json: export again with --config DIR, a directory that "
-            "model.config.save_pretrained(DIR) or the Trainer has written"
+            "model.config.save_pretrained(DIR) has written"
         )
     adapter = os.path.join(destination, "adapter")
     adapted = _adapted_class(os.path.join(adapter, "adapter_config.json"))
@@ -279,7 +279,7 @@ def _next_call(destination: str, to: Target, *, named: bool) -> str:
     if adapted is not None:
         return f"peft.PeftModel.from_pretrained({call}, {adapter!r})"
     return (
-        f"{call}, without the adapter of peft. For both, export again with --config DIR, into "
+        f"{call}  # without the adapter of peft. For both, export again with --config DIR, into "
         "which model.save_pretrained(DIR) has written adapter_config.json as well"
     )
 

@@ -174,7 +174,7 @@ def _export_hf(backend: Backend, stream: CheckpointStream, path: str) -> None:
     file, offsets = write_structure(f"{path}/{OPTIMIZER_PT}", optimizer)(backend)
     places = {key: (file, offsets[tensor]) for key, tensor in placeholders.items()}
     with _synced(file), _array_files(backend, stream, path, [MASTER]) as masters:
-        names = peft_names(tensor.name for tensor in stream.layout.model)
+        names = peft_names((tensor.name, tensor.aliases) for tensor in stream.layout.model)
         if names is None:
             _copy_model(backend, stream, f"{path}/{MODEL_NAME}")
         else:

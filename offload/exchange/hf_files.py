@@ -138,8 +138,8 @@ def required_hf_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
     files = _read_local(path)
     if CONFIG_NAME not in files:
         raise CheckpointError(
-            f"{path}: it has no {CONFIG_NAME}; name a directory that save_pretrained, or the "
-            "Trainer, has written"
+            f"{path}: it has no {CONFIG_NAME}, which the Trainer does not write for an adapter of "
+            "peft; model.config.save_pretrained(DIR) writes it"
         )
     return files
 

@@ -44,6 +44,7 @@ from offload.stream.host_memory import require_host_memory
 from offload.tiers.background import RETRY_S, BackgroundUploads
 from offload.tiers.ranks.following import FollowingUploads
 from offload.tiers.services.opening import require_tier
+from offload.tiers.services.presence import require_place
 from offload.update.rules import UpdateRule
 from offload.update.steppable import require_steppable
 
@@ -235,6 +236,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             return FollowingUploads(
                 tier.url, serving, check=tier.check, backend=options.backend, retry_s=RETRY_S
             )
+        require_place(tier.url, engine.store.directory)
         return BackgroundUploads(
             tier.url,
             max_slowdown=tier.max_slowdown,

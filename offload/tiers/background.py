@@ -6,6 +6,7 @@ drive. If retention needs the slot, the upload ends, and the log says so.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -18,7 +19,7 @@ from gds import Backend, StorageError
 from gds.opening import given_or_local
 from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.errors import OffloadError, RecycledError, TierError
+from offload.errors import OffloadError, RecycledError
 from offload.format.manifest import Manifest
 from offload.journal import log_event
 from offload.retention.leaving import Leaving
@@ -43,6 +44,7 @@ _NUM_TRANSFERS = 2
 _GAVE_WAY = (
     "gave way to a step that needed its slot; a larger keep=, or room for one more slot, helps"
 )
+_STOPPED = "stopped with the optimizer; `offload push` goes on with it"
 _JOIN_S = 5.0
 _PAUSE_S = 0.1
 
@@ -131,6 +133,10 @@ class BackgroundUploads:
         self._running: _Running | None = None
         self._nested_s = 0.0
         """Seconds of the present upload during which it waited for parameters of newer ones."""
+        self._last: _Offered | None = None
+        """Newest checkpoint of which nobody has been told whether the tier has it."""
+        self._failure = ""
+        self._warned: set[object] = set()
 
     def offer(self, checkpoint: Checkpoint, *, restored: bool = False) -> None:
         """Consider a checkpoint that has just been sealed. The call returns at once.
@@ -151,7 +157,7 @@ class BackgroundUploads:
             if self._stopped:
                 return
             self._leaving.begin(checkpoint.generation, "waiting")
-            dropped, self._offered = self._offered, offered
+            dropped, self._offered, self._last = self._offered, offered, offered
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="offload-tier", daemon=True)
                 start(self._thread)
@@ -192,6 +198,20 @@ class BackgroundUploads:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN_S)
+        self._tell_missing()
+
+    def _tell_missing(self) -> None:
+        """Log once that the tier lacks the newest checkpoint, unless that was decided."""
+        with self._changed:
+            last, self._last = self._last, None
+            events = {event.step: event for event in self._events}
+        if last is None:
+            return
+        event = events.get(last.checkpoint.step, TierEvent(0, "upload", "", ""))
+        why = {"failed": self._failure, "recycled": _GAVE_WAY, "parameters": "its state is not"}
+        reason = event.reason if event.choice == "skip" else why.get(event.outcome, _STOPPED)
+        if event.outcome != "complete" and event.choice not in ("keep", "thin"):
+            log_event(f"{last.checkpoint.path}: not in the tier: {reason}", logging.WARNING)
 
     def _run(self) -> None:
         try:
@@ -211,7 +231,7 @@ class BackgroundUploads:
             try:
                 self._box = self._serving.connect()
             except OffloadError as error:  # the key-value store is gone, and with it the job
-                log_event(f"{self._address.url}: nothing is uploaded: {error}")
+                log_event(f"{self._address.url}: nothing is uploaded: {error}", logging.WARNING)
                 return
         while True:
             with self._changed:
@@ -320,7 +340,7 @@ class BackgroundUploads:
             self.measured.uploading(True)
             self._nested_s = 0.0
         is_stopped = (lambda: self._stopped) if nested else self._look_up
-        outcome, text = "failed", ""
+        outcome, text, level = "failed", "", logging.INFO
         try:
             with (
                 given_or_local(self._backend) as storage,
@@ -354,13 +374,15 @@ class BackgroundUploads:
                     if self._newest is None or offered.sealed_s >= self._newest.sealed_s:
                         self._newest = offered
         except UploadStoppedError:
-            outcome, text = "stopped", "stopped with the optimizer; `offload push` goes on with it"
+            outcome, text = "stopped", _STOPPED
         except RecycledError:
             outcome, text = "recycled", _GAVE_WAY
-        except (TierError, OffloadError, StorageError) as error:
-            text = f"failed: {error}"
         except Exception as error:  # noqa: BLE001  (training goes on)
-            text = f"failed: {type(error).__name__}"
+            known = isinstance(error, (OffloadError, StorageError))
+            self._failure = text = f"failed: {error if known else type(error).__name__}"
+            kind = type(error), getattr(error, "errno", None)
+            level = logging.INFO if kind in self._warned else logging.WARNING
+            self._warned.add(kind)  # each kind of failure is shown once, not at each checkpoint
         finally:
             seconds = time.monotonic() - began_s
             if nested:
@@ -377,7 +399,7 @@ class BackgroundUploads:
             for number, old in enumerate(self._events):
                 if old is event:
                     self._events[number] = replace(event, outcome=outcome)
-        log_event(f"{checkpoint.path}: upload of {size(sent)}: {text}")
+        log_event(f"{checkpoint.path}: upload of {size(sent)}: {text}", level)
         self._show(checkpoint)
 
     def _have_parameters(self, offered: _Offered) -> None:

@@ -599,7 +599,6 @@ REBUILDS: dict[str, Callable[[Any], object]] = {
     "nothing": _each(lambda p: setattr(p, "data", torch.empty(0, dtype=p.dtype))),
     "assign": _assigned,
     "swap": _each(_swapped),
-    "share": lambda model: model.share_memory(),
     "deleted": lambda model: model._parameters.clear() or model.rows.__init__(),
 }
 REFUSED: dict[str, Callable[[Any], object]] = {

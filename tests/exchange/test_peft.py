@@ -29,6 +29,8 @@ CONFIGS = {
     "trained beside it": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "dora": {"target_modules": ["q_proj"], "use_dora": True},
     "biases": {"target_modules": ["q_proj"], "bias": "all"},
+    "lora and tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+    "vera": {"target_modules": ["q_proj"]},
 }
 
 
@@ -72,7 +74,8 @@ def opened(out: str) -> Any:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_model_and_adapter_open_by_the_printed_line(kind: str, run: Run, tmp_path: Path) -> None:
-    model = peft.get_peft_model(make_base(), peft.LoraConfig(r=2, **CONFIGS[kind]))
+    config = peft.VeraConfig if kind == "vera" else peft.LoraConfig
+    model = peft.get_peft_model(make_base(), config(r=2, **CONFIGS[kind]))
     seal(model, tmp_path / "run")
     model.config.save_pretrained(tmp_path / "theirs")
     model.save_pretrained(tmp_path / "theirs")
@@ -100,11 +103,18 @@ def test_without_the_adapters_config_the_line_opens_the_model_without_it(
     seal(peft.get_peft_model(base, peft.LoraConfig(r=2)), tmp_path / "run")
     arguments = ("export", tmp_path / "run", tmp_path / "out", "--to", "hf", "--quiet")
     _, out, _ = run(*arguments, "--config", tmp_path / "base")
-    call, _, remedy = out.partition("next: ")[2].partition(", without the adapter of peft")
-    assert "--config DIR" in remedy
-    again = eval(call, {"transformers": transformers})
+    line = out.partition("next: ")[2].strip()
+    assert "# without the adapter of peft" in line
+    assert "--config DIR" in line
+    again = eval(line, {"transformers": transformers})
     assert all(torch.equal(again.state_dict()[name], before[name]) for name in before)
     assert (tmp_path / "out/adapter/adapter_model.safetensors").exists()
+    (tmp_path / "checkpoint-2").mkdir()  # as the Trainer leaves one of an adapter
+    (tmp_path / "checkpoint-2/adapter_config.json").write_text("{}")
+    arguments = ("export", tmp_path / "run", tmp_path / "again", "--to", "hf", "--quiet")
+    status, _, error = run(*arguments, "--config", tmp_path / "checkpoint-2")
+    assert status
+    assert "model.config.save_pretrained(DIR) writes it" in " ".join(error.split())
 
 
 class Wrapper(torch.nn.Module):
@@ -122,7 +132,18 @@ def of_two_adapters(base: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("wrap", [Wrapper, of_two_adapters])
+def with_a_prompt(base: Any) -> Any:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return peft.get_peft_model(base, config)
+
+
+def with_tensors_that_layers_share(base: Any) -> Any:
+    return peft.get_peft_model(base, peft.LilyConfig(r=2, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize(
+    "wrap", [Wrapper, of_two_adapters, with_a_prompt, with_tensors_that_layers_share]
+)
 def test_no_line_is_printed_that_would_open_random_weights(
     wrap: Any, run: Run, tmp_path: Path
 ) -> None:

@@ -208,6 +208,8 @@ def test_a_tier_that_is_gone_is_logged_and_training_goes_on(
     tmp_path: Path, s3: str, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="offload")
+    with optimizer_with(tmp_path / "store", s3):
+        pass  # nothing was sealed, so nothing is missing
     proxy.rule = lambda _: "404:NoSuchBucket"
     with optimizer_with(tmp_path / "store", s3) as optimizer:
         assert optimizer._uploads is not None
@@ -219,8 +221,43 @@ def test_a_tier_that_is_gone_is_logged_and_training_goes_on(
         stats = optimizer.stats().tier
         assert stats is not None
         assert [event.outcome for event in stats.events] == ["failed", "complete"]
-    assert "failed: s3://bucket" in caplog.text
-    assert "bucket does not exist" in caplog.text
+    (warning,) = warnings_of(caplog)
+    assert "failed: s3://bucket" in warning
+    assert "bucket does not exist" in warning
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what a program shows that has not configured logging."""
+    return [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("answer", ["404:NoSuchBucket", "403:InvalidAccessKeyId", "drive", "503"])
+def test_a_tier_that_gets_nothing_is_shown_once_and_at_the_end(
+    tmp_path: Path, s3: str, proxy: Proxy, caplog: pytest.LogCaptureFixture, answer: str
+) -> None:
+    """The tier is added to a run that has checkpoints, which never looks for one in a tier."""
+    with make_optimizer(make_model(64, 40), settings=SETTINGS, directory=tmp_path / "run") as own:
+        train(own, 1)
+    tier = f"file://{tmp_path}/mnt/run" if answer == "drive" else s3
+    (tmp_path / "mnt" / "other").mkdir(parents=True)
+    with optimizer_with(tmp_path / "run", tier) as optimizer:
+        optimizer.restore()
+        (tmp_path / "mnt" / "other").rmdir()
+        proxy.rule = lambda _: answer
+        for _ in range(3):
+            train(optimizer, 1)
+            assert optimizer._uploads is not None
+            assert optimizer._uploads.wait(60)
+    first, last = warnings_of(caplog)
+    assert "failed: " in first
+    assert last.startswith(f"{tmp_path}/run/step-00000004: not in the tier: failed: {tier}")
+    caplog.clear()
+    proxy.rule = lambda _: ""
+    (tmp_path / "mnt" / "other").mkdir()
+    with optimizer_with(tmp_path / "run", tier) as optimizer:
+        optimizer.restore()  # its last checkpoint is sent now
+    assert not warnings_of(caplog)
+    assert [copy.marker and copy.marker.step for copy in list_tier(tier)] == [4]
 
 
 def test_a_link_that_comes_and_goes_offers_only_whole_copies(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -237,7 +238,8 @@ class FolderObjects:
             raise TierNotFoundError(
                 errno.ENOENT,
                 f"no tier here, and {place} is empty and no mount point: is its drive mounted? For "
-                f"a new tier in it, run: mkdir -p {folder} && touch {folder}/{TIER_NAME}",
+                f"a new tier in it, run: mkdir -p {shlex.quote(folder)} && touch "
+                f"{shlex.quote(f'{folder}/{TIER_NAME}')}",
                 self.url,
             )
 

@@ -23,6 +23,7 @@ from offload.format import document
 from offload.format.names import TIERS_NAME
 from offload.journal import log_event
 from offload.tiers.services.objects import TIER_NAME, Objects
+from offload.tiers.services.opening import open_objects
 
 STORE = re.compile(r"[0-9a-f]{32}")
 """Names of the folders that have the copies of a store."""
@@ -71,6 +72,21 @@ def require_there(objects: Objects, store: str) -> None:
             log_event(f"{objects.url}: another tier than the one that this store has seen there")
         new = {"url": objects.url, "tier_id": found, "drive": objects.drive()}
         _remember(memory, {**known, **new})
+
+
+def require_place(url: str, store: str) -> None:
+    """Check that a tier that a store has not seen yet may be made there. No request is made.
+
+    Args:
+        url: URL of the tier.
+        store: Directory of the store.
+
+    Raises:
+        TierNotFoundError: Its drive is probably not mounted.
+    """
+    with open_objects(url) as objects:
+        if not _recall(_memory(store, objects.url)):
+            objects.require_place(store)
 
 
 def damaged_copies(store: str, url: str) -> dict[str, str]:
