@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -125,7 +125,9 @@ class ListedFolders:
                     )
                     for place, all_ in places.of(path, self._store_of(checkpoint)).items()
                 ]
-                use = min(at, key=lambda use: (_BY_WEIGHT.index(use.status), use.is_in_doubt))
+                use = min(at, key=lambda use: _BY_WEIGHT.index(use.status))
+                if use.is_in_doubt and any(places.has_seen(one.folder) for one in at):
+                    use = replace(use, why="has been removed", is_in_doubt=False)
                 if use.status == "removed" and not os.path.lexists(use.folder):
                     use = self._moved(use, checkpoint) or use
                 each.append(use)
