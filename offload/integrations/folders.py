@@ -395,7 +395,16 @@ class Folders:
         if uses is None:
             return f"{base}, which was not made for a folder of {self._library}"
         using = [use.folder for use in uses if use.status in ("refers", "unreadable", "missing")]
-        return f"{base}, which {', '.join(using)} refers to" if using else ""
+        if using:
+            return f"{base}, which {', '.join(using)} refers to"
+        name = f"{self._library}-{checkpoint.step}"
+        gone = [use.folder for use in uses if use.is_in_doubt]
+        if not gone or name not in checkpoint.pins:
+            return ""
+        return (
+            f"{base}, pinned as {name} for {gone[0]}, which is gone: if it was moved, continue "
+            f"from where it is; if it was removed: offload unpin {survey.store} {name}"
+        )
 
     def _train_state(self, optimizer: OffloadedOptimizer, step: int) -> dict[Any, Any]:
         """Return a copy of the train state of a step; empty if the step has not been sealed."""

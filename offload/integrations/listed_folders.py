@@ -6,7 +6,8 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal
 
 from offload import (
@@ -29,6 +30,10 @@ _BY_WEIGHT: tuple[Status, ...] = ("refers", "unreadable", "unfinished", "removed
 """What counts if a folder may be at several places."""
 
 
+_MOST_NEARBY = 1000
+"""Number of directories in which a missing folder is looked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """What has become of a folder that a checkpoint was sealed for."""
@@ -44,6 +49,8 @@ class Use:
 
     status: Status
     why: str = ""
+    is_in_doubt: bool = False
+    """Whether nobody has seen a removal: the folder has gone between two runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,9 @@ class Survey:
 
     known: frozenset[tuple[str, int]]
     """Directories with folders of this store, each with the inode that is listed for it."""
+
+    store: str
+    """First directory of the store."""
 
 
 class ListedFolders:
@@ -115,8 +125,25 @@ class ListedFolders:
                     )
                     for place, all_ in places.of(path, self._store_of(checkpoint)).items()
                 ]
-                each.append(min(at, key=lambda use: _BY_WEIGHT.index(use.status)))
-        return Survey(uses, frozenset(known))
+                use = min(at, key=lambda use: _BY_WEIGHT.index(use.status))
+                if use.is_in_doubt and any(places.has_seen(one.folder) for one in at):
+                    use = replace(use, why="has been removed", is_in_doubt=False)
+                if use.status == "removed" and not os.path.lexists(use.folder):
+                    use = self._moved(use, checkpoint) or use
+                each.append(use)
+        return Survey(uses, frozenset(known), store)
+
+    def _moved(self, use: Use, checkpoint: CheckpointInfo) -> Use | None:
+        """Return where a folder is now, if it was moved to a place nearby; None if it was not."""
+        for folder in islice(_nearby(use.folder, self._used), _MOST_NEARBY):
+            try:
+                found = self._read(folder)
+            except OSError:
+                continue
+            if _names(found, checkpoint):
+                inode = os.stat(os.path.dirname(folder)).st_ino
+                return Use(folder, use.listed, inode, "refers")
+        return None
 
     def entry(self, optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo) -> Mapping[str, Any]:
         """Return the library's entry of a checkpoint's train state; empty if it has none."""
@@ -161,6 +188,27 @@ class ListedFolders:
         return found
 
 
+def _nearby(folder: str, used: Collection[str]) -> Iterator[str]:
+    """Yield directories in those that are used, and beside a folder and its parent, two levels."""
+    parent = os.path.dirname(folder)
+    for directory in dict.fromkeys(used):
+        yield from _directories(directory)
+    for root in (parent, os.path.dirname(parent)):
+        for each in _directories(root):
+            yield each
+            if each != parent:
+                yield from _directories(each)
+
+
+def _directories(path: str) -> list[str]:
+    """Return the directories within a directory; none if it cannot be read."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(e.path for e in entries if e.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+
+
 def _use_at(
     place: str,
     listed: str,
@@ -173,7 +221,9 @@ def _use_at(
     """Return what has become of a folder, if this is its place."""
     if isinstance(found, FileNotFoundError):
         if places.is_removed(place, inode, known):
-            return Use(place, listed, inode, "removed", "has been removed")
+            if places.has_seen(place):
+                return Use(place, listed, inode, "removed", "has been removed")
+            return Use(place, listed, inode, "removed", "is gone since the last run", True)
         return Use(place, listed, inode, "missing", "is not there, and may have been moved")
     if isinstance(found, OSError):
         return Use(place, listed, inode, "unreadable", f"cannot be read ({found.strerror})")
@@ -201,8 +251,16 @@ def _names(found: list[Position] | OSError | None, checkpoint: CheckpointInfo) -
 
 
 def log_released(checkpoint: CheckpointInfo, name: str, uses: Sequence[Use]) -> None:
-    """Log that a pin is removed, and why."""
-    _log.info("%s is no longer pinned as %s: %s", checkpoint.path, name, _reasons(uses))
+    """Log that a pin is removed, and why; as a warning if a folder may have been moved far away."""
+    is_in_doubt = any(use.is_in_doubt for use in uses)
+    _log.log(
+        logging.WARNING if is_in_doubt else logging.INFO,
+        "%s is no longer pinned as %s: %s%s",
+        checkpoint.path, name, _reasons(uses),
+        f". If it was moved, pin this before the next save: offload pin {checkpoint.path} NAME"
+        if is_in_doubt
+        else "",
+    )  # fmt: skip
 
 
 def log_kept(checkpoint: CheckpointInfo, name: str, uses: Sequence[Use], store: str) -> None:

@@ -67,6 +67,10 @@ class Places:
             return
         self._seen[path] = (parent.st_dev, parent.st_ino)
 
+    def has_seen(self, path: str) -> bool:
+        """Return whether this process has seen something at a path."""
+        return path in self._seen
+
     def is_removed(self, path: str, inode: int, known: Collection[tuple[str, int]]) -> bool:
         """Return whether a path is known to have been removed.
 

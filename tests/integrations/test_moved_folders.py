@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 import offload
 import offload.tiers
-from offload.errors import PinError
+from offload.errors import MismatchError, PinError
 from offload.integrations.accelerate import follow
 from offload.integrations.lightning import OffloadCallback
 from offload.integrations.transformers import latest_checkpoint
@@ -267,11 +267,6 @@ def test_a_run_in_a_directory_behind_a_link(tmp_path: Path) -> None:
 def test_the_trainer_removes_folders_of_a_run_that_has_moved(
     move: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
-    def train(root: Path, steps: int) -> list[int]:
-        case = Case({"max_steps": steps, "save_steps": 2, "save_total_limit": 2})
-        case.run(root, resume=latest_checkpoint(root / "out", root / "run"))
-        return pinned(root / "run", "transformers")
-
     a, b = tmp_path / "a", tmp_path / "b"
     assert train(a, 4) == [2, 4]
     move(a, b)
@@ -280,6 +275,52 @@ def test_the_trainer_removes_folders_of_a_run_that_has_moved(
     assert train(b, 8) == [6, 8]
     if a.exists():
         assert train(a, 6) == [4, 6]
+
+
+def train(root: Path, steps: int, resume: Path | str | None = None) -> list[int]:
+    """Train with the Trainer, which keeps two folders of its own."""
+    case = Case({"max_steps": steps, "save_steps": 2, "save_total_limit": 2})
+    case.run(
+        root, resume=str(resume or latest_checkpoint(root / "out", root / "run") or "") or None
+    )
+    return pinned(root / "run", "transformers")
+
+
+@pytest.mark.parametrize("to", ["out/best", "out/kept/best", "kept", "kept/checkpoint"])
+@pytest.mark.parametrize("step", [2, 4], ids=["older", "newest"])
+def test_a_folder_that_the_user_moves_keeps_its_checkpoint(
+    step: int, to: str, tmp_path: Path
+) -> None:
+    train(tmp_path, 4)
+    (tmp_path / to).parent.mkdir(exist_ok=True)
+    (tmp_path / f"out/checkpoint-{step}").rename(tmp_path / to)
+    if step == 4:
+        with pytest.raises(MismatchError, match=f"step-00000004, which {tmp_path / to} refers to"):
+            train(tmp_path, 8)
+        assert train(tmp_path, 8, tmp_path / to) == [4, 6, 8]
+    else:
+        assert train(tmp_path, 8) == [2, 6, 8]
+    shutil.rmtree(tmp_path / to)
+    assert train(tmp_path, 10) == [8, 10]
+
+
+@pytest.mark.parametrize("step", [2, 4], ids=["older", "newest"])
+def test_a_folder_that_is_gone_since_the_last_run_is_not_given_up_in_silence(
+    step: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, 4)
+    (tmp_path / "a/b/far").mkdir(parents=True)
+    kept = (tmp_path / f"out/checkpoint-{step}").rename(tmp_path / "a/b/far/away")
+    if step == 4:
+        remedy = f"offload unpin {tmp_path / 'run'} transformers-4"
+        with pytest.raises(MismatchError, match=f"pinned as transformers-4 .*{remedy}"):
+            train(tmp_path, 6)
+        assert train(tmp_path, 6, kept) == [2, 4, 6], "all three folders are there"
+    else:
+        assert train(tmp_path, 6) == [4, 6]
+        (said,) = [r.getMessage() for r in caplog.records if "no longer pinned" in r.getMessage()]
+        assert "checkpoint-2 is gone since the last run" in said
+        assert f"offload pin {tmp_path / 'run/step-00000002'}" in said
 
 
 def fit(root: Path, epochs: int, *, resume: bool = True, **settings: Any) -> list[int]:

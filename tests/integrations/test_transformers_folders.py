@@ -210,6 +210,10 @@ def test_a_checkpoint_whose_folder_was_removed_is_given_up(
 ) -> None:
     shutil.rmtree(work / "out/checkpoint-7")
     shutil.rmtree(work / "out/checkpoint-6")
+    with pytest.raises(MismatchError, match=r"checkpoint-6, which is gone: .*offload unpin"):
+        CASE.run(work, resume=True)
+    for step in (6, 7):
+        offload.unpin(work / "run", f"transformers-{step}")
     with pytest.warns(RuntimeWarning, match="the newer checkpoints are withdrawn: step-00000006"):
         found = CASE.run(work, resume=True)
     assert steps(found.history) == steps(trained[2].history)
