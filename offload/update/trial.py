@@ -122,7 +122,8 @@ def _try(tried: Tried, rule: Rule, stepper: Stepper, left_out: Set[Odd]) -> Rule
         raise TrialError("it registers step hooks on itself, which would run once for each chunk")
     misleading: Callable[..., Any] = tried.step
     if "closure" in inspect.signature(tried.step).parameters:
-        misleading = partial(misleading, closure=lambda: torch.tensor(7.0, device="cpu"))
+        loss = torch.tensor(7.0, dtype=torch.float32, device="cpu")
+        misleading = partial(misleading, closure=lambda: loss.clone())
     before, drawn = _attributes(itself), random_states()
     chunks = _InChunks(stepper, rule, tried.groups())
     generator = torch.Generator("cpu").manual_seed(20260102)
@@ -350,7 +351,7 @@ def _flat(parameters: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
     """Return a snapshot of what the class keeps on itself and could compute with."""
-    torchs = {*vars(torch.optim.SGD([torch.zeros(1, device="cpu")]))}
+    torchs = {*vars(torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")]))}
     kept = {k: _snapshot(v) for k, v in vars(optimizer).items() if k not in torchs}
     return {name: snapshot for name, snapshot in kept.items() if snapshot}
 

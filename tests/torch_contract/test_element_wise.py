@@ -63,7 +63,8 @@ class Shaped(torch.optim.Optimizer):
     def __init__(
         self, params: Any, lr: float = 0.01, function: Function = torch.sqrt, power: float = 0.0
     ) -> None:
-        super().__init__(params, {"lr": lr, "function": function, "power": power})
+        super().__init__(params, {"lr": lr, "power": power})
+        self.function = function
 
     calls = 0
 
@@ -78,10 +79,8 @@ class Shaped(torch.optim.Optimizer):
                 if not state:
                     state["mean"] = torch.zeros_like(p)
                 mean = state["mean"].mul_(0.9).add_(p.grad)
-                if group["power"]:
-                    update = mean.abs().pow(group["power"])
-                else:
-                    update = group["function"](mean)
+                power = group["power"]
+                update = mean.abs().pow(power) if power else self.function(mean)
                 p.sub_(update.nan_to_num_(0.0, 1.0, -1.0).clamp_(-100, 100), alpha=group["lr"])
 
 
@@ -93,7 +92,7 @@ class OfGradient(Shaped):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(group["function"](p.grad).nan_to_num_(0.0, 1.0, -1.0))
+                    p.sub_(self.function(p.grad).nan_to_num_(0.0, 1.0, -1.0))
 
 
 class Flattening(Shaped):
