@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from offload.device.boundary import to_host
 from offload.format.digests import leaf_digest, leaf_digests
 from offload.model.names import unwrapped_names
+from offload.model.shards import is_dtensor
 
 _LIBRARIES: Final = ("offload.", "torch.")
 """Beginnings of the names of modules whose lines a warning does not show."""
@@ -121,7 +121,7 @@ def _buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is None or name in module._non_persistent_buffers_set:
                 continue
-            if torch.nn.parameter.is_lazy(buffer) or isinstance(buffer, DTensor) or buffer.is_meta:
+            if torch.nn.parameter.is_lazy(buffer) or is_dtensor(buffer) or buffer.is_meta:
                 continue
             yield unwrapped(f"{prefix}.{name}" if prefix else name), buffer
 
