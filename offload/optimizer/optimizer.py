@@ -34,7 +34,6 @@ from offload.model.parameters import check_given_once, check_iterable, describe_
 from offload.model.process_groups import ProcessGroup, are_several
 from offload.optimizer.checkpointing import CheckpointingOptimizer
 from offload.options import Options, Overlap
-from offload.overlap.compiling import require_hookable
 from offload.overlap.ddp_refusal import require_no_ddp
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
@@ -144,6 +143,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
                 "pass the one whose parameters() you gave"
             )
         if options.overlap is not None and model is not None:
+            from offload.overlap.compiling import require_hookable  # imports torch's compiler
+
             require_hookable(model)
         self._engine = None
         self._uploads = None
