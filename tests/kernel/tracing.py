@@ -37,8 +37,10 @@ ERRORS: Final = {
 _ALSO: Final = {"preadv": "preadv2", "pwritev": "pwritev2"}
 """What a C library may call instead."""
 
-HARMLESS: Final = frozenset({"close", "ioctl", "fadvise64", "statx", "lseek", "fcntl", "unlink"})
-"""Further calls: if these fail nothing is read, written or named."""
+HARMLESS: Final = frozenset(
+    {"close", "ioctl", "fadvise64", "statx", "lseek", "fcntl", "unlink", "ftruncate", "pwrite64"}
+)
+"""Further calls: if these fail nothing is read, written or named, but for the hint in LOCK."""
 
 Files = Literal["all", "arrays"]
 """Calls on which files of a store count: all, and directories; or those of state arrays."""
