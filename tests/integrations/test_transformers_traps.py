@@ -329,6 +329,6 @@ def test_nothing_but_its_integration_imports_a_library() -> None:
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if {name.partition(".")[0] for name in names} & {"transformers", "accelerate"}:
                 importing.append(path.relative_to(PACKAGE).as_posix())
-    modules = ("accelerate", "trainer_folders", "trainer_processes", "transformers")
-    expected = {f"integrations/{name}.py" for name in modules}
+    names = ("accelerate", "trainer_calls", "trainer_folders", "trainer_processes", "transformers")
+    expected = {f"integrations/{name}.py" for name in names}
     assert {name for name in importing if not name.startswith("demo/")} == expected

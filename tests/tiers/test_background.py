@@ -318,7 +318,7 @@ def test_an_optimizer_that_is_dropped_leaves_no_thread(tmp_path: Path, s3: str) 
     step(optimizer)
     optimizer.checkpoint().result()
     optimizer.close()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while any(thread.name == "offload-tier" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
