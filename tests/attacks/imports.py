@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
@@ -257,7 +256,6 @@ def _cases() -> Iterator[Hostile]:
     yield Hostile("evil-folder", folder(optimizer=_save({"state": Evil()})), "posix.mkdir")
     yield Hostile("evil-distributed", metadata(pickle.dumps(Evil())), "posix.mkdir")
     yield Hostile("torchscript", _torchscript, "TorchScript")
-    yield Hostile("numpy-scalar", saved(lambda s: s.update(x=np.float64(1))), "numpy")
 
     # Memory.
     memo = b"\x80\x02Nr" + struct.pack("<I", 0x08000000) + b"."
