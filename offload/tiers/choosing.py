@@ -1,4 +1,4 @@
-"""Which copy of a tier is meant: the one named, the one of a step, or the newest that is whole."""
+"""Choice of a copy in a tier: the one named, the one of a step, or the newest that is whole."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def find_newest_whole(
 ) -> tuple[WholeCopy | None, str]:
     """Return the newest whole copy of a tier, and a warning; None if it has no complete copy.
 
-    That there is none is believed only of a tier that says that it is one; see `require_there`.
+    "None is there" is believed only of a tier that says that it is one; see `require_there`.
 
     Args:
         objects: Objects of the tier.
