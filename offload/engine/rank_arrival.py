@@ -116,7 +116,7 @@ def download(
         state: State of this rank.
         groups: ``param_groups`` of the optimizer.
         url: URL of the copy.
-        serving: Which rank serves which part of the store; None for one process.
+        serving: Ranks that serve each part of the store; None for one process.
 
     Returns:
         The checkpoint, if its parameters are the present ones, and its state is arriving. None if
