@@ -2,12 +2,11 @@
 #
 #   make demo               fine-tune SmolLM2-135M, be killed, resume, compare (5 minutes)
 #   make demo MODEL=tiny    the same with a small GPT (under a minute)
-#   make test               format, lint, types, tests (a sample of those that take long)
-#   make test-full          all tests, with the campaigns in full (35 minutes)
+#   make test               format, lint, types, and the tests of every promise
+#   make integration        tests with training libraries, ranks, object stores, faults of the kernel
+#   make campaign NAME=...  one campaign in full, for an hour at most; without NAME, a list of them
 #   make versions           a sample of the tests with other versions of Python and torch
 #   make without-compiler   the demo and a sample of the tests, without a compiler and the C++ kernel
-#   make mutants            break the library here and there, and see that a test notices (10 minutes)
-#   make rank-kills         kill ranks at every step of their protocol, once (8 minutes at most)
 #   make bench              measure on this drive and render docs/performance.md (10 minutes)
 #   make gpu                all that needs a GPU: tests, kernels, steps, transfers (30 minutes)
 #   make gpu SECONDS=540    as much of it as fits; the next call goes on
@@ -19,6 +18,9 @@ PYTHON ?= python3
 MODEL ?= smollm2
 # Where `make bench` and `make gpu` measure; a scratch directory in it is removed afterwards.
 DIRECTORY ?= .
+# Of `make campaign`.
+NAME ?=
+SEED ?=
 # Folder of wheels for `make gpu` on a machine without a network; `make gpu-wheels` fills it.
 WHEELS ?=
 # Index that torch is installed from; https://download.pytorch.org/whl/cpu has builds without CUDA.
@@ -41,7 +43,7 @@ KERNEL_SOURCES := hatch_build.py $(KERNEL)/sources.py $(wildcard $(KERNEL)/sourc
 say_if_slow = @test -e $(KERNEL)/lib/update_avx2.so || echo "The C++ update kernel is not built, so" \
   "updates on the CPU take longer. To see why: $(PIP) install -v --no-deps --no-build-isolation -e ." >&2
 
-.PHONY: demo test test-full versions without-compiler mutants rank-kills lint bench gpu gpu-wheels
+.PHONY: demo test integration campaign versions without-compiler lint bench gpu gpu-wheels
 .PHONY: wheel clean
 .DELETE_ON_ERROR:
 
@@ -53,12 +55,16 @@ test: export OMP_WAIT_POLICY ?= PASSIVE
 test: lint
 	$(PYTEST)
 
-# The long campaigns as well, of which `make test` runs a sample: tests/campaigns.py has the list.
-test-full: export OMP_WAIT_POLICY ?= PASSIVE
-test-full: export FULL_TESTS := 1
-test-full: $(VENV)/.machine-code $(VENV)/.azurite
-test-full: lint
-	$(PYTEST)
+# tests/campaigns.py says which tests these are.
+integration: export OMP_WAIT_POLICY ?= PASSIVE
+integration: $(VENV)/.dev $(VENV)/.machine-code $(VENV)/.azurite
+	$(PYTEST) --tier integration
+
+# Its result goes to bench/results.
+campaign: export OMP_WAIT_POLICY ?= PASSIVE
+campaign: $(VENV)/.dev $(VENV)/.azurite
+	$(BIN)/python -m bench.campaign $(if $(NAME),$(NAME) --directory $(DIRECTORY),--list) \
+	  $(if $(SEED),--seed $(SEED))
 
 # With the CPU builds of torch that can be had here, and the interpreters that are installed.
 versions: export OMP_WAIT_POLICY ?= PASSIVE
@@ -69,17 +75,6 @@ versions: $(VENV)/.dev
 without-compiler: $(VENV)/.dev
 	$(BIN)/python -m tests.without_compiler
 
-# What has changed since everything was tried, and a sample of the rest. All of it takes hours:
-# python -m tests.mutation --help
-mutants: $(VENV)/.dev
-	$(BIN)/python -m tests.mutation --ci
-
-# Each message and file operation of two ranks, before which one of them or both are killed. What it
-# counts goes to a folder that git does not see; recorded results are of longer campaigns.
-rank-kills: $(VENV)/.dev
-	$(BIN)/python -m bench.ranks_campaign --parts steps --times 1 --seconds 440 \
-	  --directory $(DIRECTORY) --output $(QUICK_RESULTS)
-
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -88,8 +83,8 @@ lint: $(VENV)/.dev
 # Small sizes. Every script has --help. Run by hand: the larger sizes and the variants; `peers`,
 # which needs DeepSpeed; `finetune`, which needs the demo's packages; what needs a GPU; `fio_axes`,
 # which needs fio; `update_cpu`, which needs a C++ compiler; `crossings`, `revisions` and
-# `same_bits`, which measure the code and not the drive, as does `device_calls`; and
-# `ranks_campaign`, which takes half an hour.
+# `same_bits`, which measure the code and not the drive, as does `device_calls`; and the
+# campaigns.
 #
 # `make bench QUICK=1` runs all of it at tiny sizes, which shows that it runs and measures nothing;
 # results and page then go to a folder that git does not see.

@@ -1,9 +1,14 @@
-"""Which tests run at every change, and which only where there is time for all of them.
+"""Which tests run when: the tiers ``unit`` and ``integration``, and a sample of each campaign.
 
-``make test``, and so CI, runs a sample of the long enumerations below, and everything else.
-``make test-full`` sets ``FULL_TESTS=1`` and runs all. A test or file that is named on the command
-line always runs. The mutations of the library, and what is recorded of them, are a campaign: they
-quote source lines word by word, and follow the source when they are run (``make mutants``).
+``make test`` runs the tier ``unit``: every promise, alone and with a few ranks.
+``make integration`` runs those that need other programs: training libraries, more ranks, object
+stores, faults of the kernel, installations, command lines. CI runs both. pytest runs ``unit`` if it
+is called without files, and both tiers of files and folders that it is given; ``--tier`` says
+otherwise.
+
+Of the long enumerations below, both tiers run a sample. ``FULL_TESTS=1`` runs all of them, as
+``make campaign NAME=...`` does for those of one campaign: `bench/campaign.py`. A test or file that
+is named on the command line always runs.
 """
 
 from __future__ import annotations
@@ -11,10 +16,37 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 FULL: Final = os.environ.get("FULL_TESTS") == "1"
 """Whether everything runs."""
+
+TIERS: Final = ("unit", "integration", "all")
+
+INTEGRATION: Final = (
+    "bench/",
+    "cli/",
+    "device/test_machine_code.py",
+    "device/test_nvrtc.py",
+    "install/",
+    "integrations/",
+    "kernel/",
+    "ranks_gather/",
+    "ranks_training/",
+    "tiers/",
+    "torch_contract/test_published_optimizers.py",
+)
+"""Files and folders below `tests` whose tests are of the tier `integration`."""
+
+UNIT: Final = (
+    "ranks_training/test_ddp.py",
+    "ranks_training/test_fsdp2.py",
+    "ranks_training/test_kills.py",
+    "tiers/test_background.py",
+    "tiers/test_push_pull.py",
+)
+"""Those of `INTEGRATION` that are of the tier `unit` all the same."""
 
 NEVER: Final = 0
 """The rate of tests of which `make test` runs none."""
@@ -67,6 +99,27 @@ ONE_IN: Final = {
     "tiers/test_faults.py::test_refusals_have_names_and_say_no_secrets": 2,
 }
 """How many tests of a file below `tests`, or of a function, there are to each that is run."""
+
+
+def of_another_tier(names: Iterable[str], asked_for: Iterable[str], tier: str | None) -> set[str]:
+    """Return the tests that do not belong to a tier.
+
+    Args:
+        names: Node ids of all tests that were collected.
+        asked_for: Arguments of pytest: files, folders and node ids.
+        tier: One of `TIERS`; None for `unit` if nothing narrower than `tests` is asked for, and
+            for `all` otherwise.
+    """
+    if tier is None:
+        tier = "unit" if all(Path(one).name == "tests" for one in asked_for) else "all"
+    if tier == "all":
+        return set()
+    return {name for name in names if (tier == "integration") != _is_integration(name)}
+
+
+def _is_integration(name: str) -> bool:
+    name = name.removeprefix("tests/")
+    return name.startswith(INTEGRATION) and not name.startswith(UNIT)
 
 
 def sampled(names: Iterable[str], asked_for: Iterable[str]) -> set[str]:

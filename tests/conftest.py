@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.campaigns import sampled
+from tests.campaigns import TIERS, of_another_tier, sampled
 
 # The same examples in every run, however slow the machine: chance is not to refuse a release.
 # `--hypothesis-profile=default` draws others, and says what takes long.
@@ -33,9 +33,16 @@ SYSTEM_CALL_FAULTS = "faults of "
 """Begins the names under which `tests/kernel` records how many calls it let fail."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a tier be chosen."""
+    parser.addoption("--tier", choices=TIERS, help="which tests to run: see tests/campaigns.py")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only `make test-full` runs."""
-    left = sampled([item.nodeid for item in items], config.args)
+    """Leave out tests of another tier, and of a campaign all but a sample."""
+    names = [item.nodeid for item in items]
+    left = sampled(names, config.args)
+    left |= of_another_tier(names, config.args, config.getoption("tier"))
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
         items[:] = [item for item in items if item.nodeid not in left]

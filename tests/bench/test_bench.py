@@ -110,7 +110,7 @@ def test_make_bench_runs_every_script_that_needs_nothing_special(quick: list[str
         if '__name__ == "__main__"' in path.read_text()
     }
     by_hand = {"peers", "finetune", "kernel", "device", "gpu", "crossings", "revisions", "fio_axes"}
-    by_hand |= {"update_cpu", "same_bits", "device_calls", "ranks_campaign"}
+    by_hand |= {"update_cpu", "same_bits", "device_calls", "campaign", "ranks_campaign"}
     by_hand |= {"tier_kills", "tier_costs", "tier_rank_kills", "gpu_training", "beside_training"}
     assert {name for name, _ in commands} == scripts - by_hand
     assert commands[-1][0] == "report"

@@ -1,7 +1,7 @@
 """NVRTC and the disassembler, found where CUDA or its wheels put them.
 
 They compile the kernels for a device, and print what they became; neither needs a device or a
-driver. ``make test-full`` installs both, and there a missing one is a failure.
+driver. ``make integration`` installs both, and there a missing one is a failure.
 """
 
 from __future__ import annotations

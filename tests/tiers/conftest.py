@@ -68,7 +68,7 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int
     """Microsoft's emulator of Azure Blob Storage."""
     program = servers.find_azurite()
     if program is None:
-        pytest.skip("Azurite is not installed; `make test-full` installs it where npm is")
+        pytest.skip("Azurite is not installed; `make integration` installs it where npm is")
     with servers.azurite(tmp_path_factory.mktemp("azurite"), program) as place:
         yield place
 

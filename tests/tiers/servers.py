@@ -81,7 +81,7 @@ def juicefs(directory: Path) -> Iterator[tuple[str, int]]:
 def find_azurite() -> str | None:
     """Return the path of Azurite, Microsoft's emulator of Azure; None if it is not installed.
 
-    `make test-full` installs it where npm is.
+    `make integration` installs it where npm is.
     """
     beside = Path(sys.prefix) / "azurite" / "node_modules" / ".bin" / "azurite-blob"
     return str(beside) if beside.exists() else shutil.which("azurite-blob")
