@@ -62,8 +62,11 @@ def test_what_differs_is_named_by_the_constructor_of_all_ranks(
 
 
 def test_other_members_of_the_group_are_named_after_the_limit(jobs: Jobs, tmp_path: Path) -> None:
-    calls: Calls = [["do", "tests.ranks_training.differing:open_in_pair"], ["sleep", 1.0]]
-    ranks = jobs.run(tmp_path, [calls] * 3, kind="ddp", timeout_s=SHORT_AGREEMENT_S)
+    own: Calls = [["do", "tests.ranks_training.differing:open_in_pair"]]
+    # Rank 0 serves the key-value store, so it stays until all have raised.
+    stay: Calls = [["await_file", f"raised-{rank}"] for rank in range(3)]
+    calls = [[*own, ["touch", f"raised-{rank}"], *stay] for rank in range(3)]
+    ranks = jobs.run(tmp_path, calls, kind="ddp", timeout_s=SHORT_AGREEMENT_S)
     for number, rank in enumerate(ranks):
         found = rank.of("do")
         assert found["error"] == "RanksError", found
