@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from typing import Final
 
-HANG_S: Final = 100.0
-"""For a wait whose expiry is a failure."""
+HANG_S: Final = 200.0
+"""For a wait whose expiry is a failure; that a new process imports torch may take a minute of it.
+
+It is less than the ``faulthandler_timeout`` of pytest, so that the test says what it waited for.
+"""
 
 AGREEMENT_S: Final = 20.0
 """``Options(agreement_timeout_s=...)`` of ranks in tests."""

@@ -24,7 +24,7 @@ _context.set_forkserver_preload(
     ["tests.ranks_gather.scenes", "tests.ranks_gather.test_step_agreement", "torch._dynamo"]
 )
 
-LIMIT_S = 2 * HANG_S
+LIMIT_S = HANG_S
 """Longest time for all ranks of one run; only a hang takes as long."""
 
 
