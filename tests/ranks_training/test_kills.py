@@ -32,10 +32,11 @@ def test_a_rank_is_killed(tmp_path: Path, kind: str, victim: int) -> None:
     arguments = [str(directory), json.dumps(case)]
     ranks = start(2, PROGRAM, arguments)
     at = random.Random(f"{kind} {victim}").uniform(0, 0.3)
-    assert eventually(acknowledged.exists)
+    has_sealed = eventually(acknowledged.exists)
     time.sleep(at)
     ranks[victim].kill()
     ended = wait(ranks)
+    assert has_sealed, ended
     other = ended[1 - victim]
     assert other.status != 0, "the other rank went on as if nothing had happened"
     assert "killed after" not in other.errors, other.errors
