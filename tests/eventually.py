@@ -11,7 +11,9 @@ import time
 import weakref
 from collections.abc import Callable
 
-TIMEOUT_S = 100
+from tests.limits import HANG_S
+
+TIMEOUT_S = HANG_S
 """Only reached where something that should happen does not."""
 
 _POLL_S = 0.005

@@ -29,9 +29,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from offload.cli import main
+from tests.limits import HANG_S
 
 ADDRESS_SPACE_BYTES = 3 << 30
-TIMEOUT_S = 60
 
 Make = Callable[[Path], Path]
 
@@ -505,7 +505,7 @@ def attempt(case: Hostile, directory: Path) -> dict[str, Any]:
     if pid == 0:
         os.close(reading)
         os.chdir(work)
-        signal.alarm(TIMEOUT_S)
+        signal.alarm(int(HANG_S))
         limit = _mapped_bytes() + ADDRESS_SPACE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         with os.fdopen(writing, "w") as pipe:

@@ -15,6 +15,7 @@ from bench._ranks_files import compare_files
 from bench._ranks_jobs import KilledJobs
 from bench._ranks_model import predicted, rates_for
 from tests.bench.test_bench import Measured, check, drive, measured  # noqa: F401  (fixtures)
+from tests.limits import AGREEMENT_S
 from tests.ranks_training.rank_server import Jobs
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +104,7 @@ def campaign(measured: Measured, part: str) -> dict[str, Any]:  # noqa: F811
 
 
 def test_a_campaign_notices_what_is_lost_and_what_differs(jobs: Jobs, tmp_path: Path) -> None:
-    killed = KilledJobs(jobs, tmp_path / "all", "fsdp2", 2, 6, 20.0)
+    killed = KilledJobs(jobs, tmp_path / "all", "fsdp2", 2, 6, AGREEMENT_S)
     folder = tmp_path / "lost"
     shutil.copytree(tmp_path / "all/prepared/run", folder / "run")
     shutil.rmtree(folder / "run/step-00000003")

@@ -38,6 +38,7 @@ from offload.store.store import Store
 from offload.update.coding.recoder import BlockRecoder
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.opened import SECOND, is_open, made
+from tests.limits import HANG_S
 from tests.ranks_store.job import LAYOUTS, ONE, TWO, Job
 from tests.stores.files import everything, read, remove_tree, write
 from tests.stores.small import STORE, make_model, make_optimizer, memory_store, train
@@ -318,7 +319,7 @@ class TestSlots:
                 store.expire()
             else:
                 store.release(slot)
-            waiting.join(10)
+            waiting.join(HANG_S)
             assert not waiting.is_alive()
             assert (found[0] is slot) == (how == "release")
             store.sealing.end()

@@ -27,11 +27,10 @@ from offload.store.sealing import Prepared, Sealing
 from tests.crash.test_concurrency import Rows
 from tests.crash.test_protocol_steps import STORE, Training
 from tests.eventually import eventually
+from tests.limits import HANG_S
 from tests.stores.training import HYPER, options, same_bits
 
 BLOCK_BYTES = 4096
-GOES_ON_S = 20.0
-"""Seconds in which a thread goes on that nothing holds up."""
 
 
 class Turnstile(WrapperBackend):
@@ -122,7 +121,7 @@ def is_waiting(monitor: Monitor | Pending[Any], action: Callable[[], object]) ->
 
 
 def goes_on(thread: threading.Thread) -> bool:
-    thread.join(GOES_ON_S)
+    thread.join(HANG_S)
     return not thread.is_alive()
 
 
@@ -236,7 +235,7 @@ def test_a_step_beside_the_model_waits_for_the_seal_which_has_the_values_before_
     assert eventually(lambda: progress._tickets)
     assert not handle.done()
     backend.open_for_all()
-    sealed = handle.result(GOES_ON_S)
+    sealed = handle.result(HANG_S)
     loaded = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(6)))
     load_parameters(loaded, sealed.path, backend=backend)
     assert same_bits(loaded.state_dict(), expected)

@@ -26,6 +26,7 @@ from tests.fake_gpu.cufile_library import CuFileLibrary
 from tests.fake_gpu.cupy_module import cupy_modules
 from tests.fake_gpu.kvikio_module import CompatMode, CuFile, Restore, range_of
 from tests.fake_gpu.streams import Streams
+from tests.limits import HANG_S
 
 
 class _Current(threading.local):
@@ -200,7 +201,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         monkeypatch.setitem(sys.modules, name, module)
     yield fake
     fake.streams.clear()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + HANG_S
     while (fake.live or fake.pinned or fake.num_open) and time.monotonic() < deadline:
         gc.collect()  # an error's traceback may hold some of it,
         time.sleep(0.001)  # or a thread that has just told the result of a transfer

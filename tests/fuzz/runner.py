@@ -18,8 +18,8 @@ import offload
 from tests.fuzz.breakages import BREAKAGES
 from tests.fuzz.interpret import Outcome, run
 from tests.fuzz.program import Program
+from tests.limits import HANG_S
 
-LIMIT_S = 40.0
 # What programs import when they first need it: once here, instead of in each child.
 LATER = ("torch._dynamo", "torch.utils.data", "torch.func", "torch.optim.swa_utils", "sympy")
 
@@ -32,7 +32,7 @@ def prepare() -> None:
         getattr(offload, name)
 
 
-def isolated(program: Program, limit_s: float = LIMIT_S, fault: str | None = None) -> Outcome:
+def isolated(program: Program, limit_s: float = HANG_S, fault: str | None = None) -> Outcome:
     """Run a program in a child, which may crash or hang: either is a finding.
 
     Args:

@@ -134,18 +134,18 @@ def test_slow_writes_do_not_hide_in_a_mixed_run(drive: Path) -> None:
         assert result.reads is not None
         assert result.writes is not None
         assert result.writes.latency.min_s >= SLOW_S
-        assert result.reads.latency.p50_s < SLOW_S
+        assert result.reads.latency.min_s < SLOW_S
 
 
 def test_what_comes_before_the_ramp_ends_does_not_count(drive: Path) -> None:
     def starts_slowly(_: int, number: int, __: bool) -> float:
-        return 0.5 if number == 0 else FAST_S
+        return 1.5 if number == 0 else FAST_S
 
     report = bench(drive, starts_slowly, repeat=1, ramp_s=0.01)
     (result,) = report.points[0].runs
-    assert result.ramp_s >= 0.5
+    assert result.ramp_s >= 1.5
     assert result.total.num_requests == REQUESTS
-    assert result.total.latency.max_s < 0.5
+    assert result.total.latency.max_s < 1.5
 
 
 def test_rounds_are_run_until_a_window_of_them_is_steady(drive: Path) -> None:

@@ -14,9 +14,10 @@ from accelerate.utils import ProjectConfiguration
 import offload
 from offload.integrations.accelerate import follow
 from tests.integrations import fsdp_on_cpu
+from tests.limits import AGREEMENT_S
 
 OPTIONS = offload.Options(
-    chunk_bytes=4096, drives=offload.DriveTuning(calibrate=False), agreement_timeout_s=10
+    chunk_bytes=4096, drives=offload.DriveTuning(calibrate=False), agreement_timeout_s=AGREEMENT_S
 )
 
 

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import fully_shard
 import offload
 from offload.integrations.lightning import OffloadCallback
 from tests.integrations import lightning_runs
+from tests.limits import AGREEMENT_S
 
 OPTIONS = offload.Options(
-    chunk_bytes=4096, drives=offload.DriveTuning(calibrate=False), agreement_timeout_s=10
+    chunk_bytes=4096, drives=offload.DriveTuning(calibrate=False), agreement_timeout_s=AGREEMENT_S
 )
 
 

@@ -22,9 +22,10 @@ from tests.integrations.training import (
     arguments,
     make_model,
 )
+from tests.limits import AGREEMENT_S
 
 OPTIONS = offload.Options(
-    chunk_bytes=4096, drives=offload.DriveTuning(calibrate=False), agreement_timeout_s=10
+    chunk_bytes=4096, drives=offload.DriveTuning(calibrate=False), agreement_timeout_s=AGREEMENT_S
 )
 
 

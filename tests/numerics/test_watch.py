@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.model.watch import Watch, announce_use, is_watched
+from tests.limits import HANG_S
 
 
 class Uses:
@@ -451,8 +452,8 @@ def test_readers_on_several_threads_all_ask():
     results = []
 
     def wait(_: object) -> bool:
-        together.wait(20)
-        return free.wait(20)
+        together.wait(HANG_S)
+        return free.wait(HANG_S)
 
     p = parameter()
     watch = Watch(wait)
@@ -460,11 +461,11 @@ def test_readers_on_several_threads_all_ask():
     readers = [threading.Thread(target=lambda: results.append(p.sum().item())) for _ in range(4)]
     for reader in readers:
         reader.start()
-    together.wait(20)  # none of them has read it before
+    together.wait(HANG_S)  # none of them has read it before
     assert results == []
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         p.mul_(2)
     free.set()
     for reader in readers:
-        reader.join(20)
+        reader.join(HANG_S)
     assert results == [12.0] * 4

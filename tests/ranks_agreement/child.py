@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 from offload.distributed import Agreement, Offer, Plan, Report, Sight, TorchChannel
 from offload.distributed.agreement.sights import CheckpointSight, OwnerSight, PartSight, StoreSight
 from offload.errors import InDoubtError, RanksError, SealError
+from tests.hurry import hurry_after
 
 
 def say(**what: Any) -> None:
@@ -79,6 +80,7 @@ class Rank:
         serves = asked["serves"] and self.rank == 0
         store = TCPStore("127.0.0.1", asked["port"], None, serves, wait_for_workers=False)
         limit_s = asked["timeout_s"]
+        hurry_after(Path(asked["hurry"]), limit_s)
         channel = TorchChannel(store, "test", timeout_s=limit_s)
         self.agreement = Agreement(channel, self.rank, asked["size"], timeout_s=limit_s)
         self.part = ""

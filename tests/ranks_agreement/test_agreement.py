@@ -18,19 +18,22 @@ from tests.eventually import eventually
 from tests.ranks_agreement.memory_channel import Memory, MemoryChannel
 
 LONG_S = 60.0
-"""A limit that no test reaches, because something else ends its waits."""
-
-SHORT_S = 0.3
-"""A limit that is waited for."""
+"""A limit that is only reached where time is skipped; something else ends all other waits."""
 
 
 class Ranks:
-    """Ranks as threads, with a store in memory."""
+    """Ranks as threads, with a store in memory.
 
-    def __init__(self, size: int, timeout_s: float = LONG_S) -> None:
+    Args:
+        size: Number of ranks.
+        skips: Whether time in which all of them only wait is skipped, for a limit that is reached.
+    """
+
+    def __init__(self, size: int, *, skips: bool = False) -> None:
         self.memory = Memory()
+        self.skips = skips
         self.agreements = [
-            Agreement(MemoryChannel(self.memory), rank, size, timeout_s=timeout_s)
+            Agreement(MemoryChannel(self.memory), rank, size, timeout_s=LONG_S)
             for rank in range(size)
         ]
         self._pool = ThreadPoolExecutor(size)
@@ -43,8 +46,11 @@ class Ranks:
                 return call(agreement)
             except Exception as error:  # noqa: BLE001  (the test looks at it)
                 return error
+            finally:
+                self.memory.end()
 
         asked = [a for a in self.agreements if a.peers.rank not in leave]
+        self.memory.at_work = len(asked) if self.skips else 0
         return list(self._pool.map(outcome, asked))
 
     def opened(self) -> Ranks:
@@ -160,14 +166,14 @@ def test_reports_that_differ_fail_the_seal_on_all(change: dict[str, Any], words:
 
 
 def test_ranks_that_do_not_call_checkpoint_are_named() -> None:
-    ranks = Ranks(4, SHORT_S).opened()
+    ranks = Ranks(4, skips=True).opened()
     found = ranks.seal(leave=(1, 2, 3))
     text = same_error(found, SealError, "ranks 1 to 3 did not call checkpoint()")
     assert "call it on every rank" in text
 
 
 def test_a_writer_that_does_not_call_checkpoint_is_named() -> None:
-    ranks = Ranks(2, SHORT_S).opened()
+    ranks = Ranks(2, skips=True).opened()
     (error,) = ranks.seal(leave=(0,))
     assert isinstance(error, InDoubtError)
     assert "rank 0 on node-0, which decides, has not called checkpoint()" in str(error)
@@ -206,7 +212,7 @@ def test_nobody_goes_on_in_place_without_having_read_that_the_seal_was_aborted()
 
 def test_a_grant_in_place_waits_for_the_seal_of_this_rank() -> None:
     """The writer may know that a seal is aborted while another rank still writes its part."""
-    ranks = Ranks(2, SHORT_S * 4).opened()
+    ranks = Ranks(2).opened()
     writer, other = ranks.agreements
     numbers = [writer.begin_seal("part-0"), other.begin_seal("part-1")]
     assert numbers == [0, 0]
@@ -242,7 +248,7 @@ def test_an_announced_error_ends_the_wait_of_the_others() -> None:
 
 
 def test_a_lost_rank_ends_every_further_call_at_once() -> None:
-    ranks = Ranks(2, SHORT_S).opened()
+    ranks = Ranks(2, skips=True).opened()
     (error,) = ranks.all(granted, leave=(1,))
     assert "no answer of rank 1" in str(error)
     (again,) = ranks.all(granted, leave=(1,))

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.limits import HANG_S
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["tests.ranks_gather.scenes", "tests.ranks_gather.test_step_agreement", "torch._dynamo"]
 )
 
-LIMIT_S = 60
+LIMIT_S = HANG_S
 """Longest time for all ranks of one run; only a hang takes as long."""
 
 

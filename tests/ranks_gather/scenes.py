@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from offload.distributed.gathering.gather_plan import (
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.errors import RanksError
 from offload.format.boxes import Box
+from tests.limits import AGREEMENT_S, HANG_S, SHORT_AGREEMENT_S
 from tests.ranks_gather.worlds import (
     DTYPES,
     SLICE_BYTES,
@@ -33,7 +35,6 @@ from tests.ranks_gather.worlds import (
 )
 
 Bits = dict[str, bytes]
-TIMEOUT_S = 30
 
 
 class Rank:
@@ -88,7 +89,7 @@ def gather_worlds(rank: int, worlds: list[World], num_slots: int) -> list[tuple[
     """Gather world after world; return this rank's tensors, and the changes of their versions."""
     num_ranks = dist.get_world_size()
     sets = {choice for choice in holder_choices(num_ranks, "mixed") if choice}
-    groups = HolderGroups(sets, timeout_s=TIMEOUT_S)
+    groups = HolderGroups(sets, timeout_s=AGREEMENT_S)
     buffer = BounceBuffer(SLICE_BYTES, num_slots)
     waits = random.Random(rank)
     found = []
@@ -173,7 +174,7 @@ def gather_with_faults(rank: int, world: World, faults: dict[int, tuple[str, int
 
     own = Rank(world, rank)
     plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
     gathering = Gathering(
         plan,
         groups,
@@ -202,10 +203,18 @@ def gather_with_faults(rank: int, world: World, faults: dict[int, tuple[str, int
     return said, numbers.item()
 
 
+def shorten(groups: HolderGroups) -> None:
+    """Give groups that are connected a short limit, which is waited for."""
+    for group in (groups.everyone, *groups._groups.values()):
+        group._set_default_timeout(timedelta(seconds=SHORT_AGREEMENT_S))  # type: ignore[attr-defined]
+
+
 def gather_too_late(rank: int, world: World) -> tuple[str, str]:
     """Gather with a short limit; rank 0 begins when the others have given up."""
     plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, timeout_s=2)
+    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
+    dist.barrier()
+    shorten(groups)
     own = Rank(world, rank)
     gathering = Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES))
     if rank == 0:
@@ -224,7 +233,7 @@ def gather_beside_a_seal(rank: int, world: World) -> tuple[Bits, Bits]:
     """Gather while a seal copies the old values slowly; return what it copied, and the values."""
     own = Rank(world, rank)
     plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
     copied: dict[str, torch.Tensor] = {}
     changed = threading.Condition()
     versions: list[int] = []
@@ -240,7 +249,7 @@ def gather_beside_a_seal(rank: int, world: World) -> tuple[Bits, Bits]:
 
     def wait(name: str) -> None:
         with changed:
-            assert changed.wait_for(lambda: name in copied, timeout=TIMEOUT_S)
+            assert changed.wait_for(lambda: name in copied, timeout=HANG_S)
 
     thread = threading.Thread(target=seal)
     thread.start()
@@ -262,7 +271,7 @@ def gather_without_some_calls(rank: int, world: World, silent: list[int]) -> Bit
     """Gather; ranks in `silent` report none of their chunks but the last."""
     own = Rank(world, rank)
     plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
     gathering = Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES))
     for chunk in world.chunks[rank]:
         own.update(chunk)
@@ -277,7 +286,7 @@ def gather_in_the_wrong_order(rank: int, world: World) -> tuple[str, str]:
     """Gather; rank 0 updates its last chunk first."""
     own = Rank(world, rank)
     plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
     gathering = Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES))
     try:
         _run_chunks(gathering, world.chunks[rank][:: -1 if rank == 0 else 1])
@@ -301,7 +310,7 @@ def gather_in_a_part_of_the_world(rank: int, world: World) -> Bits:
     if rank not in (1, 3):
         return {}
     plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, group=part, timeout_s=TIMEOUT_S)
+    groups = HolderGroups(plan.holder_sets, group=part, timeout_s=AGREEMENT_S)
     own = Rank(world, groups.rank)
     _run(own, Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES)))
     return own.bits()
@@ -315,7 +324,7 @@ def gather_large(rank: int) -> tuple[Bits, int]:
     """
     world = large_world()
     plan = GatherPlan(world.chunks, world.holders)
-    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
     own = Rank(world, rank)
     buffer = BounceBuffer(plan.slice_bytes, 2)
     for _ in range(2):
@@ -358,7 +367,7 @@ def read_a_file(rank: int, path: str, lengths: dict[str, tuple[str, int, int]]) 
     chunks = deal_reading(keys, holders, num_ranks, chunk_bytes=4096)
     plan = GatherPlan(chunks, holders, slice_bytes=SLICE_BYTES)
     tensors = {name: torch.zeros(n, dtype=ALL[dtype]) for name, (dtype, n, _) in lengths.items()}
-    groups = HolderGroups(plan.holder_sets, timeout_s=TIMEOUT_S)
+    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
     buffer = BounceBuffer(SLICE_BYTES)
     gathering = Gathering(plan, groups, lambda name, _: tensors[name], buffer)
     num_read = 0

@@ -15,6 +15,7 @@ from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ParameterSpec
+from tests.limits import AGREEMENT_S
 from tests.ranks_gather import ranks
 from tests.ranks_gather.scenes import bits
 
@@ -81,7 +82,7 @@ def train(rank: int, num_ranks: int) -> tuple[list[bytes], list[bytes], list[lis
         for r in range(num_ranks)
     ]
     holders = {(n, box): tuple(range(num_ranks)) for b in boxes for n, box in b.items()}
-    groups = HolderGroups([tuple(range(num_ranks))], timeout_s=30)
+    groups = HolderGroups([tuple(range(num_ranks))], timeout_s=AGREEMENT_S)
     agreement, buffer = StepAgreement(groups.everyone), BounceBuffer(1024)
     mine = {n: in_fp32(live[n][box.slices]) for n, box in boxes[rank].items()}
     own_adam = torch.optim.AdamW(mine.values(), lr=1e-2)

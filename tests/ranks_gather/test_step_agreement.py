@@ -13,13 +13,12 @@ from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.sharing import share_bytes, share_numbers
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, agree_found_inf
 from offload.errors import RanksError
-from tests.ranks_gather import ranks
-
-TIMEOUT_S = 30
+from tests.limits import AGREEMENT_S
+from tests.ranks_gather import ranks, scenes
 
 
 def share(rank: int, lengths: list[int]) -> tuple[list[bytes], list[tuple[int, ...]]]:
-    group = HolderGroups([], timeout_s=TIMEOUT_S).everyone
+    group = HolderGroups([], timeout_s=AGREEMENT_S).everyone
     data = bytes(range(256))[: lengths[rank]]
     return share_bytes(data, group), share_numbers([rank, (1 << 63) - 1 - rank], group)
 
@@ -33,7 +32,7 @@ def test_all_ranks_see_the_bytes_of_each(lengths: list[int]) -> None:
 
 def agree(rank: int, steps: list[list[StepTerms]]) -> list[Any]:
     """Agree on one step after the other; return orders or messages, and the exchanges of each."""
-    agreement = StepAgreement(HolderGroups([], timeout_s=TIMEOUT_S).everyone)
+    agreement = StepAgreement(HolderGroups([], timeout_s=AGREEMENT_S).everyone)
     num_exchanges = [0]
     plain = step_agreement.share_numbers
 
@@ -79,7 +78,7 @@ def test_each_rank_learns_the_order_of_the_others() -> None:
 
 
 def layouts(rank: int, steps: list[list[int]]) -> list[Any]:
-    agreement = StepAgreement(HolderGroups([], timeout_s=TIMEOUT_S).everyone)
+    agreement = StepAgreement(HolderGroups([], timeout_s=AGREEMENT_S).everyone)
     found = []
     for number, digests in enumerate(steps, 1):
         agreement.agree(terms(number, layout=digests[rank]))
@@ -124,7 +123,9 @@ def test_a_rank_that_cannot_take_the_step_stops_all() -> None:
 
 
 def agree_too_late(rank: int) -> str:
-    agreement = StepAgreement(HolderGroups([], timeout_s=2).everyone)
+    groups = HolderGroups([], timeout_s=AGREEMENT_S)
+    scenes.shorten(groups)
+    agreement = StepAgreement(groups.everyone)
     if rank == 0:
         dist.barrier()  # until the other rank has given up
         return ""
@@ -142,7 +143,7 @@ def test_a_rank_that_does_not_step_is_waited_for_no_longer_than_the_limit() -> N
 
 
 def flags(rank: int, found: list[list[float]]) -> list[float]:
-    group = HolderGroups([], timeout_s=TIMEOUT_S).everyone
+    group = HolderGroups([], timeout_s=AGREEMENT_S).everyone
     own = [torch.tensor([value]) for value in found[rank]]
     agree_found_inf(own, group)
     return [flag.item() for flag in own]

@@ -22,7 +22,7 @@ from tests.ranks_training.test_hosts import on, run_all
 from tests.stores.files import flip_on_disk
 
 WIDTHS = (40, 60, 30)
-GIVEN: dict[str, Any] = {"given": True, "widths": WIDTHS, "timeout_s": 10.0}
+GIVEN: dict[str, Any] = {"given": True, "widths": WIDTHS}
 SEAL: list[list[Any]] = [["step"], ["checkpoint"], ["result"]]
 HERE = "tests.ranks_store.test_restores_by_ranks"
 
@@ -100,7 +100,6 @@ def test_ranks_that_ask_for_different_checkpoints_change_nothing(
             [*begin, *second, damaged, ["restore", 2], *end],
         ],
         kind="ddp",
-        timeout_s=10.0,
     )
     errors = [
         [(one["error"], one["message"]) for one in rank.outcomes if one["error"]] for rank in ranks
@@ -258,7 +257,7 @@ def test_a_train_state_that_is_another_one_on_one_rank_only_is_replaced(
     end = [["result"], ["close"]]
     first = [*on("a"), *SEAL, ["checkpoint"], *end]
     second = [*on("b"), *SEAL, other, *end]
-    run_all(jobs, tmp_path, [first, second], kind="ddp", timeout_s=10.0)
+    run_all(jobs, tmp_path, [first, second], kind="ddp")
     with offload.open_checkpoint(tmp_path / "a", parts=[tmp_path / "b"]) as checkpoint:
         assert checkpoint.train_states == [{"step": 1, "rank": 0}, {"another": 1}]
         assert checkpoint.verify().ok

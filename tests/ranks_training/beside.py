@@ -34,6 +34,7 @@ from offload.overlap.background_pass import RunningPass
 from offload.overlap.forward import BesideForward
 from offload.overlap.forward_hooks import _Before
 from tests.eventually import eventually
+from tests.limits import AGREEMENT_S
 from tests.numerics.delays import Held, HeldFile
 from tests.numerics.reference import bits
 from tests.numerics.test_overlap_forward_waits import when_waiting
@@ -207,7 +208,7 @@ class Training:
             return
         settings = {
             "allow_volatile": True,
-            "agreement_timeout_s": 20.0,
+            "agreement_timeout_s": AGREEMENT_S,
             "chunk_bytes": 4096,
             "drives": DriveTuning(calibrate=False),
             "overlap": "forward",

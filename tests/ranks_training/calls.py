@@ -40,6 +40,8 @@ from offload import DriveTuning, Options
 from offload.distributed import node
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.test_open_files import open_below
+from tests.hurry import flag, hurry_after
+from tests.limits import AGREEMENT_S
 from tests.numerics.reference import bits
 from tests.process_memory import reset_peak, resident_bytes
 from tests.ranks_training.host_backend import HostBackend
@@ -63,7 +65,7 @@ class Setting:
     find_unused: bool = False
     hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
     options: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = 20.0
+    timeout_s: float = AGREEMENT_S
     given: bool = False
     """Whether gradients are given, so that they do not depend on the number of ranks."""
     group_timeout_s: float = 1800.0
@@ -388,10 +390,15 @@ class Calls:
             nonlocal seen
             seen += one == kind and text in path
             if seen == nth:
+                self.hurry()
                 os.kill(os.getpid(), signal.SIGKILL)
             return False
 
         self.backend.fail_if(chosen)
+
+    def hurry(self) -> None:
+        """Say that from now on ranks only wait for one that does not come."""
+        flag(self.directory.parent).touch()
 
     def say_pid(self) -> None:
         """Tell the other ranks the process of this one, and wait until all have done so."""
@@ -409,11 +416,16 @@ class Calls:
         """
         folder = self.directory.parent
         self._steps = ProtocolSteps(self.backend, folder, lambda: self.call)
-        if action == "kill":
-            self._steps.before(label, lambda: kill(folder, victims))
-        else:
-            # To this thread: a signal for the process may come after the step.
-            self._steps.before(label, lambda: signal.pthread_kill(get_ident(), signal.SIGSTOP))
+
+        def act() -> None:
+            self.hurry()
+            if action == "kill":
+                kill(folder, victims)
+            else:
+                # To this thread: a signal for the process may come after the step.
+                signal.pthread_kill(get_ident(), signal.SIGSTOP)
+
+        self._steps.before(label, act)
 
     def steps_seen(self) -> list[str]:
         """Return the labels of the steps of the protocol since `at_step`."""
@@ -533,6 +545,7 @@ def run_calls(
     if size > 1:
         limit = timedelta(seconds=made_setting.group_timeout_s)
         dist.init_process_group("gloo", timeout=limit)
+    hurry_after(flag(folder), made_setting.timeout_s)
     made = Calls(folder, rank, size, made_setting)
     for name, *arguments in calls:
         keywords = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import offload
 from offload import DriveTuning, Options
+from tests.limits import AGREEMENT_S
 
 PAIRS = [[0, 1], [2, 3]]
 
@@ -32,7 +33,7 @@ def main(directory: Path) -> dict[str, Any]:
         process_group=groups[number],
         options=Options(
             allow_volatile=True,
-            agreement_timeout_s=30.0,
+            agreement_timeout_s=AGREEMENT_S,
             chunk_bytes=4096,
             drives=DriveTuning(calibrate=False),
         ),

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TIMEOUT_S = 150.0
-"""Time after which a rank that has not ended is killed, so that a hang fails its test."""
+from tests.limits import HANG_S
 
 
 class Ended(NamedTuple):
@@ -63,7 +62,7 @@ def start(
     ]
 
 
-def wait(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = TIMEOUT_S) -> list[Ended]:
+def wait(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = HANG_S) -> list[Ended]:
     """Wait until all ranks have ended; ranks that hang are killed."""
     ended = []
     for process in ranks:

@@ -28,6 +28,7 @@ import offload
 from gds import File, PosixBackend, StorageError, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from offload import DriveTuning, Options, SealError, SealHandle
+from tests.limits import AGREEMENT_S
 from tests.numerics.reference import bits
 
 
@@ -64,7 +65,7 @@ class Case:
     slow_seals: bool = False
     """Whether seals take longer than steps, as they do with larger models."""
 
-    timeout_s: float = 20.0
+    timeout_s: float = AGREEMENT_S
     values: bool = False
     """Whether the rank says the values of its memory at the end."""
 

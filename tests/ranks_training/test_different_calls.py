@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import UNREACHED_AGREEMENT_S, UNREACHED_S
 from tests.ranks_training.rank_server import Jobs, Rank
 
 KINDS = ("ddp", "fsdp2")
@@ -28,7 +29,7 @@ def differ(
     jobs: Jobs, folder: Path, kind: str, first: list[list[Any]], second: list[list[Any]]
 ) -> list[Rank]:
     """Run two ranks that make different calls after a checkpoint; both must end."""
-    ranks = jobs.run(folder, [BEGIN + first, BEGIN + second], kind=kind, timeout_s=4.0)
+    ranks = jobs.run(folder, [BEGIN + first, BEGIN + second], kind=kind)
     assert [rank.status for rank in ranks] == [0, 0], [rank.errors for rank in ranks]
     return ranks
 
@@ -54,8 +55,9 @@ def test_hyper_parameters_that_differ_fail_the_seal(jobs: Jobs, tmp_path: Path, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_of_one_rank_only_is_none(jobs: Jobs, tmp_path: Path, kind: str) -> None:
+    alone: list[list[Any]] = [["hurry"], ["checkpoint"], ["result"], ["touch", "told"]]
     first, second = differ(
-        jobs, tmp_path, kind, [["step"], ["checkpoint"], ["result"]], [["step"], ["sleep", 5.0]]
+        jobs, tmp_path, kind, [["step"], *alone], [["step"], ["await_file", "told"]]
     )
     assert first.failed() == ["SealError"]
     assert "rank 1 did not call checkpoint()" in first.of("result")["message"]
@@ -106,9 +108,8 @@ def test_ranks_in_different_calls_say_so_at_once(jobs: Jobs, tmp_path: Path, cas
         [*BEGIN, ["step"], *own, ["touch", f"done-{rank}"], ["await_file", f"done-{1 - rank}"]]
         for rank, own in enumerate((first, second))
     ]
-    limit_s = 120.0
-    job = jobs.start(tmp_path, calls, kind="ddp", given=True, timeout_s=limit_s)
-    ranks = job.wait(limit_s / 2)
+    setting = {"given": True, "timeout_s": UNREACHED_AGREEMENT_S}
+    ranks = jobs.start(tmp_path, calls, kind="ddp", **setting).wait(UNREACHED_S)
     assert [rank.status for rank in ranks] == [0, 0], [rank.errors for rank in ranks]
     for rank in ranks:
         (text,) = {one["message"] for one in rank.outcomes if one["error"]}
@@ -124,7 +125,8 @@ def test_shards_are_not_stepped_past_a_checkpoint_of_another_rank(
     own: list[list[Any]] = [["checkpoint"], ["touch", "begun"], ["result"], ["touch", "done"]]
     other: list[list[Any]] = [["await_file", "begun"], ["backward"], ["attempt"]]
     calls = [[*BEGIN, ["step"], *own], [*BEGIN, ["step"], *other, ["await_file", "done"]]]
-    ranks = jobs.start(tmp_path, calls, kind="fsdp2", given=True, timeout_s=120.0).wait(60.0)
+    setting = {"given": True, "timeout_s": UNREACHED_AGREEMENT_S}
+    ranks = jobs.start(tmp_path, calls, kind="fsdp2", **setting).wait(UNREACHED_S)
     assert [rank.failed() for rank in ranks] == [["SealError"], ["OutOfStepError"]]
     for rank in ranks:
         assert rank.status == 0
@@ -135,9 +137,7 @@ def test_shards_are_not_stepped_past_a_checkpoint_of_another_rank(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_rank_costs_no_checkpoint(jobs: Jobs, tmp_path: Path, kind: str) -> None:
-    first, second = jobs.run(
-        tmp_path, [[*BEGIN, ["step"]], [*BEGIN, ["kill"]]], kind=kind, timeout_s=4.0
-    )
+    first, second = jobs.run(tmp_path, [[*BEGIN, ["step"]], [*BEGIN, ["kill"]]], kind=kind)
     assert (first.status, second.status) == (0, -9)
     assert first.failed() == ["RuntimeError"], "the backward of torch finds out"
     require_goes_on(jobs, tmp_path, kind, 1)

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import SHORT_AGREEMENT_S, UNREACHED_AGREEMENT_S, UNREACHED_S
 from tests.ranks_training.rank_server import Jobs, Rank
-
-LIMIT_S = 120.0
-"""Twice what a test may take: one that waits for the limit fails."""
 
 Calls = list[list[Any]]
 SEAL: Calls = [["step"], ["checkpoint"], ["result"]]
@@ -40,8 +38,8 @@ CASES = {
 
 def run(jobs: Jobs, folder: Path, kind: str, *calls: Calls) -> list[Rank]:
     """Run ranks, none of which may wait for the limit."""
-    job = jobs.start(folder, [*calls], kind=kind, timeout_s=LIMIT_S, given=True)
-    ranks = job.wait(LIMIT_S / 2)
+    job = jobs.start(folder, [*calls], kind=kind, timeout_s=UNREACHED_AGREEMENT_S, given=True)
+    ranks = job.wait(UNREACHED_S)
     assert [rank.status for rank in ranks] == [0] * len(calls), [rank.errors for rank in ranks]
     return ranks
 
@@ -64,12 +62,15 @@ def test_what_differs_is_named_by_the_constructor_of_all_ranks(
 
 
 def test_other_members_of_the_group_are_named_after_the_limit(jobs: Jobs, tmp_path: Path) -> None:
-    calls: Calls = [["do", "tests.ranks_training.differing:open_in_pair"], ["sleep", 1.0]]
-    ranks = jobs.run(tmp_path, [calls] * 3, kind="ddp", timeout_s=2.0)
+    own: Calls = [["do", "tests.ranks_training.differing:open_in_pair"]]
+    # Rank 0 serves the key-value store, so it stays until all have raised.
+    stay: Calls = [["await_file", f"raised-{rank}"] for rank in range(3)]
+    calls = [[*own, ["touch", f"raised-{rank}"], *stay] for rank in range(3)]
+    ranks = jobs.run(tmp_path, calls, kind="ddp", timeout_s=SHORT_AGREEMENT_S)
     for number, rank in enumerate(ranks):
         found = rank.of("do")
         assert found["error"] == "RanksError", found
-        assert "did not come within 2 s" in found["message"]
+        assert f"did not come within {SHORT_AGREEMENT_S:g} s" in found["message"]
         if number < 2:
             assert "the process group of ranks 0 to" in found["message"]
             assert "give all ranks of a group the same process_group=" in found["message"]

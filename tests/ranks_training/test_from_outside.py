@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import offload.cli
+from tests.limits import AGREEMENT_S, UNREACHED_S
 from tests.ranks_training.rank_server import Jobs, Rank
 
 BEGIN: list[list[Any]] = [["open"], ["step"], ["checkpoint"], ["result"]]
@@ -76,7 +77,7 @@ def test_a_signal_ends_one_rank_and_the_others_raise_in_time(
     jobs: Jobs, tmp_path: Path, kind: str, number: signal.Signals
 ) -> None:
     calls = [*BEGIN, ["train", 100_000, 1]]
-    job = jobs.start(tmp_path, [calls] * 3, kind=kind, timeout_s=15.0, group_timeout_s=20.0)
+    job = jobs.start(tmp_path, [calls] * 3, kind=kind, group_timeout_s=AGREEMENT_S)
     job.until(1, len(BEGIN) + 2)
     end(job.pids[1], number)
     ranks = job.wait()
@@ -89,7 +90,7 @@ def test_a_second_job_is_refused_and_the_first_goes_on(jobs: Jobs, tmp_path: Pat
     first = jobs.start(tmp_path, [[*BEGIN, ["await_file", "go"], *BEGIN[1:]]] * 2)
     first.until(0, len(BEGIN))
     first.until(1, len(BEGIN))
-    for rank in jobs.run(tmp_path, [[["open"]], [["open"]], [["open"]]], timeout_s=20.0):
+    for rank in jobs.run(tmp_path, [[["open"]], [["open"]], [["open"]]]):
         assert "another process is writing to this store" in rank.of("open")["message"]
     (tmp_path / "go").touch()
     ranks = first.wait()
@@ -101,7 +102,7 @@ def test_commands_beside_ranks_that_train(jobs: Jobs, tmp_path: Path) -> None:
     """Each command answers, and no rank notices."""
     run = str(tmp_path / "run")
     train = [*BEGIN, ["train", 40, 2], ["settle"], ["touch", "done"], ["verify"]]
-    job = jobs.start(tmp_path, [train] * 2, timeout_s=20.0)
+    job = jobs.start(tmp_path, [train] * 2)
     job.until(0, len(BEGIN))
     script = "from tests.ranks_training.test_from_outside import main; main()"
     command = [sys.executable, "-c", script, run, str(tmp_path / "done")]
@@ -110,7 +111,7 @@ def test_commands_beside_ranks_that_train(jobs: Jobs, tmp_path: Path) -> None:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=UNREACHED_S,
         check=False,
     )
     ranks = job.wait()

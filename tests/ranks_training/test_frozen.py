@@ -41,7 +41,7 @@ def calls_of(calls: Calls, rank: int) -> Calls:
 
 
 def run(jobs: Jobs, folder: Path, kind: str, *calls: Calls) -> list[Rank]:
-    ranks = jobs.run(folder, calls, kind=kind, widths=WIDTHS, given=True, timeout_s=60.0)
+    ranks = jobs.run(folder, calls, kind=kind, widths=WIDTHS, given=True)
     assert [rank.status for rank in ranks] == [0] * len(calls), [rank.errors for rank in ranks]
     return ranks
 

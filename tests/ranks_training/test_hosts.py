@@ -40,7 +40,7 @@ def run_all(jobs: Jobs, folder: Path, calls: Sequence[list[Any]], **case: Any) -
 
 def refused(jobs: Jobs, folder: Path, calls: Sequence[list[Any]]) -> list[str]:
     """Let ranks open a store, which must fail on all of them in time; return the messages."""
-    ranks = jobs.run(folder, calls, timeout_s=4.0)
+    ranks = jobs.run(folder, calls)
     assert [rank.status for rank in ranks] == [0] * len(calls), [rank.errors for rank in ranks]
     assert all(rank.of("open")["error"] for rank in ranks), [rank.outcomes for rank in ranks]
     return [rank.of("open")["message"] for rank in ranks]
@@ -184,7 +184,7 @@ def test_a_rank_is_killed_and_the_hosts_resume_the_newest_durable_checkpoint(
         on(host) + [one for one in begun if rank == victim or one[0] != "kill_at"]
         for rank, host in enumerate("ab")
     ]
-    ranks = jobs.run(tmp_path, calls, timeout_s=3.0)
+    ranks = jobs.run(tmp_path, calls)
     assert ranks[victim].status == -9
     assert ranks[1 - victim].has_come_to_its_end, ranks[1 - victim].errors
     durable = [one["value"] for rank in ranks for one in rank.outcomes if one["call"] == "sealed"]

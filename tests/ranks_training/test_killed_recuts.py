@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench._ranks_reshape import CHANGES, Change, KilledRecuts
+from tests.limits import AGREEMENT_S
 from tests.ranks_training.rank_server import Jobs
 
 
@@ -16,7 +17,7 @@ def test_nothing_is_lost_when_ranks_are_killed_in_a_re_cut(
     jobs: Jobs, tmp_path: Path, change: Change
 ) -> None:
     """A few steps of each phase, each with other victims, and either number of ranks goes on."""
-    killed = KilledRecuts(jobs, tmp_path / "all", change, 3.0)
+    killed = KilledRecuts(jobs, tmp_path / "all", change, AGREEMENT_S)
     steps = killed.labels()
     for phase in ("open", "restore", "step", "seal"):
         assert any(label.startswith(f"{phase}: ") for _, label in steps), phase
@@ -30,7 +31,7 @@ def test_nothing_is_lost_when_ranks_are_killed_in_a_re_cut(
 
 
 def test_a_campaign_of_re_cuts_notices_what_is_lost(jobs: Jobs, tmp_path: Path) -> None:
-    killed = KilledRecuts(jobs, tmp_path / "all", CHANGES[0], 20.0)
+    killed = KilledRecuts(jobs, tmp_path / "all", CHANGES[0], AGREEMENT_S)
     shutil.rmtree(tmp_path / "all/prepared/run/step-00000003")
     killed._values[2] = {}
     killed.kill_at(1, "restore: put exchange/ask", (1,), goes_back=False)

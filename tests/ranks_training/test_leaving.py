@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import UNREACHED_AGREEMENT_S, UNREACHED_S
 from tests.ranks_training.rank_server import Jobs, Rank
-
-LIMIT_S = 120.0
-"""Twice what a test may take: one that waits for the limit fails."""
 
 RANKS_ERRORS = ("RanksError", "OutOfStepError")
 """The class, and one of its own classes."""
@@ -22,8 +20,8 @@ BEGIN: Calls = [["open"], *SEAL]
 
 def run(jobs: Jobs, folder: Path, kind: str, *calls: Calls) -> list[Rank]:
     """Run ranks, none of which may wait for the limit."""
-    job = jobs.start(folder, [*calls], kind=kind, given=True, timeout_s=LIMIT_S)
-    ranks = job.wait(LIMIT_S / 2)
+    job = jobs.start(folder, [*calls], kind=kind, given=True, timeout_s=UNREACHED_AGREEMENT_S)
+    ranks = job.wait(UNREACHED_S)
     assert [rank.status for rank in ranks] == [0] * len(calls), [
         rank.errors[-3000:] for rank in ranks
     ]
@@ -112,7 +110,7 @@ def test_rank_0_stays_until_all_have_read_how_the_last_exchange_has_ended(
     late = ["do", "tests.ranks_training.leaving:read_late"]
     ends: Calls = [["open"], ["restore"], ["close"], ["kill"]]
     job = jobs.start(tmp_path, [ends, [["open"], [*late, 0.5], *ends[1:]]], kind="ddp", given=True)
-    for rank in job.wait(LIMIT_S / 2):
+    for rank in job.wait(UNREACHED_S):
         assert [one["call"] for one in rank.outcomes if one["call"] != "do"] == [
             one[0] for one in ends[:-1]
         ]

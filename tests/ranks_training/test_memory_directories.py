@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from gds import probe
+from tests.limits import UNREACHED_AGREEMENT_S, UNREACHED_S
 from tests.ranks_training.rank_server import Jobs
-
-LIMIT_S = 120.0
-"""Twice what a test may take: one that waits for the limit fails."""
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def test_a_directory_that_one_rank_cannot_use_is_refused_by_all(
     store = tmp_path / "store"
     store.mkdir()
     calls = [[opened(shm), *then], [opened(tmp_path), *then]]
-    ranks = jobs.start(store, calls, kind=kind, timeout_s=LIMIT_S).wait(LIMIT_S / 2)
+    ranks = jobs.start(store, calls, kind=kind, timeout_s=UNREACHED_AGREEMENT_S).wait(UNREACHED_S)
     assert [rank.status for rank in ranks] == [0, 0], [rank.outcomes for rank in ranks]
     for number, rank in enumerate(ranks):
         refused = rank.outcomes[0]
@@ -62,6 +60,6 @@ def test_a_directory_that_one_rank_cannot_use_is_refused_by_all(
 
 
 def test_ranks_must_say_how_much_each_takes(jobs: Jobs, tmp_path: Path, shm: Path) -> None:
-    ranks = jobs.start(tmp_path, [[opened(shm, None)]] * 2, kind="ddp").wait(LIMIT_S / 2)
+    ranks = jobs.start(tmp_path, [[opened(shm, None)]] * 2, kind="ddp").wait(UNREACHED_S)
     for rank in ranks:
         assert "2 ranks take memory" in rank.outcomes[0]["message"]

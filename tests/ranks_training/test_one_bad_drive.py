@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import offload
+from tests.limits import UNREACHED_AGREEMENT_S, UNREACHED_S
 from tests.ranks_training.rank_server import Jobs
 from tests.stores.files import flip_on_disk
 
 Calls = list[list[Any]]
 SEAL: Calls = [["step"], ["checkpoint"], ["result"]]
 BEGIN: Calls = [["open"], *SEAL]
-LIMIT_S = 120.0
 FULL = "No space left"
 
 
@@ -34,7 +34,9 @@ def test_a_write_that_fails_in_a_seal_fails_it_on_all_and_training_goes_on(
     own = [*BEGIN, ["step"], *full, *seal, *then]
     other = [*BEGIN, ["step"], *seal, *then]
     calls = [own if rank == victim else other for rank in range(3)]
-    ranks = jobs.start(tmp_path, calls, kind="fsdp2", timeout_s=LIMIT_S).wait(LIMIT_S / 2)
+    ranks = jobs.start(tmp_path, calls, kind="fsdp2", timeout_s=UNREACHED_AGREEMENT_S).wait(
+        UNREACHED_S
+    )
     assert [rank.status for rank in ranks] == [0, 0, 0], [rank.outcomes for rank in ranks]
     for own_number, rank in enumerate(ranks):
         (failed,) = [one for one in rank.outcomes if one["error"]]
@@ -72,7 +74,7 @@ def test_a_parameter_is_trained_from_the_step_after_a_seal_that_failed(
         calls = [own if rank == victim else other for rank in range(2)]
         folder = tmp_path / f"fails-{fails}"
         folder.mkdir()
-        ranks = jobs.start(folder, calls, timeout_s=LIMIT_S).wait(LIMIT_S / 2)
+        ranks = jobs.start(folder, calls, timeout_s=UNREACHED_AGREEMENT_S).wait(UNREACHED_S)
         assert [rank.status for rank in ranks] == [0, 0], [rank.outcomes for rank in ranks]
         for rank in ranks:
             failed = [one["call"] for one in rank.outcomes if one["error"]]
@@ -98,7 +100,9 @@ def test_a_full_disk_in_the_grant_is_named_on_all_and_the_step_can_be_taken_agai
     full: Calls = [["fail", "create", "owner-2", errno.ENOSPC]]
     then: Calls = [["backward"], ["attempt"], ["num_failed"], ["zero"], *SEAL, ["verify"]]
     calls = [[*BEGIN, *(full if rank == 2 else []), *then] for rank in range(3)]
-    ranks = jobs.start(tmp_path, calls, kind="fsdp2", timeout_s=LIMIT_S).wait(LIMIT_S / 2)
+    ranks = jobs.start(tmp_path, calls, kind="fsdp2", timeout_s=UNREACHED_AGREEMENT_S).wait(
+        UNREACHED_S
+    )
     assert [rank.status for rank in ranks] == [0, 0, 0], [rank.outcomes for rank in ranks]
     for number, rank in enumerate(ranks):
         (failed,) = [one for one in rank.outcomes if one["error"]]
@@ -127,7 +131,9 @@ def test_a_flipped_byte_takes_all_ranks_to_the_checkpoint_before(
             file = Path(checkpoint.path) / "model.safetensors"
     flip_on_disk(file, file.stat().st_size - 8 if what == "model" else 4100)
     calls: Calls = [["open"], ["restore", {"verify": True}], *SEAL, ["verify"]]
-    ranks = jobs.start(tmp_path, [calls] * 3, kind="fsdp2", timeout_s=LIMIT_S).wait(LIMIT_S / 2)
+    ranks = jobs.start(tmp_path, [calls] * 3, kind="fsdp2", timeout_s=UNREACHED_AGREEMENT_S).wait(
+        UNREACHED_S
+    )
     assert [rank.status for rank in ranks] == [0, 0, 0], [rank.outcomes for rank in ranks]
     for number, rank in enumerate(ranks):
         assert rank.of("restore")["value"] == [1, {"step": 1, "rank": number}]

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.limits import UNREACHED_AGREEMENT_S, UNREACHED_S
 from tests.ranks_training.rank_server import Jobs, Rank
 
 KINDS = ("ddp", "fsdp2")
-LIMIT_S = 120.0
-"""Twice what a test may take: one that waits for the limit fails."""
-
 Calls = list[list[Any]]
 SEAL: Calls = [["step"], ["checkpoint"], ["result"]]
 BEGIN: Calls = [["open"], *SEAL]
@@ -21,8 +19,8 @@ GO_ON: Calls = [["settle"], *SEAL, ["verify"]]
 
 def run(jobs: Jobs, folder: Path, kind: str, *calls: Calls) -> list[Rank]:
     """Run ranks, none of which may wait for the limit."""
-    job = jobs.start(folder, [*calls], kind=kind, timeout_s=LIMIT_S)
-    ranks = job.wait(LIMIT_S / 2)
+    job = jobs.start(folder, [*calls], kind=kind, timeout_s=UNREACHED_AGREEMENT_S)
+    ranks = job.wait(UNREACHED_S)
     assert [rank.status for rank in ranks] == [0] * len(calls), [rank.outcomes for rank in ranks]
     return ranks
 

@@ -91,7 +91,6 @@ def test_a_seal_that_fails_on_one_rank_fails_on_all_and_training_goes_on(
         last=8,
         seals=[1, 3, 5],
         fails=[rank, 3],
-        timeout_s=60.0,
         collects=collects,
     )
     for found in said:

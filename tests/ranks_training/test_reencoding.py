@@ -129,9 +129,7 @@ def test_ranks_that_ask_for_different_things_change_nothing(jobs: Jobs, tmp_path
     run(jobs, tmp_path, 3, "fsdp2", ["step", 2], *SEAL)
     before = contents(tmp_path)
     calls = [[["open"], ["restore", {"reencode": rank == 1}], ["close"]] for rank in range(2)]
-    ranks = jobs.run(
-        tmp_path, calls, given=True, kind="fsdp2", widths=WIDTHS, options=INT8, timeout_s=5.0
-    )
+    ranks = jobs.run(tmp_path, calls, given=True, kind="fsdp2", widths=WIDTHS, options=INT8)
     for rank in ranks:
         assert rank.of("restore")["error"] == "RanksError"
         assert "rank 1 for" in rank.of("restore")["message"]
@@ -176,7 +174,7 @@ def test_a_rank_is_killed_while_state_is_encoded_anew(
     go_on: list[list[Any]] = [["open"], ASKED, ["step"], *SEAL]
     killed = [["open"], ASKED, ["kill_at", what, path], *go_on[2:]]
     setting: dict[str, Any] = {"given": True, "kind": kind, "widths": WIDTHS, "options": INT8}
-    ranks = jobs.run(tmp_path, [killed, *[go_on] * (num - 1)], timeout_s=3.0, **setting)
+    ranks = jobs.run(tmp_path, [killed, *[go_on] * (num - 1)], **setting)
     assert ranks[0].status == -9, ranks[0].outcomes
     assert newest(tmp_path).name == "step-00000003"
     again = run(jobs, tmp_path, num, kind, *go_on[1:])

@@ -190,7 +190,7 @@ def test_a_damaged_part_of_another_owner_is_found_in_the_first_step(
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
-    ranks = job(jobs, tmp_path, num, kind, [["open"], ["restore"], ["step"]], timeout_s=3.0)
+    ranks = job(jobs, tmp_path, num, kind, [["open"], ["restore"], ["step"]])
     said = [one["message"] for rank in ranks for one in rank.outcomes]
     assert any(f"{file}: bytes" in message and "damaged" in message for message in said), said
     with pytest.raises(offload.CheckpointError, match="quarantined"):
@@ -218,7 +218,7 @@ def test_a_full_drive_is_noticed_before_anything_is_written(jobs: Jobs, tmp_path
     before = contents(tmp_path / "run")
     for num, kind in ((3, "ddp"), (1, "one")):
         calls = [["open"], ["fill_drive", 8192], ["restore"]]
-        for rank in job(jobs, tmp_path, num, kind, calls, timeout_s=5.0):
+        for rank in job(jobs, tmp_path, num, kind, calls):
             assert rank.of("restore")["error"] == "StoreFullError"
             assert "new slot of" in rank.of("restore")["message"]
         assert contents(tmp_path / "run") == before
@@ -284,7 +284,6 @@ def test_a_rank_is_killed_while_the_new_cut_is_written(
         given=True,
         kind=kind,
         widths=WIDTHS,
-        timeout_s=3.0,
     )
     assert ranks[0].status == -9, ranks[0].outcomes
     first = int(newest(tmp_path).name.removeprefix("step-"))

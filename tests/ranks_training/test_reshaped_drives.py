@@ -9,6 +9,7 @@ import pytest
 
 import offload
 from bench._ranks_reshape import Change, KilledRecuts
+from tests.limits import AGREEMENT_S
 from tests.ranks_training.rank_server import Jobs
 from tests.ranks_training.test_reshape import STEPS, expected, job, succeeded
 from tests.stores.files import flip_on_disk
@@ -105,7 +106,7 @@ def test_a_missing_directory_is_named(
     jobs: Jobs, tmp_path: Path, first: tuple[int, str], then: tuple[int, str]
 ) -> None:
     go_on(jobs, tmp_path, *first, ["a", "b"])
-    for rank in job(jobs, tmp_path, *then, [["open", {"directory": ["a"]}]], timeout_s=3.0):
+    for rank in job(jobs, tmp_path, *then, [["open", {"directory": ["a"]}]]):
         assert rank.failed() == ["StoreError"] or rank.failed() == ["RanksError"]
         assert "owner-1" in rank.of("open")["message"] or "/b" in rank.of("open")["message"]
     if then[1] == "one":
@@ -134,7 +135,7 @@ def test_damage_on_another_drive_is_found_and_the_checkpoint_before_is_taken(
     file = tmp_path / "b" / part / "exp_avg.safetensors"
     flip_on_disk(file, file.stat().st_size - 5)
     step = [["step"]]
-    ranks = job(jobs, tmp_path, 2, "ddp", calls(["a", "b"], *step), timeout_s=3.0)
+    ranks = job(jobs, tmp_path, 2, "ddp", calls(["a", "b"], *step))
     said = [one["message"] for rank in ranks for one in rank.outcomes]
     assert any(str(file) in message and "damaged" in message for message in said), said
     again = succeeded(job(jobs, tmp_path, 2, "ddp", calls(["a", "b"])))
@@ -152,7 +153,7 @@ DRIVES = ("a", "b")
 def test_nothing_is_lost_when_the_change_is_killed(
     jobs: Jobs, tmp_path: Path, change: Change
 ) -> None:
-    killed = KilledRecuts(jobs, tmp_path / "all", change, 3.0)
+    killed = KilledRecuts(jobs, tmp_path / "all", change, AGREEMENT_S)
     steps = killed.labels()
     for part in (" b/owner-N/part-N", " b/part-N"):
         assert any(label.endswith(part) for _, label in steps), part

@@ -21,7 +21,6 @@ SETTING: dict[str, Any] = {
     "given": True,
     "widths": (8, 16, 4),
     "frozen_elements": 4,
-    "timeout_s": 5.0,
 }
 """All sizes are multiples of 4, so two shards of four ranks are one of two ranks."""
 

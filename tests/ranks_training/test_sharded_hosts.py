@@ -171,7 +171,7 @@ def test_a_rank_is_killed_in_a_seal_and_the_hosts_resume_one_step(
         on(host) + [one for one in begun if rank == victim or one[0] != "kill_at"]
         for rank, host in enumerate("ab")
     ]
-    ranks = jobs.run(tmp_path, calls, kind="fsdp2", timeout_s=3.0)
+    ranks = jobs.run(tmp_path, calls, kind="fsdp2")
     assert ranks[victim].status == -9
     assert ranks[1 - victim].has_come_to_its_end, ranks[1 - victim].errors
     durable = [one["value"] for rank in ranks for one in rank.outcomes if one["call"] == "sealed"]
@@ -197,7 +197,7 @@ def test_a_seal_that_fails_on_one_host_leaves_the_checkpoints_whole(
     for host in "ab":
         failing = [["fail", "sync", "owner-1/part-2/model", 1]] if host == "b" else []
         calls.append([*on(host), *ROUND, *failing, ["step"], ["checkpoint"], ["settle"], ["close"]])
-    ranks = jobs.run(tmp_path, calls, kind="fsdp2", timeout_s=4.0)
+    ranks = jobs.run(tmp_path, calls, kind="fsdp2")
     for rank in ranks:
         assert "owner-1/part-2/model" in rank.of("settle")["value"], rank.outcomes
     with offload.open_checkpoint(tmp_path / "a", parts=[tmp_path / "b"]) as checkpoint:
@@ -318,6 +318,6 @@ def test_a_model_in_one_file_does_not_go_on_in_shards_of_several_hosts(
 def refused_restores(jobs: Jobs, folder: Path, hosts: str) -> list[str]:
     """Let ranks with shards restore, which must fail on all of them; return the messages."""
     calls = [[*on(host), ["restore"]] for host in hosts]
-    ranks = jobs.run(folder, calls, kind="fsdp2", timeout_s=4.0)
+    ranks = jobs.run(folder, calls, kind="fsdp2")
     assert all(rank.of("restore")["error"] for rank in ranks), [rank.outcomes for rank in ranks]
     return [rank.of("restore")["message"] for rank in ranks]

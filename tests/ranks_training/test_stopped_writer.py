@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.ranks_training.rank_server import Jobs
 
@@ -16,15 +17,22 @@ SEAL: Calls = [["step"], ["checkpoint"], ["result"]]
 BEGIN: Calls = [["open"], *SEAL, ["step"]]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("kind", "is_stopped_as_well"), [("ddp", True), ("fsdp2", False)], ids=["ddp", "fsdp2"]
+)
 def test_no_part_is_written_again_while_the_rename_may_still_come(
-    jobs: Jobs, tmp_path: Path, kind: str
+    jobs: Jobs, tmp_path: Path, kind: str, *, is_stopped_as_well: bool
 ) -> None:
-    """The others are in doubt, and write nothing; all ranks resume one step, with its bits."""
+    """The others are in doubt, and write nothing; all ranks resume one step, with its bits.
+
+    The key-value store is in the process that is stopped, or elsewhere, as with torchrun.
+    """
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    port = 0 if is_stopped_as_well else store.port
     stop = ["at_step", "seal: rename run/.slot-N", "stop"]
     first = [*BEGIN, stop, ["checkpoint"], ["result"]]
     other = [*BEGIN, ["checkpoint"], ["result"], ["checkpoint"]]
-    job = jobs.start(tmp_path, [first, other], kind=kind, timeout_s=3.0)
+    job = jobs.start(tmp_path, [first, other], kind=kind, store_port=port)
     job.until(1, len(other))
     assert len(job.outcomes(0)) < len(first), "rank 0 was not stopped"
     os.kill(job.pids[0], signal.SIGCONT)

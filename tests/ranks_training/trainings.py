@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import offload
 from offload import DriveTuning, Options
+from tests.limits import AGREEMENT_S
 from tests.numerics.reference import bits
 
 Groups = Sequence[Mapping[str, Any]]
@@ -135,7 +136,7 @@ class Training:
             model=model,
             options=Options(
                 allow_volatile=True,
-                agreement_timeout_s=20.0,
+                agreement_timeout_s=AGREEMENT_S,
                 chunk_bytes=4096,
                 drives=DriveTuning(calibrate=False),
                 **self.options,

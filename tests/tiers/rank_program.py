@@ -32,6 +32,8 @@ from offload.tiers import list_tier
 from offload.tiers.measuring import Measurements
 from offload.tiers.ranks import arriving_share, arriving_state
 from tests.crash.fault_backend import FaultBackend
+from tests.hurry import hurry_after
+from tests.limits import AGREEMENT_S, HANG_S
 from tests.numerics.reference import bits
 from tests.ranks_training.calls import record, record_into
 from tests.ranks_training.host_backend import HostBackend
@@ -117,7 +119,7 @@ class _SlowLink(Measurements):
     def wait(self, step: int, case: dict[str, Any]) -> None:
         """Wait until the tier has the first checkpoint, or the parameters of a later one."""
         if self._rate is None:
-            assert self._uploads.wait(60)
+            assert self._uploads.wait(HANG_S)
             (copy,) = list_tier(case["tier"])
             assert copy.marker is not None
             sizes = copy.marker.sizes.items()
@@ -201,7 +203,7 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         fresh=case.get("fresh", False),
         options=offload.Options(
             allow_volatile=True,
-            agreement_timeout_s=case.get("agreement_s", 5.0),
+            agreement_timeout_s=AGREEMENT_S,
             chunk_bytes=4096,
             overlap=case.get("overlap"),
             drives=offload.DriveTuning(calibrate=False),
@@ -266,6 +268,7 @@ def run_calls(
     del rank, size
     os.environ.update(setting["environment"])
     record_into(folder)
+    hurry_after(folder / "hurry", AGREEMENT_S)
     dist.init_process_group("gloo")
     (case,) = calls
     record("main", value=main(str(folder / case.pop("into")), case))

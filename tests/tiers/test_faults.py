@@ -24,6 +24,7 @@ from offload.errors import (
     TierUnavailableError,
 )
 from offload.tiers import list_tier, pull, push, verify_tier
+from tests.limits import HANG_S, SHORT_ANSWER_S
 from tests.stores.files import steps, tree
 from tests.stores.small import options, train
 from tests.tiers.conftest import SETTINGS, optimizer_in
@@ -85,7 +86,8 @@ def test_a_fault_that_happens_once_is_passed_over(
         return fault
 
     proxy.rule = once
-    report = push(store, s3, object_bytes=SMALL, timeout_s=1, retry_s=20)
+    more = {"timeout_s": SHORT_ANSWER_S} if fault == "hang" else {}
+    report = push(store, s3, object_bytes=SMALL, retry_s=HANG_S, **more)
     assert hit
     assert report.refuses_overwriting
     assert [report.ok for report in verify_tier(s3)] == [True]
@@ -113,7 +115,7 @@ def test_errors_that_stay_are_named_and_what_was_sent_stays(
 def test_a_server_that_never_answers_is_given_up(store: Path, s3: str, proxy: Proxy) -> None:
     proxy.rule = lambda r: "hang" if r.method == "PUT" else ""
     with pytest.raises(TierUnavailableError, match="does not answer"):
-        push(store, s3, timeout_s=0.3, retry_s=0)
+        push(store, s3, timeout_s=SHORT_ANSWER_S, retry_s=0)
 
 
 @pytest.mark.parametrize(

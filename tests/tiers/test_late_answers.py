@@ -15,6 +15,7 @@ from offload.tiers.contents import Chunk
 from offload.tiers.model_objects import ModelRun
 from offload.tiers.range_filling import Range, RangeFilling
 from tests.eventually import eventually
+from tests.limits import HANG_S
 
 CONTEXT = DigestContext("0" * 32, 7)
 DATA = b"late" * 1024
@@ -31,10 +32,10 @@ class _Objects:
     def get_range(self, name: str, start: int, nbytes: int, into: Any = None) -> bytes:
         del start
         if name.endswith("fails"):
-            self.asked.wait(10)
+            assert self.asked.wait(HANG_S)
             raise TierError(5, "broken", name)
         self.asked.set()
-        self.answers.wait(10)
+        assert self.answers.wait(HANG_S)
         into.memoryview()[:nbytes] = DATA
         return DATA
 

@@ -21,6 +21,7 @@ from offload.tiers.services.address import parse_address
 from offload.tiers.services.folder_objects import FolderObjects
 from offload.tiers.services.objects import Objects
 from offload.tiers.services.opening import open_objects
+from tests.limits import HANG_S
 
 SIZES = [0, 1, 4095, 4096, 100_000]
 
@@ -258,7 +259,7 @@ def test_no_credentials_is_an_error_with_advice(s3: str, monkeypatch: pytest.Mon
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
     with (
-        open_objects(s3, retry_s=0, timeout_s=5) as objects,
+        open_objects(s3, retry_s=0, timeout_s=HANG_S) as objects,
         pytest.raises(TierAccessError, match="no credentials in the environment"),
     ):
         objects.put("x", b"")

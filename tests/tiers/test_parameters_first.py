@@ -12,6 +12,7 @@ from offload.options import Tier
 from offload.tiers import background, list_tier, pull, verify_tier
 from offload.tiers.measuring import Measurements
 from tests.command_line import Run
+from tests.limits import HANG_S
 from tests.stores.small import make_model, make_optimizer, train
 from tests.tiers.conftest import SETTINGS
 from tests.tiers.proxy import Proxy, Request
@@ -38,7 +39,7 @@ def test_parameters_arrive_although_the_link_is_too_slow_for_all(
     def rule(request: Request) -> str:
         if request.method == "PUT" and "/state/" in request.path and not go_on.is_set():
             waiting.set()
-            assert go_on.wait(30)
+            assert go_on.wait(HANG_S)
         return ""
 
     model = make_model(64, 40)

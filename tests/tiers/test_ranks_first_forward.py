@@ -11,6 +11,7 @@ import pytest
 import offload
 from tests.campaigns import FULL
 from tests.eventually import eventually
+from tests.limits import HANG_S
 from tests.ranks_training.rank_server import Jobs
 from tests.tiers import rank_jobs
 from tests.tiers.proxy import Proxy, Request
@@ -165,7 +166,7 @@ def test_an_error_while_the_state_arrives_is_raised_on_all_ranks(
         return ""
 
     proxy.rule = rule
-    more = {"tier_timeout_s": 3.0, "agreement_s": 10.0} if fault == "cut" else {}
+    more = {"tier_timeout_s": HANG_S} if fault == "cut" else {}
     setting = case("shards", s3, last=3, retries=0 if fault == "cut" else 1, **more)
     found = rank_jobs.run(jobs, tmp_path, "new", 2, setting)
     (first,), (second,) = (rank["errors"] for rank in found)

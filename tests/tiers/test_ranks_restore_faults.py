@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.campaigns import FULL
+from tests.limits import SHORT_AGREEMENT_S
 from tests.ranks_training.rank_server import Jobs
 from tests.tiers import rank_jobs
 from tests.tiers.proxy import Proxy, Request
@@ -42,14 +43,20 @@ def test_a_part_that_cannot_be_sealed_makes_only_its_own_rank_fetch_again(
 def test_a_server_that_accepts_and_stalls_is_named_by_all_ranks(
     jobs: Jobs, tmp_path: Path, s3: str, proxy: Proxy, stalled: str
 ) -> None:
-    """The limit of the tier is longer than that after which a silent rank counts as lost."""
+    """The limit of the tier is longer than that after which a silent rank counts as lost.
+
+    Both pass while nothing happens but that the server stalls; from then on the latter is short.
+    """
     rank_jobs.run(jobs, tmp_path, "run", 2, case("replicas", s3, 1))
 
     def rule(one: Request) -> str:
-        return "hang" if one.method == "GET" and one.path.endswith(stalled) else ""
+        if one.method == "GET" and one.path.endswith(stalled):
+            (tmp_path / "hurry").touch()
+            return "hang"
+        return ""
 
     proxy.rule = rule
-    setting = case("replicas", s3, last=2, agreement_s=1.0, tier_timeout_s=3.0)
+    setting = case("replicas", s3, last=2, tier_timeout_s=2 * SHORT_AGREEMENT_S)
     found = rank_jobs.run(jobs, tmp_path, "new", 2, setting)
     for rank in found:
         ((_, message),) = rank["errors"]

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offload
 from offload import AdamW, DriveTuning, Options
+from tests.limits import AGREEMENT_S
 from tests.stores.training import Model, backward, optimizer_for, options
 
 NUM_RANKS = 2
@@ -32,7 +33,7 @@ def construct(directory: Any, model: torch.nn.Module | None, **changes: Any) -> 
         chunk_bytes=4096,
         drives=changes.pop("drives", DriveTuning(calibrate=False)),
         overlap=changes.pop("overlap", None),
-        agreement_timeout_s=60.0,
+        agreement_timeout_s=AGREEMENT_S,
     )
     params = changes.pop("params", None) or model.parameters()
     return AdamW(params, directory=directory, model=model, options=settings, **changes)
