@@ -123,7 +123,7 @@ CAMPAIGNS: Final = {
     ),
     "mutations": Campaign(
         "the library without one of its syncs, locks, digests or orders: a test must notice",
-        commands=(("tests.mutation",),),
+        commands=(("tests.mutation", "--output", "FOLDER/mutations.json"),),
     ),
 }
 

@@ -1,135 +1,150 @@
-"""Break the library in a copy of the checkout, and see whether a test notices.
+"""Take each step of the protocol out of a copy of the library, and see whether a test notices.
 
-    python -m tests.mutation                         # the list that was written by hand
-    python -m tests.mutation --only seal-no-data-sync,open-shared-lock
-    python -m tests.mutation --check                 # does every edit still fit? (a second)
+    python -m tests.mutation                                  # all of them, 20 minutes on two cores
+    python -m tests.mutation --only seal-no-data-sync         # some, with commas
+    python -m tests.mutation --check                          # whether every edit still fits
 
-    python -m tests.mutation --generated             # mutants of every statement, made by rule
-    python -m tests.mutation --generated --only store.Store.commit,parts
-    python -m tests.mutation --generated --list      # what they are
-
-    python -m tests.mutation --ci                    # what has changed, and a sample: ten minutes
-
-A mutation that no test notices *survives*: the step is untested, or not needed. The list takes
-about 15 minutes of one core; the generated ones take hours the first time, and after that only
-those of functions that have changed are judged. What is known is kept beside the copy: a run goes
-on where it stopped, and several may share a scratch directory, each on its `--share` (1/2, 2/2).
-With `--write`, what is known so far is written into the record in git, and counts elsewhere too.
-Before anything is believed of a mutation, the test that noticed must pass without it.
-
-A generated mutant that nothing need notice has its reason in tests/mutation/generated/reasons.
+A mutation that no test notices *survives*: the step is untested, or it is not needed. The exit
+status is then 1, and 2 if an edit does not fit the library any more.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from tests.mutation import MUTATIONS, ci, listed
-from tests.mutation.generated import full
-from tests.mutation.generated.results import RECORD
-from tests.mutation.generated.selection import LIMIT_S
-from tests.mutation.mutation import RESULT
-from tests.mutation.workplace import TIMEOUT_S, Workplace
+from tests.mutation import opening, ranks, seals, slots
+from tests.mutation.mutation import ROOT, Mutation, MutationError
 
-_SCRATCH: Final = "/var/tmp/offload-mutation"
+MUTATIONS: Final = (*seals.MUTATIONS, *slots.MUTATIONS, *opening.MUTATIONS, *ranks.MUTATIONS)
+_COPIED: Final = ("offload", "gds", "tests", "bench", "docs", "pyproject.toml", "Makefile")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Judge mutations, print and write the result; 1 if one survives."""
-    args = _arguments(arguments)
-    if args.check:
-        listed.check_all()
-        print(f"{len(MUTATIONS)} mutations fit")
-        return 0
-    if args.ci:
-        return ci.run(ci.make_plan(Path(args.scratch), args.seed, args.minutes, args.processes))
-    if args.generated:
-        return _generated(args)
-    return _listed(args)
-
-
-def _generated(args: argparse.Namespace) -> int:
-    plan = full.Plan(
-        scratch=Path(args.scratch),
-        only=args.only,
-        tests=args.tests,
-        sampled=args.left_out,
-        share=args.share,
-        limit_s=args.limit,
-        again=args.again,
-        record_again=args.record,
-        write=args.write,
-        output=Path(args.output or RECORD),
-    )
-    if args.list:
-        for mutant in plan.mutants():
-            print(f"{mutant.name}\n    {mutant}")
-        return 0
-    return full.run(plan, lambda line: print(line, flush=True))
-
-
-def _listed(args: argparse.Namespace) -> int:
-    chosen = [m for m in MUTATIONS if not args.only or m.name in args.only.split(",")]
-    index, _, num_shares = args.share.partition("/")
-    chosen = chosen[int(index) - 1 :: int(num_shares)]
-    judged = []
-    with closing(Workplace(Path(args.scratch), args.timeout)) as workplace:
-        for number, mutation in enumerate(chosen, 1):
-            one = listed.judge(mutation, workplace)
-            judged.append(one)
-            print(
-                f"{number}/{len(chosen)} {one.name}: {one.outcome} ({one.seconds:.0f} s) {one.by}",
-                flush=True,
-            )
-    print(listed.summary(judged))
-    if len(chosen) == len(MUTATIONS):
-        listed.write(judged, Path(args.output or RESULT))
-    return int(any(one.outcome not in ("killed", "hung", "redundant") for one in judged))
-
-
-def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Judge mutations, print and write the result."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutation",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--check", action="store_true", help="only check that every edit of the list fits")
-    add("--generated", action="store_true", help="the generated mutants, not the list")
-    add("--ci", action="store_true", help="as much of both as there is time for")
-    add("--only", default="", help="names, with commas; of generated ones, their beginnings")
-    add("--share", default="1/1", help="for several runs at once: 1/2, 2/2")
-    add("--scratch", default=_SCRATCH, help="where to work (%(default)s)")
-    add("--output", default="", help="file for the result of a complete run")
-    add("--timeout", type=float, default=TIMEOUT_S, help="of the list: seconds for one")
-    of_generated = parser.add_argument_group("of generated mutants").add_argument
-    of_generated("--list", action="store_true", help="only say what they are")
-    of_generated(
-        "--left-out",
-        action="store_true",
-        help="those of operators that are left out, to see whether rightly",
-    )
-    of_generated("--tests", default="", help="test files to look at, with commas; else all")
-    of_generated(
-        "--limit", type=float, default=LIMIT_S, help="seconds of tests for one (%(default)s)"
-    )
-    of_generated(
-        "--again",
-        choices=("", "survivors", "all"),
-        default="",
-        help="judge these anew although they are known",
-    )
-    of_generated("--write", action="store_true", help="write what is known, and judge nothing")
-    of_generated("--record", action="store_true", help="record anew which tests run what")
-    of_ci = parser.add_argument_group("of --ci").add_argument
-    of_ci("--minutes", type=float, default=ci.MINUTES, help="in all (%(default)s)")
-    of_ci("--seed", default="", help="of the sample; by default a digest of the sources")
-    of_ci("--processes", type=int, default=0, help="by default one for each core, at most 8")
-    return parser.parse_args(arguments)
+    parser.add_argument("--check", action="store_true", help="only check that every edit fits")
+    parser.add_argument("--only", default="", help="names, with commas")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one")
+    parser.add_argument("--output", type=Path, help="file for the result, as JSON")
+    args = parser.parse_args(arguments)
+    chosen = [m for m in MUTATIONS if not args.only or m.name in args.only.split(",")]
+    try:
+        for mutation in chosen:
+            mutation.edited(ROOT)
+    except MutationError as error:
+        print(f"{mutation.name}: {error}", file=sys.stderr)
+        return 2
+    if args.check:
+        print(f"{len(chosen)} mutations fit")
+        return 0
+    judged = judge_all(chosen, args.timeout)
+    counts = Counter(one["outcome"] for one in judged)
+    print(", ".join(f"{number} {outcome}" for outcome, number in counts.items()))
+    if args.output:
+        result = {"counts": dict(counts), "judged": judged}
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+    return int(set(counts) != {"noticed"})
+
+
+def judge_all(mutations: Sequence[Mutation], timeout_s: float) -> list[dict[str, str]]:
+    """Judge mutations on as many copies of the checkout as there are cores."""
+    waiting: queue.SimpleQueue[Mutation] = queue.SimpleQueue()
+    for mutation in mutations:
+        waiting.put(mutation)
+    judged: list[dict[str, str]] = []
+
+    def work() -> None:
+        with tempfile.TemporaryDirectory(prefix="offload-mutation-") as folder:
+            copy = Path(folder) / "copy"
+            for name in _COPIED:
+                if (ROOT / name).is_dir():
+                    ignored = shutil.ignore_patterns("__pycache__", "results")
+                    shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+                else:
+                    shutil.copy(ROOT / name, copy / name)
+            while not waiting.empty():
+                mutation = waiting.get()
+                began = time.monotonic()
+                outcome, by = judge(mutation, copy, timeout_s)
+                judged.append({"name": mutation.name, "outcome": outcome, "by": by})
+                seconds = time.monotonic() - began
+                print(f"{mutation.name}: {outcome} ({seconds:.0f} s) {by}", flush=True)
+
+    workers = [threading.Thread(target=work) for _ in range(len(os.sched_getaffinity(0)))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sorted(judged, key=lambda one: one["name"])
+
+
+def judge(mutation: Mutation, copy: Path, timeout_s: float) -> tuple[str, str]:
+    """Return whether a test notices a mutation of a copy of the checkout, and which one.
+
+    A test that fails has to pass without the mutation. A run that does not end counts as noticed.
+    """
+    edited = mutation.edited(copy)
+    before = {path: path.read_text() for path in edited}
+    try:
+        for path, text in edited.items():
+            path.write_text(text)
+        failed = _failed(copy, mutation.tests, timeout_s)
+    finally:
+        for path, text in before.items():
+            path.write_text(text)
+    if failed == "":
+        return "survived", ""
+    if failed is None:
+        return "noticed", f"no end within {timeout_s:g} s"
+    if _failed(copy, [failed], timeout_s) == "":
+        return "noticed", failed
+    return "fails without it, too", failed
+
+
+def _failed(copy: Path, tests: Sequence[str], timeout_s: float) -> str | None:
+    """Return the first test that fails; an empty text if all pass, None if they do not end."""
+    # Without compiled files: within a second, Python takes an edit for no edit.
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", "-rfE"]
+    command += ["-p", "no:cacheprovider", f"--basetemp={copy.parent / 'tmp'}", *tests]
+    with subprocess.Popen(
+        command,
+        cwd=copy,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, 9)
+    if process.returncode == 0:
+        return ""
+    for line in said.splitlines():
+        if line.startswith(("FAILED ", "ERROR ")):
+            return line.split(" ")[1] if "[" not in line else line.split(" - ")[0].split(" ", 1)[1]
+    raise RuntimeError(f"pytest ended with {process.returncode}:\n{said[-3000:]}")
 
 
 if __name__ == "__main__":

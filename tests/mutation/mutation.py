@@ -10,10 +10,6 @@ ROOT: Final = Path(__file__).parent.parent.parent
 """Of the checkout."""
 
 
-RESULT: Final = ROOT / "tests" / "mutation" / "result.json"
-"""Of the last complete run."""
-
-
 class MutationError(Exception):
     """A mutation does not fit the source any more; the message says which, and how."""
 
@@ -38,7 +34,7 @@ class Edit:
         if num_found != 1:
             raise MutationError(
                 f"{self.file}: the text to edit is there {num_found} times, expected once: follow "
-                f"the change of the module in tests/mutation:\n{self.find}"
+                f"the change of the module:\n{self.find}"
             )
         return source.replace(self.find, self.replace)
 
@@ -48,7 +44,7 @@ class Mutation:
     """A protocol without one of its steps."""
 
     name: str
-    """Short, unique, usable as the name of a directory."""
+    """Short and unique."""
 
     lost: str
     """The step that is taken out, for people."""
@@ -56,46 +52,16 @@ class Mutation:
     edits: tuple[Edit, ...]
 
     tests: tuple[str, ...]
-    """What pytest is to run, in this order and up to the first failure: cheapest first."""
+    """Files of tests, one of which has to notice: cheapest first."""
 
-    redundant: str = ""
-    """Why nothing can notice, where that has been shown; it is then expected to survive."""
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Paths within the checkout of the files that it changes."""
-        return tuple(dict.fromkeys(edit.file for edit in self.edits))
-
-    def apply(self, root: Path) -> None:
-        """Edit a copy of the checkout.
+    def edited(self, root: Path) -> dict[Path, str]:
+        """Return the files of a checkout that it changes, and what they become.
 
         Raises:
             MutationError: An edit does not fit.
         """
+        found: dict[Path, str] = {}
         for edit in self.edits:
             path = root / edit.file
-            path.write_text(edit.apply(path.read_text()))
-
-
-def gone(file: str, find: str) -> Edit:
-    """Return an edit that removes whole lines."""
-    return Edit(file, find, "")
-
-
-def power(*cases: str) -> tuple[str, ...]:
-    """Name cases of the loss of power."""
-    test = "tests/crash/test_crash_points.py::test_power_lost_after_any_operation"
-    return tuple(f"{test}[{case}]" for case in cases)
-
-
-def killed(*cases: str) -> tuple[str, ...]:
-    """Name cases of the loss of power in the process after a killed one."""
-    test = "tests/crash/test_crash_points.py"
-    test += "::test_power_lost_in_the_process_that_follows_a_killed_one"
-    return tuple(f"{test}[{case}]" for case in cases)
-
-
-def faults(*cases: str) -> tuple[str, ...]:
-    """Name cases of failing operations, such as ``sync-once-keep=1``."""
-    test = "tests/crash/test_io_errors.py::test_any_operation_may_fail"
-    return tuple(f"{test}[{case}]" for case in cases)
+            found[path] = edit.apply(found.get(path) or path.read_text())
+        return found

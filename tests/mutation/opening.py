@@ -1,331 +1,339 @@
-"""Steps of opening a store: what is made durable, locked and checked before it is trusted."""
+"""Opening, reading and restoring: locks, digests, and what is not believed."""
 
 from __future__ import annotations
 
-from tests.mutation.mutation import Edit, Mutation, gone, killed, power
+from tests.mutation.mutation import Edit, Mutation
 
-_READER_OPENING = "offload/checkpoint/opening.py"
-_SUPPLY = "offload/store/slots/supply.py"
-_EXPIRY = "offload/store/expiry.py"
-_STORE = "offload/store/store.py"
-_OPENING = "offload/store/opening.py"
-_NEW_PLACES = "offload/store/new_directories.py"
-_LOCK = "offload/store/writer_lock.py"
-_IDENTITY = "offload/store/store_id.py"
-_READING = "offload/checkpoint/reading.py"
-_FILE_CHECK = "offload/checkpoint/file_check.py"
-_DOCUMENT = "offload/format/document.py"
-_READER_LOCK = "offload/checkpoint/reader_lock.py"
-_STEPS = "tests/crash/test_protocol_steps.py"
-_CONCURRENCY = "tests/crash/test_concurrency.py"
-_DRIVES = "tests/crash/test_drives.py"
-_DAMAGE = "tests/torch_contract/test_damaged_checkpoints.py::TestDamage"
-_LOST = "tests/crash/test_lost_writes.py"
-_STARTED_OVER = power("started-over-keep=1", "started-over-keep=2")
-
-OPENING = (
+MUTATIONS = (
     Mutation(
         "open-no-store-sync",
         "sync of the store before anything in it is trusted",
-        (gone(_OPENING, "        drives[0][0].sync_dir(drives[0][1])\n"),),
-        killed("three-checkpoints-keep=1", "three-checkpoints-keep=2"),
+        (
+            Edit(
+                "offload/store/opening.py",
+                """\
+        drives[0][0].sync_dir(drives[0][1])
+""",
+                "",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
     ),
     Mutation(
         "open-no-checkpoint-sync",
         "sync of a checkpoint's directory before it is trusted",
         (
-            gone(
-                _OPENING,
-                "            backend.sync_dir(path)"
-                "  # a process may have died after it replaced the train state\n",
+            Edit(
+                "offload/store/opening.py",
+                """\
+            backend.sync_dir(path)  # a process may have died after it replaced the train state
+""",
+                "",
             ),
         ),
-        killed("replaced-train-state-keep=1", "replaced-train-state-keep=2"),
+        ("tests/crash/test_crash_points.py",),
     ),
     Mutation(
         "open-no-parent-sync",
         "sync of the directory in which the store's is made",
         (
-            gone(
-                _NEW_PLACES,
-                "        backend.sync_dir(os.path.dirname(new))\n",
+            Edit(
+                "offload/store/new_directories.py",
+                """\
+        backend.sync_dir(os.path.dirname(new))
+""",
+                "",
             ),
         ),
-        power("three-checkpoints-keep=1"),
-    ),
-    Mutation(
-        "open-no-existing-parent-sync",
-        "sync of the directory in which an earlier process may have made the store's",
-        (Edit(_NEW_PLACES, "        backend.sync_dir(os.path.dirname(path))\n", "        pass\n"),),
-        (f"{_STEPS}::test_a_store_whose_maker_was_killed_is_durable_when_a_checkpoint_is",),
+        ("tests/crash/test_crash_points.py",),
     ),
     Mutation(
         "open-shared-lock",
         "one writer at a time",
         (
             Edit(
-                _LOCK,
+                "offload/store/writer_lock.py",
                 'of_file = backend.lock(f"{directory}/{LOCK_NAME}", create=True)',
                 'of_file = backend.lock(f"{directory}/{LOCK_NAME}", shared=True, create=True)',
             ),
             Edit(
-                _LOCK,
+                "offload/store/writer_lock.py",
                 'of_directory = backend.lock(f"{directory}/.")',
                 'of_directory = backend.lock(f"{directory}/.", shared=True)',
             ),
         ),
-        (f"{_CONCURRENCY}::TestProcesses::test_a_second_optimizer_is_refused",),
+        ("tests/crash/test_concurrency.py",),
     ),
     Mutation(
         "open-locks-first-only",
         "one writer at a time on every drive",
         (
             Edit(
-                _OPENING,
-                "        for backend, directory in drives:\n",
-                "        for backend, directory in drives[:1]:\n",
+                "offload/store/opening.py",
+                """\
+        for backend, directory in drives:
+""",
+                """\
+        for backend, directory in drives[:1]:
+""",
             ),
         ),
-        (f"{_DRIVES}::TestSharedDirectory",),
-    ),
-    Mutation(
-        "open-files-not-checked",
-        "a checkpoint whose files are not those of its manifest is refused",
-        (
-            gone(
-                _OPENING,
-                "            known.check_files(backend, path, manifest, other_directories)\n",
-            ),
-        ),
-        (_DAMAGE, f"{_DRIVES}::TestDamage"),
-    ),
-    Mutation(
-        "open-name-not-checked",
-        "a directory is named for the step that its manifest is of",
-        (gone(_OPENING, "            check_name(path, manifest)\n"),),
-        (_LOST,),
-    ),
-    Mutation(
-        "open-number-of-directories",
-        "a store is opened with as many directories as it has",
-        (
-            gone(
-                _OPENING,
-                "            require_number_of_directories(manifest, directory, len(drives))\n",
-            ),
-        ),
-        (f"{_DRIVES}::TestDirectories",),
+        ("tests/crash/test_drives.py",),
     ),
     Mutation(
         "open-by-step",
         "order: the newest checkpoint is that of the highest generation",
         (
             Edit(
-                _EXPIRY,
+                "offload/store/expiry.py",
                 "key=lambda c: c.manifest.generation, default=None)",
                 "key=lambda c: c.manifest.step, default=None)",
             ),
         ),
-        (f"{_CONCURRENCY}::TestReaders",),
-    ),
-    Mutation(
-        "expire-by-step",
-        "order: the oldest checkpoint is that of the lowest generation",
-        (
-            Edit(
-                _OPENING,
-                "checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)",
-                "checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.step)",
-            ),
-        ),
-        (f"{_CONCURRENCY}::TestReaders",),
-    ),
-    Mutation(
-        "read-by-step",
-        "order: a reader's newest checkpoint is that of the highest generation",
-        (
-            Edit(
-                _READER_OPENING,
-                "(generation, checkpoint))",
-                "(manifest.step, checkpoint))",
-            ),
-        ),
-        (*_STARTED_OVER, f"{_CONCURRENCY}::TestReaders"),
-    ),
-    Mutation(
-        "fresh-forgets-to-give-up",
-        "what fresh=True gives up is not the newest any more",
-        (
-            Edit(
-                _STORE,
-                "            checkpoint.superseded = fresh\n",
-                "            checkpoint.superseded = False\n",
-            ),
-        ),
-        (f"{_STEPS}::test_a_history_that_was_given_up_is_gone_when_the_new_one_is_durable",),
-    ),
-    Mutation(
-        "unreadable-claims-nothing",
-        "a directory that cannot be read may own any part",
-        (gone(_OPENING, "        claims[path] = None\n"),),
-        (f"{_DRIVES}::TestUnreadableManifest",),
-    ),
-    Mutation(
-        "identity-not-written",
-        "a store on several drives is named before a part of it is written",
-        (
-            gone(
-                _SUPPLY,
-                "            write_store_id("
-                "self._backend, self._directory, identity, self._poison)\n",
-            ),
-        ),
-        (f"{_DRIVES}::TestOrder",),
+        ("tests/crash/test_concurrency.py",),
     ),
     Mutation(
         "identity-no-sync",
         "sync of store.json",
-        (Edit(_IDENTITY, "            file.sync()\n            backend", "            backend"),),
-        (f"{_DRIVES}::TestOrder",),
-    ),
-    Mutation(
-        "identity-no-dir-sync",
-        "sync of the name of store.json",
-        (gone(_IDENTITY, "            backend.sync_dir(directory)\n"),),
-        (f"{_DRIVES}::TestOrder",),
-    ),
-    Mutation(
-        "identity-found-not-synced",
-        "sync of a store.json that an earlier process may not have synced",
-        (gone(_IDENTITY, "        if durable:\n            file.sync()\n"),),
-        (f"{_DRIVES}::TestOrder",),
-    ),
-    Mutation(
-        "identity-failed-sync-forgotten",
-        "poison after a store could not be named",
         (
             Edit(
-                _IDENTITY,
-                '        with poison.fatal("a store\'s identity could not be made durable"):\n',
-                "        if poison is not None:\n",
+                "offload/store/store_id.py",
+                """\
+            file.sync()
+            backend""",
+                "            backend",
             ),
         ),
-        (f"{_STEPS}::test_a_store_that_could_not_be_named_reuses_nothing",),
-    ),
-    Mutation(
-        "header-not-compared",
-        "the header of every tensor file is that of the manifest",
-        (
-            Edit(
-                _FILE_CHECK,
-                "    if found == expected.encoded:\n        return\n",
-                "    if found or not found:\n        return\n",
-            ),
-        ),
-        (_DAMAGE,),
+        ("tests/crash/test_drives.py",),
     ),
     Mutation(
         "size-not-checked",
         "every tensor file has the size that the manifest asks for",
         (
             Edit(
-                _FILE_CHECK,
+                "offload/checkpoint/file_check.py",
                 'if stat.kind != "file" or stat.size_bytes != expected.file_bytes:',
                 'if stat.kind != "file":',
             ),
         ),
-        (_DAMAGE,),
+        ("tests/torch_contract/test_damaged_checkpoints.py",),
     ),
     Mutation(
         "manifest-digest-not-checked",
         "a manifest is what its digest says",
         (
             Edit(
-                _DOCUMENT,
+                "offload/format/document.py",
                 'if not isinstance(body, dict) or document.get("digest") != _digest_or_none(body):',
                 "if not isinstance(body, dict):",
             ),
         ),
-        (_DAMAGE, _LOST),
-    ),
-    Mutation(
-        "part-of-another-generation",
-        "a part is the one that was sealed with the checkpoint",
-        (Edit(_READING, "    if found.digest != reference.digest:\n", "    if False:\n"),),
-        (f"{_DRIVES}::TestDamage",),
+        ("tests/torch_contract/test_damaged_checkpoints.py", "tests/crash/test_lost_writes.py"),
     ),
     Mutation(
         "part-digest-not-checked",
         "what a part says of itself is what its digest says",
         (
             Edit(
-                _DOCUMENT,
+                "offload/format/document.py",
                 'if not isinstance(body, dict) or document.get("digest") != _digest_or_none(body):',
                 "if not isinstance(body, dict):",
             ),
         ),
-        (f"{_DRIVES}::TestDamage",),
-    ),
-    Mutation(
-        "part-files-not-checked",
-        "the files of a part have the headers of the manifest",
-        (
-            Edit(
-                _READING,
-                "    for name, header in manifest.layout.array_headers[drive].items():\n",
-                "    for name, header in {}.items():\n",
-            ),
-        ),
-        (f"{_DRIVES}::TestDamage",),
-    ),
-    Mutation(
-        "train-state-of-another",
-        "a train state belongs to its checkpoint",
-        (
-            Edit(
-                "offload/checkpoint/train_state_reading.py",
-                "    if dict(header) != train_state_header(manifest):\n",
-                "    if False:\n",
-            ),
-        ),
-        (_DAMAGE, _LOST),
-    ),
-    Mutation(
-        "read-what-is-recycled",
-        "a reader makes sure that the name is still that of what it has locked",
-        (
-            Edit(
-                _READER_LOCK,
-                "        if after is None or after.inode != before.inode:\n",
-                "        if False:\n",
-            ),
-        ),
-        (f"{_CONCURRENCY}::TestReaders",),
+        ("tests/crash/test_drives.py",),
     ),
     Mutation(
         "read-without-lock",
         "a reader keeps what it reads from being recycled",
         (
             Edit(
-                _READER_OPENING,
-                "        lock = lock_for_reading(backend, found)\n",
-                "        from contextlib import ExitStack\n"
-                "        lock = ExitStack()\n"
-                "        lock.release = lock.close\n",
+                "offload/checkpoint/opening.py",
+                """\
+        lock = lock_for_reading(backend, found)
+""",
+                """\
+        from contextlib import ExitStack
+        lock = ExitStack()
+        lock.release = lock.close
+""",
             ),
         ),
-        (f"{_CONCURRENCY}::TestReaders",),
+        ("tests/crash/test_concurrency.py",),
     ),
     Mutation(
-        "volatile-accepted",
-        "a store in memory is refused",
+        "read-what-is-recycled",
+        "a reader makes sure that the name is still that of what it has locked",
         (
             Edit(
-                _NEW_PLACES,
-                "        if capabilities.volatile and not allow_volatile:\n",
-                "        if False:\n",
+                "offload/checkpoint/reader_lock.py",
+                """\
+        if after is None or after.inode != before.inode:
+""",
+                """\
+        if False:
+""",
             ),
         ),
-        ("tests/torch_contract/test_unusable_directories.py::TestDirectories::test_in_memory",),
+        ("tests/crash/test_concurrency.py",),
+    ),
+    Mutation(
+        "lock-not-looked-at-before-the-commit",
+        "the lock is looked at again just before the rename that commits",
+        (
+            Edit(
+                "offload/store/sealing.py",
+                """\
+                self._lock.require()
+""",
+                "",
+            ),
+        ),
+        ("tests/crash/test_writer_lock.py",),
+    ),
+    Mutation(
+        "error-counts-as-damage",
+        "what could not be read stops the opening of a store",
+        (
+            Edit(
+                "offload/store/opening.py",
+                """\
+        except CheckpointError as error:
+""",
+                """\
+        except (CheckpointError, StorageError) as error:
+""",
+            ),
+        ),
+        ("tests/crash/test_environment_errors.py",),
+    ),
+    Mutation(
+        "restore-first-block-only",
+        "every block of the model file is compared with its digest",
+        (
+            Edit(
+                "offload/model/model_file.py",
+                """\
+            if found != expected[index]:
+""",
+                """\
+            if found != expected[index] and index == 0:
+""",
+            ),
+        ),
+        ("tests/crash/test_overlooked_steps.py",),
+    ),
+    Mutation(
+        "restore-parameters-unchecked",
+        "parameters are compared with their digests when they are restored",
+        (
+            Edit(
+                "offload/model/model_file.py",
+                """\
+            if found != expected[index]:
+""",
+                """\
+            if False:
+""",
+            ),
+        ),
+        ("tests/torch_contract/test_damaged_checkpoints.py", "tests/crash/test_lost_writes.py"),
+    ),
+    Mutation(
+        "first-pass-unchecked",
+        "state is compared with its digests in the first step after a restore",
+        (
+            Edit(
+                "offload/stream/streamer.py",
+                """\
+check_read(frame, source)
+""",
+                """\
+pass
+""",
+            ),
+        ),
+        ("tests/crash/test_interrupted.py",),
+    ),
+    Mutation(
+        "restore-half-way-goes-on",
+        "a restore that failed half way leaves an optimizer that refuses to go on",
+        (
+            Edit(
+                "offload/engine/resume.py",
+                """\
+        lifecycle.broken = f"restoring {found.path} failed half way"
+""",
+                "",
+            ),
+        ),
+        ("tests/torch_contract/test_damaged_checkpoints.py", "tests/crash/test_io_errors.py"),
+    ),
+    Mutation(
+        "going-back-before-reading",
+        "order: newer checkpoints are withdrawn when the older one has proved readable",
+        (
+            Edit(
+                "offload/engine/resume.py",
+                """\
+        store.withdraw_newer(found)  # now that the older one has proved to be readable
+""",
+                "",
+            ),
+            Edit(
+                "offload/engine/resume.py",
+                """\
+        lifecycle.broken = f"restoring {found.path} failed half way"
+""",
+                """\
+        lifecycle.broken = f"restoring {found.path} failed half way"
+        store.withdraw_newer(found)
+""",
+            ),
+        ),
+        ("tests/torch_contract/test_refused_restores.py",),
+    ),
+    Mutation(
+        "torn-step-goes-on",
+        "a step that failed half way leaves an optimizer that refuses to go on",
+        (
+            Edit(
+                "offload/engine/state_passes.py",
+                """\
+    state.lifecycle.broken = f"step {state_pass.step} failed half way ({error!r})"
+""",
+                "",
+            ),
+        ),
+        ("tests/crash/test_io_errors.py",),
+    ),
+    Mutation(
+        "quarantine-no-sync",
+        "sync of the file that marks a checkpoint",
+        (
+            Edit(
+                "offload/store/quarantine.py",
+                """\
+                with poison.fatal(_NOT_MARKED):
+                    file.sync()
+""",
+                "",
+            ),
+        ),
+        ("tests/crash/test_quarantine.py",),
+    ),
+    Mutation(
+        "quarantine-no-dir-sync",
+        "sync of the name of the file that marks a checkpoint",
+        (
+            Edit(
+                "offload/store/quarantine.py",
+                """\
+    with poison.fatal(_NOT_MARKED):
+        backend.sync_dir(path)
+""",
+                "",
+            ),
+        ),
+        ("tests/crash/test_quarantine.py",),
     ),
 )

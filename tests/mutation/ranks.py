@@ -1,219 +1,363 @@
-"""Steps by which a rank steps and stores its own boxes of a model, and nothing else."""
+"""Ranks: parts of owners, shares of the model file, and what all have to agree on."""
 
 from __future__ import annotations
 
-from tests.mutation.mutation import Edit, Mutation, gone
+from tests.mutation.mutation import Edit, Mutation
 
-_LAYOUT = "offload/format/layout.py"
-_DEALING = "offload/format/shares/dealing.py"
-_MATCHING = "offload/engine/matching.py"
-_SHARDS = "offload/model/shards.py"
-_TABLE = "offload/model/table.py"
-_FORWARD = "offload/overlap/forward.py"
-_ROWS = "tests/ranks/test_rows.py"
-_ONE = "tests/ranks/test_one_rank.py"
-_DEALT = "tests/ranks/test_dealing.py"
-_SHARDED = "tests/ranks/test_sharded.py"
-_OWNERSHIP = "offload/distributed/ownership.py"
-_GROUP = "offload/distributed/rank_group.py"
-_SEALING = "offload/distributed/rank_sealing.py"
-_DIFFER = "tests/ranks_training/test_different_terms.py"
-_FROZEN = "tests/ranks_training/test_frozen.py"
-_GRANTING = "offload/distributed/rank_granting.py"
-_BUFFERS = "tests/ranks_training/test_buffers.py"
-_REFUSED = f"{_SHARDED}::test_what_has_no_single_box_is_refused_by_name"
-_STATE = f"{_ROWS}::test_the_state_is_that_of_one_process"
-
-RANKS = (
+MUTATIONS = (
     Mutation(
-        "rounding-from-the-box",
-        "random numbers of a box are counted from the first element of the whole parameter",
+        "owner-no-data-sync",
+        "sync of the state of a part before its table is written",
         (
             Edit(
-                _LAYOUT,
-                "(self.stored_name, 0) if found is None else (self.name, found[0])",
-                "(self.stored_name, 0) if found is None else (self.name, 0)",
-            ),
-        ),
-        (_STATE,),
-    ),
-    Mutation(
-        "rounding-of-new-state-from-the-box",
-        "random numbers of a piece are counted from the first element of the whole parameter",
-        (
-            Edit(
-                "offload/update/coding/coder.py",
-                "        if self._has_cuts:\n"
-                "            pieces = [self._in_parameter(piece) for piece in pieces]\n",
+                "offload/store/owners/slot.py",
+                """\
+        for file in self._files.values():
+            if file is not self.table:
+                file.sync()
+""",
                 "",
             ),
         ),
-        (_STATE,),
+        ("tests/ranks_store/test_power_cuts.py",),
     ),
     Mutation(
-        "boxes-not-compared",
-        "state of other boxes is refused by name",
-        (Edit(_MATCHING, "live[name].spec.cut != spec.cut", "not live[name].spec.name"),),
-        (f"{_ROWS}::test_other_rows_of_a_parameter_are_refused_by_name",),
-    ),
-    Mutation(
-        "cuts-inside-blocks",
-        "rows are only cut at multiples of a block of int8 state",
+        "owner-no-table-sync",
+        "sync of the table of a part",
         (
             Edit(
-                _DEALING,
-                "math.lcm(math.prod(shapes[index][1:]), multiple)",
-                "math.prod(shapes[index][1:])",
+                "offload/store/owners/slot.py",
+                """\
+        self.table.write_bytes(encoded, 0)
+        self.table.sync()
+""",
+                """\
+        self.table.write_bytes(encoded, 0)
+""",
             ),
         ),
-        (_DEALT,),
+        ("tests/ranks_store/test_power_cuts.py",),
     ),
     Mutation(
-        "overlaps-owned",
-        "boxes that overlap without being equal are refused",
+        "owner-no-name-sync",
+        "sync of the name of a part",
         (
             Edit(
-                _DEALING,
-                "if common is not None:",
-                "if common is not None and common == box == other:",
+                "offload/store/owners/slot.py",
+                """\
+            self._backend.sync_dir(self._directory)
+""",
+                "",
             ),
         ),
-        (_DEALT,),
+        ("tests/ranks_store/test_power_cuts.py",),
     ),
     Mutation(
-        "gaps-owned",
-        "boxes that do not cover their parameter are refused",
-        (Edit(_DEALING, "    if found != expected:\n", "    if found > expected:\n"),),
-        (_DEALT,),
-    ),
-    Mutation(
-        "gradients-of-others-kept",
-        "a step beside forward clears the gradients of parameters that other ranks step",
-        (Edit(_FORWARD, "            parameter.grad = None\n\n", "            pass\n\n"),),
-        (_ONE,),
-    ),
-    Mutation(
-        "parameters-of-others-new",
-        "parameters that other ranks step are known, and are not laid out at every step",
-        (Edit(_TABLE, "is_stepped(p) and self.shards is None", "is_stepped(p)"),),
-        (f"{_ROWS}::test_ranks_without_elements_count_their_steps",),
-    ),
-    Mutation(
-        "writes-of-others-counted",
-        "the new rows of other ranks are no edit during a seal",
-        (Edit(_SHARDS, "        return parameter.data\n", "        return parameter.detach()\n"),),
-        (f"{_ROWS}::test_an_edit_of_rows_during_a_seal_is_found",),
-    ),
-    Mutation(
-        "local-memory-kept",
-        "the local part of a DTensor is taken anew at every use",
+        "owner-ready-stays-valid",
+        "a part that is used again is durably invalid before data is written",
         (
             Edit(
-                _SHARDS,
-                "    def part_of(tensor: torch.Tensor) -> torch.Tensor:\n",
-                "    first = owner.to_local()\n\n"
-                "    def part_of(tensor: torch.Tensor) -> torch.Tensor:\n",
-            ),
-            Edit(
-                _SHARDS,
-                "        part = tensor.to_local()",
-                "        part = first if tensor is owner else tensor.to_local()",
+                "offload/store/owners/free_parts.py",
+                """\
+            slot.invalidate()
+            slot.write_headers()
+""",
+                """\
+            slot.write_headers()
+""",
             ),
         ),
-        (f"{_SHARDED}::test_the_local_part_is_taken_anew_at_every_use",),
+        ("tests/ranks_store/test_owner_store.py",),
     ),
     Mutation(
-        "other-gradients-taken",
-        "a gradient with other placements than its parameter is refused",
-        (Edit(_SHARDS, " or placements != owner.placements", ""),),
-        (_REFUSED,),
-    ),
-    Mutation(
-        "several-boxes-taken-for-one",
-        "a local part that is several boxes is refused",
+        "owner-rewrites-what-is-locked",
+        "a part on which somebody holds a lock is not rewritten",
         (
             Edit(
-                _SHARDS,
-                "        if not _is_range(tensor, dim, box):\n",
-                "        if dim < 0:\n",
+                "offload/store/owners/free_parts.py",
+                """\
+            lock = try_lock(self._backend, path)
+            if lock is None:
+                continue  # a reader""",
+                """\
+            lock = self._backend.lock(path, shared=True)
+            if lock is None:
+                continue  # a reader""",
             ),
         ),
-        (_REFUSED,),
+        ("tests/ranks_store/test_owner_store.py",),
     ),
     Mutation(
-        "empty-shards-stored",
-        "a rank stores nothing of a parameter that it has no element of",
+        "owner-writes-without-a-lock",
+        "a rank holds a shared lock on the part that it writes",
         (
             Edit(
-                _SHARDS,
-                "return cut is not None and not cut.box.num_elements and 0 not in cut.shape",
-                "return cut is not None and cut.box.num_elements < 0",
+                "offload/store/owners/slot.py",
+                """\
+        self._lock = self._backend.lock(self.path, shared=True)
+""",
+                """\
+        self._lock = None
+""",
             ),
         ),
-        (f"{_ONE}::test_a_parameter_without_elements_here_is_not_stored",),
+        ("tests/ranks_store/test_owner_store.py",),
     ),
     Mutation(
-        "kinds-not-compared",
-        "ranks with plain parameters are not taken for ranks with shards",
+        "owner-served-twice",
+        "the lock of the rank that serves an owner",
         (
             Edit(
-                _OWNERSHIP,
-                'trained, "DTensor" if is_dtensor(tensor) else "plain"]',
-                'trained, ""]',
+                "offload/store/owners/store.py",
+                """\
+                self._lock.take(backend, self.path)
+""",
+                """\
+                pass
+""",
             ),
         ),
-        (f"{_DIFFER}::test_what_differs_is_named_by_the_constructor_of_all_ranks",),
+        ("tests/ranks_store/test_owner_store.py",),
     ),
     Mutation(
-        "terms-not-compared",
-        "ranks with other options, groups or versions are refused by the constructor",
-        (gone(_GROUP, "            require_same_terms(terms, self._exchange)\n"),),
-        (f"{_DIFFER}::test_what_differs_is_named_by_the_constructor_of_all_ranks",),
-    ),
-    Mutation(
-        "model-tables-not-compared",
-        "a seal of ranks whose models have other tensors is refused",
-        (gone(_SEALING, "            model_digest=_digest_of_model(manifest),\n"),),
-        (f"{_DIFFER}::test_a_state_dict_with_another_tensor_on_one_rank_fails_the_seal_on_all",),
-    ),
-    Mutation(
-        "step-counts-not-compared",
-        "a seal of shards that were stepped differently is refused",
+        "owner-failed-sync-forgotten",
+        "poison after a part could not be made durable",
         (
-            gone(
-                _SEALING,
-                "            require_same_scalars(scalars, "
-                "[tensor.name for tensor in manifest.layout.model])\n",
+            Edit(
+                "offload/store/owners/store.py",
+                """\
+            with self._poison.fatal(_NOT_DURABLE):
+""",
+                """\
+            if True:
+""",
             ),
         ),
-        (
-            f"{_DIFFER}::test_shards_of_a_parameter_that_one_rank_has_not_stepped_fail_the_seal_on_all",
-        ),
+        ("tests/ranks_store/test_owner_store.py",),
     ),
     Mutation(
-        "torn-writers-file-believed",
-        "nothing is known of the writer's model file after a seal of the others that failed",
+        "owner-freed-before-withdrawal",
+        "the parts of a checkpoint are free only when its withdrawal is durable",
         (
-            gone(
-                _SEALING,
-                "            if self._last is not None:\n"
-                "                self._last.model_leaves.forget(readable=False)\n",
+            Edit(
+                "offload/store/owners/claims.py",
+                """\
+        self._leaving.append(manifest)
+        yield
+        self._leaving.remove(manifest)
+""",
+                """\
+        yield
+""",
             ),
         ),
+        ("tests/ranks_store/test_owner_store.py",),
+    ),
+    Mutation(
+        "owner-any-part-accepted",
+        "a part is the one that was sealed with the checkpoint",
         (
-            f"{_FROZEN}::test_what_another_rank_could_not_sync_is_written_anew_after_a_torn_step_of_the_writer",
+            Edit(
+                "offload/checkpoint/owner_parts.py",
+                """\
+    if header.digest == reference.digest:
+""",
+                """\
+    if True:
+""",
+            ),
         ),
+        ("tests/ranks_store/test_owner_readers.py",),
     ),
     Mutation(
-        "buffers-not-compared",
-        "a buffer that differs between ranks is named",
-        (gone(_GRANTING, "            self._compare_buffers(granted.notes, call)\n"),),
-        (f"{_BUFFERS}::test_a_buffer_that_differs_later_is_found_by_the_next_grant",),
+        "owner-seals-without-agreement",
+        "every owner has reported a part of the same generation",
+        (
+            Edit(
+                "offload/store/sealing.py",
+                """\
+        require_agreement(owners, expected, slot.context.generation)
+""",
+                "",
+            ),
+        ),
+        ("tests/ranks_store/test_owner_store.py",),
     ),
     Mutation(
-        "buffers-named-again-and-again",
-        "a buffer that differs between ranks is named once",
-        (gone(_GRANTING, "        self._watch.stop()\n"),),
-        (f"{_BUFFERS}::test_a_buffer_that_differs_is_named_once_by_the_writer",),
+        "shard-no-folder-sync",
+        "sync of the name of a shard file before the manifest names its part",
+        (
+            Edit(
+                "offload/store/slots/folder.py",
+                """\
+        backend.sync_dir(f"{path}/{SHARD_FOLDER}")
+""",
+                """\
+        pass
+""",
+            ),
+        ),
+        ("tests/ranks_store/test_power_cuts.py",),
+    ),
+    Mutation(
+        "shard-not-verified",
+        "the shard files of other owners than the first are verified",
+        (
+            Edit(
+                "offload/checkpoint/sealed_slot.py",
+                """\
+        if self.layout.shard is not None:
+            for box in self._model_boxes:
+""",
+                """\
+        if self.layout.shard is not None and False:
+            for box in self._model_boxes:
+""",
+            ),
+        ),
+        ("tests/ranks_store/test_shard_readers.py",),
+    ),
+    Mutation(
+        "share-no-sync",
+        "each rank syncs what it has written",
+        (
+            Edit(
+                "offload/model/model_sharing.py",
+                """\
+    file.sync()
+""",
+                "",
+            ),
+        ),
+        ("tests/ranks_model/test_writing.py",),
+    ),
+    Mutation(
+        "share-sync-before-edges",
+        "order: the sync comes after the edges",
+        (
+            Edit(
+                "offload/model/model_sharing.py",
+                """\
+    for offset, data in written.edges:
+        file.write_bytes(data, offset)
+    file.sync()
+""",
+                """\
+    file.sync()
+    for offset, data in written.edges:
+        file.write_bytes(data, offset)
+""",
+            ),
+        ),
+        ("tests/ranks_model/test_writing.py",),
+    ),
+    Mutation(
+        "share-read-unchecked",
+        "what a rank reads is compared with its digest",
+        (
+            Edit(
+                "offload/model/share_reading.py",
+                """\
+    if found != expected:
+""",
+                """\
+    if False:
+""",
+            ),
+        ),
+        ("tests/ranks_model/test_reading.py",),
+    ),
+    Mutation(
+        "gather-before-the-seal-has-copied",
+        "values are written only after a seal has copied the old ones",
+        (
+            Edit(
+                "offload/distributed/gathering/gather.py",
+                """\
+        if self._before_write is not None:
+""",
+                """\
+        if False:
+""",
+            ),
+        ),
+        ("tests/ranks_gather/test_gathering.py",),
+    ),
+    Mutation(
+        "gather-failed-rank-leaves",
+        "a rank that fails takes part in the remaining broadcasts",
+        (
+            Edit(
+                "offload/distributed/gathering/gather.py",
+                """\
+        found = self._end()
+        if found is None or""",
+                """\
+        found = None
+        if found is None or""",
+            ),
+        ),
+        ("tests/ranks_gather/test_gathering.py",),
+    ),
+    Mutation(
+        "agree-no-steps",
+        "all ranks take the same step",
+        (
+            Edit(
+                "offload/distributed/gathering/step_agreement.py",
+                """\
+        if len({*steps}) > 1:
+""",
+                """\
+        if False:
+""",
+            ),
+        ),
+        ("tests/ranks_gather/test_step_agreement.py",),
+    ),
+    Mutation(
+        "arriving-parts-not-locked",
+        "parts that arrive are locked before a slot is taken, which removes unnamed parts",
+        (
+            Edit(
+                "offload/tiers/ranks/arriving_share.py",
+                """\
+            part.store = self._owner_store(part, served)
+        if""",
+                """\
+            pass
+        if""",
+            ),
+            Edit(
+                "offload/tiers/ranks/arriving_share.py",
+                """\
+        for part in self._parts:
+            if part.store is not None:
+                named""",
+                """\
+        for part in self._parts:
+            part.store = self._owner_store(part, served)
+            if part.store is not None:
+                named""",
+            ),
+        ),
+        ("tests/tiers/test_ranks_recut.py",),
+    ),
+    Mutation(
+        "arriving-step-early",
+        "a step waits until the state of all ranks has arrived",
+        (
+            Edit(
+                "offload/engine/engine.py",
+                """\
+        self.finish_arrival()
+        self.strategy.step(groups)
+""",
+                """\
+        self.strategy.step(groups)
+""",
+            ),
+        ),
+        ("tests/tiers/test_ranks_first_forward.py",),
     ),
 )

@@ -1,0 +1,369 @@
+"""Seals: what must be on the drive before the rename, in which order, and what a failure leaves."""
+
+from __future__ import annotations
+
+from tests.mutation.mutation import Edit, Mutation
+
+MUTATIONS = (
+    Mutation(
+        "seal-no-data-sync",
+        "sync of a slot's files before its manifest",
+        (
+            Edit(
+                "offload/store/sealing.py",
+                """\
+                slot.sync()
+""",
+                "",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "seal-no-manifest-sync",
+        "sync of the manifest before the rename",
+        (
+            Edit(
+                "offload/store/sealing.py",
+                """\
+                slot.manifest.sync()
+""",
+                "",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "seal-no-slot-dir-sync",
+        "sync of a slot's names before the rename",
+        (
+            Edit(
+                "offload/store/sealing.py",
+                """\
+                slot.sync_names()
+""",
+                "",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "seal-manifest-before-data",
+        "order: the manifest is written when the data is durable",
+        (
+            Edit(
+                "offload/store/sealing.py",
+                """\
+                slot.sync()
+                slot.manifest.write_bytes(encoded, 0)
+                slot.manifest.sync()
+""",
+                """\
+                slot.manifest.write_bytes(encoded, 0)
+                slot.manifest.sync()
+                slot.sync()
+""",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "seal-rename-before-syncs",
+        "order: the rename comes last",
+        (
+            Edit(
+                "offload/store/sealing.py",
+                """\
+                slot.sync()
+                slot.manifest.write_bytes(encoded, 0)
+                slot.manifest.sync()
+                slot.sync_names()
+""",
+                """\
+                slot.manifest.write_bytes(encoded, 0)
+""",
+            ),
+            Edit(
+                "offload/store/sealing.py",
+                """\
+                    self._rename_into_place(slot, path, exchange=in_the_way)
+""",
+                """\
+                    self._rename_into_place(slot, path, exchange=in_the_way)
+                    slot.sync()
+                    slot.manifest.sync()
+                    slot.sync_names()
+""",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "seal-no-store-sync",
+        "sync of the store after the rename: the commit",
+        (
+            Edit(
+                "offload/store/sealing.py",
+                """\
+            slot.renamed(path)
+            self._backend.sync_dir(self._directory)
+            slot.published()
+""",
+                """\
+            slot.renamed(path)
+            slot.published()
+""",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "exchange-no-store-sync",
+        "sync of the store after two names have been exchanged",
+        (
+            Edit(
+                "offload/store/sealing.py",
+                """\
+            old.path = working
+        self._backend.sync_dir(self._directory)
+""",
+                """\
+            old.path = working
+""",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "seal-failed-sync-forgotten",
+        "poison after a sync or rename of a seal has failed",
+        (
+            Edit(
+                "offload/store/sealing.py",
+                """\
+with self._poison.fatal(_NOT_DURABLE):
+                slot.sync()
+""",
+                """\
+if True:
+                slot.sync()
+""",
+            ),
+            Edit(
+                "offload/store/sealing.py",
+                """\
+with leaving, self._poison.fatal(_NOT_DURABLE):
+                    in_the_way""",
+                """\
+with leaving:
+                    in_the_way""",
+            ),
+        ),
+        ("tests/crash/test_io_errors.py",),
+    ),
+    Mutation(
+        "seal-model-not-synced",
+        "sync of model.safetensors",
+        (
+            Edit(
+                "offload/store/slots/slot.py",
+                """\
+            if name != MANIFEST_NAME:
+""",
+                """\
+            if name not in (MANIFEST_NAME, MODEL_NAME):
+""",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "seal-train-state-not-synced",
+        "sync of train_state.safetensors",
+        (
+            Edit(
+                "offload/store/slots/slot.py",
+                """\
+            if name != MANIFEST_NAME:
+""",
+                """\
+            if name not in (MANIFEST_NAME, TRAIN_STATE_NAME):
+""",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "seal-masters-not-synced",
+        "sync of master.safetensors",
+        (
+            Edit(
+                "offload/store/slots/slot.py",
+                """\
+            if name != MANIFEST_NAME:
+""",
+                """\
+            if name not in (MANIFEST_NAME, "master.safetensors"):
+""",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "train-state-no-sync",
+        "sync of a new train state before it takes the old one's name",
+        (
+            Edit(
+                "offload/store/slots/slot.py",
+                """\
+            file.sync()
+            self._backend.rename(file.path""",
+                "            self._backend.rename(file.path",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "train-state-in-place",
+        "atomicity: a train state is replaced by a rename",
+        (
+            Edit(
+                "offload/store/slots/slot.py",
+                """\
+            self._backend.rename(file.path, f"{self._path}/{name}")
+""",
+                """\
+            self._files[name] = self._backend.open(
+                f"{self._path}/{name}", writable=True
+            )
+            data = file.read_bytes(0, file.size_bytes)
+            self._files[name].write_bytes(data, 0)
+            self._files[name].sync()
+            self._backend.remove(file.path)
+""",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "seal-no-wait-for-writes",
+        "all writes of the state have ended before anything is synced",
+        (
+            Edit(
+                "offload/engine/seal.py",
+                """\
+        self._flush.wait()
+""",
+                "",
+            ),
+        ),
+        ("tests/crash/test_protocol_steps.py",),
+    ),
+    Mutation(
+        "seal-no-flush",
+        "state that is only in memory is written",
+        (
+            Edit(
+                "offload/engine/seal.py",
+                """\
+        self._flush.start(slot)
+""",
+                "",
+            ),
+        ),
+        ("tests/crash/test_protocol_steps.py",),
+    ),
+    Mutation(
+        "model-no-wait-for-writes",
+        "the last writes of the parameters have ended before the sync",
+        (
+            Edit(
+                "offload/model/model_writing.py",
+                """\
+        writer.finish_writes()
+    finally:
+        writer.wait()
+""",
+                """\
+    finally:
+        pass
+""",
+            ),
+        ),
+        ("tests/crash/test_protocol_steps.py",),
+    ),
+    Mutation(
+        "step-no-wait-for-copy",
+        "a step waits until the seal has copied the parameters that it overwrites",
+        (
+            Edit(
+                "offload/engine/chunk_pass.py",
+                """\
+                if seal is not None:
+                    seal.wait_copied(self._stops[chunk])
+""",
+                "",
+            ),
+        ),
+        ("tests/numerics/test_overlap.py", "tests/crash/test_concurrency.py"),
+    ),
+    Mutation(
+        "two-seals-in-flight",
+        "a checkpoint waits for the seal before it",
+        (
+            Edit(
+                "offload/engine/engine.py",
+                """\
+        state.collect_seal(wait=True)
+        if not state.slots.is_working:
+""",
+                """\
+        if not state.slots.is_working:
+""",
+            ),
+        ),
+        ("tests/crash/test_concurrency.py",),
+    ),
+    Mutation(
+        "seal-same-generation",
+        "every slot that is written gets a generation of its own",
+        (
+            Edit(
+                "offload/store/slots/supply.py",
+                """\
+        self._generation += 1
+""",
+                "",
+            ),
+        ),
+        ("tests/crash/test_crash_points.py",),
+    ),
+    Mutation(
+        "failed-durability-trained-on",
+        "state that could not be made durable is not trained on",
+        (
+            Edit(
+                "offload/engine/training_state.py",
+                """\
+            elif self.store.poisoned:
+""",
+                """\
+            elif False:
+""",
+            ),
+        ),
+        ("tests/crash/test_protocol_steps.py",),
+    ),
+    Mutation(
+        "slot-read-back-believed",
+        "what is read back of a slot is compared with the live bytes",
+        (
+            Edit(
+                "offload/model/model_writing.py",
+                "{n for n, leaf in zip(numbers, found, strict=True) if leaf == wanted[n]}",
+                "{n for n, leaf in zip(numbers, found, strict=True) if leaf}",
+            ),
+        ),
+        ("tests/numerics/test_frozen.py",),
+    ),
+)
