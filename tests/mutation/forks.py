@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import resource
@@ -15,6 +14,7 @@ from typing import Final, Literal, NoReturn, TypeAlias
 
 import pytest
 
+from tests.dying import die_with_parent
 from tests.mutation.mutation import ROOT, MutationError
 
 Ended: TypeAlias = int | Literal["stopped"] | None
@@ -60,7 +60,7 @@ def end_group(leader: int) -> None:
 def lead_group() -> None:
     """Make this process, which has been forked, the leader of a group, with limits of its own."""
     os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with who has started it
+    die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, most = resource.getrlimit(resource.RLIMIT_AS)

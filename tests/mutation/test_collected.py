@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.dying import dying
 from tests.mutation.mutation import ROOT
 
 FILE = "tests/format/test_digests.py"
@@ -58,7 +59,7 @@ print(json.dumps(found))
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("workplace")
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(directory), FILE, json.dumps(RUNS)],
+        dying([sys.executable, "-c", PROGRAM, str(directory), FILE, json.dumps(RUNS)]),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,

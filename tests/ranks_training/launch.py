@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.dying import dying
+
 TIMEOUT_S = 150.0
 """Time after which a rank that has not ended is killed, so that a hang fails its test."""
 
@@ -52,7 +54,7 @@ def start(
     }
     return [
         subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            dying([sys.executable, "-m", module, *arguments]),
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,

@@ -31,6 +31,7 @@ from offload.format.digests import DigestContext
 from offload.options import Tier
 from offload.tiers import arriving, push
 from offload.tiers.filling import Download
+from tests.dying import dying
 from tests.eventually import eventually
 from tests.stores.files import tree
 from tests.stores.small import make_model, make_optimizer, step, train
@@ -274,7 +275,7 @@ def test_a_process_that_is_killed_half_way_leaves_what_it_has(
 
     proxy.rule = rule
     command = [sys.executable, "-m", "tests.tiers.killed", "restore", s3, str(tmp_path / "new")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(dying(command), stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"restored\n"
