@@ -22,8 +22,7 @@ _parent: int | None = None
 def dying(command: "list[str]", parent: "int | None" = None) -> "list[str]":
     """Return a command that does the same as another, and dies with its parent.
 
-    Also a run of tests that ignores SIGINT, as in the background of a script, so starts a command
-    that hears it.
+    The command hears all signals, also if this process ignores some.
 
     Args:
         command: Program and arguments.
@@ -69,7 +68,9 @@ def _forked() -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
-    # Python ignores the first two itself, and what is ignored stays so in the command.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+    # What is ignored would be by the command too: Python itself ignores SIGPIPE and SIGXFSZ, nohup
+    # SIGHUP, and the background of a script SIGINT and SIGQUIT.
+    for number in signal.valid_signals():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     os.execvp(sys.argv[2], sys.argv[2:])
