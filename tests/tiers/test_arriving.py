@@ -35,6 +35,7 @@ from tests.dying import dying
 from tests.eventually import eventually
 from tests.stores.files import tree
 from tests.stores.small import make_model, make_optimizer, step, train
+from tests.threads import since
 from tests.tiers.conftest import SETTINGS, optimizer_in
 from tests.tiers.proxy import Proxy, Request
 
@@ -223,10 +224,11 @@ def test_an_optimizer_that_is_collected_on_the_thread_of_its_arrival_is_closed(
     monkeypatch.setattr(Download, "publish", collect)
     gc.disable()
     try:
+        others = threading.enumerate()
         optimizer = optimizer_with(tmp_path / "new", tier)
         optimizer.restore()
         optimizer.itself = optimizer
-        thread = next(one for one in threading.enumerate() if one.name == "offload-arrival")
+        (thread,) = since(others, "offload-arrival")
         del optimizer
         dropped.set()
         assert collected.wait(60)
@@ -234,7 +236,7 @@ def test_an_optimizer_that_is_collected_on_the_thread_of_its_arrival_is_closed(
         assert not thread.is_alive()
     finally:
         gc.enable()
-    assert eventually(lambda: not any(t.name == "offload-close" for t in threading.enumerate()))
+    assert eventually(lambda: not since(others, "offload-close"))
     with optimizer_with(tmp_path / "new", tier) as successor:  # the store is not locked
         assert successor.restore() is not None
 
