@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.ranks_gather.preloaded"])
+_context.set_forkserver_preload(
+    [
+        "tests.dying_forkserver",
+        "tests.ranks_gather.scenes",
+        "tests.ranks_gather.test_step_agreement",
+        "torch._dynamo",
+    ]
+)
 
 LIMIT_S = 60
 """Longest time for all ranks of one run; only a hang takes as long."""
