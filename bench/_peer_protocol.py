@@ -40,12 +40,14 @@ class Peer:
     def __init__(
         self, label: str, command: list[str], *, log: str, environment: dict[str, str]
     ) -> None:
+        from tests.dying import dying  # not in the environment of a child
+
         self.label = label
         self._log = log
         self._partial = b""
         with open(log, "wb") as file:
             self._process = subprocess.Popen(
-                command,
+                dying(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

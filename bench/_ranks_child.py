@@ -12,6 +12,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from bench._machine import io_bytes, peak_bytes, reset_peak, resident_bytes
 from bench._model import make_gradients, make_parameters
+from tests.dying import die_with_parent
 
 Kind = Literal["ddp", "fsdp2", "mixed"]
 
@@ -217,6 +219,7 @@ def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def serve(pipe: Connection, setting: RankSetting, rank: int, size: int, port: int) -> None:
     """Make calls for a script until it closes the pipe."""
+    die_with_parent(script.pid if (script := parent_process()) else 0)
     torch.set_num_threads(setting.compute_threads)
     warnings.filterwarnings("ignore", message=".*barrier.*")
     if size > 1:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from tests.dying import let_forks_die
+
 _OBJECT_BYTES = 32 << 20
 _SOCKET_BYTES = 256 << 10
 """Handed to a socket at once."""
@@ -53,6 +55,7 @@ def sockets(nbytes: int) -> dict[str, float]:
     listener = socket.create_server(("127.0.0.1", 0))
     data = memoryview(bytearray(os.urandom(_SOCKET_BYTES)))
     times = -(-nbytes // len(data))
+    let_forks_die()
     other = os.fork()
     if other == 0:
         try:

@@ -30,6 +30,7 @@ from xml.etree import ElementTree as ET
 
 from bench._harness import RESULTS, BenchError, run, say
 from bench._machine import describe_machine, describe_versions
+from tests.dying import dying
 
 _ROOT: Final = Path(__file__).parent.parent
 _SAID_LINES: Final = 40
@@ -242,7 +243,7 @@ def _ran(
         return {"command": shown, "status": 0, "stopped": True, "said": []}
     with said.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command],
+            dying([sys.executable, "-m", *command]),
             cwd=_ROOT,
             env=environment,
             stdout=output,

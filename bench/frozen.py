@@ -23,6 +23,7 @@ from typing import Any
 from bench._frozen_child import DTYPES
 from bench._harness import BenchError, Parser, Result, require_space, run, say, scratch, size
 from bench._statistics import median
+from tests.dying import dying
 
 _MIB = 1 << 20
 _MARGIN_BYTES = 4 * _MIB
@@ -84,7 +85,7 @@ def _process(args: argparse.Namespace, store: str, seals: int) -> dict[str, Any]
     sizes = [str(int(mib * _MIB)) for mib in (args.frozen_mib, args.trained_mib)]
     command = [sys.executable, "-m", "bench._frozen_child", store, *sizes, str(seals)]
     done = subprocess.run(
-        [*command, args.dtype, args.device],
+        dying([*command, args.dtype, args.device]),
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,

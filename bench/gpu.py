@@ -32,6 +32,7 @@ from typing import Any
 from bench._harness import RESULTS, BenchError, say
 from bench._machine import describe_machine, describe_storage, describe_versions
 from offload.demo import SCENARIOS, DemoError, require_modules
+from tests.dying import dying
 
 _ROOT = Path(__file__).parent.parent
 _PATHS = ("gds", "compat", "bounce", "direct")
@@ -175,7 +176,7 @@ def perform(step: Step, folder: Path, hidden: dict[str, str], left_s: float = ma
     began = time.monotonic()
     with open(log, "w+b") as out, open(folder / f"{step.name}.err", "w+b") as err:
         process = subprocess.Popen(
-            [sys.executable, *step.arguments],
+            dying([sys.executable, *step.arguments]),
             cwd=_ROOT,
             stdin=subprocess.DEVNULL,
             stdout=out,

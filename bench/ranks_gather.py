@@ -32,6 +32,7 @@ from offload.distributed.gathering.gather import BounceBuffer, Gathering
 from offload.distributed.gathering.gather_plan import BoxPiece, GatherPlan, RankChunk
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.format.boxes import Box
+from tests.dying import die_with_parent
 
 _LIMIT = 1.0
 _TIMEOUT_S = 300
@@ -134,6 +135,8 @@ def _serve(
     chunk: int,
 ) -> None:
     """Run one rank until the pipe is closed."""
+    parent = multiprocessing.parent_process()
+    die_with_parent(parent.pid if parent else 0)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

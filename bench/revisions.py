@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bench._harness import BenchError, Parser, Result, run
 from bench._statistics import alternate, ratios
+from tests.dying import dying
 
 _HERE = Path(__file__).parent.parent
 _CHILD = Path(__file__).with_name("_revision_child.py")
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _step_s(checkout: Path, sizes: tuple[int, int]) -> float:
     """Return the seconds of a step, in a process that imports from a checkout."""
     done = subprocess.run(
-        [sys.executable, str(_CHILD), *map(str, sizes)],
+        dying([sys.executable, str(_CHILD), *map(str, sizes)]),
         cwd=checkout,
         env={**os.environ, "PYTHONPATH": str(checkout.resolve())},
         capture_output=True,

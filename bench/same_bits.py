@@ -40,6 +40,7 @@ from bench._one_step import (
 )
 from offload.update.kernel import UpdateKernel
 from offload.update.kernel_check import choose_kernel
+from tests.dying import dying
 
 _ENVIRONMENTS = {
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
@@ -98,7 +99,7 @@ def _in_process(instructions: str, num_values: int) -> dict[str, Any]:
         return {"reason": f"this processor lacks {', '.join(sorted(missing))}"}
     command = [sys.executable, "-m", "bench.same_bits", "--child", "--values", str(num_values)]
     done = subprocess.run(
-        command,
+        dying(command),
         cwd=Path(__file__).parent.parent,
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **_ENVIRONMENTS[instructions]},
         stdout=subprocess.PIPE,

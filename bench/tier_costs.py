@@ -42,6 +42,7 @@ from bench._harness import (
 )
 from offload.tiers.contents import OBJECT_BYTES
 from offload.tiers.sending import NUM_TRANSFERS
+from tests.dying import dying
 
 if TYPE_CHECKING:
     from tests.tiers.proxy import Proxy
@@ -227,7 +228,7 @@ def _passed(proxy: Proxy) -> int:
 @contextmanager
 def _sending(bucket: str) -> Iterator[None]:
     """Let another process send for as long as the block runs."""
-    process = subprocess.Popen(_command("send", bucket))
+    process = subprocess.Popen(dying(_command("send", bucket)))
     try:
         yield
         if process.poll() is not None:
@@ -239,7 +240,7 @@ def _sending(bucket: str) -> Iterator[None]:
 
 def _child(what: str, *given: object) -> Any:
     """Run a process of `bench._tier_child`; return its result."""
-    done = subprocess.run(_command(what, *given), stdout=subprocess.PIPE, check=False)
+    done = subprocess.run(dying(_command(what, *given)), stdout=subprocess.PIPE, check=False)
     if done.returncode:
         raise BenchError(f"{what} has ended with status {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])

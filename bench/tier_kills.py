@@ -28,6 +28,7 @@ import torch
 import offload
 from bench._harness import BenchError, Parser, Result, count, require_space, run, say, scratch
 from offload.tiers import list_tier, verify_tier
+from tests.dying import dying
 
 _CHILD = """
 import json, sys
@@ -153,7 +154,7 @@ def _exists(path: str) -> bool:
 
 def _start(what: str, source: str, target: str, **arguments: Any) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", _CHILD, what, source, target, json.dumps(arguments)]
-    return subprocess.Popen(command)
+    return subprocess.Popen(dying(command))
 
 
 def _make_store(directory: str, num_parameters: int) -> str:

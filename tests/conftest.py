@@ -6,6 +6,7 @@ Only tests that have passed count: what is said to have been found was found by 
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.campaigns import TIERS, of_another_tier, sampled
+from tests.dying import die_with_parent, let_forks_die
 
 # The same examples in every run, however slow the machine: chance is not to refuse a release.
 # `--hypothesis-profile=default` draws others, and says what takes long.
@@ -28,6 +30,15 @@ settings.load_profile("tests")
 # torch asks for the name of the other end of each connection that ranks make. If a question to the
 # name server is lost, the C library asks again after 5 s; a test makes hundreds of connections.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
+
+# In the background of a script, and under nohup, SIGINT is ignored by whatever is started. What a
+# process handles is not ignored by the programs that it starts in turn.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No process is left behind, even if the tests are killed; see tests/dying.py.
+let_forks_die()
+if "PYTEST_XDIST_WORKER" in os.environ:
+    die_with_parent()
 
 SYSTEM_CALL_FAULTS = "faults of "
 """Begins the names under which `tests/kernel` records how many calls it let fail."""

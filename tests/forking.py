@@ -25,6 +25,7 @@ from typing import Final
 
 import torch
 
+from tests.dying import dying, let_forks_die
 from tests.stores.training import Reference
 
 POLL_S: Final = 0.01
@@ -52,7 +53,7 @@ class Children:
 
     def __init__(self, module: str) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-m", module],
+            dying([sys.executable, "-m", module]),
             cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -91,6 +92,7 @@ def serve(works: Mapping[str, Callable[[str], None]]) -> None:
     Args:
         works: What a child can be asked to do, by name.
     """
+    let_forks_die()
     torch.set_num_threads(1)
     Reference().after(1)  # the first optimizer of a process imports a second's worth of modules
     # The collection with which Python ends looks only at what a child has made itself. All that

@@ -1,8 +1,9 @@
-"""Number of threads that torch uses in tests."""
+"""Threads: the number that torch uses in tests, and those that a test has started."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 
 import pytest
 import torch
@@ -19,3 +20,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def since(others: Collection[threading.Thread], name: str = "") -> list[threading.Thread]:
+    """Return the threads that run now, but for those that ran before; or those with a name.
+
+    Args:
+        others: Those that ran before, which are other tests' affair.
+        name: Their name; empty for any.
+    """
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread not in others and name in ("", thread.name)
+    ]

@@ -19,6 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.dying import dying
+
 ROOT = Path(__file__).parent.parent
 
 SAMPLE = [
@@ -109,7 +111,7 @@ def _run(
 ) -> subprocess.CompletedProcess[str]:
     """Run this Python in the copy of the checkout."""
     return subprocess.run(
-        [sys.executable, *arguments],
+        dying([sys.executable, *arguments]),
         cwd=checkout,
         env=environment,
         check=False,

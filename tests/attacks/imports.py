@@ -29,6 +29,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from offload.cli import main
+from tests.dying import let_forks_die
 from tests.limits import HANG_S
 
 ADDRESS_SPACE_BYTES = 3 << 30
@@ -553,6 +554,7 @@ def _mapped_bytes() -> int:
 
 
 if __name__ == "__main__":
+    let_forks_die()
     torch.set_num_threads(1)
     directory = Path(sys.argv[1])
     first, every = map(int, sys.argv[2].split("/"))

@@ -15,6 +15,7 @@ from offload.format.part_file import decode_part
 from tests.attacks import good
 from tests.attacks.attack import FILES
 from tests.attacks.make import all_attacks
+from tests.dying import dying
 
 GROUPS = {"manifest", "header", "train_state", "part", "small", "names"}
 NUM_PROCESSES = 3
@@ -49,7 +50,7 @@ def test_every_attack_is_refused(
     attacks = all_attacks()[index::NUM_PROCESSES]
     share = f"{index}/{NUM_PROCESSES}"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.attacks.attacked", share, str(tmp_path)],
+        dying([sys.executable, "-m", "tests.attacks.attacked", share, str(tmp_path)]),
         capture_output=True,
         text=True,
         timeout=280,

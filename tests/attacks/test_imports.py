@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.attacks.imports import CASES, Hostile
+from tests.dying import dying
 from tests.limits import HANG_S
 
 NUM_PROCESSES = 3
@@ -52,9 +53,9 @@ def test_every_file_has_a_name_of_its_own() -> None:
 def test_every_file_is_refused_or_imported(
     index: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    chosen = CASES[index::NUM_PROCESSES]
+    chosen, share = CASES[index::NUM_PROCESSES], f"{index}/{NUM_PROCESSES}"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.attacks.imports", str(tmp_path), f"{index}/{NUM_PROCESSES}"],
+        dying([sys.executable, "-m", "tests.attacks.imports", str(tmp_path), share]),
         capture_output=True,
         text=True,
         timeout=290,

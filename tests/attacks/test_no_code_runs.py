@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.dying import dying
+
 
 def test_reading_hostile_stores_executes_imports_and_unpickles_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.attacks.audited", str(tmp_path)],
+        dying([sys.executable, "-m", "tests.attacks.audited", str(tmp_path)]),
         capture_output=True,
         text=True,
         timeout=280,

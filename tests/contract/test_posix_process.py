@@ -19,6 +19,7 @@ import pytest
 from gds import ALIGNMENT, LockHeldError, PosixBackend, StorageError, libc
 from gds.backends.threads import Meter, TransferPool
 from tests.contract.conftest import open_below, wait_for, wait_for_release
+from tests.dying import dying
 
 NBYTES = 16 * ALIGNMENT
 ROOT = Path(__file__).parents[2]
@@ -257,7 +258,7 @@ def can_be_locked(backend: PosixBackend, path: str) -> bool:
 def dead_holder_of(backend: PosixBackend, lock: str, script: str) -> Iterator[int]:
     """Give the pid of a child that lives; the process that took the lock and forked it is dead."""
     holder = subprocess.Popen(
-        [sys.executable, "-c", script, lock],
+        dying([sys.executable, "-c", script, lock]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,

@@ -4,8 +4,8 @@ A drive that hesitates, a limit of open files, a permission that is restored in 
 error says nothing about what is on the drive. It may stop what was asked for, by name. It must not
 make anybody go on from an older checkpoint, mark a whole one as damaged, or change anything.
 
-With ``make campaign NAME=crash`` every call fails with one of the errors, in turn, and otherwise one in
-`STRIDE` calls does. ``ENVIRONMENT_ERRORS=all`` lets each fail with each of them.
+With ``make campaign NAME=crash`` every call fails with one of the errors, in turn, and otherwise
+one in `STRIDE` calls does. ``ENVIRONMENT_ERRORS=all`` lets each fail with each of them.
 """
 
 from __future__ import annotations

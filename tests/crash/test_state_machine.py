@@ -77,6 +77,7 @@ from tests.crash.state_model import (
 )
 from tests.crash.state_policy import METRIC, Kept, Policy
 from tests.stores.training import Model, add_head, optimizer_for, options, same_bits
+from tests.threads import since
 
 SEED = int(os.environ.get("STATE_MACHINE_SEED", "20261121"))
 MINUTES = float(os.environ.get("STATE_MACHINE_MINUTES", "0"))
@@ -191,6 +192,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.damaged: dict[str, Uid] = {}
         """Checkpoints that are not usable any more, by path."""
         self.log = CrashBackend()
+        self.others = threading.enumerate()
         self.open()
 
     # What users do.
@@ -597,7 +599,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "optimizer"):
             return
         self.close()
-        for thread in threading.enumerate():
+        for thread in since(self.others):
             if thread.name in (SEAL_THREAD, STEP_THREAD):
                 thread.join(TIMEOUT_S)  # it may have told its result, and be about to end
                 assert not thread.is_alive(), "threads are left"

@@ -18,6 +18,7 @@ from offload import open_checkpoint
 from offload.errors import StoreBusyError
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.test_beside_training import Training
+from tests.dying import dying
 from tests.stores.training import Reference, differences, same_bits
 
 STORE = "/run"
@@ -61,7 +62,7 @@ def test_training_goes_on_beside_a_verify_that_was_stopped(
     training = Training(backend, directories, keep)
     read = training.steps_and_seal()
     verify = subprocess.Popen(
-        [sys.executable, "-c", STOPPED_VERIFY, read],
+        dying([sys.executable, "-c", STOPPED_VERIFY, read]),
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.campaigns import FULL
+from tests.dying import dying
 from tests.fuzz.breakages import BREAKAGES
 from tests.fuzz.program import Program, make
 
@@ -22,7 +23,7 @@ NUM_PROGRAMS = 50 if FULL else 12
 def run_fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run ``python -m tests.fuzz``, whose children are forked from a process without threads."""
     return subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", *arguments],
+        dying([sys.executable, "-m", "tests.fuzz", *arguments]),
         cwd=REPOSITORY,
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
         capture_output=True,

@@ -27,6 +27,7 @@ from gds.bench.workload import Workload
 from gds.kvikio import KvikioBackend
 from tests.fake_gpu.machine import FakeGpu, installed
 from tests.gds_cli.machines import Machine
+from tests.threads import since
 
 HANDLE = 0x7F00_1234_5678
 RX_KB, TX_KB = 3_000_000, 500_000
@@ -107,6 +108,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 
 def test_both_directions_of_the_gpu_that_is_used_are_sampled(backend, nvml) -> None:
+    others = threading.enumerate()
     meter = link_meter(backend, lambda: nvml)
     assert nvml.bus == b"0000:40:00.0"
     with meter.running():
@@ -117,7 +119,7 @@ def test_both_directions_of_the_gpu_that_is_used_are_sampled(backend, nvml) -> N
     meter.close()
     meter.close()
     assert nvml.open == 0
-    assert not [t for t in threading.enumerate() if t.name == "gds-link"]
+    assert not since(others, "gds-link")
 
 
 def test_a_sample_that_outlasts_the_transfers_does_not_count(

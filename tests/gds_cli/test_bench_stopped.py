@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 
 from gds.bench import target as module
+from tests.dying import dying
 
 TIMEOUT_S = 240.0
 
 
 def start(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gds.cli", "bench", str(directory), "--allow-small"]
     return subprocess.Popen(
-        [sys.executable, "-m", "gds.cli", "bench", str(directory), "--allow-small", *arguments],
+        dying([*command, *arguments]),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -25,6 +25,8 @@ from typing import NoReturn
 import torch
 import torch._dynamo  # which torch itself imports at an optimizer's first step
 
+from tests.dying import let_forks_die
+
 ARGUMENTS = {
     "plain_loop.py": ["--steps=12", "--every=4", "--batch=2"],
     "nanogpt_loop.py": ["--steps=12", "--every=4", "--dtype=float16", "--scale=1e7"],
@@ -34,6 +36,7 @@ STEPS, KILLED_AT = 12, 9
 
 
 def main() -> None:
+    let_forks_die()
     directory, *examples = sys.argv[1:]
     if any("lightning" in Path(example).name for example in examples):
         import lightning.pytorch  # noqa: F401  (once, for all children)

@@ -22,6 +22,7 @@ import torch
 from transformers import TrainerCallback, TrainerState
 
 from offload.integrations.transformers import latest_checkpoint
+from tests.dying import let_forks_die
 from tests.integrations.training import Case
 
 
@@ -84,6 +85,7 @@ def live(root: Path, life: int) -> bool:
 
 
 def main() -> None:
+    let_forks_die()
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
     root.mkdir(parents=True)

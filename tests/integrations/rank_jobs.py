@@ -22,6 +22,8 @@ import warnings
 from pathlib import Path
 from typing import Any, Final
 
+from tests.dying import dying, let_forks_die
+
 RANKS: Final = 2
 
 TIMEOUT_S: Final = 120.0
@@ -37,7 +39,7 @@ class RankJobs:
 
     def __init__(self, program: str) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.integrations.rank_jobs", program],
+            dying([sys.executable, "-m", "tests.integrations.rank_jobs", program]),
             cwd=Path(__file__).parents[2],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -80,6 +82,7 @@ def main() -> None:
     import torch
     import torch._dynamo  # which torch itself imports at an optimizer's first step
 
+    let_forks_die()
     torch.set_num_threads(1)
     program = importlib.import_module(sys.argv[1])
     gc.collect()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import offload
+from tests.dying import dying
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,8 +40,11 @@ def launch(launcher: str, *arguments: str) -> str:
 @contextmanager
 def started(launcher: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Start a launcher, a module, in the directory of examples; it is killed if it does not end."""
+    script = next(n for n, argument in enumerate(arguments) if argument.endswith(".py"))
+    # As launchers start it, but that it dies with its launcher.
+    rank = dying([sys.executable, "-u", *arguments[script:]], parent=0)
     with subprocess.Popen(
-        [sys.executable, "-m", launcher, *arguments],
+        dying([sys.executable, "-m", launcher, *arguments[:script], "--no_python", *rank]),
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=ROOT / "docs/examples",
         stdout=subprocess.PIPE,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.dying import dying
 from tests.integrations.example_runs import ARGUMENTS, KILLED_AT, STEPS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -25,7 +26,7 @@ def test_an_example_that_is_killed_and_run_again_prints_the_same_losses(tmp_path
     examples = [str(ROOT / "docs/examples" / name) for name in ARGUMENTS]
     command = [sys.executable, "-m", "tests.integrations.example_runs", str(tmp_path), *examples]
     with subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        dying(command), cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
     ) as process:  # fmt: skip
         try:

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 import offload
 from offload.integrations.transformers import latest_checkpoint
+from tests.dying import dying
 from tests.integrations.training import (
     STEPS,
     Case,
@@ -159,7 +160,7 @@ def test_killed_between_saves_and_within_a_save(tmp_path: Path) -> None:
     expected = case.run(tmp_path / "whole")
     command = [sys.executable, "-m", "tests.integrations.killing", str(tmp_path / "killed")]
     ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
+        dying(command), cwd=ROOT, capture_output=True, text=True, check=False, timeout=240
     )
     assert ended.returncode == 0, ended.stderr
     result = json.loads(ended.stdout.splitlines()[-1])

@@ -20,6 +20,7 @@ import torch
 
 from offload import AdamW, open_checkpoint
 from offload.errors import DamagedError, SealError
+from tests.dying import dying
 from tests.kernel import loop_devices
 from tests.kernel.loop_devices import Mounted, mounted, unmount
 
@@ -58,7 +59,7 @@ def train_elsewhere(drive: Mounted, num_seals: int) -> list[dict[str, float]]:
     sizes = [str(FROZEN_IN_LAYERS_BYTES), str(TRAINED_BYTES), str(num_seals)]
     command = [sys.executable, "-m", "bench._frozen_child", f"{drive.path}/run", *sizes]
     done = subprocess.run(
-        [*command, "bfloat16", device],
+        dying([*command, "bfloat16", device]),
         capture_output=True,
         text=True,
         timeout=240,

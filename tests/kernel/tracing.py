@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
+from tests.dying import dying
 from tests.stores.training import ARRAYS
 
 ERRORS: Final = {
@@ -70,10 +71,10 @@ def why_not() -> str:
     """Say why strace cannot be used here; empty if it can."""
     if shutil.which("strace") is None:
         return "strace is not installed"
-    sleeper = subprocess.Popen(["sleep", "600"])
+    sleeper = subprocess.Popen(dying(["sleep", "600"]))
     try:
         tracer = subprocess.Popen(
-            ["strace", "-f", "-qq", "-o", "/dev/null", "-p", str(sleeper.pid)],
+            dying(["strace", "-f", "-qq", "-o", "/dev/null", "-p", str(sleeper.pid)]),
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -129,7 +130,7 @@ def traced(
         if injection:
             command += ["-e", f"inject={listed}:{injection}"]
     with Path(f"{log}.stderr").open("w") as stderr:
-        tracer = subprocess.Popen(command, stderr=stderr)
+        tracer = subprocess.Popen(dying(command), stderr=stderr)
         try:
             _wait_attached(tracer, pid)
             yield

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.dying import dying
 from tests.numerics.measure import MIB
 
 SIZES = (32 << 20, 80 << 20)
@@ -28,7 +29,9 @@ CONSTANT_BYTES = 24 * MIB
 
 def measure(directory: Path, num_parameters: int) -> dict[str, Any]:
     result = subprocess.run(
-        [sys.executable, "-m", "tests.numerics.measure", str(directory), str(num_parameters)],
+        dying(
+            [sys.executable, "-m", "tests.numerics.measure", *map(str, (directory, num_parameters))]
+        ),
         capture_output=True,
         text=True,
         timeout=240,

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.dying import dying
+
 LIMIT_S = 300
 
 
@@ -17,7 +19,9 @@ def run(root: Path, num_ranks: int) -> list[dict[str, Any]]:
     """Run `tests.ranks.sharded` on several ranks; return what each has found."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks.sharded", str(root), str(rank), str(num_ranks)],
+            dying(
+                [sys.executable, "-m", "tests.ranks.sharded", *map(str, (root, rank, num_ranks))]
+            ),
             stdout=subprocess.PIPE,
             text=True,
         )

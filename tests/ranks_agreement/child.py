@@ -22,6 +22,7 @@ from torch.distributed import TCPStore
 from offload.distributed import Agreement, Offer, Plan, Report, Sight, TorchChannel
 from offload.distributed.agreement.sights import CheckpointSight, OwnerSight, PartSight, StoreSight
 from offload.errors import InDoubtError, RanksError, SealError
+from tests.dying import let_forks_die
 from tests.hurry import hurry_after
 
 
@@ -177,6 +178,7 @@ def run(asked: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
+    let_forks_die()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         pid = os.fork()

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from tests.dying import dying
 from tests.eventually import eventually
 from tests.limits import AGREEMENT_S, SHORT_AGREEMENT_S
 from tests.mutation.mutation import ROOT
@@ -26,7 +27,7 @@ from tests.mutation.mutation import ROOT
 def server() -> Iterator[subprocess.Popen[str]]:
     """A process that has imported torch, and forks ranks."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.ranks_agreement.child"],
+        dying([sys.executable, "-m", "tests.ranks_agreement.child"]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -21,7 +21,12 @@ from tests.limits import HANG_S
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["tests.ranks_gather.scenes", "tests.ranks_gather.test_step_agreement", "torch._dynamo"]
+    [
+        "tests.dying_forkserver",
+        "tests.ranks_gather.scenes",
+        "tests.ranks_gather.test_step_agreement",
+        "torch._dynamo",
+    ]
 )
 
 LIMIT_S = HANG_S

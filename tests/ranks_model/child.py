@@ -14,6 +14,7 @@ from gds import PosixBackend
 from offload.errors import DamagedError
 from offload.format.digests import DigestContext
 from offload.model.model_sharing import finish_share, write_share
+from tests.dying import let_forks_die
 from tests.ranks_model.model import CONTEXT, bytes_of, some_shares, values
 from tests.ranks_model.ranks import Rank, header_of
 
@@ -25,6 +26,7 @@ def main(path: str, *descriptors: str) -> None:
         path: Path of the model file.
         descriptors: For each rank, the pipe with its requests, and the pipe for its answers.
     """
+    let_forks_die()
     torch.set_num_threads(1)
     pipes = [int(number) for number in descriptors]
     ranks = list(zip(pipes[::2], pipes[1::2], strict=True))

@@ -14,6 +14,7 @@ import pytest
 from gds import PosixBackend
 from offload.format.header import Header
 from offload.model.model_sharing import write_header
+from tests.dying import dying
 from tests.ranks_model.cuts import owner_of_bytes
 from tests.ranks_model.model import CONTEXT, bytes_of, some_shares, values
 from tests.ranks_model.ranks import header_of, save_oracle
@@ -34,7 +35,7 @@ class Processes:
         given = [read if n % 2 == 0 else write for n, (read, write) in enumerate(pairs)]
         kept = [write if n % 2 == 0 else read for n, (read, write) in enumerate(pairs)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks_model.child", str(path), *map(str, given)],
+            dying([sys.executable, "-m", "tests.ranks_model.child", str(path), *map(str, given)]),
             cwd=ROOT,
             pass_fds=given,
         )

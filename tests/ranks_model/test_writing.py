@@ -23,6 +23,7 @@ from offload.model.model_sharing import ShareImage, digest_share, write_share
 from tests.ranks_model.cuts import divided, owner_of_bytes, random_values
 from tests.ranks_model.model import CONTEXT, ROWS, bytes_of, some_shares, values
 from tests.ranks_model.ranks import Ranks, header_of, save_oracle, whole
+from tests.threads import since
 
 KINDS = ["direct", "buffered", "memory"]
 
@@ -477,6 +478,7 @@ def test_a_box_of_one_element_of_a_transposed_tensor():
 
 def test_ranks_that_write_at_very_different_times(tmp_path):
     """An edge that is written long after the neighbour's does not undo the neighbour's bytes."""
+    others = threading.enumerate()
     live = values(8)
     header = header_of(live)
     shares = some_shares(header, 1 << 24)
@@ -487,4 +489,4 @@ def test_ranks_that_write_at_very_different_times(tmp_path):
             ranks.ranks[rank].seal(shares.share(rank), live, CONTEXT, None)
         assert ranks.content() == save_oracle(live, header, tmp_path / "oracle")
     ranks.close()
-    assert threading.active_count() < 50
+    assert len(since(others)) < 50

@@ -17,6 +17,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 import offload
+from tests.dying import dying
 from tests.numerics.reference import bits
 
 ROOT = Path(__file__).parents[2]
@@ -66,8 +67,10 @@ class ElasticJob:
         common = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=1000"]
         common += [f"--nproc-per-node={ranks}", "--monitor-interval=0.05"]
         launch = [["--standalone"]] if nodes == 1 else _rendezvous(nodes)
-        command = [str(EXAMPLE), f"--directory={directory}"]
-        command += [f"--steps={steps}", f"--every={every}", f"--lost-after={lost_after_s}"]
+        example = [sys.executable, "-u", str(EXAMPLE), f"--directory={directory}"]
+        example += [f"--steps={steps}", f"--every={every}", f"--lost-after={lost_after_s}"]
+        # As torchrun starts it, but that ranks die with their torchrun.
+        command = ["--no-python", *dying(example, parent=0)]
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -79,7 +82,7 @@ class ElasticJob:
         with self._errors.open("a") as errors:
             self.nodes = [
                 subprocess.Popen(
-                    [*common, *own, *command], cwd=ROOT, env=environment, text=True,
+                    dying([*common, *own, *command]), cwd=ROOT, env=environment, text=True,
                     stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
                 )
                 for own in launch

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.dying import dying
 from tests.limits import HANG_S
 
 
@@ -51,7 +52,7 @@ def start(
     }
     return [
         subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            dying([sys.executable, "-m", module, *arguments]),
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from tests.dying import dying, let_forks_die
+
 TIMEOUT_S: Final = 300.0
 """For a job, which takes seconds: a rank that takes so long hangs, and is killed."""
 
@@ -106,7 +108,7 @@ class Jobs:
 
     def __init__(self) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks_training.rank_server"],
+            dying([sys.executable, "-m", "tests.ranks_training.rank_server"]),
             cwd=Path(__file__).parents[2],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -166,6 +168,7 @@ def main() -> None:
 
     from tests.ranks_training.calls import warm_up
 
+    let_forks_die()
     torch.set_num_threads(1)
     warm_up()
     gc.collect()

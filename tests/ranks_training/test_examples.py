@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import offload
+from tests.dying import dying
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +25,13 @@ STOPPED_AT = 5
 durable: a checkpoint waits for the one before it."""
 
 
+def launched(example: Path, *arguments: str) -> list[str]:
+    """Return the command that runs an example on two ranks, which die with their torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    rank = dying([sys.executable, "-u", str(example), *arguments], parent=0)
+    return [*command, "--no-python", *rank]
+
+
 def torchrun(example: Path, directory: Path, *, stop_at: str | None = None) -> list[str]:
     """Return the lines that two ranks of an example print.
 
@@ -32,15 +40,14 @@ def torchrun(example: Path, directory: Path, *, stop_at: str | None = None) -> l
         directory: Directory of its store.
         stop_at: Beginning of the line after which torchrun is told to stop all ranks.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(example), f"--directory={directory}", f"--steps={STEPS}", f"--every={EVERY}"]
+    command = launched(example, f"--directory={directory}", f"--steps={STEPS}", f"--every={EVERY}")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     errors = directory.with_name(f"{directory.name}.errors")
     lines = []
     with (
         errors.open("a") as stderr,
         subprocess.Popen(
-            ["timeout", f"--kill-after={HANG_S}", str(HANG_S), *command],
+            dying(["timeout", f"--kill-after={HANG_S}", str(HANG_S), *dying(command, 0)]),
             cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=stderr,
         ) as process,
     ):  # fmt: skip
@@ -116,8 +123,7 @@ def test_the_example_of_plain_torch_goes_on_from_the_masters(tmp_path: Path) -> 
         plain.zero_grad()
         expected.append(loss.item())
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         str(example), f"--directory={tmp_path / 'run'}", "--steps=3"],
+        dying(launched(example, f"--directory={tmp_path / 'run'}", "--steps=3")),
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         text=True, capture_output=True, timeout=HANG_S, check=False,
     )  # fmt: skip

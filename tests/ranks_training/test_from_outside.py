@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import offload.cli
+from tests.dying import dying
 from tests.limits import AGREEMENT_S, UNREACHED_S
 from tests.ranks_training.rank_server import Jobs, Rank
 
@@ -107,7 +108,7 @@ def test_commands_beside_ranks_that_train(jobs: Jobs, tmp_path: Path) -> None:
     script = "from tests.ranks_training.test_from_outside import main; main()"
     command = [sys.executable, "-c", script, run, str(tmp_path / "done")]
     done = subprocess.run(
-        command,
+        dying(command),
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

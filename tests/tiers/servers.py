@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from email.utils import formatdate
 from pathlib import Path
 
+from tests.dying import dying
 from tests.tiers.proxy import KEY_ID, SECRET
 
 ENVIRONMENT = {
@@ -65,8 +66,8 @@ def juicefs(directory: Path) -> Iterator[tuple[str, int]]:
             check=True, stdout=log, stderr=log, env=environment,
         )  # fmt: skip
         gateway = subprocess.Popen(
-            [program, "gateway", "--no-usage-report", "--cache-dir", f"{directory}/cache",
-             "--cache-size", "512", database, f"127.0.0.1:{port}"],
+            dying([program, "gateway", "--no-usage-report", "--cache-dir", f"{directory}/cache",
+                   "--cache-size", "512", database, f"127.0.0.1:{port}"]),
             stdout=log, stderr=log, env=environment,
         )  # fmt: skip
     try:
@@ -93,8 +94,8 @@ def azurite(directory: Path, program: str) -> Iterator[tuple[str, int]]:
     port = _free_port()
     with (directory / "log").open("wb") as log:
         emulator = subprocess.Popen(
-            [program, "--silent", "--disableTelemetry", "--skipApiVersionCheck",
-             "--location", str(directory), "--blobHost", "127.0.0.1", "--blobPort", str(port)],
+            dying([program, "--silent", "--disableTelemetry", "--skipApiVersionCheck", "--location",
+                   str(directory), "--blobHost", "127.0.0.1", "--blobPort", str(port)]),
             stdout=log, stderr=log,
         )  # fmt: skip
     try:

@@ -31,9 +31,11 @@ from offload.format.digests import DigestContext
 from offload.options import Tier
 from offload.tiers import arriving, push
 from offload.tiers.filling import Download
+from tests.dying import dying
 from tests.eventually import eventually
 from tests.stores.files import tree
 from tests.stores.small import make_model, make_optimizer, step, train
+from tests.threads import since
 from tests.tiers.conftest import SETTINGS, optimizer_in
 from tests.tiers.proxy import Proxy, Request
 
@@ -222,10 +224,11 @@ def test_an_optimizer_that_is_collected_on_the_thread_of_its_arrival_is_closed(
     monkeypatch.setattr(Download, "publish", collect)
     gc.disable()
     try:
+        others = threading.enumerate()
         optimizer = optimizer_with(tmp_path / "new", tier)
         optimizer.restore()
         optimizer.itself = optimizer
-        thread = next(one for one in threading.enumerate() if one.name == "offload-arrival")
+        (thread,) = since(others, "offload-arrival")
         del optimizer
         dropped.set()
         assert collected.wait(60)
@@ -233,7 +236,7 @@ def test_an_optimizer_that_is_collected_on_the_thread_of_its_arrival_is_closed(
         assert not thread.is_alive()
     finally:
         gc.enable()
-    assert eventually(lambda: not any(t.name == "offload-close" for t in threading.enumerate()))
+    assert eventually(lambda: not since(others, "offload-close"))
     with optimizer_with(tmp_path / "new", tier) as successor:  # the store is not locked
         assert successor.restore() is not None
 
@@ -274,7 +277,7 @@ def test_a_process_that_is_killed_half_way_leaves_what_it_has(
 
     proxy.rule = rule
     command = [sys.executable, "-m", "tests.tiers.killed", "restore", s3, str(tmp_path / "new")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(dying(command), stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"restored\n"

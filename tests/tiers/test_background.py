@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,10 @@ from offload.options import Tier
 from offload.tiers import background, list_tier, pull, verify_tier
 from offload.tiers.measuring import Measurements
 from offload.tiers.policy import Situation, decide
+from tests.eventually import eventually
 from tests.stores.files import tree
 from tests.stores.small import make_model, make_optimizer, step, train
+from tests.threads import since
 from tests.tiers.conftest import SETTINGS
 from tests.tiers.proxy import Proxy
 
@@ -314,14 +315,13 @@ def test_restore_goes_on_with_an_upload_that_was_interrupted(
 
 
 def test_an_optimizer_that_is_dropped_leaves_no_thread(tmp_path: Path, s3: str) -> None:
+    others = threading.enumerate()
     optimizer = optimizer_with(tmp_path / "store", Tier(s3, finish_s=0))
     step(optimizer)
     optimizer.checkpoint().result()
+    assert eventually(lambda: since(others, "offload-tier"))
     optimizer.close()
-    deadline = time.monotonic() + 60
-    while any(thread.name == "offload-tier" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert eventually(lambda: not since(others, "offload-tier"))
 
 
 def test_settings_that_cannot_be_are_refused_at_once(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from offload.errors import (
     TierUnavailableError,
 )
 from offload.tiers import list_tier, pull, push, verify_tier
+from tests.dying import dying
 from tests.limits import HANG_S, SHORT_ANSWER_S
 from tests.stores.files import steps, tree
 from tests.stores.small import options, train
@@ -230,11 +231,11 @@ def test_an_interrupt_ends_what_waits_for_an_answer(
         "push": ["-m", "offload.cli", "push", str(store), s3],
         "restore": ["-c", RESTORE.format(str(tmp_path / "new"), s3)],
     }
-    process = subprocess.Popen([sys.executable, *commands[what]], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(dying([sys.executable, *commands[what]]), stderr=subprocess.DEVNULL)
     try:
-        assert asked.wait(60)
+        assert asked.wait(HANG_S)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (130, -signal.SIGINT)
+        assert process.wait(HANG_S) in (130, -signal.SIGINT)
     finally:
         process.kill()
 
@@ -360,7 +361,7 @@ def run_and_kill(proxy: Proxy, at: int, command: list[str], *, when: str) -> int
             kill()
 
     proxy.rule, proxy.after = rule, after
-    process = subprocess.Popen([sys.executable, "-m", "tests.tiers.killed", *command])
+    process = subprocess.Popen(dying([sys.executable, "-m", "tests.tiers.killed", *command]))
     try:
         return process.wait(60)
     finally:

@@ -16,6 +16,7 @@ from offload.tiers.model_objects import ModelRun
 from offload.tiers.range_filling import Range, RangeFilling
 from tests.eventually import eventually
 from tests.limits import HANG_S
+from tests.threads import since
 
 CONTEXT = DigestContext("0" * 32, 7)
 DATA = b"late" * 1024
@@ -53,11 +54,11 @@ def test_a_late_answer_is_not_written_to_what_was_released() -> None:
     copy = SimpleNamespace(folder="copy", url="file:///tier/copy")
     untyped: Any = RangeFilling
     filling: RangeFilling = untyped(objects, copy, sealed, backend, 2)
-    before = threading.active_count()
+    others = threading.enumerate()
     with pytest.raises(TierError, match="broken"):
         filling.fill(ranges)
-    assert threading.active_count() == before + 1, "a thread is left behind"
+    assert len(since(others)) == 1, "a thread is left behind"
     filling.end()
     objects.answers.set()
-    assert eventually(lambda: threading.active_count() == before)
+    assert eventually(lambda: not since(others))
     assert file.read_bytes(0, 2 * len(DATA)) == bytes(2 * len(DATA))

@@ -18,6 +18,7 @@ from gds import MemoryBackend, PosixBackend, StorageError, WrapperBackend
 from offload import AdamW, open_checkpoint
 from offload.distributed.launch import require_beside_forward
 from offload.errors import OffloadError, ProcessGroupError, StoreError
+from tests.dying import dying
 from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
 from tests.threads import one_thread
 from tests.torch_contract.ranks import NUM_RANKS, STEPS
@@ -36,7 +37,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
-            [*command, str(rank)],
+            dying([*command, str(rank)]),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

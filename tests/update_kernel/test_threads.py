@@ -18,6 +18,7 @@ from offload.update.kernel import KernelCall
 from offload.update.kernel.kernel_step import PART_ELEMENTS
 from offload.update.pool import default_num_threads
 from offload.update.torch_step import TorchCall
+from tests.dying import dying
 from tests.eventually import TIMEOUT_S
 from tests.update_kernel.chunk_steps import ChunkStep, Parameter
 from tests.update_kernel.steps import kernel_for
@@ -67,11 +68,10 @@ def found_by_ranks(directory: Path, *, met: int, **changes: str) -> list[dict[st
     script, found = directory / "rank.py", directory / "found"
     script.write_text(RANK)
     found.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    rank = [sys.executable, "-u", str(script), str(found), str(met)]
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", str(script), str(found), str(met)),
-        ],
+        dying([*command, "--no-python", *dying(rank, parent=0)]),
         env=environment(**changes),
         capture_output=True,
         text=True,
