@@ -6,7 +6,6 @@ import threading
 from collections.abc import Collection, Iterator
 
 import pytest
-import torch
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +15,8 @@ def one_thread() -> Iterator[None]:
     A module or ``conftest.py`` that imports this fixture has it for all its tests. Small tensors
     are slow on many threads, and results must be the same to the bit on every machine.
     """
+    import torch  # here, because tests without torch use what follows
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from tests.dying import dying
 from tests.mutation import opening, ranks, seals, slots
 from tests.mutation.mutation import ROOT, Mutation, MutationError
 
@@ -125,7 +126,7 @@ def _failed(copy: Path, tests: Sequence[str], timeout_s: float) -> str | None:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", "-rfE"]
     command += ["-p", "no:cacheprovider", f"--basetemp={copy.parent / 'tmp'}", *tests]
     with subprocess.Popen(
-        command,
+        dying(command),
         cwd=copy,
         env=environment,
         stdout=subprocess.PIPE,
