@@ -48,23 +48,6 @@ def test_a_directory_is_measured_and_nothing_is_left_behind(directory):
     backend.close()
 
 
-def test_a_file_system_without_nameless_files_is_measured_too(directory, monkeypatch):
-    real_open = os.open
-    names = []
-
-    def without_tmpfile(path, flags, mode=0o777):
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), path)
-        if flags & os.O_CREAT:
-            names.append(path)
-        return real_open(path, flags, mode)
-
-    monkeypatch.setattr(os, "open", without_tmpfile)
-    calibrate(directory, budget_s=0.3, file_bytes=FILE_BYTES)
-    assert names
-    assert os.listdir(directory) == []
-
-
 def slow(kernel, seconds):
     """Let time pass only with transfers, and that much with each."""
     now = [0.0]

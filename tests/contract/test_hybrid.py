@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gds import ALIGNMENT, HybridPolicy, PosixBackend
+from gds import ALIGNMENT, HybridPolicy, PosixBackend, libc
 from gds.backends.hybrid import Hybrid, WriteGate
 from gds.probe import DirectIOUnavailable
 from gds.testing._harness import contents, filled
@@ -59,6 +59,11 @@ def test_the_choice_is_what_the_kernel_is_asked(backend, directory, kernel, resi
     drop_cache(file.path)
     assert calls(file.read, 4 * KIB, 3 * MIB) == [True]
     assert calls(file.read, 4 * KIB, 3 * MIB + 4 * KIB) == [False], "it goes on there"
+    drop_cache(file.path)
+    assert calls(file.read, 4 * KIB, 0) == [False]
+    with open(file.path, "rb") as whole:
+        ahead = libc.cached_bytes(whole.fileno(), 4 * MIB)
+    assert 4 * KIB < ahead <= 512 * KIB, "some is read ahead, and not the whole file"
     assert calls(file.read, 100 * KIB, 100) == [False], "ends within blocks"
     assert calls(file.read, 256 * KIB, 2 * MIB + 100) == [False, True, False]
     drop_cache(file.path)

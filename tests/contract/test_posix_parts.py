@@ -88,18 +88,6 @@ def test_parts_run_at_once_and_the_future_waits_for_all(backend, directory, kern
     assert future.result(60) == 2 * REQUEST_BYTES
 
 
-def test_short_counts_are_completed_within_each_part(backend, directory, kernel):
-    file = backend.create(f"{directory}/file", NBYTES)
-    memory = backend.allocate(NBYTES)
-    memory.memoryview()[:] = data = random.Random(2).randbytes(NBYTES)
-    kernel.start(lambda _, real, fd, view, offset: real(fd, [view[:ALIGNMENT]], offset))
-    assert file.write(memory, 0).result() == NBYTES
-    assert len(kernel.calls) == NBYTES // ALIGNMENT
-    memory.memoryview()[:] = bytes(NBYTES)
-    assert file.read(memory, 0).result() == NBYTES
-    assert bytes(memory.memoryview()) == data
-
-
 # Errors
 
 
