@@ -243,13 +243,19 @@ def long_names() -> Layout:
     return Layout((), model, 1024)
 
 
+def many_arrays():
+    arrays = tuple(f"array_{number:02}".ljust(40, "x") for number in range(12))
+    specs = tuple(ParameterSpec(f"w{number}", "F32", (8,), 0, arrays) for number in range(500))
+    return Layout(specs, tuple(ModelTensor(spec.name, "F32", (8,)) for spec in specs), 1024)
+
+
 def many_chunks() -> Layout:
     shape = (5000 * 1024,)
     spec = ParameterSpec("w", "BF16", shape, 0, synthetic.ARRAYS)
     return Layout((spec,), (ModelTensor("w", "BF16", shape),), 1024)
 
 
-@pytest.mark.parametrize("make", [long_names, many_chunks])
+@pytest.mark.parametrize("make", [long_names, many_arrays, many_chunks])
 def test_a_manifest_fits_the_room_of_its_layout(make):
     layout = make()
     written = a_manifest(
