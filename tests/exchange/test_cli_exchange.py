@@ -8,8 +8,6 @@ was wrong for most layers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,20 +16,30 @@ from safetensors.torch import save_file
 import offload
 from offload.cli import main
 from tests.command_line import runner
-from tests.exchange.commands import Commands, commands_in
+from tests.exchange.commands import command, train
+from tests.forking import Children
 from tests.numerics.reference import assert_same_bits
 from tests.stores.small import give_gradients, make_mixed_model
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    with commands_in(tmp_path_factory.mktemp("commands")) as found:
-        yield found
+def children():
+    found = Children("tests.exchange.commands")
+    yield found
+    found.close()
+
+
+def run(children, directory, work):
+    ended = children.run(work, directory)
+    assert ended.status == 0, ended.output
+    return ended.output
 
 
 @pytest.fixture(scope="module")
-def store(commands: Commands) -> Path:
-    return commands.train()
+def store(children, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("trained")
+    run(children, directory, train)
+    return directory / "run"
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +62,14 @@ def expected() -> tuple[torch.nn.Module, list[torch.Tensor], torch.optim.Optimiz
 
 @pytest.mark.parametrize("kind", ["pt", "hf", "dcp"])
 def test_moments_step_count_and_weights_survive_every_way_through_fresh_processes(
-    store, commands, expected, tmp_path, kind
+    store, children, expected, tmp_path, kind
 ):
     model, masters, plain = expected
     out, again = tmp_path / "out", tmp_path / "again"
-    commands.offload("export", store, out, "--to", kind, "--quiet")
-    assert "step 3" in commands.offload("import", out, again, "--quiet")
+    for arguments in (("export", store, out, "--to", kind), ("import", out, again)):
+        (tmp_path / "arguments").write_text(json.dumps([*map(str, arguments), "--quiet"]))
+        said = run(children, tmp_path, command)
+    assert "step 3" in said
     for directory in (store, again):
         mine = make_mixed_model(seed=5)
         with offload.AdamW(mine.parameters(), directory=directory, model=mine) as optimizer:
