@@ -122,7 +122,14 @@ def test_results_as_csv_and_a_row_of_three_runs_unless_told_otherwise(run, drive
 def test_nothing_is_cut_on_a_narrow_screen(run, drive, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.chdir(drive)
-    sweeps = ["--sweep", "rw=randread,randmixed", "--sweep", "depth=1,16", "--sweep", "mix=30,70"]
+    sweeps = [
+        "--sweep",
+        "rw=randread,randmixed",
+        "--sweep",
+        "depth=1,16",
+        "--sweep",
+        "cache=cold,as-is",
+    ]
     status, out, err = run("bench", ".", *SMALL, *sweeps, "--histogram")
     assert status == 0, err
     assert "…" not in out
@@ -211,6 +218,7 @@ REFUSED = [
     (["--file-size", "1M"], "--allow-small"),
     (["--file-size", "1M", "--size", "1000", "--allow-small"], "not a multiple of 4096"),
     (["--file-size", "1M", "--size", "2M", "--allow-small"], "more than the file has"),
+    (["--file-size", "1000001", "--size", "4K", "--allow-small"], "not a multiple of 4096"),
     (["--file-size", "4096T"], "are free"),
     (["--size", "many"], "is not a size"),
     (["--seconds", "nan"], "seconds a number of 0 or more"),
@@ -226,6 +234,7 @@ REFUSED = [
     (["--series", "/nowhere/s.csv"], "/nowhere/s.csv: No such file or directory"),
     (["--sweep", "colour=red"], "write one of"),
     (["--sweep", "rw=sideways"], "not one of read"),
+    (["--sweep", "rw=read..write"], "list its values"),
     (["--sweep", "size=1M..64K"], "the range is empty"),
     (["--sweep", "size=4K..64M", "--sweep", "size=1M"], "twice"),
     (["--plot", "x.svg"], "--plot needs --sweep"),
@@ -254,14 +263,15 @@ def test_what_cannot_be_measured_is_one_line_and_status_1(run, drive, arguments,
 
 
 def test_a_figure_is_drawn_or_refused_before_anything_is_measured(run, drive, monkeypatch):
-    pytest.importorskip("matplotlib")
     arguments = ["--sweep", "size=64K..128K", "--sweep", "rw=read,write", "--plot", drive / "f.svg"]
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "matplotlib.figure", None)
+        status, _, err = run("bench", drive, *SMALL, *arguments)
+    assert (status, "--plot needs matplotlib: pip install" in err) == (1, True)
+    pytest.importorskip("matplotlib")
     assert run("bench", drive, *SMALL, *arguments)[0] == 0
     assert [path.name for path in drive.iterdir()] == ["f.svg"]
     assert "<svg" in (drive / "f.svg").read_text()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    status, _, err = run("bench", drive, *SMALL, *arguments)
-    assert (status, "--plot needs matplotlib: pip install" in err) == (1, True)
 
 
 def test_what_cannot_be_compared_with_fio_is_said(run, drive, monkeypatch):

@@ -223,6 +223,8 @@ def test_a_slow_directory_does_not_hold_up_another(drives):
 
 
 def test_the_command_line_names_all_directories(run, drives):
+    _, out, _ = run("bench", *drives, *QUICK, "--file-size", "1M")
+    assert all(f"{path}:" in out.replace("\n", " ") for path in drives)
     status, out, err = run("bench", *drives, *QUICK, "--file-size", "1M", "--json")
     assert status == 0, err
     found = json.loads(out)

@@ -19,6 +19,7 @@ from gds import WrapperBackend
 from gds.backends import WrapperFile
 from gds.bench import target as module
 from gds.bench.compare import AGREEMENT, Comparison, fio_arguments
+from gds.bench.fio import FioError
 from gds.bench.latency import percentile
 from gds.bench.run import Plan, run
 from gds.bench.series import write_csv
@@ -244,6 +245,8 @@ def test_fio_is_asked_for_the_same_requests():
         "--direct=0", "--ioengine=psync", "--numjobs=3", f"--size={21 << 20}",
         f"--offset_increment={21 << 20}", "--readonly", "--rw=read",
     } <= set(fio_arguments(workload, "file", "io_uring"))  # fmt: skip
+    with pytest.raises(FioError, match="gds"):
+        fio_arguments(Workload(path="gds"), "file", "io_uring")
 
 
 @pytest.mark.parametrize(
