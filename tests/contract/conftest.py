@@ -1,4 +1,4 @@
-"""Directories and backends for the posix tests, and a kernel that does what a test tells it."""
+"""Directories and backends on a drive, and a kernel that does what a test tells it."""
 
 import gc
 import os
@@ -6,10 +6,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gds import PosixBackend, probe
+from gds import ALIGNMENT, Backend, Buffer, PosixBackend, libc, probe
+from gds.kvikio import KvikioBackend, Used
+from gds.testing import Harness
+from gds.testing._harness import contents, filled
+from tests.fake_gpu.machine import FakeGpu, installed
 
 Transfer = Callable[[int, list[memoryview], int], int]
 
@@ -44,11 +49,65 @@ def open_below(*directories: str) -> list[str]:
     return found
 
 
+def drop_cache(path: str) -> None:
+    """Make a file durable, and take all of it out of the page cache."""
+    fd = os.open(path, os.O_RDWR)
+    os.fsync(fd)
+
+    def dropped() -> bool:
+        # A page that the kernel is looking at just then, or is still reading ahead, is not dropped.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return not libc.cached_bytes(fd, os.fstat(fd).st_size)
+
+    wait_for(dropped)
+    os.close(fd)
+
+
+def on_a_drive(path: Path) -> str:
+    """Return a directory's path; the test is skipped if there is no direct I/O in it."""
+    if not (found := probe.direct_io(str(path))).supported:
+        pytest.skip(f"no direct I/O in {path}: {found.reason}")
+    return str(path)
+
+
+def random_source(backend: Backend, nbytes: int = 16 * ALIGNMENT) -> tuple[Buffer, bytes]:
+    """Return a buffer of random bytes, and the bytes."""
+    source = filled(backend, nbytes, nbytes)
+    return source, contents(source)
+
+
+class FilesOnADrive(Harness):
+    """Hooks of the contract for a backend whose files are those of the system."""
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> str:
+        return on_a_drive(tmp_path)
+
+    def raw(self, backend: Backend, path: str) -> bytes:
+        return Path(path).read_bytes()
+
+    def make_symlink(self, target: str, path: str) -> None:
+        Path(path).symlink_to(target)
+
+    def make_hard_link(self, backend: Backend, target: str, path: str) -> None:
+        Path(path).hardlink_to(target)
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> str:
-    if not (found := probe.direct_io(str(tmp_path))).supported:
-        pytest.skip(f"no direct I/O in {tmp_path}: {found.reason}")
-    return str(tmp_path)
+    return on_a_drive(tmp_path)
+
+
+@pytest.fixture
+def residency(directory: str) -> None:
+    """Skip a test where the kernel does not say what its page cache holds."""
+    with open(f"{directory}/known", "wb+") as file:
+        file.write(bytes(4096))
+        file.flush()
+        known = libc.cached_bytes(file.fileno(), 4096)
+    os.unlink(f"{directory}/known")
+    if known is None:
+        pytest.skip("this kernel does not say what its page cache holds")
 
 
 @pytest.fixture
@@ -110,3 +169,41 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel(monkeypatch)
+
+
+# A GPU made of host memory
+
+GDS = {"read": Used("gds", ""), "write": Used("gds", "")}
+NO_GDS = {"read": Used("bounce", "no nvidia-fs"), "write": Used("bounce", "no nvidia-fs")}
+
+WAYS: dict[str, dict[str, str]] = {
+    "threads": {"path": "gds", "gds_calls": "threads"},
+    "streams": {"path": "gds", "gds_calls": "streams"},
+    "compat": {"path": "compat"},
+    "bounce": {"path": "bounce"},
+}
+
+Make = Callable[..., KvikioBackend]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    with installed(monkeypatch) as fake:
+        yield fake
+
+
+@pytest.fixture
+def make(gpu: FakeGpu) -> Iterator[Make]:
+    """Make backends of the fake GPU, which are closed at the end."""
+    made = []
+
+    def make(**arguments: Any) -> KvikioBackend:
+        arguments.setdefault("examine", lambda _: dict(GDS if gpu.gds else NO_GDS))
+        gpu.compat_is_measured |= arguments.get("path") == "compat"
+        made.append(KvikioBackend(**arguments))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()
+    made.clear()

@@ -4,7 +4,7 @@ import contextlib
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -13,45 +13,30 @@ from gds import (
     Backend,
     Buffer,
     File,
+    HybridPolicy,
     IOFuture,
     MemoryBackend,
     PosixBackend,
     WrapperBackend,
 )
-from gds.backends.wrapper import WrapperFile
-from gds.probe import direct_io
+from gds.backends import WrapperFile
 from gds.testing import BackendContract
+from tests.contract.conftest import FilesOnADrive
 
 LIMIT_BYTES = 1 << 20
 
 
-class PosixContract(BackendContract):
-    direct: bool
-    request_bytes: int | None = None
-
-    @pytest.fixture
-    def directory(self, tmp_path: Path) -> str:
-        return str(tmp_path)
+class PosixContract(FilesOnADrive):
+    arguments: ClassVar[dict[str, Any]]
 
     @pytest.fixture
     def backend(self, directory: str) -> Iterator[Backend]:
-        if self.direct and not (found := direct_io(directory)).supported:
-            pytest.skip(f"no direct I/O in {directory}: {found.reason}")
-        backend = PosixBackend(direct=self.direct, request_bytes=self.request_bytes)
+        backend = PosixBackend(**self.arguments)
         yield backend
         backend.close()
 
     def reopened(self, backend: Backend) -> Backend:
-        return PosixBackend(direct=self.direct, request_bytes=self.request_bytes)
-
-    def raw(self, backend: Backend, path: str) -> bytes:
-        return Path(path).read_bytes()
-
-    def make_symlink(self, target: str, path: str) -> None:
-        Path(path).symlink_to(target)
-
-    def make_hard_link(self, backend: Backend, target: str, path: str) -> None:
-        Path(path).hardlink_to(target)
+        return PosixBackend(**self.arguments)
 
     @contextlib.contextmanager
     def limit(self, backend: Backend) -> Iterator[int]:
@@ -63,22 +48,25 @@ class PosixContract(BackendContract):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-class TestPosixDirect(PosixContract):
-    direct = True
+class TestPosixDirect(PosixContract, BackendContract):
+    arguments: ClassVar = {"direct": True}
 
 
-class TestPosixBuffered(PosixContract):
-    direct = False
+class TestPosixBufferedInParts(PosixContract, BackendContract):
+    arguments: ClassVar = {"direct": False, "request_bytes": ALIGNMENT}
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> str:
+        return str(tmp_path)
 
 
-class TestPosixDirectInParts(PosixContract):
-    direct = True
-    request_bytes = 2 * ALIGNMENT
+class TestHybridOfBothModes(PosixContract, BackendContract):
+    """Limits within the sizes of the contract's requests, so that they mix on every file."""
 
-
-class TestPosixBufferedInParts(PosixContract):
-    direct = False
-    request_bytes = ALIGNMENT
+    policy = HybridPolicy(
+        write_bytes=3 * ALIGNMENT, read_bytes=2 * ALIGNMENT, unaligned_bytes=4 * ALIGNMENT
+    )
+    arguments: ClassVar = {"direct": True, "hybrid": policy, "request_bytes": 4 * ALIGNMENT}
 
 
 class TestMemory(BackendContract):
@@ -90,7 +78,9 @@ class TestMemory(BackendContract):
 
     @pytest.fixture
     def backend(self, directory: str) -> Iterator[Backend]:
-        backend = MemoryBackend(directories=[directory], capacity_bytes=32 * LIMIT_BYTES)
+        backend = MemoryBackend(
+            directories=[directory], capacity_bytes=32 * LIMIT_BYTES, clones=bool(self.clones)
+        )
         yield backend
         backend.close()
 
@@ -99,11 +89,8 @@ class TestMemory(BackendContract):
         return backend.reopened()
 
     def raw(self, backend: Backend, path: str) -> bytes:
-        assert isinstance(backend, MemoryBackend)
-        node: Any = backend._root
-        for part in path.strip("/").split("/"):
-            node = node.entries[part]
-        return bytes(node.data)
+        with self.reopened(backend) as successor, successor.open(path) as file:
+            return file.read_bytes(0, file.size_bytes)
 
     def make_hard_link(self, backend: Backend, target: str, path: str) -> None:
         assert isinstance(backend, MemoryBackend)
@@ -114,18 +101,7 @@ class TestMemory(BackendContract):
         yield 32 * LIMIT_BYTES
 
 
-class TestMemoryThatClones(TestMemory):
-    clones = True
-
-    @pytest.fixture
-    def backend(self, directory: str) -> Iterator[Backend]:
-        capacity = 32 * LIMIT_BYTES
-        backend = MemoryBackend(directories=[directory], capacity_bytes=capacity, clones=True)
-        yield backend
-        backend.close()
-
-
-class TestWrapperOverMemory(TestMemory):
+class TestWrapperOverMemoryThatClones(TestMemory):
     clones = True
 
     @pytest.fixture
@@ -139,10 +115,6 @@ class TestWrapperOverMemory(TestMemory):
     def reopened(self, backend: Backend) -> Backend:
         assert isinstance(backend, WrapperBackend)
         return WrapperBackend(super().reopened(backend.inner))
-
-    def raw(self, backend: Backend, path: str) -> bytes:
-        assert isinstance(backend, WrapperBackend)
-        return super().raw(backend.inner, path)
 
     def make_hard_link(self, backend: Backend, target: str, path: str) -> None:
         assert isinstance(backend, WrapperBackend)

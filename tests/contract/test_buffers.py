@@ -1,64 +1,50 @@
-"""Host memory: how it is aligned, backed, shared with torch, inherited and given back."""
+"""Host memory: how it is aligned, backed, shared with torch, inherited, lent and given back."""
 
-import ctypes
 import gc
-import mmap
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from gds.buffers.host import HUGE_PAGE_BYTES, HostBuffer
-from gds.contract import ALIGNMENT
+from gds import ALIGNMENT
+from gds.buffers import BufferPool, HostBuffer
+from gds.buffers.host import HUGE_PAGE_BYTES
 
 MIB = 1 << 20
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def mapping_of(address: int) -> dict[str, int] | None:
-    """Return the sizes in bytes that the kernel reports for the mapping that holds `address`."""
-    found: dict[str, int] | None = None
+def mapping_of(address: int) -> dict[str, str]:
+    """Return what the kernel says of the mapping that holds `address`; empty if there is none."""
+    found: dict[str, str] = {}
+    inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if header := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            if found is not None:
-                return found
-            if int(header[1], 16) <= address < int(header[2], 16):
-                found = {}
-        elif found is not None and (field := re.match(r"(\w+): +(\d+) kB", line)):
-            found[field[1]] = int(field[2]) << 10
+            inside = int(header[1], 16) <= address < int(header[2], 16)
+        elif inside:
+            name, _, value = line.partition(":")
+            found[name] = value
     return found
 
 
-@pytest.mark.parametrize("nbytes", [HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1, 5 * MIB])
-def test_large_buffers_are_aligned_to_a_huge_page(nbytes):
-    assert [HostBuffer(nbytes).address % HUGE_PAGE_BYTES for _ in range(3)] == [0, 0, 0]
+def mapped_bytes(address: int) -> int:
+    """Return the size of the mapping that holds `address`, and 0 if there is none."""
+    return int(mapping_of(address).get("Size", "0 kB").split()[0]) << 10
 
 
-def test_large_buffers_are_on_huge_pages():
+def test_large_buffers_are_aligned_to_huge_pages_and_advised_to_be_on_them():
+    for nbytes in (HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1, 5 * MIB):
+        assert HostBuffer(nbytes).address % HUGE_PAGE_BYTES == 0
     if not THP.exists() or "[never]" in THP.read_text():
         pytest.skip("the kernel gives no transparent huge pages")
     buffer = HostBuffer(16 * MIB)
-    buffer.memoryview()[::ALIGNMENT] = bytes(16 * MIB // ALIGNMENT)
-    # Half, because a kernel short of contiguous memory gives fewer; without the advice it is 0.
-    if huge_bytes(buffer.address) < 8 * MIB:
-        advised = mmap.mmap(-1, 18 * MIB)
-        advised.madvise(mmap.MADV_HUGEPAGE)
-        advised[::ALIGNMENT] = bytes(18 * MIB // ALIGNMENT)
-        given = huge_bytes(ctypes.addressof(ctypes.c_char.from_buffer(advised)))
-        if given < 8 * MIB:
-            pytest.skip(f"the kernel has no contiguous memory: {given} bytes for others, either")
-        pytest.fail("the kernel gives others huge pages")
+    assert "hg" in mapping_of(buffer.address)["VmFlags"].split(), "huge pages were not asked for"
 
 
-def huge_bytes(address: int) -> int:
-    sizes = mapping_of(address)
-    assert sizes is not None
-    return sizes["AnonHugePages"]
-
-
-def anonymous_bytes():
+def anonymous_bytes() -> int:
     """Return how much memory this process has that is no file's, in RAM or swapped out."""
     status = Path("/proc/self/status").read_text()
     return sum(int(kib) << 10 for kib in re.findall(r"(?:RssAnon|VmSwap):\s+(\d+) kB", status))
@@ -68,7 +54,7 @@ def test_memory_in_use_is_no_more_than_asked_for():
     # A huge page for the last, partial 2 MiB would exceed it, in those buffers where it fits.
     if THP.exists() and "[always]" in THP.read_text():
         pytest.skip("the system gives huge pages unasked")
-    nbytes, num_buffers = HUGE_PAGE_BYTES + ALIGNMENT, 32
+    nbytes, num_buffers = HUGE_PAGE_BYTES + ALIGNMENT, 16
     gc.collect()  # or what earlier tests have left may go meanwhile
     before = anonymous_bytes()
     buffers = [HostBuffer(nbytes) for _ in range(num_buffers)]
@@ -76,7 +62,7 @@ def test_memory_in_use_is_no_more_than_asked_for():
         buffer.memoryview()[:] = b"x" * nbytes
     grown = anonymous_bytes() - before
     asked = num_buffers * nbytes
-    assert asked - 4 * MIB <= grown <= asked + 8 * MIB
+    assert asked - 4 * MIB <= grown <= asked + 8 * MIB  # with a huge page more each: 30 MiB more
 
 
 def test_a_torch_tensor_over_the_memory_is_writable_and_keeps_it_alive():
@@ -89,11 +75,11 @@ def test_a_torch_tensor_over_the_memory_is_writable_and_keeps_it_alive():
     address = buffer.address
     del buffer, part
     gc.collect()
-    assert mapping_of(address) is not None
+    assert mapped_bytes(address)
     assert tensor.sum().item() == 1.5 * ALIGNMENT / 4
 
 
-@pytest.mark.parametrize("last", ["buffer", "slice", "view", "tensor"])
+@pytest.mark.parametrize("last", ["slice", "tensor"])
 def test_memory_is_given_back_with_the_last_reference(last):
     # Far larger than anything else, so that no other mapping takes its address meanwhile.
     nbytes = 512 * MIB
@@ -108,23 +94,20 @@ def test_memory_is_given_back_with_the_last_reference(last):
     del buffer
     for name in [name for name in refs if name != last]:
         del refs[name]
-    sizes = mapping_of(address)
-    assert sizes is not None
-    assert sizes["Size"] >= nbytes
+    assert mapped_bytes(address) >= nbytes
     refs.clear()
     gc.collect()
-    sizes = mapping_of(address)
-    assert sizes is None or sizes["Size"] < nbytes
+    assert mapped_bytes(address) < nbytes
 
 
-def test_a_negative_size_is_refused():
+def test_sizes_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="-1"):
         HostBuffer(-1)
-
-
-def test_more_than_the_address_space_is_a_memory_error():
     with pytest.raises(MemoryError, match="I/O buffer"):
         HostBuffer(1 << 60)
+    for nbytes, num_buffers in ((0, 1), (1, 0), (-1, 1)):
+        with pytest.raises(ValueError, match="at least one buffer"):
+            BufferPool(HostBuffer, nbytes, num_buffers)
 
 
 def test_a_forked_child_sees_zeros_and_its_parent_keeps_the_contents():
@@ -137,3 +120,64 @@ def test_a_forked_child_sees_zeros_and_its_parent_keeps_the_contents():
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert bytes(view[:3]) == b"abc"
+
+
+# Pools
+
+
+def test_buffers_of_a_pool_are_made_when_needed_and_used_again():
+    made: list[int] = []
+    pool = BufferPool(lambda nbytes: made.append(nbytes) or HostBuffer(nbytes), 100, 2)
+    assert made == []
+    with pool.borrowed() as first:
+        assert first.nbytes == 100
+    with pool.borrowed() as second, pool.borrowed() as third:
+        assert second is first
+        assert third is not first
+    assert made == [100, 100]
+    pool.resize(1)
+    pool.clear()
+    with pool.borrowed() as fourth:
+        assert fourth not in (first, third)
+
+
+def test_who_finds_no_buffer_left_waits():
+    pool = BufferPool(HostBuffer, 100, 1)
+    got = threading.Event()
+
+    def borrow():
+        with pool.borrowed():
+            got.set()
+
+    thread = threading.Thread(target=borrow)
+    with pool.borrowed():
+        thread.start()
+        assert not got.wait(0.05)
+    thread.join(60)
+    assert got.is_set()
+
+
+def test_a_larger_pool_lets_waiters_in_and_a_smaller_one_drops_what_comes_back():
+    pool = BufferPool(HostBuffer, 100, 1)
+    with pool.borrowed() as first:
+        pool.resize(2)
+        with pool.borrowed() as second:
+            pool.resize(1)
+    with pool.borrowed() as third:
+        assert third is first
+        assert third is not second
+
+
+def test_an_allocation_that_fails_leaves_room_for_another():
+    answers = [None, HostBuffer(1)]
+
+    def allocate(nbytes):
+        if (answer := answers.pop(0)) is None:
+            raise MemoryError(f"{nbytes} bytes")
+        return answer
+
+    pool = BufferPool(allocate, 1, 1)
+    with pytest.raises(MemoryError, match="1 bytes"), pool.borrowed():
+        pytest.fail("there was no buffer")
+    with pool.borrowed() as buffer:
+        assert buffer.nbytes == 1

@@ -45,7 +45,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
     os.close(opened)
 
 
-def test_bytes_go_where_they_belong_also_far_into_a_file(library: CuFileLibrary, fd: int) -> None:
+def test_bytes_go_where_they_belong_also_far_into_a_file(library, fd):
     handle = library.register(fd)
     memory = (ctypes.c_char * 8192)()
     memory[4096:8192] = bytes(range(256)) * 16
@@ -58,20 +58,12 @@ def test_bytes_go_where_they_belong_also_far_into_a_file(library: CuFileLibrary,
     library.deregister(handle)
 
 
-@pytest.mark.parametrize("direction", ["read", "write"])
-def test_an_error_of_the_file_system_has_its_number(
-    library: CuFileLibrary, fd: int, direction: str
-) -> None:
+def test_errors_of_the_file_system_and_of_cufile_have_their_numbers(library, fd, monkeypatch):
     handle = library.register(fd)
-    with pytest.raises(OSError, match="Invalid argument") as caught:
-        library.move(direction, handle, 4096, 0, 4096, -1)  # type: ignore[arg-type]
-    assert caught.value.errno == errno.EINVAL
-
-
-def test_an_error_of_cufile_has_its_number(
-    library: CuFileLibrary, fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handle = library.register(fd)
+    for direction in ("read", "write"):
+        with pytest.raises(OSError, match="Invalid argument") as caught:
+            library.move(direction, handle, 4096, 0, 4096, -1)
+        assert caught.value.errno == errno.EINVAL
     monkeypatch.setenv("STUB", "internal")
     with pytest.raises(RuntimeError, match="cuFile error 5030 in cuFileRead"):
         library.move("read", handle, 4096, 0, 4096, 0)
@@ -80,21 +72,15 @@ def test_an_error_of_cufile_has_its_number(
         library.register(fd)
 
 
-def test_a_driver_that_does_not_open_is_an_error(
-    compiled: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_does_not_open_is_an_error_and_one_that_is_open_is_used(
+    compiled, fd, monkeypatch
+):
+    """CU_FILE_DRIVER_ALREADY_OPEN is no failure: KvikIO, or torch, may have been first."""
     monkeypatch.delenv("CUFILE_ALLOW_COMPAT_MODE", raising=False)
     monkeypatch.setattr(gds.backends.cufile, "SONAME", str(compiled))
     with pytest.raises(RuntimeError, match="cuFile error 5001, CUDA error 0 in cuFileDriverOpen"):
         CuFileLibrary()
-
-
-def test_a_driver_that_another_library_has_opened_is_used(
-    compiled: Path, fd: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CU_FILE_DRIVER_ALREADY_OPEN is no failure: KvikIO, or torch, may have been first."""
     monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "false")
     monkeypatch.setenv("STUB", "open")
-    monkeypatch.setattr(gds.backends.cufile, "SONAME", str(compiled))
     library = CuFileLibrary()
     library.deregister(library.register(fd))

@@ -29,10 +29,14 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-def test_memory_is_that_of_the_directory_until_its_last_user_is_gone(tmpfs: Path) -> None:
+def test_memory_is_that_of_the_directory_until_its_last_user_is_gone(tmpfs):
     place = require_memory(str(tmpfs))
     assert (place.filesystem, place.size_bytes) == ("tmpfs", SIZE_BYTES)
     anonymous, shared = resident_bytes("RssAnon"), resident_bytes("RssShmem")
+    small = map_memory(place, ALIGNMENT + 1)
+    assert small.nbytes == ALIGNMENT + 1
+    assert place.free_bytes == SIZE_BYTES - 2 * mmap.PAGESIZE, "whole pages are taken"
+    del small
     buffer = map_memory(place, 16 * MIB)
     assert place.free_bytes == SIZE_BYTES - 16 * MIB
     assert [*tmpfs.iterdir()] == []
@@ -50,14 +54,7 @@ def test_memory_is_that_of_the_directory_until_its_last_user_is_gone(tmpfs: Path
     assert place.free_bytes == SIZE_BYTES
 
 
-def test_whole_pages_are_taken(tmpfs: Path) -> None:
-    place = require_memory(str(tmpfs))
-    buffer = map_memory(place, ALIGNMENT + 1)
-    assert buffer.nbytes == ALIGNMENT + 1
-    assert place.free_bytes == SIZE_BYTES - 2 * mmap.PAGESIZE
-
-
-def test_a_directory_with_too_little_memory_gives_none(tmpfs: Path) -> None:
+def test_a_directory_with_too_little_memory_gives_none(tmpfs):
     place = require_memory(str(tmpfs))
     with pytest.raises(StorageError, match=f"{SIZE_BYTES + MIB} bytes .* make room") as error:
         map_memory(place, SIZE_BYTES + MIB)
@@ -66,21 +63,17 @@ def test_a_directory_with_too_little_memory_gives_none(tmpfs: Path) -> None:
     assert [*tmpfs.iterdir()] == []
 
 
-def test_files_on_a_drive_are_no_memory(tmp_path: Path) -> None:
-    filesystem = probe.mount_of(str(tmp_path)).filesystem
-    if filesystem in probe.MEMORY_FILESYSTEMS:
-        pytest.skip(f"{tmp_path} is on {filesystem}")
-    with pytest.raises(RefusedError, match=f"is on {filesystem}, whose files are not memory"):
-        require_memory(str(tmp_path))
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_a_file_or_nothing_is_no_directory(tmpfs: Path) -> None:
+def test_what_is_no_directory_of_memory_is_refused(tmpfs, tmp_path):
     (tmpfs / "file").touch()
     with pytest.raises(RefusedError, match="is a file"):
         require_memory(str(tmpfs / "file"))
     with pytest.raises(FileNotFoundError, match="no such"):
         require_memory(str(tmpfs / "none"))
+    filesystem = probe.mount_of(str(tmp_path)).filesystem
+    if filesystem in probe.MEMORY_FILESYSTEMS:
+        pytest.skip(f"{tmp_path} is on {filesystem}")
+    with pytest.raises(RefusedError, match=f"is on {filesystem}, whose files are not memory"):
+        require_memory(str(tmp_path))
 
 
 @pytest.fixture
@@ -98,7 +91,7 @@ def free_huge_bytes() -> int:
     return (free - reserved) * int(fields["Hugepagesize"].split()[0]) * 1024
 
 
-def test_too_few_huge_pages_are_refused_with_the_setting_that_adds_some(hugetlbfs: Path) -> None:
+def test_too_few_huge_pages_are_refused_with_the_setting_that_adds_some(hugetlbfs):
     place = require_memory(str(hugetlbfs))
     assert place.page_bytes == os.statvfs(hugetlbfs).f_bsize > mmap.PAGESIZE
     assert place.size_bytes is None
@@ -107,7 +100,7 @@ def test_too_few_huge_pages_are_refused_with_the_setting_that_adds_some(hugetlbf
     assert [*hugetlbfs.iterdir()] == []
 
 
-def test_memory_on_huge_pages_is_aligned_to_them(hugetlbfs: Path) -> None:
+def test_memory_on_huge_pages_is_aligned_to_them(hugetlbfs):
     place = require_memory(str(hugetlbfs))
     before = free_huge_bytes()
     if before < place.page_bytes:

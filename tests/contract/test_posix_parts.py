@@ -1,8 +1,10 @@
-"""Transfers that the posix backend cuts into parts, and changes of how it does that."""
+"""Transfers that the posix backend cuts into parts, and changes of how it does that.
+
+The contract of `test_backends.py` runs in parts, too: bytes, counters and reads past the end.
+"""
 
 import errno
 import gc
-import itertools
 import os
 import random
 import threading
@@ -10,9 +12,7 @@ import weakref
 
 import pytest
 
-from gds import ALIGNMENT, PosixBackend, ShortReadError, StorageError
-from gds.backends.threads import TransferPool
-from gds.backends.transfer import cut
+from gds import ALIGNMENT, PosixBackend, StorageError
 from tests.contract.conftest import wait_for
 
 REQUEST_BYTES = 4 * ALIGNMENT
@@ -40,49 +40,12 @@ class Gate:
         return real(fd, [view], offset)
 
 
-# Where a request is cut
-
-
-@pytest.mark.parametrize(
-    ("offset", "nbytes", "request_blocks", "expected"),
-    [
-        pytest.param(0, 5 * ALIGNMENT, None, [(0, 20480)], id="no-limit"),
-        pytest.param(0, 0, 1, [(0, 0)], id="empty"),
-        pytest.param(100, ALIGNMENT, 1, [(0, 4096)], id="a-block's-worth"),
-        pytest.param(0, 4 * ALIGNMENT, 4, [(0, 16384)], id="just-fits"),
-        pytest.param(0, 5 * ALIGNMENT, 4, [(0, 12288), (12288, 20480)], id="nearly-equal"),
-        pytest.param(100, 2 * ALIGNMENT, 2, [(0, 8092), (8092, 8192)], id="starts-in-a-block"),
-        pytest.param(4096, 8193, 2, [(0, 8192), (8192, 8193)], id="ends-in-a-block"),
-    ],
-)
-def test_a_request_is_cut_where_blocks_of_the_file_meet(offset, nbytes, request_blocks, expected):
-    limit = request_blocks and request_blocks * ALIGNMENT
-    assert cut(offset, nbytes, limit) == expected
-
-
-def test_parts_cover_a_request_within_the_limit_and_share_no_block():
-    draw = random.Random(0)
-    for _ in range(3000):
-        offset, nbytes = draw.randrange(5 * ALIGNMENT), draw.randrange(40 * ALIGNMENT)
-        limit = draw.randint(1, 12) * ALIGNMENT
-        parts = cut(offset, nbytes, limit)
-        assert parts[0][0] == 0
-        assert parts[-1][1] == nbytes
-        assert all(0 < stop - start <= limit for start, stop in parts) or parts == [(0, 0)]
-        for (_, stop), (start, _) in itertools.pairwise(parts):
-            assert start == stop
-            assert (offset + start) % ALIGNMENT == 0
-
-
-@pytest.mark.parametrize("request_bytes", [0, -ALIGNMENT, ALIGNMENT - 1, ALIGNMENT + 512])
+@pytest.mark.parametrize("request_bytes", [0, -ALIGNMENT, ALIGNMENT + 512])
 def test_a_request_size_that_would_misalign_parts_is_refused(backend, request_bytes):
     with pytest.raises(ValueError, match=f"multiple of {ALIGNMENT}.*got {request_bytes}"):
         PosixBackend(request_bytes=request_bytes)
     with pytest.raises(ValueError, match=f"multiple of {ALIGNMENT}"):
         backend.tune(read_threads=1, write_threads=1, request_bytes=request_bytes)
-
-
-# Moving them
 
 
 def test_each_part_is_one_direct_call(backend, directory, kernel):
@@ -123,18 +86,6 @@ def test_parts_run_at_once_and_the_future_waits_for_all(backend, directory, kern
     assert not future.done()
     gate.opened.set()
     assert future.result(60) == 2 * REQUEST_BYTES
-
-
-def test_short_counts_are_completed_within_each_part(backend, directory, kernel):
-    file = backend.create(f"{directory}/file", NBYTES)
-    memory = backend.allocate(NBYTES)
-    memory.memoryview()[:] = data = random.Random(2).randbytes(NBYTES)
-    kernel.start(lambda _, real, fd, view, offset: real(fd, [view[:ALIGNMENT]], offset))
-    assert file.write(memory, 0).result() == NBYTES
-    assert len(kernel.calls) == NBYTES // ALIGNMENT
-    memory.memoryview()[:] = bytes(NBYTES)
-    assert file.read(memory, 0).result() == NBYTES
-    assert bytes(memory.memoryview()) == data
 
 
 # Errors
@@ -208,13 +159,6 @@ def test_a_failed_transfer_resolves_only_when_no_part_uses_the_memory(backend, d
         future.result(60)
 
 
-def test_a_read_past_the_end_names_the_whole_request(backend, directory):
-    file = backend.create(f"{directory}/file", NBYTES + 10)
-    with pytest.raises(ShortReadError, match=f"{NBYTES} bytes") as caught:
-        file.read(backend.allocate(NBYTES), 2 * REQUEST_BYTES).result(60)
-    assert caught.value.offset == 2 * REQUEST_BYTES
-
-
 # Ends, and what is kept until then
 
 
@@ -252,18 +196,6 @@ def test_a_dropped_transfer_in_parts_is_completed_and_then_forgotten(backend, di
     wait_for(lambda: not any(ref() for ref in refs))
     with open(f"{directory}/file", "rb") as found:
         assert found.read() == data
-
-
-def test_counters_count_transfers_and_not_their_parts(backend, directory):
-    file = backend.create(f"{directory}/file", NBYTES + 1)
-    for _ in range(3):
-        file.write(backend.allocate(NBYTES + 1), 0).result()
-    file.read(backend.allocate(NBYTES), 1).result()
-    found = backend.counters()
-    assert (found.bytes_written, found.num_writes) == (3 * (NBYTES + 1), 3)
-    assert (found.bytes_read, found.num_reads) == (NBYTES, 1)
-    assert found.write_s > 0
-    assert found.read_s > 0
 
 
 # Tuning
@@ -311,46 +243,3 @@ def test_more_threads_help_what_is_queued_and_fewer_lose_none_of_it(backend, dir
     gate.opened.set()
     assert [future.result(60) for future in futures] == [NBYTES, NBYTES]
     assert len(kernel.calls) == NUM_PARTS + 1
-
-
-def test_a_pool_has_as_many_threads_as_it_was_last_told():
-    before = set(threading.enumerate())
-
-    def running():
-        return set(threading.enumerate()) - before
-
-    pool = TransferPool("test", 2)
-    pool.resize(3)
-    assert running() == set()  # none before the first transfer
-    pool.submit(lambda: 0).result(60)
-    assert len(running()) == 3
-    for num_threads in (1, 5, 2, 2, 4, 1):
-        pool.resize(num_threads)
-        assert pool.num_threads == num_threads
-        wait_for(lambda expected=num_threads: len(running()) == expected)
-        assert pool.submit(lambda: 1, lambda: 2).result(60) == 3
-    pool.resize(6)
-    pool.resize(2)
-    pool.close()
-    assert running() == set()
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.resize(3)
-
-
-def test_a_pool_tells_of_success_once_and_before_the_future_resolves():
-    pool = TransferPool("test", 3)
-    told = []
-    futures = []
-
-    def succeeded(nbytes):
-        told.append((nbytes, futures[0].done()))
-
-    barrier = threading.Barrier(3, timeout=60)
-    futures.append(pool.submit(*[lambda: barrier.wait() * 0 + 5] * 3, succeeded=succeeded))
-    assert futures[0].result(60) == 15
-    assert told == [(15, False)]
-    failed = pool.submit(lambda: 1, lambda: 1 // 0, succeeded=told.append)
-    with pytest.raises(ZeroDivisionError):
-        failed.result(60)
-    assert len(told) == 1
-    pool.close()

@@ -2,14 +2,13 @@
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
-from gds import libc, probe
-from gds.buffers.host import HostBuffer
-from gds.contract import ALIGNMENT
+from gds import ALIGNMENT, PosixBackend, libc, probe
+from gds.buffers import HostBuffer
+from tests.contract.conftest import drop_cache
 
 TABLE = r"""
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -44,75 +43,41 @@ def test_the_longest_and_last_mount_point_holds_a_path(path, filesystem, volatil
     assert (found.filesystem, found.volatile) == (filesystem, volatile)
 
 
-@pytest.mark.parametrize(
-    "filesystem",
-    [
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "9p",
-        "fuse",
-        "fuseblk",
-        "fuse.sshfs",
-        "fuse.bindfs",
-        "afs",
-        "ceph",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "glusterfs",
-        "virtiofs",
-        "vboxsf",
-    ],
-)
-def test_what_another_machine_or_a_program_serves_is_remote(filesystem):
-    table = f"22 1 254:0 / / rw - ext4 /dev/vda rw\n30 22 0:30 / /data rw - {filesystem} src rw"
-    found = probe.find_mount(table, "/data/run")
-    assert (found.filesystem, found.remote, found.volatile) == (filesystem, True, False)
-    assert not probe.find_mount(table, "/home").remote
-    assert probe.describe_remote(filesystem).startswith(f"files on {filesystem} are served by ")
-
-
-@pytest.mark.parametrize("filesystem", ["ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs"])
-def test_what_the_kernel_serves_itself_is_not_remote(filesystem):
-    found = probe.find_mount(f"30 1 0:30 / / rw - {filesystem} /dev/vdb rw", "/data/run")
-    assert (found.filesystem, found.remote) == (filesystem, False)
-
-
-def test_options_are_those_of_the_mount_and_of_the_file_system():
+def test_the_mount_that_the_kernel_names_decides_and_a_table_that_is_no_use_is_unknown():
+    assert probe.find_mount(TABLE, "/dev/shm/x", mount_id=32).filesystem == "tmpfs"
+    assert probe.find_mount(TABLE, "/dev/shm/x", mount_id=999).filesystem == "ext4"
+    assert probe.find_mount("", "/").filesystem == "unknown"
     table = "30 1 0:30 / /data ro,noatime shared:1 - ext4 /dev/vdb rw,data=journal"
     assert probe.find_mount(table, "/data/x").options == ("ro", "noatime", "rw", "data=journal")
     assert probe.find_mount("30 1 0:30 / /data - ext4 /dev/vdb", "/data").options == ()
 
 
-def test_the_page_cache_is_counted_as_it_fills_and_empties(tmp_path):
-    path = tmp_path / "file"
+REMOTE = ["nfs", "nfs4", "cifs", "smb3", "9p", "fuse", "fuseblk", "fuse.sshfs", "ceph", "virtiofs"]
+REMOTE += ["fuse.bindfs", "afs", "lustre", "gpfs", "beegfs", "glusterfs", "vboxsf"]
+LOCAL = ["ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs"]
+
+
+def test_what_another_machine_or_a_program_serves_is_remote():
+    for filesystem in REMOTE + LOCAL:
+        table = f"22 1 254:0 / / rw - ext4 /dev/vda rw\n30 22 0:30 / /data rw - {filesystem} src rw"
+        found = probe.find_mount(table, "/data/run")
+        assert (found.filesystem, found.remote) == (filesystem, filesystem in REMOTE)
+        assert not probe.find_mount(table, "/home").remote
+        said = probe.describe_remote(filesystem)
+        assert said.startswith(f"files on {filesystem} are served by ") or filesystem in LOCAL
+
+
+def test_the_page_cache_is_counted_as_it_fills_and_empties(directory, residency):
+    path = Path(directory, "file")
     path.write_bytes(os.urandom(1 << 20))
-    if probe.mount_of(str(path)).volatile:
-        pytest.skip("the file is in memory for good")
+    drop_cache(str(path))
     with path.open("rb") as file:
         fd = file.fileno()
-        if libc.cached_bytes(fd, 1 << 20) is None:
-            pytest.skip("the kernel does not tell")
-        os.fsync(fd)
-        deadline = time.monotonic() + 60  # a page that the kernel is looking at is not dropped
-        while libc.cached_bytes(fd, 1 << 20) and time.monotonic() < deadline:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         assert libc.cached_bytes(fd, 1 << 20) == 0
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         os.pread(fd, 256 << 10, 0)
         assert libc.cached_bytes(fd, 1 << 20) == 256 << 10
         assert libc.cached_bytes(fd, 128 << 10) == 128 << 10
-
-
-def test_the_kernels_mount_id_decides():
-    assert probe.find_mount(TABLE, "/dev/shm/x", mount_id=32).filesystem == "tmpfs"
-    assert probe.find_mount(TABLE, "/dev/shm/x", mount_id=999).filesystem == "ext4"
-
-
-def test_an_unreadable_table_is_an_unknown_file_system():
-    assert probe.find_mount("", "/").filesystem == "unknown"
 
 
 def test_the_mount_of_a_directory_is_what_the_system_says(tmp_path):
@@ -121,19 +86,13 @@ def test_the_mount_of_a_directory_is_what_the_system_says(tmp_path):
     ).stdout.strip()
     found = probe.mount_of(str(tmp_path)).filesystem
     assert {"ext2/ext3": "ext4", "overlayfs": "overlay"}.get(said, said) == found
+    (tmp_path / "link").symlink_to("/proc")
+    assert probe.mount_of(f"{tmp_path}/link").filesystem == "proc"
 
 
-def test_a_link_is_followed_to_the_mount_it_points_to(tmp_path):
-    link = tmp_path / "link"
-    link.symlink_to("/proc")
-    assert probe.mount_of(str(link)).filesystem == "proc"
-
-
-def test_the_kernel_takes_the_alignment_that_it_told_and_no_less(tmp_path):
-    path = tmp_path / "file"
+def test_the_kernel_takes_the_alignment_that_it_told_and_no_less(directory):
+    path = Path(directory, "file")
     path.write_bytes(bytes(2 * ALIGNMENT))
-    if not probe.direct_io(str(tmp_path)).supported:
-        pytest.skip("there is no direct I/O")
     fd = os.open(path, os.O_RDWR | os.O_DIRECT)
     try:
         if libc.direct_alignment(fd) is None:
@@ -151,20 +110,12 @@ def test_the_kernel_takes_the_alignment_that_it_told_and_no_less(tmp_path):
         os.close(fd)
 
 
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [((512, 4096), (512, 4096)), ((0, 0), None), ((0, 512), None)],
-    ids=["told", "no-direct-io", "half-told"],
-)
-def test_what_the_kernel_tells_is_taken(tmp_path, monkeypatch, told, expected):
-    monkeypatch.setattr(libc, "direct_alignment", lambda _: told)
+def test_the_block_device_or_the_default_decides_if_the_kernel_does_not_tell(tmp_path, monkeypatch):
     with open(tmp_path / "file", "wb") as file:
-        assert probe.required_alignment(file.fileno()) == expected
-
-
-def test_without_statx_the_block_device_or_the_default_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(libc, "direct_alignment", lambda _: None)
-    with open(tmp_path / "file", "wb") as file:
+        for told, expected in (((512, 4096), (512, 4096)), ((0, 0), None), ((0, 512), None)):
+            monkeypatch.setattr(libc, "direct_alignment", lambda _, told=told: told)
+            assert probe.required_alignment(file.fileno()) == expected
+        monkeypatch.setattr(libc, "direct_alignment", lambda _: None)
         memory, offset = probe.required_alignment(file.fileno())
         device = os.fstat(file.fileno()).st_dev
     queue = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/logical_block_size")
@@ -174,10 +125,14 @@ def test_without_statx_the_block_device_or_the_default_decides(tmp_path, monkeyp
         assert probe.required_alignment(file.fileno()) == (ALIGNMENT, ALIGNMENT)
 
 
-def test_an_alignment_above_the_layouts_is_refused_with_its_number():
-    assert "16384" in probe.refused_alignment((512, 16384))
-    assert probe.refused_alignment((4096, 4096)) == ""
-    assert probe.refused_alignment(None)
+def test_an_alignment_above_the_layouts_is_refused_with_its_number(directory, monkeypatch):
+    monkeypatch.setattr(libc, "direct_alignment", lambda _: (512, 16384))
+    assert "16384" in probe.direct_io(directory).reason
+    with PosixBackend() as backend:
+        with pytest.warns(probe.DirectIOUnavailable, match="16384"):
+            file = backend.create(f"{directory}/file", ALIGNMENT)
+        assert not file.direct
+        assert not backend.capabilities(directory).direct
 
 
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="there is no /dev/shm")
@@ -211,33 +166,20 @@ def test_the_probe_leaves_nothing_behind(tmp_path, monkeypatch, named):
         ("preadv", OSError(22, "Invalid argument"), "refuses the transfer"),
         ("pwritev", 100, "100"),
         ("preadv", 2 * ALIGNMENT, "did not return"),
+        ("pwritev", OSError(28, "a full disk denies nothing"), ""),
     ],
-    ids=["write-refused", "read-refused", "short-write", "read-lies"],
+    ids=["write-refused", "read-refused", "short-write", "read-lies", "disk-full"],
 )
-def test_a_file_system_that_lies_is_found_out(tmp_path, monkeypatch, call, answer, words):
-    if not probe.direct_io(str(tmp_path)).supported:
-        pytest.skip("there is no direct I/O to lie about")
-
+def test_a_file_system_that_lies_is_found_out(directory, monkeypatch, call, answer, words):
     def lie(fd, buffers, offset):
         if isinstance(answer, OSError):
             raise answer
         return answer
 
     monkeypatch.setattr(os, call, lie)
-    found = probe.direct_io(str(tmp_path))
-    assert not found.supported
+    found = probe.direct_io(directory)
+    assert found.supported is (words == "")
     assert words in found.reason
-
-
-def test_a_full_disk_does_not_deny_what_the_kernel_promises(tmp_path, monkeypatch):
-    if not (expected := probe.direct_io(str(tmp_path))).supported:
-        pytest.skip("there is no direct I/O")
-
-    def full(fd, buffers, offset):
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(os, "pwritev", full)
-    assert probe.direct_io(str(tmp_path)) == expected
 
 
 def test_a_directory_that_cannot_be_written_says_so():

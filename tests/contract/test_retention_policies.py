@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import chain, combinations
@@ -104,17 +104,9 @@ def _spaced(seconds: float, records: Sequence[Record]) -> set[int]:
     return found[0]
 
 
-@settings(deadline=None, max_examples=120)
-@given(policy=single, records=histories())
-def test_a_policy_keeps_what_its_definition_says(policy: Retention, records: list[Record]) -> None:
-    assert policy.kept(records) == oracle(policy, records)
-
-
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=100)
 @given(policies=st.lists(single, min_size=1, max_size=4), records=histories(), seed=st.integers())
-def test_a_store_keeps_what_any_policy_keeps_the_pinned_and_the_newest(
-    policies: list[Retention], records: list[Record], seed: int
-) -> None:
+def test_a_store_keeps_what_any_policy_keeps_the_pinned_and_the_newest(policies, records, seed):
     policy = policies[0]
     for other in policies[1:]:
         policy = policy | other
@@ -126,11 +118,9 @@ def test_a_store_keeps_what_any_policy_keeps_the_pinned_and_the_newest(
     assert kept_generations(policy, shuffled) == expected
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(policies=st.lists(single, min_size=1, max_size=3), records=histories(max_size=10))
-def test_what_was_let_go_of_is_never_missed(
-    policies: list[Retention], records: list[Record]
-) -> None:
+def test_what_was_let_go_of_is_never_missed(policies, records):
     """Checkpoints come one by one and what is not kept goes: in the end it is as if none had."""
     policy = policies[0]
     for other in policies[1:]:
@@ -147,11 +137,9 @@ def test_what_was_let_go_of_is_never_missed(
     assert {r.generation for r in there} == kept_generations(policy, records)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(policy=single, records=histories(), incoming=st.integers(0, 50))
-def test_one_without_metrics_displaces_no_more_than_one_with(
-    policy: Retention, records: list[Record], incoming: int
-) -> None:
+def test_one_without_metrics_displaces_no_more_than_one_with(policy, records, incoming):
     """So what is withdrawn for one that is being sealed goes rightly, whatever its worth."""
     generation = max((r.generation for r in records), default=0) + 1
     step = max((r.step for r in records), default=0)
@@ -163,54 +151,27 @@ def test_one_without_metrics_displaces_no_more_than_one_with(
         )
 
 
-class TestExamples:
-    def test_the_last_few_and_every_thousandth(self) -> None:
-        records = [Record(step, step) for step in range(300, 4000, 300)]
-        kept = kept_generations(LastK(2) | EverySteps(1000), records)
-        assert sorted(kept) == [1200, 2100, 3000, 3600, 3900]
+def test_the_last_few_and_every_thousandth():
+    records = [Record(step, step) for step in range(300, 4000, 300)]
+    kept = kept_generations(LastK(2) | EverySteps(1000), records)
+    assert sorted(kept) == [1200, 2100, 3000, 3600, 3900]
 
-    def test_exact_multiples_are_their_own(self) -> None:
-        records = [Record(step, step) for step in range(0, 41, 5)]
-        assert sorted(EverySteps(10).kept(records)) == [10, 20, 30, 40]
 
-    def test_the_best_two_of_a_metric_that_not_all_have(self) -> None:
-        losses = [3.0, 1.0, None, 2.0, 1.0]
-        records = [
-            Record(n, n, metrics={} if loss is None else {"loss": loss})
-            for n, loss in enumerate(losses)
-        ]
-        assert BestBy("loss", 2).kept(records) == {1, 4}
-        assert BestBy("loss", mode="max").kept(records) == {0}
-        assert BestBy("accuracy").kept(records) == set()
-
-    def test_one_an_hour_and_a_clock_that_is_set_back(self) -> None:
-        times = [0, 1800, 3600, 5400, -7200, -5400, -3600, 9000]
-        records = [Record(n, n, clock(s)) for n, s in enumerate(times)]
-        assert EverySeconds(3600).kept(records) == {0, 2, 4, 6, 7}
-
-    def test_times_with_and_without_zones_are_the_same_clock(self) -> None:
-        times = ["2026-01-01T00:00:00", "2026-01-01T01:59:00+01:00", "2026-01-01T01:00:00"]
-        records = [Record(n, n, created) for n, created in enumerate(times)]
-        assert EverySeconds(3600).kept(records) == {0, 2}
-
-    def test_room_is_for_what_is_limited_and_what_has_come_to_stay(self) -> None:
-        records = [Record(step, step) for step in range(1, 41)]
-        assert num_wanted(LastK(3), []) == num_wanted(LastK(3), records) == 3
-        assert num_wanted(EverySteps(10), []) == 1
-        assert num_wanted(LastK(2) | EverySteps(10), records) == 2 + 3  # step 40 is the newest
-        assert num_wanted(LastK(2) | BestBy("loss", 3), []) == 5
-        pinned = [replace(r, pins=("p",)) if r.step < 3 else r for r in records]
-        assert num_wanted(LastK(2), pinned) == 4
+def test_one_an_hour_in_any_zone_and_a_clock_that_is_set_back():
+    times = [0, 1800, 3600, 5400, -7200, -5400, -3600, 9000]
+    records = [Record(n, n, clock(s)) for n, s in enumerate(times)]
+    assert EverySeconds(3600).kept(records) == {0, 2, 4, 6, 7}
+    zones = ["2026-01-01T00:00:00", "2026-01-01T01:59:00+01:00", "2026-01-01T01:00:00"]
+    records = [Record(n, n, created) for n, created in enumerate(zones)]
+    assert EverySeconds(3600).kept(records) == {0, 2}
 
 
 @pytest.mark.parametrize(
     ("policy", "arguments"),
     [
-        (LastK, (0,)),
         (LastK, (True,)),
         (EverySteps, (0,)),
         (EverySteps, (1.5,)),
-        (EverySeconds, (0,)),
         (EverySeconds, (math.nan,)),
         (EverySeconds, (math.inf,)),
         (BestBy, ("",)),
@@ -219,19 +180,17 @@ class TestExamples:
     ],
     ids=str,
 )
-def test_policies_that_make_no_sense_are_refused(
-    policy: Callable[..., Retention], arguments: tuple[object, ...]
-) -> None:
+def test_policies_that_make_no_sense_are_refused(policy, arguments):
     with pytest.raises(ValueError, match=r"must be .*got "):
         policy(*arguments)
 
 
-def test_keep_is_a_number_or_a_policy() -> None:
+def test_keep_is_a_number_or_a_policy():
     assert as_retention(2) == LastK(2)
     assert as_retention(LastK(2) | EverySteps(5)) == EverySteps(5) | LastK(2)
     assert describe(as_retention(2)) == "2 checkpoints"
     assert describe(LastK(2) | EverySteps(5)) == "LastK(k=2) | EverySteps(steps=5)"
     with pytest.raises(TypeError, match="a number of checkpoints or a policy"):
-        as_retention("2")  # type: ignore[arg-type]
+        as_retention("2")
     with pytest.raises(TypeError):
-        LastK(2) | 5  # type: ignore[operator]
+        LastK(2) | 5

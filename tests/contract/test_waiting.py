@@ -1,16 +1,18 @@
 """Ctrl-C at each moment of a wait: no other thread ever waits for the one that it came to."""
 
 import itertools
+import os
+import sys
 import threading
 import time
 from queue import SimpleQueue
 
 import pytest
 
-from gds import PosixBackend
+from gds import ALIGNMENT, PosixBackend
 from gds.backends.threads import TransferPool
-from gds.buffers.pool import BufferPool
-from gds.waiting import Monitor, Pending, start, wait
+from gds.buffers import BufferPool
+from gds.waiting import Monitor, Pending, wait
 from tests.eventually import TIMEOUT_S
 from tests.fuzz.interrupts import interrupted
 
@@ -84,31 +86,6 @@ def test_a_monitor_is_free_after_an_interrupt():
             helper.acts()
             helper.thread.join(TIMEOUT_S)
             assert not helper.thread.is_alive()
-
-
-def test_a_monitor_waits_for_what_is_true_and_returns_it():
-    monitor, values = Monitor(), []
-
-    def add(value):
-        with monitor:
-            values.append(value)
-            monitor.notify_all()
-
-    thread = threading.Thread(target=lambda: [add(value) for value in range(100)])
-    thread.start()
-    found = [monitor.wait_until(lambda: values and [values.pop(0)])[0] for _ in range(100)]
-    thread.join()
-    assert found == [*range(100)]
-    assert not monitor._tickets or len(monitor._tickets) == 1
-    with monitor, pytest.raises(RuntimeError, match="must not hold the lock"):
-        monitor.wait_until(lambda: True)
-
-
-def test_a_change_that_nobody_was_told_of_is_seen():
-    """An interrupt may come between the two."""
-    monitor, reached = Monitor(), []
-    threading.Timer(0.01, reached.append, [1]).start()
-    assert elsewhere(lambda: monitor.wait_until(lambda: reached)) == [1]
 
 
 def test_an_outcome_can_be_waited_for_and_told_after_an_interrupt():
@@ -196,15 +173,6 @@ def test_threads_that_an_interrupt_comes_to_while_they_start_come_to_their_work(
         pool.close()
 
 
-def test_a_thread_that_cannot_be_started_is_named_by_its_error(monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(RuntimeError, match="can't start"):
-        start(threading.Thread())
-
-
 def test_a_buffer_pool_lends_to_others_after_an_interrupt():
     def lend(pool):
         with pool.borrowed():
@@ -233,3 +201,38 @@ def test_small_writes_take_their_turn_on_a_thread_that_is_not_interrupted(tmp_pa
         assert small
         file.close()
     backend.close()
+
+
+def test_an_interrupt_while_a_file_is_opened_closes_no_descriptor_twice(tmp_path, monkeypatch):
+    failed, closed_twice = [], []
+    close = os.close
+
+    def watched(fd):
+        try:
+            close(fd)
+        except OSError:
+            closed_twice.append(fd)
+            raise
+
+    monkeypatch.setattr(os, "close", watched)
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: failed.append(raised.exc_value))
+    backend = PosixBackend()
+    backend.create(f"{tmp_path}/there", ALIGNMENT).close()
+    for action in (
+        lambda at: backend.create(f"{tmp_path}/new-{at}", ALIGNMENT),
+        lambda _: backend.open(f"{tmp_path}/there"),
+    ):
+        moments = 0
+        for at in range(1, 1000):
+            try:
+                with interrupted(at) as fired:
+                    action(at).close()
+            except KeyboardInterrupt:
+                moments += 1
+            if not fired:
+                break
+        assert not fired, "the last call has ended without an interrupt"
+        assert moments > 20
+    backend.close()
+    assert closed_twice == []
+    assert all(isinstance(error, KeyboardInterrupt) for error in failed)

@@ -7,37 +7,39 @@ was wrong for most layers.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import offload
 from offload.cli import main
 from tests.command_line import runner
-from tests.exchange.commands import Commands, commands_in
+from tests.exchange.commands import command, train
+from tests.forking import Children
 from tests.numerics.reference import assert_same_bits
-from tests.stores.small import make_mixed_model, step
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
+from tests.stores.small import give_gradients, make_mixed_model
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
-    with commands_in(tmp_path_factory.mktemp("commands")) as found:
-        yield found
+def children():
+    found = Children("tests.exchange.commands")
+    yield found
+    found.close()
+
+
+def run(children, directory, work):
+    ended = children.run(work, directory)
+    assert ended.status == 0, ended.output
+    return ended.output
 
 
 @pytest.fixture(scope="module")
-def store(commands: Commands) -> Path:
-    return commands.train()
+def store(children, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("trained")
+    run(children, directory, train)
+    return directory / "run"
 
 
 @pytest.fixture(scope="module")
@@ -45,30 +47,29 @@ def expected() -> tuple[torch.nn.Module, list[torch.Tensor], torch.optim.Optimiz
     """The same training by torch, with FP32 masters in memory."""
     model = make_mixed_model()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
-    plain = torch.optim.AdamW(masters, lr=0.01)
+    names = [name for name, _ in model.named_parameters()]
+    plain = torch.optim.AdamW(list(zip(names, masters, strict=True)), lr=0.01)
     for number in range(3):
-        train_plain(model, masters, plain, number)
-    return model, masters, plain
-
-
-def train_plain(model, masters, plain, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for p, m in zip(model.parameters(), masters, strict=True):
-        m.grad = torch.randn(p.shape, generator=generator).to(p.dtype).float()
-    plain.step()
-    with torch.no_grad():
+        give_gradients(model.parameters(), number)
         for p, m in zip(model.parameters(), masters, strict=True):
-            p.copy_(m)
+            m.grad = p.grad.float()
+        plain.step()
+        with torch.no_grad():
+            for p, m in zip(model.parameters(), masters, strict=True):
+                p.copy_(m)
+    return model, masters, plain
 
 
 @pytest.mark.parametrize("kind", ["pt", "hf", "dcp"])
 def test_moments_step_count_and_weights_survive_every_way_through_fresh_processes(
-    store, commands, expected, tmp_path, kind
-) -> None:
+    store, children, expected, tmp_path, kind
+):
     model, masters, plain = expected
     out, again = tmp_path / "out", tmp_path / "again"
-    commands.offload("export", store, out, "--to", kind, "--quiet")
-    assert "step 3" in commands.offload("import", out, again, "--quiet")
+    for arguments in (("export", store, out, "--to", kind), ("import", out, again)):
+        (tmp_path / "arguments").write_text(json.dumps([*map(str, arguments), "--quiet"]))
+        said = run(children, tmp_path, command)
+    assert "step 3" in said
     for directory in (store, again):
         mine = make_mixed_model(seed=5)
         with offload.AdamW(mine.parameters(), directory=directory, model=mine) as optimizer:
@@ -85,7 +86,7 @@ def test_moments_step_count_and_weights_survive_every_way_through_fresh_processe
                 assert_same_bits(full["master"][number], master.detach(), f"master {number}")
 
 
-def test_errors_are_one_line(store, tmp_path, monkeypatch, capsys) -> None:
+def test_errors_are_one_line(store, tmp_path, monkeypatch, capsys):
     call = runner("offload", main, monkeypatch, capsys)
     (tmp_path / "out").write_text("mine")
     for arguments, message in (
@@ -102,21 +103,44 @@ def test_errors_are_one_line(store, tmp_path, monkeypatch, capsys) -> None:
         assert said.count("\n") == 1
 
 
-def test_a_fresh_process_trains_on_with_the_bits_of_torch(store, expected, tmp_path) -> None:
-    """Its commands are started by themselves, not forked by a process that has imported torch."""
-    done = run("-m", "offload.cli", "export", str(store), str(tmp_path / "out"), "--to", "pt")
-    assert done.returncode == 0, done.stderr
-    done = run("-m", "offload.cli", "import", str(tmp_path / "out"), str(tmp_path / "again"))
-    assert done.returncode == 0, done.stderr
-    plain_model = make_mixed_model()
-    masters = [m.detach().clone().requires_grad_() for m in expected[1]]
-    plain = torch.optim.AdamW(masters, lr=0.01)
-    plain.load_state_dict(expected[2].state_dict())
+@pytest.mark.parametrize("kind", ["pt", "hf", "safetensors"])
+def test_from_python_the_same_bytes_are_written(store, tmp_path, kind, monkeypatch, capsys):
+    first, second = tmp_path / "first" / "out", tmp_path / "second" / "out"
+    for place in (first, second):
+        place.parent.mkdir()
+    told = []
+    with offload.open_checkpoint(store) as checkpoint:
+        offload.export_checkpoint(checkpoint, first, kind, progress=lambda *now: told.append(now))
+    assert told[-1][0] == told[-1][1] > 0
+    call = runner("offload", main, monkeypatch, capsys)
+    assert call("export", store, second, "--to", kind, "--quiet")[0] == 0
+    written = [file for file in (first, *first.rglob("*")) if file.is_file()]
+    assert written
+    for file in written:
+        assert file.read_bytes() == (second / file.relative_to(first)).read_bytes(), file.name
+
+
+def test_a_model_in_a_file_of_its_own_is_imported_and_gone_on_from(expected, tmp_path):
+    model, _, plain = expected
+    torch.save(plain.state_dict(), tmp_path / "optimizer.pt")
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    made = offload.import_checkpoint(
+        tmp_path / "optimizer.pt",
+        tmp_path / "again",
+        torch.optim.AdamW,
+        model=tmp_path / "weights.safetensors",
+        keep=offload.LastK(2),
+        train_state={"epoch": 7},
+    )
+    manifest = json.loads((tmp_path / "again" / "step-00000003" / "manifest.json").read_bytes())
+    assert made.step == manifest["body"]["step"] == 3
     mine = make_mixed_model(seed=5)
-    with offload.AdamW(mine.parameters(), directory=tmp_path / "again", model=mine) as optimizer:
-        optimizer.restore()
-        for number in range(3, 6):
-            step(optimizer, number)
-            train_plain(plain_model, masters, plain, number)
-    for found, wanted in zip(mine.parameters(), plain_model.parameters(), strict=True):
-        assert_same_bits(found.detach(), wanted.detach(), "parameter")
+    with offload.AdamW(mine.parameters(), directory=tmp_path / "again", model=mine) as resumed:
+        assert resumed.restore().train_state == {"epoch": 7}
+        assert resumed.restore().verify().ok
+        full = resumed.full_state_dict()
+    for (name, found), wanted in zip(mine.named_parameters(), model.parameters(), strict=True):
+        assert_same_bits(found.detach(), wanted.detach(), name)
+    for number, state in plain.state_dict()["state"].items():
+        for key, value in state.items():
+            assert_same_bits(full["state"][number][key], value, key)

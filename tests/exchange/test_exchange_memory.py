@@ -17,7 +17,7 @@ LIMIT_BYTES = 96 * MIB
 the stacks and heaps of threads, which the kernel counts whole: 50 to 70 MiB in all."""
 
 
-def test_a_state_larger_than_the_limit_on_memory_is_exported_and_imported(tmp_path) -> None:
+def test_a_state_larger_than_the_limit_on_memory_is_exported_and_imported(tmp_path):
     command = [sys.executable, "-m", "tests.exchange.streaming", str(tmp_path)]
     done = subprocess.run(
         [*command, str(SIZE), str(LIMIT_BYTES)],

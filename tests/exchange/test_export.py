@@ -15,8 +15,6 @@ import torch.distributed.checkpoint as dcp
 import offload
 from offload import export_checkpoint, import_checkpoint
 from offload.errors import DamagedError, StoreError
-from offload.exchange.foreign import open_foreign
-from offload.format.boxes import cut_range
 from tests.exchange.test_torch_dicts import numbered, torch_dict
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Case, Cut, Pair
@@ -125,10 +123,22 @@ def assert_is(found: dict[str, Any], full: dict[str, Any], pair: Pair) -> None:
         assert group == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_every_stored_format_to_every_format(tmp_path, kind, settings) -> None:
-    pair, path = sealed(tmp_path, CASES["adamw"], settings)
+@pytest.mark.parametrize(
+    ("stored", "kind", "drives"),
+    [
+        ("exact", "pt", 1),
+        ("exact", "hf", 3),
+        ("exact", "safetensors", 1),
+        ("exact", "dcp", 3),
+        ("resident", "safetensors", 1),
+        ("split", "dcp", 1),
+        ("bfloat16", "hf", 1),
+        ("int8", "pt", 1),
+        ("int8", "safetensors", 1),
+    ],
+)
+def test_every_stored_format_and_every_format_of_files(tmp_path, stored, kind, drives):
+    pair, path = sealed(tmp_path, CASES["adamw"], SETTINGS[stored], drives=drives)
     full = pair.optimizer.full_state_dict()
     destination = tmp_path / "export"
     told = export(path, destination, kind)
@@ -139,17 +149,8 @@ def test_every_stored_format_to_every_format(tmp_path, kind, settings) -> None:
     pair.optimizer.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_state_on_several_drives(tmp_path, kind) -> None:
-    pair, path = sealed(tmp_path, CASES["adamw"], {}, drives=3)
-    full = pair.optimizer.full_state_dict()
-    export(path, tmp_path / "export", kind)
-    assert_is(load(tmp_path / "export", kind, names_in_order(pair)), full, pair)
-    pair.optimizer.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_plain_torch_trains_on_with_the_same_bits(tmp_path, kind) -> None:
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_plain_torch_trains_on_with_the_same_bits(tmp_path, kind):
     """Mixed dtypes in every group: the order of parameters is the optimizer's, not the files'."""
     pair, path = sealed(tmp_path, CASES["adamw-amsgrad"], {})
     export(path, tmp_path / "export", kind)
@@ -174,8 +175,8 @@ def test_plain_torch_trains_on_with_the_same_bits(tmp_path, kind) -> None:
     pair.optimizer.close()
 
 
-@pytest.mark.parametrize("name", ["sgd", "sgd-nesterov", "nadam", "asgd", "rprop", "radam"])
-def test_other_classes(tmp_path, name) -> None:
+@pytest.mark.parametrize("name", ["sgd-nesterov", "nadam", "asgd"])
+def test_other_classes(tmp_path, name):
     pair, path = sealed(tmp_path, CASES[name], {})
     export(path, tmp_path / "export", "pt")
     found = torch.load(tmp_path / "export", weights_only=True)["optimizer"]
@@ -194,8 +195,8 @@ def test_other_classes(tmp_path, name) -> None:
     pair.optimizer.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_state_of_a_parameter_that_is_in_no_group(tmp_path, kind) -> None:
+@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
+def test_state_of_a_parameter_that_is_in_no_group(tmp_path, kind):
     """torch's state dicts have no place for it; a file for each state array does."""
     pair, _ = sealed(tmp_path, CASES["adamw"], {})
     group = pair.optimizer.param_groups[0]["params"]
@@ -212,7 +213,7 @@ def test_state_of_a_parameter_that_is_in_no_group(tmp_path, kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_number_of_steps_goes_along(tmp_path, kind) -> None:
+def test_the_number_of_steps_goes_along(tmp_path, kind):
     """Also where the last steps applied no gradient, which no parameter has counted."""
     parameter = torch.nn.Parameter(torch.ones(30))
     options = offload.Options(allow_volatile=True)
@@ -227,58 +228,49 @@ def test_the_number_of_steps_goes_along(tmp_path, kind) -> None:
     if kind == "safetensors":
         assert json.loads((tmp_path / "out" / "optimizer.json").read_text())["step"] == 6
         return
-    assert open_foreign(str(tmp_path / "out")).step == 6
     with import_checkpoint(
         tmp_path / "out", tmp_path / "again", torch.optim.AdamW, options=options
     ) as imported:
         assert imported.step == 6
 
 
-class TestRefusals:
-    def test_something_is_there_already(self, tmp_path) -> None:
-        pair, path = sealed(tmp_path, CASES["adamw"], {}, steps=1)
-        (tmp_path / "export").write_text("mine")
-        with pytest.raises(StoreError, match="it already exists"):
-            export(path, tmp_path / "export", "pt")
-        assert (tmp_path / "export").read_text() == "mine"
-        pair.optimizer.close()
-
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("file", ["exp_avg.safetensors", "model.safetensors"])
-    def test_a_damaged_checkpoint_leaves_nothing_behind(self, tmp_path, kind, file) -> None:
-        pair, path = sealed(tmp_path, CASES["adamw"], {}, steps=1)
-        pair.optimizer.close()
-        with open(f"{path}/{file}", "r+b") as damaged:
-            damaged.seek(20_001)
-            byte = damaged.read(1)[0]
-            damaged.seek(20_001)
-            damaged.write(bytes([byte ^ 4]))
-        with pytest.raises(DamagedError, match=file):
-            export(path, tmp_path / "export", kind)
-        assert [n for n in os.listdir(tmp_path) if n.startswith("export")] == []
-
-    def test_an_unknown_format(self, tmp_path) -> None:
-        pair, path = sealed(tmp_path, CASES["adamw"], {}, steps=1)
-        with pytest.raises(ValueError, match="hf, safetensors, pt, dcp"):
-            export(path, tmp_path / "export", "onnx")
-        with pytest.raises(StoreError, match="does not exist; create it"):
-            export(path, tmp_path / "no" / "export", "pt")
-        pair.optimizer.close()
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [
+        ("pt", "exp_avg.safetensors"),
+        ("hf", "model.safetensors"),
+        ("safetensors", "exp_avg.safetensors"),
+        ("dcp", "model.safetensors"),
+    ],
+)
+def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path, kind, file):
+    pair, path = sealed(tmp_path, CASES["adamw"], {}, steps=1)
+    pair.optimizer.close()
+    with open(f"{path}/{file}", "r+b") as damaged:
+        damaged.seek(20_001)
+        byte = damaged.read(1)[0]
+        damaged.seek(20_001)
+        damaged.write(bytes([byte ^ 4]))
+    with pytest.raises(DamagedError, match=file):
+        export(path, tmp_path / "export", kind)
+    assert [n for n in os.listdir(tmp_path) if n.startswith("export")] == []
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (4, 1, 2, 3), (1, 1, 9)], ids=str)
-def test_boxes_tile_every_range(shape) -> None:
-    numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    for start in range(numbers.numel()):
-        for stop in range(start + 1, numbers.numel() + 1):
-            found = []
-            for box in cut_range(shape, start, stop):
-                found += numbers[box.slices].flatten().tolist()
-            assert found == list(range(start, stop))
+def test_what_cannot_be_exported_to_is_refused(tmp_path):
+    pair, path = sealed(tmp_path, CASES["adamw"], {}, steps=1)
+    (tmp_path / "export").write_text("mine")
+    with pytest.raises(StoreError, match="it already exists"):
+        export(path, tmp_path / "export", "pt")
+    assert (tmp_path / "export").read_text() == "mine"
+    with pytest.raises(ValueError, match="hf, safetensors, pt, dcp, got 'onnx'"):
+        export(path, tmp_path / "other", "onnx")
+    with pytest.raises(StoreError, match="does not exist; create it"):
+        export(path, tmp_path / "no" / "export", "pt")
+    pair.optimizer.close()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcps_own_load_fills_a_model(tmp_path) -> None:
+def test_dcps_own_load_fills_a_model(tmp_path):
     pair, path = sealed(tmp_path, CASES["adamw"], {})
     export(path, tmp_path / "export", "dcp")
     other = Mixed(seed=8)

@@ -18,7 +18,6 @@ from tests.kernel import loop_devices
 from tests.kernel.loop_devices import Mounted, mounted
 from tests.stores.small import make_model, make_optimizer, train
 
-KINDS = ("pt", "hf", "safetensors", "dcp")
 NEEDED = "2.1 MiB"  # 14 bytes for each of the weights and biases: model, master and two moments
 
 
@@ -68,10 +67,8 @@ def names(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_disk_without_room_is_named_before_anything_is_read(
-    store: Path, drive: Mounted, kind: str
-) -> None:
+@pytest.mark.parametrize("kind", ["pt", "dcp"])
+def test_a_disk_without_room_is_named_before_anything_is_read(store, drive, kind):
     drive.fill(leave_bytes=100_000)
     before = names(drive.path)
     told: list[int] = []
@@ -83,11 +80,12 @@ def test_a_disk_without_room_is_named_before_anything_is_read(
     assert (told, names(drive.path)) == ([], before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("left", [0, 50_000, 1_200_000])
+@pytest.mark.parametrize(
+    ("kind", "left"), [("pt", 0), ("hf", 1_200_000), ("safetensors", 50_000), ("dcp", 1_200_000)]
+)
 def test_a_disk_that_fills_meanwhile_is_named_and_the_export_leaves_nothing(
-    store: Path, drive: Mounted, kind: str, left: int
-) -> None:
+    store, drive, kind, left
+):
     drive.fill(leave_bytes=left)
     before, free = names(drive.path), drive.free_bytes()
     backend = SeesSpaceAtFirst(PosixBackend())
@@ -100,10 +98,8 @@ def test_a_disk_that_fills_meanwhile_is_named_and_the_export_leaves_nothing(
     assert drive.free_bytes() >= free
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_directory_that_may_not_be_written_is_named(
-    store: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("kind", ["pt", "dcp"])
+def test_a_directory_that_may_not_be_written_is_named(store, kind, monkeypatch, capsys):
     """Nobody may make a file in /sys: not root either, and it may be mounted read-only."""
     with pytest.raises(StoreError, match="cannot be written") as caught:
         export(store, "/sys/out", kind)
@@ -116,23 +112,20 @@ def test_a_directory_that_may_not_be_written_is_named(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_read_only_file_system_is_named(store: Path, drive: Mounted, kind: str) -> None:
+def test_a_read_only_file_system_is_named(store, drive):
     subprocess.run(["mount", "-o", "remount,ro", drive.path], check=True)
     with pytest.raises(StoreError, match=r"cannot be written \(Read-only file system\)"):
-        export(store, drive.path / "out", kind)
+        export(store, drive.path / "out", "safetensors")
 
 
-def test_a_file_in_the_place_of_the_directory_is_named(store: Path, tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_directory_is_named(store, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(StoreError, match="cannot be written") as caught:
         export(store, tmp_path / "file" / "out", "hf")
     assert caught.value.filename == str(tmp_path / "file")
 
 
-def test_a_list_of_names_that_is_no_text_is_wrong_usage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_list_of_names_that_is_no_text_is_wrong_usage(tmp_path, monkeypatch, capsys):
     (tmp_path / "names").write_bytes(b"\xff\xfe\x00")
     monkeypatch.chdir(tmp_path)
     call = runner("offload", main, monkeypatch, capsys)

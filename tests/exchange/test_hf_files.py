@@ -9,7 +9,7 @@ import pytest
 import offload
 from gds import MemoryBackend, StorageError
 from offload.errors import CheckpointError
-from tests.crash.fault_backend import KINDS, FaultBackend, Kind
+from tests.crash.fault_backend import KINDS, FaultBackend
 from tests.stores.small import STORE, make_model, make_optimizer, train
 
 CONFIG, TEMPLATE = b'{"model_type": "gpt2"}', b"a template"
@@ -29,9 +29,7 @@ def content(backend: MemoryBackend | FaultBackend, path: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_fails_the_checkpoint_is_whole_and_no_file_is_partial(
-    folder: Path, kind: Kind
-) -> None:
+def test_whatever_fails_the_checkpoint_is_whole_and_no_file_is_partial(folder, kind):
     nth = 0
     while True:
         nth += 1
@@ -60,11 +58,12 @@ def test_whatever_fails_the_checkpoint_is_whole_and_no_file_is_partial(
             return
 
 
-def test_nothing_is_written_if_the_files_are_there_already(folder: Path) -> None:
+def test_nothing_is_written_if_the_files_are_there_already(folder):
     backend = FaultBackend(MemoryBackend())
     with make_optimizer(make_model(), backend) as optimizer:
         train(optimizer, 1)
         sealed = optimizer.checkpoint().result()
+        assert sealed.has_model_names
         offload.add_hf_files(sealed, folder)
         before = dict(backend.num_done)
         assert offload.add_hf_files(sealed, folder) == ["chat_template.jinja", "config.json"]
@@ -73,9 +72,7 @@ def test_nothing_is_written_if_the_files_are_there_already(folder: Path) -> None
 
 
 @pytest.mark.parametrize(("mark", "again"), [(None, True), ("damaged.txt", False)])
-def test_a_slot_that_a_process_has_left_is_used_again_without_these_files(
-    folder: Path, mark: str | None, again: bool
-) -> None:
+def test_a_slot_that_a_process_has_left_is_used_again_without_these_files(folder, mark, again):
     """Unless it is marked as damaged: its space may be bad."""
     backend = MemoryBackend()
     with make_optimizer(make_model(), backend, keep=1) as optimizer:
@@ -97,9 +94,7 @@ def test_a_slot_that_a_process_has_left_is_used_again_without_these_files(
         assert not {"config.json", "damaged.txt"} & {*backend.list_dir(path)}
 
 
-def test_a_checkpoint_without_names_of_a_model_is_not_described(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_checkpoint_without_names_of_a_model_is_not_described(folder, tmp_path_factory):
     """`from_pretrained` would return random parameters, with no more than a warning."""
     place = tmp_path_factory.mktemp("unnamed")
     with make_optimizer(make_model(), directory=place / "run", model=None) as optimizer:
@@ -115,9 +110,3 @@ def test_a_checkpoint_without_names_of_a_model_is_not_described(
     assert "config.json" not in {path.name for path in Path(sealed.path).iterdir()}
     offload.export_checkpoint(sealed, place / "exported", "hf")
     sealed.close()
-
-
-def test_a_checkpoint_of_a_named_model_has_names() -> None:
-    with make_optimizer(make_model(), MemoryBackend()) as optimizer:
-        train(optimizer, 1)
-        assert optimizer.checkpoint().result().has_model_names

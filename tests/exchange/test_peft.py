@@ -23,12 +23,10 @@ pytestmark = [
 ]
 
 CONFIGS = {
-    "lora": {"target_modules": ["q_proj", "down_proj"]},
     "lora for a task": {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"},
-    "lora of embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "lora of embeddings": {"target_modules": ["q_proj", "embed_tokens"], "bias": "all"},
     "trained beside it": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "dora": {"target_modules": ["q_proj"], "use_dora": True},
-    "biases": {"target_modules": ["q_proj"], "bias": "all"},
     "lora and tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
     "vera": {"target_modules": ["q_proj"]},
 }
@@ -73,7 +71,7 @@ def opened(out: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_model_and_adapter_open_by_the_printed_line(kind: str, run: Run, tmp_path: Path) -> None:
+def test_model_and_adapter_open_by_the_printed_line(kind, run, tmp_path):
     config = peft.VeraConfig if kind == "vera" else peft.LoraConfig
     model = peft.get_peft_model(make_base(), config(r=2, **CONFIGS[kind]))
     seal(model, tmp_path / "run")
@@ -94,9 +92,7 @@ def test_model_and_adapter_open_by_the_printed_line(kind: str, run: Run, tmp_pat
     assert all(torch.equal(found[name], theirs[name]) for name in found)
 
 
-def test_without_the_adapters_config_the_line_opens_the_model_without_it(
-    run: Run, tmp_path: Path
-) -> None:
+def test_without_the_adapters_config_the_line_opens_the_model_without_it(run, tmp_path):
     base = make_base()
     base.save_pretrained(tmp_path / "base")
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
@@ -144,9 +140,7 @@ def with_tensors_that_layers_share(base: Any) -> Any:
 @pytest.mark.parametrize(
     "wrap", [Wrapper, of_two_adapters, with_a_prompt, with_tensors_that_layers_share]
 )
-def test_no_line_is_printed_that_would_open_random_weights(
-    wrap: Any, run: Run, tmp_path: Path
-) -> None:
+def test_no_line_is_printed_that_would_open_random_weights(wrap, run, tmp_path):
     base = make_base()
     base.save_pretrained(tmp_path / "base")
     seal(wrap(base), tmp_path / "run")

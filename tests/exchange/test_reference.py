@@ -50,7 +50,7 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
-def test_it_is_builtins_only_and_by_value(lr) -> None:
+def test_it_is_builtins_only_and_by_value(lr):
     model, backend = make_mixed_model(), MemoryBackend()
     with make_optimizer(model, backend, lr=lr) as optimizer:
         step(optimizer, 1)
@@ -65,7 +65,7 @@ def test_it_is_builtins_only_and_by_value(lr) -> None:
         assert reference == before
 
 
-def test_loading_it_where_it_was_made_reads_and_writes_nothing_any_number_of_times() -> None:
+def test_loading_it_where_it_was_made_reads_and_writes_nothing_any_number_of_times():
     model, backend = make_mixed_model(), MemoryBackend()
     with make_optimizer(model, backend) as optimizer:
         for number in range(3):
@@ -81,18 +81,10 @@ def test_loading_it_where_it_was_made_reads_and_writes_nothing_any_number_of_tim
             )
             step(optimizer, number)
         assert optimizer.state_dict()["step"] == 3
-
-
-def test_making_one_makes_no_checkpoint() -> None:
-    model, backend = make_mixed_model(), MemoryBackend()
-    with make_optimizer(model, backend) as optimizer:
-        step(optimizer, 1)
-        optimizer.state_dict()
-        optimizer.synchronize()
         assert not [n for n in backend.list_dir("/run") if n.startswith("step-")]
 
 
-def test_hyper_parameters_come_with_it_also_a_tensor() -> None:
+def test_hyper_parameters_come_with_it_also_a_tensor():
     model, backend = make_mixed_model(), MemoryBackend()
     with make_optimizer(model, backend, lr=torch.tensor(0.25)) as optimizer:
         reference = saved(optimizer.state_dict())
@@ -104,7 +96,7 @@ def test_hyper_parameters_come_with_it_also_a_tensor() -> None:
         assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
-def test_another_process_goes_on_from_the_sealed_checkpoint_that_it_names() -> None:
+def test_another_process_goes_on_from_the_sealed_checkpoint_that_it_names():
     """As a library does that saves and loads the model itself: the state alone is adopted."""
     model, backend = make_mixed_model(), MemoryBackend()
     with make_optimizer(model, backend, lr=0.01) as optimizer:
@@ -131,7 +123,7 @@ def test_another_process_goes_on_from_the_sealed_checkpoint_that_it_names() -> N
         assert_same(parameters(other), expected)
 
 
-def test_what_is_loaded_at_construction_time_decides_nothing() -> None:
+def test_what_is_loaded_at_construction_time_decides_nothing():
     """accelerate's `prepare()` loads what `state_dict()` gave it, before anybody restores."""
     model, backend = make_mixed_model(), MemoryBackend()
     with make_optimizer(model, backend) as optimizer:
@@ -146,7 +138,7 @@ def test_what_is_loaded_at_construction_time_decides_nothing() -> None:
 
 
 class TestRefusals:
-    def test_a_state_that_has_moved_on(self) -> None:
+    def test_a_state_that_has_moved_on(self):
         model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
             step(optimizer, 1)
@@ -158,7 +150,7 @@ class TestRefusals:
             ):
                 optimizer.load_state_dict(stale)
 
-    def test_another_store(self) -> None:
+    def test_another_store(self):
         model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
             step(optimizer, 1)
@@ -171,7 +163,7 @@ class TestRefusals:
         ):
             optimizer.load_state_dict(reference)
 
-    def test_a_checkpoint_that_is_not_the_newest_or_is_gone(self) -> None:
+    def test_a_checkpoint_that_is_not_the_newest_or_is_gone(self):
         model, backend = make_mixed_model(), MemoryBackend()
         references = []
         with make_optimizer(model, backend, keep=2) as optimizer:
@@ -187,7 +179,7 @@ class TestRefusals:
             optimizer.load_state_dict(references[2])
             assert optimizer.state_dict()["step"] == 3
 
-    def test_the_same_step_of_a_history_that_was_given_up(self) -> None:
+    def test_the_same_step_of_a_history_that_was_given_up(self):
         model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
             step(optimizer, 1)
@@ -202,7 +194,7 @@ class TestRefusals:
             with pytest.raises(MismatchError, match="generation"):
                 optimizer.load_state_dict(given_up)
 
-    def test_one_that_was_made_before_the_checkpoint(self) -> None:
+    def test_one_that_was_made_before_the_checkpoint(self):
         model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
             step(optimizer, 1)
@@ -215,22 +207,18 @@ class TestRefusals:
         ):
             optimizer.load_state_dict(early)
 
-    @pytest.mark.parametrize(
-        "change",
-        [{"format": "offload-reference-1"}, {"step": "3"}, {"generation": True}, {"run": 0}],
-        ids=str,
-    )
-    def test_another_format(self, change) -> None:
-        model, backend = make_mixed_model(), MemoryBackend()
-        with make_optimizer(model, backend) as optimizer:
-            reference = {**optimizer.state_dict(), **change}
-            with pytest.raises(MismatchError, match=r"load_state_dict\(\) got a reference"):
-                optimizer.load_state_dict(reference)
-
-    def test_other_parameter_groups(self) -> None:
+    def test_another_format_or_other_parameter_groups(self):
         model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
             reference = optimizer.state_dict()
+            for key, value in (
+                ("format", "offload-reference-1"),
+                ("step", "3"),
+                ("generation", True),
+                ("run", 0),
+            ):
+                with pytest.raises(MismatchError, match=r"load_state_dict\(\) got a reference"):
+                    optimizer.load_state_dict({**reference, key: value})
             two = {**reference, "param_groups": reference["param_groups"] * 2}
             with pytest.raises(ValueError, match="different number of parameter groups"):
                 optimizer.load_state_dict(two)
@@ -240,7 +228,7 @@ class TestRefusals:
                 optimizer.load_state_dict(short)
 
 
-def test_hooks_see_what_is_saved_and_loaded() -> None:
+def test_hooks_see_what_is_saved_and_loaded():
     model, backend = make_mixed_model(), MemoryBackend()
     seen = []
     with make_optimizer(model, backend) as optimizer:
@@ -257,7 +245,7 @@ def unsealed(message: str = "the reference that state_dict") -> Any:
 
 @pytest.mark.filterwarnings("error")
 class TestAStateThatNobodyHasSealed:
-    def test_a_reference_to_it_is_warned_of_once_where_it_is_taken(self) -> None:
+    def test_a_reference_to_it_is_warned_of_once_where_it_is_taken(self):
         model, backend = make_mixed_model(), MemoryBackend()
         optimizer = make_optimizer(model, backend)
         optimizer.load_state_dict(optimizer.state_dict())  # as accelerate.prepare() does: no step
@@ -269,7 +257,7 @@ class TestAStateThatNobodyHasSealed:
         optimizer.state_dict()  # every save would say the same
         optimizer.close()
 
-    def test_a_reference_to_another_state_is_not_warned_of(self) -> None:
+    def test_a_reference_to_another_state_is_not_warned_of(self):
         model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
             step(optimizer, 1)
@@ -287,7 +275,7 @@ class TestAStateThatNobodyHasSealed:
             optimizer.state_dict()
 
     @pytest.mark.parametrize("has_checkpoint", [False, True])
-    def test_what_plain_loops_save_says_so_when_it_is_resumed_from(self, has_checkpoint) -> None:
+    def test_what_plain_loops_save_says_so_when_it_is_resumed_from(self, has_checkpoint):
         model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
             for number in range(3):
@@ -310,16 +298,15 @@ class TestAStateThatNobodyHasSealed:
         assert ("/run has no checkpoint to continue from" in said) != has_checkpoint
         assert "directory=" not in said  # it is the right one
 
-    def test_a_seal_that_did_not_end_is_not_blamed_on_the_directory_alone(self) -> None:
+    def test_a_seal_that_did_not_end_is_not_blamed_on_the_directory_alone(self):
         model, backend = make_mixed_model(), MemoryBackend()
         with make_optimizer(model, backend) as optimizer:
             step(optimizer, 1)
             optimizer.checkpoint()
             reference = optimizer.state_dict()
         with (
-            make_optimizer(
-                make_mixed_model(), MemoryBackend()
-            ) as optimizer,  # as after a power cut
+            # as after a power cut
+            make_optimizer(make_mixed_model(), MemoryBackend()) as optimizer,
             pytest.raises(MismatchError, match=r"/run has no checkpoint: either .* sealing did n"),
         ):
             optimizer.load_state_dict(reference)

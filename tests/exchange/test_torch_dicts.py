@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import offload
 from gds import MemoryBackend
-from offload.errors import MismatchError, OffloadError
+from offload.errors import MismatchError
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Cut, Pair, memory_pair
 from tests.numerics.reference import assert_same_bits, assert_same_parameters
@@ -24,10 +23,8 @@ from tests.stores.small import give_gradients
 
 CUT = Cut(3 * 4096, 3)
 FORMATS = {
-    "exact": {},
     "resident": {"host_memory": 150_000},
     "split": {"master": "split"},
-    "bfloat16": {"state_dtype": "bfloat16"},
     "split-bfloat16-resident": {
         "master": "split",
         "state_dtype": "bfloat16",
@@ -36,6 +33,12 @@ FORMATS = {
     "int8": {"state_dtype": "int8"},
     "overlap-forward": {"overlap": "forward"},
 }
+
+
+ONE_OF_EACH_CLASS = (
+    *("adamw-amsgrad-in-one-group", "adam-coupled-decay", "sgd-momentum-in-some-groups", "nadam"),
+    *("radam", "adamax", "rmsprop-centered-momentum", "adagrad", "adadelta", "rprop", "asgd"),
+)
 
 
 def torch_dict(pair: Pair) -> dict[str, Any]:
@@ -84,8 +87,9 @@ def numbered(pair: Pair) -> list[torch.Tensor]:
     return [lives[p] for g in pair.reference.inner.param_groups for p in g["params"]]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_class_gives_torchs_dict_and_takes_it_back(case) -> None:
+@pytest.mark.parametrize("name", ONE_OF_EACH_CLASS)
+def test_every_class_gives_torchs_dict_and_takes_it_back(name):
+    case = CASES[name]
     pair = memory_pair(case, CUT)
     for step in range(1, 5):
         pair.step(step)
@@ -121,7 +125,7 @@ def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
-def test_every_stored_format_goes_through_a_torch_dict(settings) -> None:
+def test_every_stored_format_goes_through_a_torch_dict(settings):
     """Exactly where state is exact; else what was decoded is what is decoded again."""
     case, cut = CASES["adamw"], Cut(3 * 4096, 3, settings=settings)
     pair = memory_pair(case, cut)
@@ -169,7 +173,7 @@ def pair_at(case, steps: int) -> Pair:
     return pair
 
 
-def test_plain_torch_goes_on_from_the_full_dict() -> None:
+def test_plain_torch_goes_on_from_the_full_dict():
     """The other direction: FP32 masters and moments in torch's own class, with its own loader."""
     pair = memory_pair(CASES["adamw-amsgrad"], CUT)
     for step in range(1, 5):
@@ -200,8 +204,9 @@ def test_plain_torch_goes_on_from_the_full_dict() -> None:
 def small(**settings: Any) -> tuple[torch.nn.Module, offload.OffloadedOptimizer]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10)).bfloat16()
+    named = settings.pop("params", "") == "named"
     optimizer = offload.AdamW(
-        settings.pop("params", model.parameters()),
+        model.named_parameters() if named else model.parameters(),
         directory="/store",
         options=offload.Options(backend=MemoryBackend(), allow_volatile=True),
         **settings,
@@ -218,7 +223,7 @@ def plain_dict(**hyper: Any) -> dict[str, Any]:
     return plain.state_dict()
 
 
-def test_moments_keep_more_bits_than_the_parameters_have() -> None:
+def test_moments_keep_more_bits_than_the_parameters_have():
     plain = plain_dict()
     _, optimizer = small()
     optimizer.load_state_dict(plain)
@@ -228,7 +233,7 @@ def test_moments_keep_more_bits_than_the_parameters_have() -> None:
     optimizer.close()
 
 
-def test_live_parameters_become_what_their_masters_round_to_and_without_masters_stay() -> None:
+def test_live_parameters_become_what_their_masters_round_to_and_without_masters_stay():
     plain = plain_dict()
     model, optimizer = small()
     before = [p.detach().clone() for p in model.parameters()]
@@ -243,132 +248,114 @@ def test_live_parameters_become_what_their_masters_round_to_and_without_masters_
     optimizer.close()
 
 
-def test_steps_count_from_what_the_dict_has_seen() -> None:
-    model, optimizer = small()
-    plain = plain_dict()
-    for state in plain["state"].values():
-        state["step"].fill_(41.0)
-    optimizer.load_state_dict(plain)
-    give_gradients(model.parameters(), 0)
-    optimizer.step()
-    assert optimizer.checkpoint().result().step == 42
+# Numbers of steps, which scalars of parameters do not tell: steps without a gradient count, too
+
+
+def trained(overlap: str | None = None) -> tuple[torch.nn.Module, offload.AdamW]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(30, 3)
+    options = offload.Options(backend=MemoryBackend(), allow_volatile=True, overlap=overlap)
+    optimizer = offload.AdamW(model.parameters(), model=model, directory="/store", options=options)
+    for step in range(6):
+        if step < 3:
+            model(torch.ones(2, 30)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for number, state in expected["state"].items():
+        for name, value in state.items():
+            assert_same_bits(found["state"][number][name], value, name)
+
+
+@pytest.mark.parametrize("overlap", [None, "backward"])
+def test_it_comes_back(overlap):
+    _, optimizer = trained(overlap)
+    full = optimizer.full_state_dict()
+    assert full["num_steps"] == 6
+    assert {state["step"].item() for state in full["state"].values()} == {3.0}
+    assert optimizer.checkpoint().result().step == 6
+    optimizer.load_state_dict(full)
+    sealed = optimizer.checkpoint({"loaded": True}).result()
+    assert sealed.step == 6
+    found = offload.list_checkpoints("/store", backend=sealed.backend)
+    assert [one.step for one in found] == [6]
     optimizer.close()
 
 
-class TestNumberOfSteps:
-    """What the scalars of parameters do not tell: steps that applied no gradient count, too."""
+def test_it_is_taken_over_by_another_store_and_goes_on_from_there():
+    _, optimizer = trained()
+    full = optimizer.full_state_dict()
+    other, again = trained()
+    for number in (100, 2, 0):  # also below what parameters have seen
+        again.load_state_dict({**full, "num_steps": number})
+        other(torch.ones(2, 30)).square().sum().backward()
+        again.step()
+        assert again.full_state_dict()["num_steps"] == again.num_steps == number + 1
+        again.zero_grad()
+    optimizer.close()
+    again.close()
 
-    def trained(self, overlap: str | None = None) -> tuple[torch.nn.Module, offload.AdamW]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(30, 3)
-        options = offload.Options(backend=MemoryBackend(), allow_volatile=True, overlap=overlap)
-        optimizer = offload.AdamW(
-            model.parameters(), model=model, directory="/store", options=options
-        )
-        for step in range(6):
-            if step < 3:
-                model(torch.ones(2, 30)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, optimizer
 
-    @pytest.mark.parametrize("overlap", [None, "forward", "backward"])
-    def test_it_comes_back(self, overlap: str | None) -> None:
-        _, optimizer = self.trained(overlap)
-        full = optimizer.full_state_dict()
-        assert full["num_steps"] == 6
-        assert {state["step"].item() for state in full["state"].values()} == {3.0}
-        assert optimizer.checkpoint().result().step == 6
-        optimizer.load_state_dict(full)
-        sealed = optimizer.checkpoint({"loaded": True}).result()
-        assert sealed.step == 6
-        backend = sealed.backend
-        assert [i.step for i in offload.list_checkpoints("/store", backend=backend)] == [6]
-        optimizer.close()
-
-    def test_it_is_taken_over_by_another_store_and_goes_on_from_there(self) -> None:
-        _, optimizer = self.trained()
-        full = optimizer.full_state_dict()
-        other, again = self.trained()
-        for number in (100, 2, 0):  # also below what parameters have seen
-            again.load_state_dict({**full, "num_steps": number})
-            other(torch.ones(2, 30)).square().sum().backward()
-            again.step()
-            assert again.full_state_dict()["num_steps"] == number + 1
-            again.zero_grad()
-        assert again.num_steps == 1
-        optimizer.close()
-        again.close()
-
-    def test_without_it_the_largest_step_of_a_parameter_counts(self) -> None:
-        _, optimizer = self.trained()
-        full = optimizer.full_state_dict()
-        del full["num_steps"]
-        optimizer.load_state_dict(full)
-        assert optimizer.full_state_dict()["num_steps"] == 3
-        optimizer.close()
-
-    @pytest.mark.parametrize("said", [-1, 2.0, True, "6", 1 << 63, [6], torch.tensor(6)], ids=repr)
-    def test_what_is_no_number_of_steps_is_refused(self, said: Any) -> None:
-        _, optimizer = self.trained()
-        full = optimizer.full_state_dict()
+def test_what_is_no_number_of_steps_is_refused():
+    _, optimizer = trained()
+    full = optimizer.full_state_dict()
+    for said in (-1, 2.0, True, "6", 1 << 63, [6], torch.tensor(6)):
         with pytest.raises(MismatchError, match=r"'num_steps' is .*expected a whole number"):
             optimizer.load_state_dict({**full, "num_steps": said})
-        assert optimizer.full_state_dict()["num_steps"] == 6
-        optimizer.close()
+    assert optimizer.full_state_dict()["num_steps"] == 6
+    optimizer.close()
 
-    def test_plain_torch_and_torch_save_take_the_dict(self, tmp_path: Path) -> None:
-        model, optimizer = self.trained()
-        torch.save(optimizer.full_state_dict(), tmp_path / "full.pt")
-        full = torch.load(tmp_path / "full.pt", weights_only=True)
-        assert full["num_steps"] == 6
-        plain = torch.optim.AdamW(model.parameters())
-        plain.load_state_dict(full)
-        assert plain.state_dict().keys() == {"state", "param_groups"}
-        optimizer.load_state_dict(plain.state_dict())
-        assert optimizer.full_state_dict()["num_steps"] == 3
-        optimizer.close()
 
-    @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-    def test_distributed_checkpoint_takes_the_dict(self, flat: bool) -> None:
-        model, optimizer = self.trained()
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        with optimizer.materialized():
-            found = get_optimizer_state_dict(model, optimizer, options=options)
-        assert not any("num_steps" in key for key in found)
-        other, again = self.trained()
-        give_gradients(other.parameters(), 0)
-        again.step()
-        again.zero_grad()
+def test_without_it_as_in_torchs_own_dict_the_largest_step_of_a_parameter_counts():
+    model, optimizer = trained()
+    full = through_a_file(optimizer.full_state_dict())
+    plain = torch.optim.AdamW(model.parameters())
+    plain.load_state_dict(full)
+    assert plain.state_dict().keys() == {"state", "param_groups"}
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.full_state_dict()["num_steps"] == 3
+    optimizer.close()
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+def test_distributed_checkpoint_takes_the_dict(flat):
+    model, optimizer = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    with optimizer.materialized():
+        found = get_optimizer_state_dict(model, optimizer, options=options)
+    assert not any("num_steps" in key for key in found)
+    other, again = trained()
+    give_gradients(other.parameters(), 0)
+    again.step()
+    again.zero_grad()
+    if flat:
         with again.materialized():
             set_optimizer_state_dict(other, again, found, options=options)
-        mine, theirs = (o.full_state_dict() for o in (optimizer, again))
-        for number, state in mine["state"].items():
-            for name, value in state.items():
-                assert_same_bits(theirs["state"][number][name], value, name)
-        assert theirs["num_steps"] == 3
-        optimizer.close()
-        again.close()
-
-    def test_a_flattened_dict_without_names_is_refused_rather_than_taken_for_no_state(self) -> None:
-        """torch asks ``optimizer.state`` for the names, where the state on storage is not."""
-        model, optimizer = self.trained()
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        with optimizer.materialized():
-            found = get_optimizer_state_dict(model, optimizer, options=options)
-        before = optimizer.full_state_dict()
-        with pytest.raises(
-            MismatchError, match=r"is an empty dict.*within optimizer\.materialized"
-        ):
-            set_optimizer_state_dict(model, optimizer, found, options=options)
-        after = optimizer.full_state_dict()
-        for number, state in before["state"].items():
-            for name, value in state.items():
-                assert_same_bits(after["state"][number][name], value, name)
-        optimizer.close()
+    else:
+        set_optimizer_state_dict(other, again, found, options=options)
+    assert_same_state(again.full_state_dict(), optimizer.full_state_dict())
+    assert again.num_steps == 3
+    optimizer.close()
+    again.close()
 
 
-def test_state_of_a_parameter_that_is_in_no_group_is_left_out() -> None:
+def test_a_flattened_dict_without_names_is_refused_rather_than_taken_for_no_state():
+    """torch asks ``optimizer.state`` for the names, where the state on storage is not."""
+    model, optimizer = trained()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    with optimizer.materialized():
+        found = get_optimizer_state_dict(model, optimizer, options=options)
+    before = optimizer.full_state_dict()
+    with pytest.raises(MismatchError, match=r"is an empty dict.*within optimizer\.materialized"):
+        set_optimizer_state_dict(model, optimizer, found, options=options)
+    assert_same_state(optimizer.full_state_dict(), before)
+    optimizer.close()
+
+
+def test_state_of_a_parameter_that_is_in_no_group_is_left_out():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)).bfloat16()
     options = offload.Options(backend=MemoryBackend(), allow_volatile=True)
@@ -383,138 +370,4 @@ def test_state_of_a_parameter_that_is_in_no_group_is_left_out() -> None:
     plain = torch.optim.AdamW(model[1].float().parameters())
     plain.load_state_dict(full)
     assert full["num_steps"] == 2
-    optimizer.close()
-
-
-class TestRefusals:
-    def change(self, plain: dict[str, Any], kind: str) -> None:
-        state = plain["state"]
-        if kind == "shape":
-            state[0]["exp_avg"] = state[0]["exp_avg"][:-1]
-        elif kind == "dtype":
-            state[0]["exp_avg"] = state[0]["exp_avg"].double()
-        elif kind == "missing":
-            del state[1]["exp_avg_sq"]
-        elif kind == "extra":
-            state[2]["momentum_buffer"] = state[2]["exp_avg"]
-        elif kind == "unknown":
-            state[17] = state[0]
-        elif kind == "scalar":
-            state[0]["step"] = torch.ones(2)
-        elif kind == "not a tensor":
-            state[0]["exp_avg"] = "exp_avg"
-        elif kind == "master shape":
-            plain["master"] = {0: torch.zeros(3)}
-
-    @pytest.mark.parametrize(
-        ("kind", "message"),
-        [
-            ("shape", "'exp_avg' of the state of parameter 0 .*expected float32 of shape"),
-            ("dtype", "is torch.float64"),
-            ("missing", r"state of parameter 1 .* made by another class, or with other flags"),
-            ("extra", "momentum_buffer"),
-            ("unknown", "state of parameter 17"),
-            ("scalar", "expected one number"),
-            ("not a tensor", "is a str"),
-            ("master shape", "the master of state of parameter 0"),
-        ],
-    )
-    def test_state_that_is_not_what_the_optimizer_keeps(self, kind, message) -> None:
-        plain = plain_dict()
-        self.change(plain, kind)
-        model, optimizer = small()
-        give_gradients(model.parameters(), 0)
-        optimizer.step()
-        before = optimizer.full_state_dict()
-        with pytest.raises(MismatchError, match=message):
-            optimizer.load_state_dict(plain)
-        after = optimizer.full_state_dict()
-        for number, state in before["state"].items():
-            for name, value in state.items():
-                assert_same_bits(after["state"][number][name], value, name)
-        optimizer.close()
-
-    def test_another_class(self) -> None:
-        model, optimizer = small()
-        plain = torch.optim.SGD(model.parameters(), momentum=0.9)
-        give_gradients(model.parameters(), 0)
-        plain.step()
-        with pytest.raises(MismatchError, match="another class"):
-            optimizer.load_state_dict(plain.state_dict())
-        optimizer.close()
-
-    def test_other_flags_in_the_middle_of_a_run(self) -> None:
-        model, optimizer = small()
-        give_gradients(model.parameters(), 0)
-        optimizer.step()
-        with pytest.raises(MismatchError, match="amsgrad"):
-            optimizer.load_state_dict(plain_dict(amsgrad=True))
-        optimizer.close()
-
-    def test_other_names(self) -> None:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Linear(20, 10))
-        names = list(model.named_parameters())
-        plain = torch.optim.AdamW([names[0], names[1], names[3], names[2]])
-        give_gradients(model.parameters(), 0)
-        plain.step()
-        _, optimizer = small(params=model.named_parameters())
-        with pytest.raises(MismatchError, match=r"parameter 2 .* '1.bias' .* '1.weight'"):
-            optimizer.load_state_dict(plain.state_dict())
-        optimizer.close()
-
-    def test_other_numbers(self) -> None:
-        plain = plain_dict()
-        _, optimizer = small()
-        plain["param_groups"][0]["params"].pop()
-        with pytest.raises(ValueError, match="doesn't match the size"):
-            optimizer.load_state_dict(plain)
-        with pytest.raises(MismatchError, match="expected a state dict"):
-            optimizer.load_state_dict({"model": {}})
-        optimizer.close()
-
-    def test_a_master_that_no_state_would_keep(self) -> None:
-        model, optimizer = small()
-        plain = torch.optim.AdamW(model.parameters()).state_dict()
-        with pytest.raises(MismatchError, match="no optimizer state"):
-            optimizer.load_state_dict({**plain, "master": {0: torch.full((20, 30), 1 / 3)}})
-        optimizer.close()
-
-    def test_a_step_while_the_state_is_materialized(self) -> None:
-        model, optimizer = small()
-        give_gradients(model.parameters(), 0)
-        optimizer.step()
-        with optimizer.materialized():
-            with pytest.raises(OffloadError, match="materialized"):
-                optimizer.step()
-            assert len(optimizer.state) == len(list(model.parameters()))
-        assert len(optimizer.state) == 0
-        optimizer.step()
-        optimizer.close()
-
-
-def test_distributed_checkpoints_own_functions_find_the_state() -> None:
-    from torch.distributed.checkpoint.state_dict import (
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
-    model, optimizer = small()
-    for step in range(3):
-        give_gradients(model.parameters(), step)
-        optimizer.step()
-    with optimizer.materialized():
-        found = get_optimizer_state_dict(model, optimizer)
-    assert optimizer.num_steps == 3
-    full = optimizer.full_state_dict()
-    names = [n for n, _ in model.named_parameters()]
-    for number, name in enumerate(names):
-        for key, value in full["state"][number].items():
-            assert_same_bits(found["state"][name][key], value, key)
-    other, again = small()
-    set_optimizer_state_dict(other, again, found)
-    for number, state in again.full_state_dict()["state"].items():
-        for key, value in state.items():
-            assert_same_bits(value, full["state"][number][key], key)
-    again.close()
     optimizer.close()

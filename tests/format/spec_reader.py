@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import struct
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -57,13 +56,19 @@ def blocks(version: int, body: dict[str, Any], name: str) -> Iterator[tuple[int,
             yield start, min(start + 32, last)
 
 
+def read_tensor_file(path: Path) -> tuple[int, dict[str, Any], bytes]:
+    """Return where the data begins, the JSON, and the data."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return 8 + length, json.loads(raw[8 : 8 + length]), raw[8 + length :]
+
+
 def read_tensor(path: Path, name: str) -> tuple[str, list[int], np.ndarray]:
     """Return dtype, shape and the flat values of a tensor; BF16 as 16-bit integers."""
-    raw = path.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    entry = json.loads(raw[8 : 8 + length])[name]
-    start, stop = (8 + length + offset for offset in entry["data_offsets"])
-    values = np.frombuffer(raw[start:stop], dtype=_NUMPY[entry["dtype"]])
+    _, header, data = read_tensor_file(path)
+    entry = header[name]
+    start, stop = entry["data_offsets"]
+    values = np.frombuffer(data[start:stop], dtype=_NUMPY[entry["dtype"]])
     return entry["dtype"], entry["shape"], values
 
 
@@ -172,10 +177,9 @@ def owned_state(directory: Path, described: dict[str, Any]) -> dict[str, dict[tu
     for array, dtype, _ in described["arrays"]:
         path = directory / f"{array}.safetensors"
         held = [p for p in _listed(described) if array in p[4]]
-        raw = path.read_bytes()
-        (length,) = struct.unpack("<Q", raw[:8])
-        data, item = raw[8 + length :], np.dtype(_NUMPY[dtype]).itemsize
-        assert list(json.loads(raw[8 : 8 + length])) == [_stored_name(p) for p in held]
+        _, header, data = read_tensor_file(path)
+        item = np.dtype(_NUMPY[dtype]).itemsize
+        assert list(header) == [_stored_name(p) for p in held]
         found[array] = {}
         for p in held:
             _, shape, values = read_tensor(path, _stored_name(p))
@@ -246,10 +250,8 @@ def model_of_shards(checkpoint: Path, *parts: tuple[Path, dict[str, Any]]) -> di
         )
         path = directory / described["model_file"]
         assert [*path.parent.iterdir()] == [path]
-        raw = path.read_bytes()
-        (length,) = struct.unpack("<Q", raw[:8])
-        assert (8 + length) % 4096 == 0
-        header = json.loads(raw[8 : 8 + length])
+        data_start, header, _ = read_tensor_file(path)
+        assert data_start % 4096 == 0
         metadata = header.pop("__metadata__")
         assert metadata["DCP_VERSION"] == "1.0"
         offsets_of = json.loads(metadata["DCP_SHARDING_INFO"])

@@ -1,35 +1,49 @@
-"""What a manifest can hold, and that nothing is sealed which could not be read again."""
-
-from __future__ import annotations
+"""What a manifest can hold and may take, what it refuses, and what is not sealed because of it."""
 
 import dataclasses
-from pathlib import Path
-from typing import Any
+import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 import offload
-from offload.errors import CheckpointError, OffloadError, UnsupportedOptimizerError
-from offload.format._manifest_fields import TENSOR_DTYPES, decode_group, encode_group
-from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.format.manifest import Manifest, decode, reserved_bytes
-from offload.format.strict_json import MAX_VALUES
-from offload.stream.drives import as_directories
+from offload.checkpoint import reading
+from offload.errors import CheckpointError, ManifestError, OffloadError, UnsupportedOptimizerError
+from offload.format import Layout, Manifest, ModelTensor, ParameterSpec, manifest
+from offload.format._manifest_fields import TENSOR_DTYPES
+from offload.format.boxes import Box, Cut
+from offload.format.manifest import (
+    MAX_CONTENT_BYTES,
+    MAX_MANIFEST_BYTES,
+    decode,
+    invalid_manifest,
+    num_model_blocks,
+    reserved_bytes,
+)
+from offload.format.shares.owners import ModelBox, encode_model_boxes
+from offload.format.strict_json import MAX_VALUES, num_marks, parse_json
 from offload.update.hyperparameters import check_hyperparameters
 from offload.update.rules import UpdateRule
 from tests.attacks import good
+from tests.attacks.manifests import put
+from tests.ranks_store import synthetic
 
 PATH = "run/step-00000002/manifest.json"
+RESERVED = 1 << 16
 
 
-def a_manifest(**changes: Any) -> Manifest:
+def a_manifest(**changes) -> Manifest:
     return dataclasses.replace(decode(good.manifest(), PATH), **changes)
 
 
-def through_the_file(manifest: Manifest) -> Manifest:
-    return decode(manifest.encode(1 << 16), PATH)
+def through_the_file(written: Manifest) -> Manifest:
+    return decode(written.encode(RESERVED), PATH)
+
+
+# Values
 
 
 @pytest.mark.parametrize(
@@ -52,7 +66,7 @@ def through_the_file(manifest: Manifest) -> Manifest:
     ],
     ids=repr,
 )
-def test_a_hyperparameter_comes_back_the_same(value: Any) -> None:
+def test_a_hyperparameter_comes_back_the_same(value):
     (found,) = through_the_file(a_manifest(groups=({"lr": value},))).groups
     assert type(found["lr"]) is type(value)
     if isinstance(value, torch.Tensor):
@@ -62,104 +76,287 @@ def test_a_hyperparameter_comes_back_the_same(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        2**63,
-        -(2**64),
-        "\ud800",
-        torch.tensor(True),
-        torch.tensor(1j),
-        torch.ones(2),
-        object(),
-    ],
+    [2**63, -(2**64), "\ud800", torch.tensor(True), torch.tensor(1j), torch.ones(2), object()],
     ids=lambda value: "object" if type(value) is object else repr(value),
 )
-def test_what_would_not_come_back_is_refused_when_it_is_sealed(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"param_groups\[3\]\['x'\]"):
-        encode_group(3, {"x": value})
-    with pytest.raises(TypeError, match=r"param_groups\[3\] has the key"):
-        encode_group(3, {"\ud800": 1})
+def test_what_would_not_come_back_is_refused_when_it_is_sealed(value):
+    with pytest.raises(TypeError, match=r"param_groups\[1\]\['x'\]"):
+        a_manifest(groups=({}, {"x": value})).encode(RESERVED)
+    with pytest.raises(TypeError, match=r"param_groups\[0\] has the key"):
+        a_manifest(groups=({"\ud800": 1},)).encode(RESERVED)
 
 
-def test_parameters_are_no_hyperparameters() -> None:
-    assert encode_group(0, {"params": [1], "param_names": ["a"], "lr": 1.0}) == {"lr": 1.0}
-    for key in ("params", "param_names"):
-        with pytest.raises(ValueError, match="not a hyper-parameter"):
-            decode_group({key: []})
-
-
-def test_scalars_of_numpy_are_written_as_numbers() -> None:
+def test_scalars_of_numpy_are_numbers_and_two_that_say_nan_say_the_same():
     scalars = ((("mu", "float", np.float64(0.5)), ("n", "int", 3)), None, None, None)
     found = through_the_file(a_manifest(scalars=scalars))
     assert found.scalars[0] == (("mu", "float", 0.5), ("n", "int", 3))
-
-
-def test_two_that_say_nan_say_the_same() -> None:
     nan = a_manifest(scalars=((("eta", "f32", float("nan")),), None, None, None))
     assert through_the_file(nan).digest == nan.digest
     assert nan.digest != a_manifest().digest
 
 
 @pytest.mark.parametrize("field", ["generation", "step"])
-def test_numbers_that_could_not_be_read_again_are_not_sealed(field: str) -> None:
-    assert getattr(through_the_file(a_manifest(**{field: 2**63 - 1})), field) == 2**63 - 1
-    with pytest.raises(OffloadError, match="remove it, and continue from another one"):
-        a_manifest(**{field: 2**63}).encode(1 << 16)
+def test_numbers_that_could_not_be_read_again_are_not_sealed(field):
+    for good_value in (0, 2**63 - 1):
+        found = through_the_file(a_manifest(**{field: good_value}))
+        assert getattr(found, field) == good_value
+    for bad in (-1, 2**63):
+        with pytest.raises(OffloadError, match="remove it, and continue from another one"):
+            a_manifest(**{field: bad}).encode(RESERVED)
 
 
-def test_a_manifest_too_large_to_be_read_is_refused_before_there_is_one() -> None:
-    size = 1024 * 10**7
-    spec = ParameterSpec("w", "F32", (size,), 0, ("exp_avg",))
-    layout = Layout((spec,), (ModelTensor("w", "F32", (size,)),), 1024)
-    with pytest.raises(OffloadError, match=rf"at most {MAX_VALUES} .*chunk_bytes"):
-        reserved_bytes(layout, 1)
-
-
-def test_a_state_array_must_be_able_to_name_a_file() -> None:
+def test_a_state_array_must_be_able_to_name_a_file():
     class Keeping(torch.optim.SGD):
-        key = "../../x"
+        key = ""
 
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
+        def step(self, closure=None):
             for group in self.param_groups:
                 for p in group["params"]:
                     self.state[p].setdefault(self.key, torch.zeros_like(p)).add_(p.grad)
 
     group = {**UpdateRule(Keeping, {"lr": 0.1}).defaults}
-    for key in ("../../x", "model", "train_state", "a\0b", "", "a" * 65):
-        Keeping.key = key
+    for Keeping.key in ("../../x", "model", "a\0b", "", "a" * 65):
         with pytest.raises(UnsupportedOptimizerError, match="a state array names a file"):
             UpdateRule(Keeping, {"lr": 0.1}).rule(group)
     Keeping.key = "sum_of_gradients"
     assert UpdateRule(Keeping, {"lr": 0.1}).rule(group).arrays == ("sum_of_gradients",)
 
 
-def test_a_store_has_no_more_directories_than_are_read(tmp_path: Path) -> None:
-    assert len(as_directories([tmp_path / str(n) for n in range(64)])) == 64
+def test_a_store_has_no_more_directories_than_are_read(tmp_path):
+    places = [tmp_path / str(n) for n in range(65)]
     with pytest.raises(ValueError, match="at most 64 directories, got 65"):
-        as_directories([tmp_path / str(n) for n in range(65)])
+        offload.AdamW([torch.nn.Parameter(torch.zeros(1))], directory=places)
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "name", ["AdamW", "Adam", "SGD", "NAdam", "RAdam", "Adagrad", "Rprop", "ASGD", "Adadelta"]
-)
-def test_the_defaults_of_every_class_fit_themselves(name: str) -> None:
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "ASGD"])
+def test_the_defaults_of_a_class_fit_itself(name):
     defaults = dict(UpdateRule(getattr(torch.optim, name), {}).defaults)
-    check_hyperparameters(a_manifest(groups=(defaults,)), defaults, PATH)
     # What users set: a tensor, an integer, a scheduler's own key.
     changed = {**defaults, "lr": torch.tensor(0.5), "weight_decay": 1, "initial_lr": float("nan")}
-    check_hyperparameters(a_manifest(groups=(changed,)), defaults, PATH)
+    for group in (defaults, changed):
+        check_hyperparameters(a_manifest(groups=(group,)), defaults, PATH)
     with pytest.raises(CheckpointError, match=rf"{PATH}: param_groups\[0\]\['lr'\] is 'x'"):
         check_hyperparameters(a_manifest(groups=({"lr": "x"},)), defaults, PATH)
 
 
-def test_a_checkpoint_just_sealed_verifies_although_its_groups_have_names(tmp_path: Path) -> None:
+def test_a_checkpoint_just_sealed_verifies_although_its_groups_have_names(tmp_path):
     model = torch.nn.Linear(4, 4)
     options = offload.Options(allow_volatile=True)
-    with offload.AdamW(
-        model.named_parameters(), directory=tmp_path, model=model, options=options
-    ) as optimizer:
+    named = model.named_parameters()
+    with offload.AdamW(named, directory=tmp_path, model=model, options=options) as optimizer:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         checkpoint = optimizer.checkpoint().result()
         assert checkpoint.verify().problems == ()
         assert "param_names" not in checkpoint.hyperparameters[0]
+
+
+def test_optional_fields_are_left_out():
+    ordered = good.body() | {"order": [[3, 1, 2, 0]], "shares": [2**16]}
+    found = decode(good.manifest(ordered), PATH)
+    assert (found.order, found.layout.shares) == (((3, 1, 2, 0),), (2**16,))
+    body = json.loads(a_manifest().encode(RESERVED))["body"]
+    assert body.keys() == good.BODY.keys()
+    owners = synthetic.manifest_of([synthetic.reference_to(1)])
+    body = json.loads(owners.encode(RESERVED))["body"]
+    assert body.keys() - good.BODY.keys() == {"counts_from", "owners", "model_boxes"}
+    assert good.BODY.keys() - body.keys() == {"model_digests"}
+
+
+# Lies
+
+HUGE_INTEGER = {"tensor": str(2**64), "dtype": "int64", "shape": []}
+
+LIES = {
+    "a-group-just-beyond-the-last": (put("parameters", 0, 3, value=1), "a group that does not"),
+    "no-share": (put("shares", value=[]), r"shares are \[\]"),
+    "too-many-shares": (put("shares", value=[1] * 65), "shares are"),
+    "a-share-of-nothing": (put("shares", value=[1, 0]), r"shares are \[1, 0\]"),
+    "too-large-a-share": (put("shares", value=[2**16 + 1]), r"shares are \[65537\]"),
+    "blocks-of-another-size": (put("model_block_bytes", value=4096), "model_block_bytes is 4096"),
+    "no-digests-of-the-model": (put("model_digests", value=[]), "each block of the model file"),
+    "an-order-of-no-groups": (put("order", value=[]), "the order of parameters"),
+    "an-order-of-more-groups": (put("order", value=[[0, 1], [2, 3]]), "the order of parameters"),
+    "an-order-beyond-the-last": (put("order", value=[[0, 1, 2, 4]]), "the order of parameters"),
+    "parameters-as-a-hyperparameter": (put("groups", 0, "params", value=[]), "hyper-parameter"),
+    "a-tensor-of-65-bits": (put("groups", 0, "lr", value=HUGE_INTEGER), ""),
+    **{
+        f"numpy-{said}-{dtype}": (put("groups", 0, "lr", value={"numpy": said, "dtype": dtype}), "")
+        for said, dtype in [("1e9", "float16"), ("x", "float32"), ("1", "object"), (0.5, "float64")]
+    },
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_lies_are_refused(name):
+    change, reason = LIES[name]
+    body = good.body()
+    change(body)
+    with pytest.raises(ManifestError, match=rf"^{PATH}: contradictory content .*{reason}"):
+        decode(good.manifest(body), PATH)
+
+
+def test_parts_are_one_for_each_directory_and_those_of_its_digests():
+    body = good.two_drives()
+    assert decode(good.manifest(body), PATH).parts[0].name == "part-1"
+    for num_parts in (0, 2):
+        wrong = {**body, "parts": body["parts"] * num_parts}
+        with pytest.raises(ManifestError, match=f"{num_parts} parts for 2 directories"):
+            decode(good.manifest(wrong), PATH)
+    body["parts"][0]["digest"] = "0" * 32
+    with pytest.raises(ManifestError, match="the parts on other drives are not those"):
+        decode(good.manifest(body), PATH)
+
+
+def test_what_is_wrong_with_the_whole_is_said():
+    text = good.signed({**good.BODY, "counts_from": "parameter"})
+    text["format"] = 3
+    for data, words in (
+        (good.as_json(text), "format version 3 is for compressed state"),
+        (invalid_manifest(4096), f"^{PATH}: withdrawn: .*being rewritten"),
+        (good.manifest().replace(b'"step":2', b'"step":3'), f"^{PATH}: damaged: its content does"),
+    ):
+        with pytest.raises(ManifestError, match=words):
+            decode(data, PATH)
+
+
+# Room
+
+
+def test_it_fits_its_room_to_the_last_byte():
+    num_bytes = len(a_manifest().encode(RESERVED).rstrip())
+    fitting = a_manifest().encode(num_bytes + 1)
+    assert len(fitting) == num_bytes + 1
+    assert decode(fitting, PATH) == a_manifest()
+    with pytest.raises(OffloadError, match=f"needs {num_bytes + 1} bytes, but {num_bytes} "):
+        a_manifest().encode(num_bytes)
+
+
+def long_names() -> Layout:
+    name = "\N{SNOWMAN}" * 60
+    model = tuple(
+        ModelTensor(f"{name}{n}", "U8", (1,), tuple(f"{name}{n}.{k}" for k in range(3)))
+        for n in range(300)
+    )
+    return Layout((), model, 1024)
+
+
+def many_arrays():
+    arrays = tuple(f"array_{number:02}".ljust(40, "x") for number in range(12))
+    specs = tuple(ParameterSpec(f"w{number}", "F32", (8,), 0, arrays) for number in range(500))
+    return Layout(specs, tuple(ModelTensor(spec.name, "F32", (8,)) for spec in specs), 1024)
+
+
+def many_chunks() -> Layout:
+    shape = (5000 * 1024,)
+    spec = ParameterSpec("w", "BF16", shape, 0, synthetic.ARRAYS)
+    return Layout((spec,), (ModelTensor("w", "BF16", shape),), 1024)
+
+
+@pytest.mark.parametrize("make", [long_names, many_arrays, many_chunks])
+def test_a_manifest_fits_the_room_of_its_layout(make):
+    layout = make()
+    written = a_manifest(
+        layout=layout,
+        scalars=((("step", "f32", 1e30),),) * len(layout.parameters),
+        digests=synthetic.digests_of(layout),
+        model_digests=("0" * 16,) * num_model_blocks(layout),
+    )
+    assert decode(written.encode(reserved_bytes(layout, 1)), PATH) == written
+
+
+def test_boxes_of_the_model_have_room_if_there_are_owners():
+    """All boxes are of one tensor. A store without owners has no room for them."""
+    name, shape = "\N{SNOWMAN}" * 100, (1000,)
+    cuts = [Cut(shape, Box((at,), (1,))) for at in range(1000)]
+    specs = tuple(ParameterSpec(name, "F32", cut.box.sizes, 0, ("exp_avg",), cut) for cut in cuts)
+    layout = Layout(specs, (ModelTensor(name, "F32", shape),), 1024)
+    boxes = [ModelBox(name, cut.box, ("0" * 16,)) for cut in cuts]
+    more = reserved_bytes(layout, 1, ["/data"]) - reserved_bytes(layout, 1)
+    assert more > len(json.dumps(encode_model_boxes(boxes)))
+
+
+# Limits: a reader knows nothing of a manifest before it has parsed it, because its digest is inside
+
+
+def test_the_limits_are_those_of_the_page():
+    assert (MAX_MANIFEST_BYTES, MAX_CONTENT_BYTES, MAX_VALUES) == (128 << 20, 64 << 20, 5_000_000)
+
+
+@pytest.mark.parametrize("limit", ["MAX_CONTENT_BYTES", "MAX_VALUES"])
+def test_it_may_be_as_large_as_readers_accept(limit, monkeypatch):
+    text = a_manifest().encode(RESERVED).rstrip()
+    size = len(text) if limit == "MAX_CONTENT_BYTES" else num_marks(text)
+    monkeypatch.setattr(manifest, limit, size)
+    assert a_manifest().encode(RESERVED).rstrip() == text
+    monkeypatch.setattr(manifest, limit, size - 1)
+    with pytest.raises(OffloadError, match=r"at most .* are read: raise Options\(chunk_bytes"):
+        a_manifest().encode(RESERVED)
+
+
+def test_one_that_readers_would_refuse_gets_no_room(monkeypatch):
+    """A chunk has one value here; the parameter and the tensor have 20 values together."""
+
+    def layout_of(num_chunks):
+        shape = (1024 * num_chunks,)
+        spec = ParameterSpec("w", "F32", shape, 0, ("exp_avg",))
+        return Layout((spec,), (ModelTensor("w", "F32", shape),), 1024)
+
+    monkeypatch.setattr(manifest, "MAX_VALUES", 1000)
+    assert reserved_bytes(layout_of(980), 1) <= MAX_MANIFEST_BYTES
+    with pytest.raises(OffloadError, match=r"1001 values, at most 1000 .*chunk_bytes"):
+        reserved_bytes(layout_of(981), 1)
+    nothing = Layout((), (), 1024)
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", reserved_bytes(nothing, 1))
+    with pytest.raises(OffloadError, match=r"bytes, at most .* are read"):
+        reserved_bytes(nothing, 2)
+
+
+def test_more_than_the_limits_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    assert len(parse_json(b"[1,1,1,1]", max_values=4)) == 4
+    with pytest.raises(ValueError, match="about 5 values, at most 4 are read"):
+        parse_json(b"[1,1,1,1,this is no JSON", max_values=4)
+    directory = tmp_path / "step-00000002"
+    directory.mkdir()
+
+    def refused(text):
+        (directory / "manifest.json").write_bytes(text)
+        with pytest.raises(CheckpointError) as caught:
+            offload.open_checkpoint(directory)
+        return str(caught.value)
+
+    for name, limit in (("MAX_CONTENT_BYTES", 5000), ("MAX_MANIFEST_BYTES", 9000)):
+        monkeypatch.setattr(reading, name, limit)
+    assert "5001 bytes of content, expected at most 5000" in refused(b"x" * 5001 + b" " * 99)
+    assert "bytes of content" not in refused(b"{}".ljust(9000)), "padding is none"
+    assert "expected a file of at most 9000" in refused(b" " * 9001)
+
+
+CHILD = """
+import resource, sys
+from gds import PosixBackend
+from offload.errors import ManifestError
+from offload.checkpoint.reading import decode_manifest
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    decode_manifest(PosixBackend(), sys.argv[1])
+except ManifestError as error:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, str(error)[:300])
+"""
+
+
+def test_small_values_which_take_more_memory_than_text_are_refused_in_little(tmp_path):
+    """In a process of its own, whose memory is compared: it is read twice, and copied once."""
+    head, unit, tail = b'{"format":2,"digest":"x","body":{"a":[', b"[],", b"0]}}"
+    count = (MAX_CONTENT_BYTES - len(head) - len(tail)) // len(unit)
+    (tmp_path / "manifest.json").write_bytes(head + unit * count + tail)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    grown_kib, _, message = done.stdout.partition(" ")
+    assert f"at most {MAX_VALUES} are read" in message
+    assert str(tmp_path) in message
+    assert int(grown_kib) << 10 < 6 * MAX_MANIFEST_BYTES

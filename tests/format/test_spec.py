@@ -10,27 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 
 import offload
+from tests.format.spec_reader import digest_of, read_tensor_file
 
-LEAF = 1 << 20
 BLOCK = 16 << 20
-
-
-def read_tensor_file(path: Path) -> tuple[int, dict[str, Any], bytes]:
-    """Return where the data begins, the JSON, and the data."""
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return 8 + length, json.loads(raw[8 : 8 + length]), raw[8 + length :]
-
-
-def digest(data: bytes, context: str) -> str:
-    leaves = b"".join(
-        xxhash.xxh3_64_intdigest(data[at : at + LEAF]).to_bytes(8, "little")
-        for at in range(0, len(data), LEAF)
-    )
-    return xxhash.xxh3_64_hexdigest(leaves + context.encode())
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +56,7 @@ def body(checkpoint: Path) -> dict[str, Any]:
     return result
 
 
-def test_directory_is_named_for_the_step(checkpoint: Path, body: dict[str, Any]) -> None:
+def test_directory_is_named_for_the_step(checkpoint, body):
     assert checkpoint.name == "step-00000003"
     assert body["step"] == 3
     assert sorted(p.name for p in checkpoint.iterdir()) == [
@@ -85,7 +69,7 @@ def test_directory_is_named_for_the_step(checkpoint: Path, body: dict[str, Any])
     ]
 
 
-def test_files_are_padded_and_contiguous(checkpoint: Path) -> None:
+def test_files_are_padded_and_contiguous(checkpoint):
     for path in checkpoint.glob("*.safetensors"):
         data_start, header, data = read_tensor_file(path)
         header.pop("__metadata__", None)
@@ -96,9 +80,7 @@ def test_files_are_padded_and_contiguous(checkpoint: Path) -> None:
             assert data_start % 4096 == 0
 
 
-def test_state_arrays_list_parameters_in_element_space_order(
-    checkpoint: Path, body: dict[str, Any]
-) -> None:
+def test_state_arrays_list_parameters_in_element_space_order(checkpoint, body):
     assert body["arrays"] == [[a, "F32", 1] for a in ("master", "exp_avg", "exp_avg_sq")]
     for array, _, _ in body["arrays"]:
         _, header, _ = read_tensor_file(checkpoint / f"{array}.safetensors")
@@ -109,7 +91,7 @@ def test_state_arrays_list_parameters_in_element_space_order(
     assert body["parameters"][0][4] == ["exp_avg", "exp_avg_sq"]
 
 
-def test_chunk_digests_match(checkpoint: Path, body: dict[str, Any]) -> None:
+def test_chunk_digests_match(checkpoint, body):
     total = sum(math.prod(shape) for _, _, shape, *_ in body["parameters"])
     size = body["chunk_elements"]
     num_chunks = -(-total // size)
@@ -123,11 +105,11 @@ def test_chunk_digests_match(checkpoint: Path, body: dict[str, Any]) -> None:
             start = 4 * sum(has[: chunk * size])
             stop = 4 * sum(has[: (chunk + 1) * size])
             context = f"{body['store_id']}/{body['generation']}/{array}/{chunk}"
-            assert digest(data[start:stop], context) == expected
+            assert digest_of(data[start:stop], context) == expected
         assert len(body["digests"][array]) == num_chunks
 
 
-def test_model_file_is_the_whole_state_dict(checkpoint: Path, body: dict[str, Any]) -> None:
+def test_model_file_is_the_whole_state_dict(checkpoint, body):
     _, header, data = read_tensor_file(checkpoint / "model.safetensors")
     metadata = header.pop("__metadata__")
     assert metadata == {"format": "pt", "head.weight": "embed.weight"}
@@ -139,20 +121,17 @@ def test_model_file_is_the_whole_state_dict(checkpoint: Path, body: dict[str, An
     assert sizes == sorted(sizes, reverse=True)
     for block, expected in enumerate(body["model_digests"]):
         context = f"{body['store_id']}/{body['generation']}/model/{block}"
-        assert digest(data[block * BLOCK : (block + 1) * BLOCK], context) == expected
+        assert digest_of(data[block * BLOCK : (block + 1) * BLOCK], context) == expected
 
 
-def test_groups_and_scalars_are_readable(body: dict[str, Any]) -> None:
+def test_groups_scalars_and_metrics_are_readable(body):
     assert body["groups"][0]["betas"] == {"tuple": [0.8, 0.95]}
     assert body["scalars"] == [[["step", "f32", "3.0"]]] * 3
     assert body["optimizer"] == "torch.optim.adamw.AdamW"
-
-
-def test_metrics_are_numbers_by_name(body: dict[str, Any]) -> None:
     assert body["metrics"] == {"loss": 0.5, "tokens": 7.0}
 
 
-def test_a_pin_names_its_checkpoint(checkpoint: Path, body: dict[str, Any]) -> None:
+def test_a_pin_names_its_checkpoint(checkpoint, body):
     assert [path.name for path in (checkpoint.parent / "pins").iterdir()] == ["best"]
     raw = (checkpoint.parent / "pins" / "best").read_bytes()
     assert len(raw) == 512
@@ -170,7 +149,7 @@ def test_a_pin_names_its_checkpoint(checkpoint: Path, body: dict[str, Any]) -> N
     }
 
 
-def test_train_state_is_tied_to_its_checkpoint(checkpoint: Path, body: dict[str, Any]) -> None:
+def test_train_state_is_tied_to_its_checkpoint(checkpoint, body):
     _, header, _ = read_tensor_file(checkpoint / "train_state.safetensors")
     metadata = header["__metadata__"]
     assert json.loads(metadata["train_state"]) == {"epoch": 1}

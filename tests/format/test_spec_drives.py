@@ -15,8 +15,7 @@ import safetensors
 import torch
 
 import offload
-from tests.format.spec_reader import chunk_starts
-from tests.format.test_spec import digest, read_tensor_file
+from tests.format.spec_reader import chunk_starts, digest_of, read_tensor_file
 
 SHARES = (2, 1, 3)
 SIZES = {"F32": 4, "BF16": 2, "I16": 2, "I8": 1, "U8": 1}
@@ -78,7 +77,7 @@ def owners(body: dict[str, Any]) -> list[int]:
     return found
 
 
-def test_parts_are_where_the_manifest_says(checkpoint: Path, body: dict[str, Any]) -> None:
+def test_parts_are_where_the_manifest_says(checkpoint, body):
     root = checkpoint.parents[1]
     assert [p["directory"] for p in body["parts"]] == [str(root / "second"), str(root / "thïrd")]
     arrays = {f"{name}.safetensors" for name, *_ in body["arrays"]}
@@ -91,7 +90,7 @@ def test_parts_are_where_the_manifest_says(checkpoint: Path, body: dict[str, Any
     }  # fmt: skip
 
 
-def test_part_json_is_what_the_manifest_names(checkpoint: Path, body: dict[str, Any]) -> None:
+def test_part_json_is_what_the_manifest_names(checkpoint, body):
     on = owners(body)
     for drive, (place, part) in enumerate(
         zip(places(checkpoint, body)[1:], body["parts"], strict=True), 1
@@ -115,7 +114,7 @@ def test_part_json_is_what_the_manifest_names(checkpoint: Path, body: dict[str, 
         assert part["generation"] == body["generation"]
 
 
-def test_chunk_digests_match_on_every_drive(checkpoint: Path, body: dict[str, Any]) -> None:
+def test_chunk_digests_match_on_every_drive(checkpoint, body):
     on, starts = owners(body), starts_of(body)
     assert {on.count(drive) > 1 for drive in range(3)} == {True}
     for array, dtype, block in body["arrays"]:
@@ -133,13 +132,11 @@ def test_chunk_digests_match_on_every_drive(checkpoint: Path, body: dict[str, An
             piece = data[drive][ends[drive] : ends[drive] + nbytes]
             ends[drive] += nbytes
             context = f"{body['store_id']}/{body['generation']}/{array}/{chunk}"
-            assert digest(piece, context) == expected
+            assert digest_of(piece, context) == expected
         assert ends == [len(d) for d in data]
 
 
-def test_tensors_are_named_for_the_elements_that_they_hold(
-    checkpoint: Path, body: dict[str, Any]
-) -> None:
+def test_tensors_are_named_for_the_elements_that_they_hold(checkpoint, body):
     """Runs are maximal, in element-space order, and readable with the safetensors library."""
     on, starts = owners(body), starts_of(body)
     for array, _, block in body["arrays"]:
@@ -175,7 +172,7 @@ def test_tensors_are_named_for_the_elements_that_they_hold(
                         assert list(found.shape) == [stop - start]
 
 
-def test_the_store_is_named(checkpoint: Path, body: dict[str, Any]) -> None:
+def test_the_store_is_named(checkpoint, body):
     raw = (checkpoint.parent / "store.json").read_bytes()
     assert len(raw) == 512
     assert json.loads(raw) == {"format": 1, "store_id": body["store_id"]}

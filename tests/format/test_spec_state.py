@@ -34,19 +34,22 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, torch.Tensor],
         assert (same | nan).all(), f"{array} of {name}"
 
 
-@pytest.mark.parametrize("edited", [False, True], ids=["as-stepped", "edited"])
-@pytest.mark.parametrize("counts_from", ["parameter", "chunk"])
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_state_is_what_the_page_says(
-    form: dict[str, Any],
-    counts_from: str,
-    edited: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(
+    ("form", "counts_from", "edited"),
+    [
+        ("float32", "parameter", True),
+        ("split", "parameter", False),
+        ("split", "chunk", True),
+        ("bfloat16", "parameter", True),
+        ("int8", "parameter", False),
+        ("int8", "chunk", True),
+        ("split-int8", "parameter", True),
+    ],
+)
+def test_state_is_what_the_page_says(form, counts_from, edited, tmp_path, monkeypatch):
     monkeypatch.setattr(offload.model.table, "NEW_STORES_COUNT_FROM", counts_from)
     model = Mixed()
-    options = offload.Options(chunk_bytes=4096, allow_volatile=True, **form)
+    options = offload.Options(chunk_bytes=4096, allow_volatile=True, **FORMATS[form])
     with offload.AdamW(
         model.parameters(), lr=1e-2, directory=tmp_path / "run", model=model, options=options
     ) as optimizer:
@@ -65,7 +68,7 @@ def test_state_is_what_the_page_says(
                 model.matrix_half[3, 4] = float("inf")
         path = Path(optimizer.checkpoint().result().path)
     version, body = read_manifest(path)
-    compressed = "state_dtype" in form
+    compressed = "state_dtype" in FORMATS[form]
     assert version == (3 if compressed and counts_from == "parameter" else 2)
     assert ("counts_from" in body) == (version == 3)
     with offload.open_checkpoint(path) as checkpoint:
@@ -74,11 +77,11 @@ def test_state_is_what_the_page_says(
     starts = chunk_starts(version, body)
     assert len(body["digests"]["exp_avg"]) == len(starts) - 1
     moved = [start for start in starts[:-1] if start % body["chunk_elements"]]
-    assert bool(moved) == (version == 3 and form.get("state_dtype") == "int8")
+    assert bool(moved) == (version == 3 and "int8" in form)
 
 
 @pytest.mark.parametrize("name", old_stores.SETTINGS)
-def test_stores_of_version_2_are_read_from_the_page(name: str, tmp_path: Path) -> None:
+def test_stores_of_version_2_are_read_from_the_page(name, tmp_path):
     path = old_stores.unpack(name, tmp_path) / f"step-{old_stores.CHECKPOINT_STEP:08}"
     assert read_manifest(path)[0] == 2
     for parameter in old_stores.SHAPES:

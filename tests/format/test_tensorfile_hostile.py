@@ -11,7 +11,6 @@ import safetensors.numpy
 import safetensors.torch
 
 from offload.errors import OffloadError
-from offload.format import header
 from offload.format.header import (
     DtypeError,
     DuplicateNameError,
@@ -22,7 +21,6 @@ from offload.format.header import (
     HeaderTruncatedError,
     MetadataError,
     OffsetError,
-    ReservedNameError,
     ShapeError,
     TensorFileError,
     parse_header,
@@ -59,21 +57,13 @@ HOSTILE = {
     "nan": (raw_file(b'{"a":NaN}'), HeaderEncodingError, True),
     "infinity": (raw_file(b'{"a":-Infinity}'), HeaderEncodingError, True),
     "surrogate-name": (raw_file({"\ud800": entry()}, b"0"), HeaderEncodingError, True),
-    "surrogate-metadata": (
-        raw_file({"__metadata__": {"a": "\ud800"}}),
-        HeaderEncodingError,
-        True,
-    ),
+    "surrogate-metadata": (raw_file({"__metadata__": {"a": "\ud800"}}), HeaderEncodingError, True),
     "thousand-digits": (
         raw_file(b'{"a":{"dtype":"U8","shape":[' + b"1" * 1000 + b'],"data_offsets":[0,1]}}', b"0"),
         HeaderEncodingError,
         True,
     ),
-    "ten-thousand-digits": (
-        raw_file(b'{"a":' + b"1" * 10_000 + b"}"),
-        HeaderEncodingError,
-        True,
-    ),
+    "ten-thousand-digits": (raw_file(b'{"a":' + b"1" * 10_000 + b"}"), HeaderEncodingError, True),
     "deep-nesting": (raw_file(b'{"a":' + b"[" * 200_000), HeaderStructureError, True),
     "some-nesting": (raw_file(b'{"a":' + b"[" * 90 + b"]" * 90 + b"}"), HeaderStructureError, True),
     "duplicate-name": (
@@ -135,11 +125,7 @@ HOSTILE = {
     "offsets-of-three": (raw_file({"a": entry(offsets=[0, 1, 1])}, b"0"), OffsetError, True),
     "offsets-bool": (raw_file({"a": entry(offsets=[False, True])}, b"0"), OffsetError, True),
     "hole-at-start": (raw_file({"a": entry(offsets=[1, 2])}, b"00"), OffsetError, True),
-    "hole": (
-        raw_file({"a": entry(), "b": entry(offsets=[2, 3])}, b"000"),
-        OffsetError,
-        True,
-    ),
+    "hole": (raw_file({"a": entry(), "b": entry(offsets=[2, 3])}, b"000"), OffsetError, True),
     "overlap": (
         raw_file({"a": entry(shape=[2], offsets=[0, 2]), "b": entry(offsets=[1, 2])}, b"00"),
         OffsetError,
@@ -162,55 +148,37 @@ HOSTILE = {
 }
 
 
-class TestHostile:
-    def test_the_file_that_the_hostile_ones_vary_is_good(self):
-        file = raw_file(GOOD, b"0" * 11)
-        assert [one.stop for one in parse_header(file, len(file)).entries.values()] == [8, 11]
-
-    @pytest.mark.parametrize("case", HOSTILE)
-    def test_hostile_header_is_refused_by_name(self, case):
-        file, error, _ = HOSTILE[case]
-        with pytest.raises(TensorFileError) as caught:
-            parse_header(file, len(file), "run/model.safetensors")
-        assert type(caught.value) is error
-        assert str(caught.value).startswith("run/model.safetensors: ")
-        assert len(str(caught.value)) < 1000
-
-    @pytest.mark.parametrize("case", HOSTILE)
-    def test_the_library_refuses_it_too_unless_we_are_stricter(self, case):
-        file, _, refused = HOSTILE[case]
-        if refused:
-            with pytest.raises(safetensors.SafetensorError):
-                safetensors.deserialize(file)
-        else:
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_header_is_refused_by_name(case):
+    file, error, library_refuses = HOSTILE[case]
+    with pytest.raises(TensorFileError) as caught:
+        parse_header(file, len(file), "run/model.safetensors")
+    assert type(caught.value) is error
+    assert issubclass(error, OffloadError)
+    assert str(caught.value).startswith("run/model.safetensors: ")
+    assert len(str(caught.value)) < 1000
+    if library_refuses:
+        with pytest.raises(safetensors.SafetensorError):
             safetensors.deserialize(file)
+    else:
+        safetensors.deserialize(file)
 
-    def test_every_error_has_a_case(self):
-        errors = {
-            value
-            for value in vars(header).values()
-            if isinstance(value, type) and issubclass(value, TensorFileError)
-        }
-        parse_errors = {error for _, error, _ in HOSTILE.values()}
-        # A tensor called __metadata__ can only be asked for, not found in a file.
-        assert errors - parse_errors == {TensorFileError, ReservedNameError}
-        assert all(issubclass(error, (OffloadError)) for error in errors)
-        assert all(issubclass(error, ValueError) for error in errors)
 
-    def test_one_flipped_bit_is_refused_by_name_or_harmless_to_the_library_too(self):
-        file = raw_file({"__metadata__": {"k": "v"}, **GOOD}, b"0" * 11)
-        num_refused = num_accepted = 0
-        for position in range(len(file) - 11):
-            for bit in range(8):
-                bad = bytearray(file)
-                bad[position] ^= 1 << bit
-                try:
-                    parse_header(bytes(bad), len(bad))
-                except TensorFileError:
-                    num_refused += 1
-                else:
-                    # A name, or a word of the metadata, became another legal one.
-                    safetensors.deserialize(bytes(bad))
-                    num_accepted += 1
-        assert num_accepted > 0
-        assert num_refused > 0.9 * 8 * (len(file) - 11)
+def test_one_flipped_bit_is_refused_by_name_or_harmless_to_the_library_too():
+    file = raw_file({"__metadata__": {"k": "v"}, **GOOD}, b"0" * 11)
+    assert [one.stop for one in parse_header(file, len(file)).entries.values()] == [8, 11]
+    num_refused = num_accepted = 0
+    for position in range(len(file) - 11):
+        for bit in range(8):
+            bad = bytearray(file)
+            bad[position] ^= 1 << bit
+            try:
+                parse_header(bytes(bad), len(bad))
+            except TensorFileError:
+                num_refused += 1
+            else:
+                # A name, or a word of the metadata, became another legal one.
+                safetensors.deserialize(bytes(bad))
+                num_accepted += 1
+    assert num_accepted > 0
+    assert num_refused > 0.9 * 8 * (len(file) - 11)

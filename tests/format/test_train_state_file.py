@@ -46,142 +46,103 @@ STATE = {
 HEADER = {"step": "12", "store": "\u00e9"}
 
 
-class TestPack:
-    def test_fills_its_capacity_exactly_and_comes_back(self):
-        for capacity_bytes in (2048, 4096, 1 << 20):
-            file = pack(STATE, capacity_bytes=capacity_bytes, header=HEADER)
-            assert len(file) == capacity_bytes
-            state, header = unpack(file)
-            assert same(state, STATE)
-            assert header == HEADER
+def packed(state=STATE, header=HEADER, capacity_bytes=4096):
+    return pack(state, capacity_bytes=capacity_bytes, header=header)
 
-    def test_is_deterministic(self):
-        reordered = dict(reversed(HEADER.items()))
-        one = pack(STATE, capacity_bytes=4096, header=HEADER)
-        assert one == pack(copy.deepcopy(STATE), capacity_bytes=4096, header=reordered)
 
-    def test_is_a_safetensors_file_with_aligned_tensors(self, tmp_path):
-        path = tmp_path / "train_state.safetensors"
-        path.write_bytes(pack(STATE, capacity_bytes=4096, header=HEADER))
-        with safetensors.safe_open(path, "pt") as file:
-            assert file.metadata()["step"] == "12"
-            assert json.loads(file.metadata()["train_state"])["scheduler"]["lr"]["$"] == "tuple"
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        assert sorted(t.dtype.itemsize for t in tensors.values()) == [1, 2, 8]
-        parsed = parse_header(path.read_bytes(), 4096)
-        for one in parsed.entries.values():
-            itemsize = tensors[one.name].dtype.itemsize
-            assert (parsed.data_start + one.start) % itemsize == 0
+@pytest.mark.parametrize("capacity_bytes", [2048, 1 << 20])
+def test_a_file_fills_its_capacity_exactly_and_comes_back(capacity_bytes):
+    file = packed(capacity_bytes=capacity_bytes)
+    assert len(file) == capacity_bytes
+    state, header = unpack(file)
+    assert same(state, STATE)
+    assert header == HEADER
+    reordered = dict(reversed(HEADER.items()))
+    assert file == packed(copy.deepcopy(STATE), reordered, capacity_bytes)
+    captured = encode(STATE)
+    assert file == pack_encoded(captured, capacity_bytes=capacity_bytes, header=HEADER)
+    assert unpack_encoded(file) == (captured, HEADER)
 
-    def test_digest_is_the_documented_one(self):
-        file = pack(STATE, capacity_bytes=4096, header=HEADER)
-        parsed = parse_header(file, len(file))
-        fields = [b"1", parsed.metadata["train_state"].encode(), b"2"]
-        fields += [b"step", b"12", b"store", "\u00e9".encode(), b"3"]
-        for one in parsed.entries.values():
-            data = file[parsed.data_start + one.start : parsed.data_start + one.stop]
-            shape = ",".join(map(str, one.shape))
-            fields += [one.name.encode(), one.dtype.encode(), shape.encode(), data]
-        framed = b"".join(struct.pack("<Q", len(field)) + field for field in fields)
-        digest = hashlib.blake2b(framed, digest_size=16).hexdigest()
-        assert parsed.metadata["train_state_digest"] == digest
 
-    def test_too_large_says_what_it_needs_and_that_suffices(self):
-        state = {"a": list(range(3000)), "t": torch.zeros(1000)}
-        with pytest.raises(TrainStateTooLargeError, match="reserve 8192") as caught:
-            pack(state, capacity_bytes=8192, header={})
-        needed = int(str(caught.value).split("train_state_bytes=")[1].split(")")[0])
-        assert same(unpack(pack(state, capacity_bytes=needed, header={}))[0], state)
-        assert needed < 8192 * 4
-        assert isinstance(caught.value, ValueError)
+def test_it_is_a_safetensors_file_with_aligned_tensors(tmp_path):
+    path = tmp_path / "train_state.safetensors"
+    path.write_bytes(packed())
+    with safetensors.safe_open(path, "pt") as file:
+        assert file.metadata()["step"] == "12"
+        assert json.loads(file.metadata()["train_state"])["scheduler"]["lr"]["$"] == "tuple"
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert sorted(t.dtype.itemsize for t in tensors.values()) == [1, 2, 8]
+    parsed = parse_header(path.read_bytes(), 4096)
+    for one in parsed.entries.values():
+        itemsize = tensors[one.name].dtype.itemsize
+        assert (parsed.data_start + one.start) % itemsize == 0
 
-    def test_too_large_when_the_tensors_alone_are(self):
-        with pytest.raises(TrainStateTooLargeError, match=r"Options\(train_state_bytes="):
-            pack(torch.zeros(10_000), capacity_bytes=4096, header={})
 
-    @pytest.mark.parametrize("num_bytes", [0, 1, 3600, 3900, 4096, 12_345])
-    def test_suggested_size_is_one_that_the_option_takes_and_that_suffices(self, num_bytes):
-        state = torch.zeros(num_bytes, dtype=torch.uint8)
-        with pytest.raises(TrainStateTooLargeError) as caught:
-            pack(state, capacity_bytes=64, header={})
-        needed = int(str(caught.value).split("train_state_bytes=")[1].split(")")[0])
-        assert Options(train_state_bytes=needed).train_state_bytes == needed
-        assert len(pack(state, capacity_bytes=needed, header={})) == needed
+def test_the_digest_is_the_documented_one():
+    file = packed()
+    parsed = parse_header(file, len(file))
+    fields = [b"1", parsed.metadata["train_state"].encode(), b"2"]
+    fields += [b"step", b"12", b"store", "\u00e9".encode(), b"3"]
+    for one in parsed.entries.values():
+        data = file[parsed.data_start + one.start : parsed.data_start + one.stop]
+        shape = ",".join(map(str, one.shape))
+        fields += [one.name.encode(), one.dtype.encode(), shape.encode(), data]
+    framed = b"".join(struct.pack("<Q", len(field)) + field for field in fields)
+    digest = hashlib.blake2b(framed, digest_size=16).hexdigest()
+    assert parsed.metadata["train_state_digest"] == digest
 
-    def test_what_no_option_could_hold_says_so(self):
-        encoded = EncodedState("1", {"t": StoredTensor("U8", (100_000_000,), bytes(100_000_000))})
-        with pytest.raises(TrainStateTooLargeError, match="keep large tensors in the model"):
-            pack_encoded(encoded, capacity_bytes=4096, header={})
 
-    @pytest.mark.parametrize("capacity_bytes", [0, -8, 4097, 100_000_016])
-    def test_capacity_out_of_range_is_refused(self, capacity_bytes):
+@pytest.mark.parametrize("num_bytes", [0, 3600, 4096, 12_345])
+def test_what_is_too_large_says_which_option_suffices(num_bytes):
+    state = {"a": list(range(300)), "t": torch.zeros(num_bytes, dtype=torch.uint8)}
+    with pytest.raises(TrainStateTooLargeError, match="reserve 1024") as caught:
+        packed(state, {}, 1024)
+    needed = int(str(caught.value).split("train_state_bytes=")[1].split(")")[0])
+    assert Options(train_state_bytes=needed).train_state_bytes == needed < 16384 + num_bytes
+    assert same(unpack(packed(state, {}, needed))[0], state)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_what_no_option_could_hold_says_so():
+    encoded = EncodedState("1", {"t": StoredTensor("U8", (100_000_000,), bytes(100_000_000))})
+    with pytest.raises(TrainStateTooLargeError, match="keep large tensors in the model"):
+        pack_encoded(encoded, capacity_bytes=4096, header={})
+    for capacity_bytes in (0, -8, 4097, 100_000_016):
         with pytest.raises(ValueError, match="multiple of 8 from 8 to 100000008"):
-            pack(1, capacity_bytes=capacity_bytes, header={})
-
-    @pytest.mark.parametrize("key", ["train_state", "train_state_digest", "train_state_format"])
-    def test_reserved_header_key_is_refused(self, key):
-        with pytest.raises(ValueError, match=f"reserved key '{key}'"):
-            pack(1, capacity_bytes=4096, header={key: "x"})
-
-    def test_captured_state_packs_like_the_state_itself(self):
-        captured = encode(STATE)
-        file = pack_encoded(captured, capacity_bytes=4096, header=HEADER)
-        assert file == pack(STATE, capacity_bytes=4096, header=HEADER)
-        found, header = unpack_encoded(file)
-        assert found == captured
-        assert header == HEADER
+            packed(1, {}, capacity_bytes)
 
 
-class TestUnpack:
-    def test_any_changed_byte_is_an_error(self):
-        file = pack(STATE, capacity_bytes=4096, header=HEADER)
-        used = len(file[: parse_header(file, len(file)).data_start].rstrip(b" "))
-        positions = {*range(0, used, 3), used, used + 1, *range(used, 4096, 97)}
-        positions |= {*range(4096 - 90, 4096)}
-        for position in sorted(positions):
-            for mask in (1, 0x29, 0x80):  # 0x29 makes a tab of a space, which is padding to JSON
-                bad = bytearray(file)
-                bad[position] ^= mask
-                with pytest.raises((TensorFileError, CheckpointError), match=r"^p: "):
-                    unpack(bytes(bad), "p")
+# Damage
 
-    @pytest.mark.parametrize("length", [0, 7, 100, 4095])
-    def test_a_file_cut_short_is_an_error(self, length):
-        file = pack(STATE, capacity_bytes=4096, header=HEADER)
+
+def test_any_changed_byte_is_an_error_that_names_the_file():
+    file = packed()
+    used = len(file[: parse_header(file, len(file)).data_start].rstrip(b" "))
+    positions = {*range(0, used, 7), used, used + 1, *range(used, 4096, 97)}
+    positions |= {*range(4096 - 90, 4096, 3)}
+    for position in sorted(positions):
+        for mask in (1, 0x29, 0x80):  # 0x29 makes a tab of a space, which is padding to JSON
+            bad = bytearray(file)
+            bad[position] ^= mask
+            with pytest.raises((TensorFileError, CheckpointError), match=r"^p: "):
+                unpack(bytes(bad), "p")
+    for length in (0, 7, 100, 4095):
         with pytest.raises(TensorFileError):
             unpack(file[:length])
 
-    def test_damaged_data_is_a_digest_error(self):
-        file = bytearray(pack(STATE, capacity_bytes=4096, header=HEADER))
-        file[-1] ^= 1
-        with pytest.raises(TrainStateDigestError, match="the file is damaged"):
-            unpack(bytes(file), "p")
 
-    def test_another_header_under_the_same_digest_is_a_digest_error(self):
-        file = pack(STATE, capacity_bytes=4096, header=HEADER).replace(
-            b'"step":"12"', b'"step":"13"'
-        )
-        with pytest.raises(TrainStateDigestError):
-            unpack(file)
-
-    def test_padding_that_json_allows_is_a_format_error(self):
-        file = bytearray(pack(1, capacity_bytes=4096, header={}))
-        assert file[-1:] == b" "
-        file[-1:] = b"\n"
-        with pytest.raises(TrainStateFormatError, match="not as this package writes them"):
-            unpack(bytes(file))
-
-    def test_some_other_safetensors_file_is_a_format_error(self):
-        file = safetensors.torch.save({"a": torch.zeros(2)})
-        with pytest.raises(TrainStateFormatError, match="not a train_state"):
-            unpack(file)
-
-    def test_another_version_is_a_format_error_that_says_so(self):
-        metadata = {"train_state": "1", "train_state_digest": "0" * 32, "train_state_format": "2"}
-        with pytest.raises(TrainStateFormatError, match=r"is '2', this version .* reads '1'"):
-            unpack(build_header([], metadata).encoded)
-
-    def test_content_that_was_digested_but_never_encoded_names_the_file(self):
-        file = pack_encoded(EncodedState('{"$":"odd"}'), capacity_bytes=4096, header={})
-        with pytest.raises(TrainStateTagError, match=r"^run/x: train_state: .*'odd'"):
-            unpack(file, "run/x")
+def test_each_kind_of_damage_has_its_error():
+    file, padded = packed(), packed(1, {})
+    metadata = {"train_state": "1", "train_state_digest": "0" * 32, "train_state_format": "2"}
+    odd = pack_encoded(EncodedState('{"$":"odd"}'), capacity_bytes=4096, header={})
+    step_13 = file.replace(b'"step":"12"', b'"step":"13"')
+    for data, error, words in (
+        (file[:-1] + bytes([file[-1] ^ 1]), TrainStateDigestError, "the file is damaged"),
+        (step_13, TrainStateDigestError, "the file is damaged"),
+        (padded[:-1] + b"\n", TrainStateFormatError, "not as this package writes them"),
+        (safetensors.torch.save({"a": torch.zeros(2)}), TrainStateFormatError, "not a train_state"),
+        (build_header([], metadata).encoded, TrainStateFormatError, "is '2', this version"),
+        (odd, TrainStateTagError, "^run/x: train_state: .*'odd'"),
+    ):
+        with pytest.raises(error, match=words):
+            unpack(data, "run/x")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import decimal
 import enum
 import json
-import pathlib
 from collections import defaultdict, namedtuple
 
 import numpy as np
@@ -14,7 +12,6 @@ import pytest
 import torch
 
 from offload.errors import OffloadError
-from offload.format import train_state
 from offload.format.train_state import (
     MAX_DEPTH,
     EncodedState,
@@ -66,7 +63,6 @@ REFUSED = {
         r"train_state\['scheduler'\]\['lr_lambdas'\]\[0\]: .*function.*store its fields instead",
     ),
     "class": ({"cls": dict}, r"train_state\['cls'\]: .*type"),
-    "object": ((object(),), r"train_state\[0\]: .*object"),
     "module": ({"m": torch.nn.Linear(1, 1)}, r"Linear; store its state_dict\(\) instead"),
     "enum": ({"e": Colour.RED}, r"\['e'\]: .*Colour.*\.name or \.value"),
     "int-enum": ({"e": Level.LOW}, r"\['e'\]: .*Level.*\.name or \.value"),
@@ -85,11 +81,7 @@ REFUSED = {
     "str-subclass-key": ({Text("a"): 1}, r"train_state\.keys\('a'\): .*Text"),
     "object-key": ({("k", Colour.RED): 1}, r"train_state\.keys\(.*\)\[1\]: .*Colour"),
     "set-member": ({"s": {Colour.RED}}, r"train_state\['s'\]\{.*\}: .*Colour"),
-    "datetime": ([dt.timedelta(1)], "timedelta"),
     "decimal": ([decimal.Decimal(1)], "Decimal"),
-    "path": ([pathlib.Path("a")], "Path"),
-    "range": ([range(3)], "range"),
-    "memoryview": ([memoryview(b"a")], "memoryview"),
     "defaultdict-lambda": ([defaultdict(lambda: 1)], r"train_state\[0\]: .*default_factory"),
     "parameter": ({"w": torch.nn.Parameter(torch.zeros(1))}, r"\['w'\]: .*Parameter.*detach"),
     "generator": ({"g": torch.Generator()}, r"\['g'\]: .*Generator; store its get_state\(\)"),
@@ -102,39 +94,35 @@ REFUSED = {
     "text-array": ({"a": np.array(["x"])}, r"\['a'\]: .*<U1"),
     "structured-array": (np.zeros(1, [("f", "f4")]), "numpy value of dtype"),
     "masked-array": (np.ma.masked_array([1]), "MaskedArray"),
-    "matrix": (np.zeros((1, 1)).view(np.recarray), "recarray"),
     "long-double": (np.longdouble(1), "longdouble|float128|float64"),
     "datetime64": (np.datetime64(0, "s"), "datetime64"),
-    "timedelta64": (np.timedelta64(0, "s"), "timedelta64"),
     "numpy-str": (np.str_("a"), r"numpy\.str_"),
-    "numpy-dtype": (np.dtype("f4"), "Float32DType"),
     "cycle": (cycle(), r"train_state\[0\]\['again'\]\[0\]: contains itself"),
     "too-deep": (nested(MAX_DEPTH + 1), f"deeper than {MAX_DEPTH} levels"),
 }
 
 
-class TestRefusals:
-    @pytest.mark.parametrize("name", REFUSED)
-    def test_what_would_not_come_back_is_refused_with_its_path(self, name):
-        state, message = REFUSED[name]
-        with pytest.raises(TrainStateTypeError, match=message) as caught:
-            encode(state)
-        assert str(caught.value).startswith("train_state")
-        assert isinstance(caught.value, TypeError)
-        assert isinstance(caught.value, OffloadError)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_not_come_back_is_refused_with_its_path(name):
+    state, message = REFUSED[name]
+    with pytest.raises(TrainStateTypeError, match=message) as caught:
+        encode(state)
+    assert str(caught.value).startswith("train_state")
+    assert isinstance(caught.value, TypeError)
+    assert isinstance(caught.value, OffloadError)
 
-    @pytest.mark.filterwarnings("ignore:.*quantiz.*")
-    def test_quantized_tensor_is_refused(self):
-        quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
-        with pytest.raises(TrainStateTypeError, match=r"train_state\['q'\]: .*dtype quint8"):
-            encode({"q": quantized})
 
-    def test_the_deepest_state_that_is_taken_comes_back(self):
-        assert decode(encode(nested(MAX_DEPTH))) == nested(MAX_DEPTH)
+@pytest.mark.filterwarnings("ignore:.*quantiz.*")
+def test_a_quantized_tensor_is_refused():
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+    with pytest.raises(TrainStateTypeError, match=r"train_state\['q'\]: .*dtype quint8"):
+        encode({"q": quantized})
 
-    def test_the_same_object_twice_is_not_a_cycle(self):
-        shared = [1]
-        assert decode(encode([shared, {"a": shared}])) == [[1], {"a": [1]}]
+
+def test_the_deepest_state_and_the_same_object_twice_are_taken():
+    assert decode(encode(nested(MAX_DEPTH))) == nested(MAX_DEPTH)
+    shared = [1]
+    assert decode(encode([shared, {"a": shared}])) == [[1], {"a": [1]}]
 
 
 def tag(name: str, /, **fields: object) -> str:
@@ -142,113 +130,89 @@ def tag(name: str, /, **fields: object) -> str:
 
 
 BAD_JSON = {
-    "not-json": ("{", TrainStateFormatError),
-    "nan": ("NaN", TrainStateFormatError),
-    "overflowing-float": ("1e999", TrainStateFormatError),
-    "huge-int": ("1" * 5000, TrainStateFormatError),
-    "int-beyond-64-bits": (str(2**64), TrainStateFormatError),
-    "duplicate-key": ('{"a":1,"a":2}', TrainStateFormatError),
-    "deep-lists": ("[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2), TrainStateFormatError),
-    "bottomless": ("[" * 200_000, TrainStateFormatError),
-    "unknown-tag": (tag("eval", code="1"), TrainStateTagError),
-    "dunder-tag": (tag("__import__", name="os"), TrainStateTagError),
-    "tag-is-a-number": ('{"$":1}', TrainStateTagError),
-    "tag-is-a-list": ('{"$":["tuple"],"items":[]}', TrainStateTagError),
-    "missing-field": (tag("tuple"), TrainStateFormatError),
-    "extra-field": (tag("tuple", items=[], x=1), TrainStateFormatError),
-    "tuple-of-no-list": (tag("tuple", items="ab"), TrainStateFormatError),
-    "set-of-lists": (tag("set", items=[[1]]), TrainStateFormatError),
-    "set-twice": (tag("set", items=[1, 1]), TrainStateFormatError),
-    "key-twice": (tag("dict", items=[[1, 2], [1, 3]]), TrainStateFormatError),
-    "key-is-a-list": (tag("dict", items=[[[1], 2]]), TrainStateFormatError),
-    "no-pair": (tag("Counter", items=[[1]]), TrainStateFormatError),
-    "deque-overfull": (tag("deque", items=[1, 2], maxlen=1), TrainStateFormatError),
-    "deque-negative": (tag("deque", items=[], maxlen=-1), TrainStateFormatError),
-    "deque-bool": (tag("deque", items=[], maxlen=True), TrainStateFormatError),
-    "factory-unknown": (tag("defaultdict", items=[], factory="eval"), TrainStateFormatError),
-    "factory-list": (tag("defaultdict", items=[], factory=[]), TrainStateFormatError),
-    "int-not-hex": (tag("int", hex="0xzz"), TrainStateFormatError),
-    "int-small": (tag("int", hex="0x1"), TrainStateFormatError),
-    "int-spaced": (tag("int", hex=" 0x1_0000_0000_0000_0000"), TrainStateFormatError),
-    "int-number": (tag("int", hex=1), TrainStateFormatError),
-    "float-name": (tag("float", value="infinity"), TrainStateFormatError),
-    "float-list": (tag("float", value=[]), TrainStateFormatError),
-    "complex-short": (tag("complex", parts=["1.0"]), TrainStateFormatError),
-    "complex-spelling": (tag("complex", parts=["1", "2"]), TrainStateFormatError),
-    "complex-number": (tag("complex", parts=3), TrainStateFormatError),
-    "str-odd": (tag("str", hex="a"), TrainStateFormatError),
-    "str-not-utf8": (tag("str", hex="ff"), TrainStateFormatError),
-    "bytes-not-base64": (tag("bytes", base64="!!"), TrainStateFormatError),
-    "bytes-not-canonical": (tag("bytes", base64="QUJ="), TrainStateFormatError),
-    "bytes-number": (tag("bytearray", base64=1), TrainStateFormatError),
-    "size-of-text": (tag("torch.Size", items=["1"]), TrainStateFormatError),
-    "size-overflow": (tag("torch.Size", items=[2**63]), TrainStateFormatError),
-    "dtype-by-attribute": (tag("torch.dtype", name="nn"), TrainStateFormatError),
-    "dtype-deep": (
-        '{"$":"torch.dtype","name":' + "[" * 400 + "]" * 400 + "}",
-        TrainStateFormatError,
-    ),
-    "tag-deep": ('{"$":' + "[" * 400 + "]" * 400 + "}", TrainStateTagError),
-    "dtype-list": (tag("torch.dtype", name=[]), TrainStateFormatError),
-    "device-unknown": (tag("torch.device", name="fridge:0"), TrainStateFormatError),
-    "scalar-dtype": (tag("numpy.scalar", dtype="O", base64="AAAAAAAAAAA="), TrainStateFormatError),
-    "scalar-length": (tag("numpy.scalar", dtype="int8", base64="AAA="), TrainStateFormatError),
-    "tensor-missing": (
-        tag("torch.Tensor", tensor="nope", dtype="float32"),
-        TrainStateFormatError,
-    ),
-    "tensor-name-list": (
-        tag("torch.Tensor", tensor=["t"], dtype="float32"),
-        TrainStateFormatError,
-    ),
-    "tensor-unused": ("1", TrainStateFormatError),
-    "tensor-other-dtype": (
-        tag("torch.Tensor", tensor="t", dtype="float64"),
-        TrainStateFormatError,
-    ),
-    "tensor-unknown-dtype": (tag("torch.Tensor", tensor="t", dtype="nn"), TrainStateFormatError),
-    "tensor-not-complex": (
-        tag("torch.Tensor", tensor="t", dtype="complex32"),
-        TrainStateFormatError,
-    ),
-    "array-other-dtype": (
-        tag("numpy.ndarray", tensor="t", dtype="<i4"),
-        TrainStateFormatError,
-    ),
-    "array-object-dtype": (tag("numpy.ndarray", tensor="t", dtype="|O"), TrainStateFormatError),
-    "tensor-twice": (
-        f"[{', '.join([tag('torch.Tensor', tensor='t', dtype='float32')] * 2)}]",
-        TrainStateFormatError,
-    ),
+    "not-json": "{",
+    "nan": "NaN",
+    "overflowing-float": "1e999",
+    "huge-int": "1" * 5000,
+    "int-beyond-64-bits": str(2**64),
+    "duplicate-key": '{"a":1,"a":2}',
+    "deep-lists": "[" * (MAX_DEPTH + 2) + "]" * (MAX_DEPTH + 2),
+    "bottomless": "[" * 200_000,
+    "unknown-tag": tag("eval", code="1"),
+    "dunder-tag": tag("__import__", name="os"),
+    "tag-is-a-number": '{"$":1}',
+    "tag-is-a-list": '{"$":["tuple"],"items":[]}',
+    "missing-field": tag("tuple"),
+    "extra-field": tag("tuple", items=[], x=1),
+    "tuple-of-no-list": tag("tuple", items="ab"),
+    "set-of-lists": tag("set", items=[[1]]),
+    "set-twice": tag("set", items=[1, 1]),
+    "key-twice": tag("dict", items=[[1, 2], [1, 3]]),
+    "key-is-a-list": tag("dict", items=[[[1], 2]]),
+    "no-pair": tag("Counter", items=[[1]]),
+    "deque-overfull": tag("deque", items=[1, 2], maxlen=1),
+    "deque-negative": tag("deque", items=[], maxlen=-1),
+    "deque-bool": tag("deque", items=[], maxlen=True),
+    "factory-unknown": tag("defaultdict", items=[], factory="eval"),
+    "factory-list": tag("defaultdict", items=[], factory=[]),
+    "int-not-hex": tag("int", hex="0xzz"),
+    "int-small": tag("int", hex="0x1"),
+    "int-spaced": tag("int", hex=" 0x1_0000_0000_0000_0000"),
+    "int-number": tag("int", hex=1),
+    "float-name": tag("float", value="infinity"),
+    "float-list": tag("float", value=[]),
+    "complex-short": tag("complex", parts=["1.0"]),
+    "complex-spelling": tag("complex", parts=["1", "2"]),
+    "complex-number": tag("complex", parts=3),
+    "str-odd": tag("str", hex="a"),
+    "str-not-utf8": tag("str", hex="ff"),
+    "bytes-not-base64": tag("bytes", base64="!!"),
+    "bytes-not-canonical": tag("bytes", base64="QUJ="),
+    "bytes-number": tag("bytearray", base64=1),
+    "size-of-text": tag("torch.Size", items=["1"]),
+    "size-overflow": tag("torch.Size", items=[2**63]),
+    "dtype-by-attribute": tag("torch.dtype", name="nn"),
+    "dtype-deep": '{"$":"torch.dtype","name":' + "[" * 400 + "]" * 400 + "}",
+    "tag-deep": '{"$":' + "[" * 400 + "]" * 400 + "}",
+    "dtype-list": tag("torch.dtype", name=[]),
+    "device-unknown": tag("torch.device", name="fridge:0"),
+    "scalar-dtype": tag("numpy.scalar", dtype="O", base64="AAAAAAAAAAA="),
+    "scalar-length": tag("numpy.scalar", dtype="int8", base64="AAA="),
+    "tensor-missing": tag("torch.Tensor", tensor="nope", dtype="float32"),
+    "tensor-name-list": tag("torch.Tensor", tensor=["t"], dtype="float32"),
+    "tensor-unused": "1",
+    "tensor-other-dtype": tag("torch.Tensor", tensor="t", dtype="float64"),
+    "tensor-unknown-dtype": tag("torch.Tensor", tensor="t", dtype="nn"),
+    "tensor-not-complex": tag("torch.Tensor", tensor="t", dtype="complex32"),
+    "array-other-dtype": tag("numpy.ndarray", tensor="t", dtype="<i4"),
+    "array-object-dtype": tag("numpy.ndarray", tensor="t", dtype="|O"),
+    "tensor-twice": f"[{', '.join([tag('torch.Tensor', tensor='t', dtype='float32')] * 2)}]",
 }
+UNKNOWN_TAGS = {"unknown-tag", "dunder-tag", "tag-is-a-number", "tag-is-a-list", "tag-deep"}
 
 
-class TestDecode:
-    @pytest.mark.parametrize("name", BAD_JSON)
-    def test_what_is_never_written_is_refused_by_name(self, name):
-        text, error = BAD_JSON[name]
-        # Only where it is meant: an unused tensor is an error of its own, and would hide others.
-        given = '"tensor": "t"' in text or name == "tensor-unused"
-        tensors = {"t": StoredTensor("F32", (2,), bytes(8))} if given else {}
-        with pytest.raises(TrainStateFormatError) as caught:
-            decode(EncodedState(text, tensors))
-        assert type(caught.value) is error
-        assert str(caught.value).startswith("train_state")
-        assert len(str(caught.value)) < 500
-
-    @pytest.mark.parametrize("dtype", ["float32", "nothing"])
-    def test_tensor_with_the_wrong_number_of_bytes_is_refused(self, dtype):
-        text = tag("torch.Tensor", tensor="t", dtype=dtype)
-        with pytest.raises(TrainStateFormatError):
-            decode(EncodedState(text, {"t": StoredTensor("F32", (2,), bytes(7))}))
-
-    def test_message_names_the_path_inside_the_state(self):
-        text = json.dumps({"a": [{"$": "dict", "items": [["k", {"$": "odd"}]]}]})
-        with pytest.raises(TrainStateTagError, match=r"^train_state\['a'\]\[0\]\['k'\]: .*'odd'"):
-            decode(EncodedState(text))
+@pytest.mark.parametrize("name", BAD_JSON)
+def test_what_is_never_written_is_refused_by_name(name):
+    text = BAD_JSON[name]
+    # Only where it is meant: an unused tensor is an error of its own, and would hide others.
+    given = '"tensor": "t"' in text or name == "tensor-unused"
+    tensors = {"t": StoredTensor("F32", (2,), bytes(8))} if given else {}
+    with pytest.raises(TrainStateFormatError) as caught:
+        decode(EncodedState(text, tensors))
+    expected = TrainStateTagError if name in UNKNOWN_TAGS else TrainStateFormatError
+    assert type(caught.value) is expected
+    assert str(caught.value).startswith("train_state")
+    assert len(str(caught.value)) < 500
 
 
-def test_every_error_is_an_offload_error():
-    errors = [value for name, value in vars(train_state).items() if name.endswith("Error")]
-    assert len(errors) >= 5
-    assert all(issubclass(error, OffloadError) for error in errors)
+@pytest.mark.parametrize("dtype", ["float32", "nothing"])
+def test_a_tensor_with_the_wrong_number_of_bytes_is_refused(dtype):
+    text = tag("torch.Tensor", tensor="t", dtype=dtype)
+    with pytest.raises(TrainStateFormatError):
+        decode(EncodedState(text, {"t": StoredTensor("F32", (2,), bytes(7))}))
+
+
+def test_a_message_names_the_path_inside_the_state():
+    text = json.dumps({"a": [{"$": "dict", "items": [["k", {"$": "odd"}]]}]})
+    with pytest.raises(TrainStateTagError, match=r"^train_state\['a'\]\[0\]\['k'\]: .*'odd'"):
+        decode(EncodedState(text))

@@ -7,7 +7,6 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,18 +15,14 @@ from rich.console import Console
 import gds.bench.measure
 import gds.bench.passes
 import gds.buffers.cuda
-from gds import PosixBackend
-from gds.backends.kvikio_file import Used
 from gds.bench import link
 from gds.bench.link import LinkUse, link_meter
 from gds.bench.run import Plan
 from gds.bench.run import run as run_plan
 from gds.bench.screen import show
 from gds.bench.workload import Workload
-from gds.kvikio import KvikioBackend
+from gds.kvikio import KvikioBackend, Used
 from tests.fake_gpu.machine import FakeGpu, installed
-from tests.gds_cli.machines import Machine
-from tests.threads import since
 
 HANDLE = 0x7F00_1234_5678
 RX_KB, TX_KB = 3_000_000, 500_000
@@ -107,8 +102,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return FakeNvml()
 
 
-def test_both_directions_of_the_gpu_that_is_used_are_sampled(backend, nvml) -> None:
-    others = threading.enumerate()
+def test_both_directions_of_the_gpu_that_is_used_are_sampled(backend, nvml):
     meter = link_meter(backend, lambda: nvml)
     assert nvml.bus == b"0000:40:00.0"
     with meter.running():
@@ -119,37 +113,7 @@ def test_both_directions_of_the_gpu_that_is_used_are_sampled(backend, nvml) -> N
     meter.close()
     meter.close()
     assert nvml.open == 0
-    assert not since(others, "gds-link")
-
-
-def test_a_sample_that_outlasts_the_transfers_does_not_count(
-    backend, nvml, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meter = link_meter(backend, lambda: nvml)
-    ended = threading.Event()
-    real = nvml._throughput
-
-    def slow(*arguments: Any) -> int:
-        nvml.sampled.set()
-        assert ended.wait(60)
-        return real(*arguments)
-
-    class Joined(threading.Thread):
-        def join(self, timeout: float | None = None) -> None:
-            ended.set()  # the block has ended, and waits for the call that is under way
-            super().join(timeout)
-
-    nvml.nvmlDeviceGetPcieThroughput = Function(slow)
-    monkeypatch.setattr(link.threading, "Thread", Joined)
-    with meter.running():
-        assert nvml.sampled.wait(60)
-    monkeypatch.undo()
-    assert ended.is_set()
-    found = meter.use()
-    assert found == LinkUse(
-        None, None, 0, "no pass took long enough for a sample of 20 ms in each direction"
-    )
-    meter.close()
+    assert not [t for t in threading.enumerate() if t.name == "gds-link"]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +124,7 @@ def test_a_sample_that_outlasts_the_transfers_does_not_count(
         ("throughput", "nvmlDeviceGetPcieThroughput: Not Supported (3)"),
     ],
 )
-def test_what_nvml_refuses_is_the_reason(backend, nvml, fails, reason) -> None:
+def test_what_nvml_refuses_is_the_reason(backend, nvml, fails, reason):
     nvml.fails[fails] = 3
     meter = link_meter(backend, lambda: nvml)
     with meter.running():
@@ -171,7 +135,7 @@ def test_what_nvml_refuses_is_the_reason(backend, nvml, fails, reason) -> None:
     assert nvml.open == 0
 
 
-def no_library() -> Any:
+def no_library():
     raise OSError("libnvidia-ml.so.1: cannot open shared object file")
 
 
@@ -183,7 +147,7 @@ def no_library() -> Any:
     ],
     ids=["missing", "old"],
 )
-def test_a_library_that_cannot_be_used_is_the_reason(backend, load, reason) -> None:
+def test_a_library_that_cannot_be_used_is_the_reason(backend, load, reason):
     meter = link_meter(backend, load)
     with meter.running():
         pass
@@ -191,69 +155,47 @@ def test_a_library_that_cannot_be_used_is_the_reason(backend, load, reason) -> N
     meter.close()
 
 
-def test_memory_of_the_host_has_no_such_link(nvml) -> None:
-    backend = PosixBackend()
-    meter = link_meter(backend, lambda: nvml)
-    assert meter.use() == LinkUse(None, None, 0, "no memory of a GPU is moved")
-    assert nvml.bus == b""
-    backend.close()
-
-
-def report_of(drive: Path, machine: Machine, monkeypatch, load: Any) -> tuple[Any, str]:
-    """Measure device memory; returns the report, and what it shows to people."""
+def report_of(drive, machine, monkeypatch, load, path="compat"):
+    """Measure memory; returns the figures of the run, and what is shown to people."""
     monkeypatch.setattr(gds.bench.measure, "link_meter", lambda b: link_meter(b, load))
-    workload = Workload(path="compat", size=1 << 16, file_bytes=1 << 20)
+    workload = Workload(path=path, size=1 << 16, file_bytes=1 << 20)
     plan = Plan(place=str(drive), workloads=[workload], allow_small=True)
     report = run_plan(plan, system=machine)
-    console = Console(file=io.StringIO(), width=200)
-    show(report, console)
-    return report, console.file.getvalue()
+    show(report, console := Console(file=io.StringIO(), width=200))
+    (found,) = report.to_json()["results"][0]["runs"]
+    return found, console.file.getvalue()
 
 
-def test_a_report_shows_what_crossed(drive, machine, gpu, nvml, monkeypatch) -> None:
+def test_a_report_shows_what_crossed_or_why_it_does_not_know(
+    drive, machine, gpu, nvml, monkeypatch
+):
+    found, shown = report_of(drive, machine, monkeypatch, no_library)
+    assert (found["pcie_rx_gbps"], found["pcie_tx_gbps"], found["pcie_samples"]) == (None, None, 0)
+    reason = "PCIe traffic could not be read: NVML cannot be used: libnvidia-ml.so.1: cannot open"
+    assert reason in shown
+    found, shown = report_of(drive, machine, monkeypatch, lambda: nvml, path="direct")
+    assert "PCIe" not in shown
+    assert found["pcie_reason"] == "no memory of a GPU is moved"
+    assert nvml.bus == b""
     real = gds.bench.passes.Pass.run
 
-    def run(self: Any, order: Any, **limits: float) -> float:
+    def run(self, order, **limits):
         elapsed_s = real(self, order, **limits)
         assert nvml.sampled.wait(60)  # so that there is a sample, however fast the drive is
         return elapsed_s
 
     monkeypatch.setattr(gds.bench.passes.Pass, "run", run)
-    report, shown = report_of(drive, machine, monkeypatch, lambda: nvml)
-    (run_,) = report.to_json()["results"][0]["runs"]
-    assert (run_["pcie_rx_gbps"], run_["pcie_tx_gbps"]) == (3.0, 0.5)
-    assert run_["pcie_samples"] >= 1
-    assert run_["pcie_reason"] == ""
+    found, shown = report_of(drive, machine, monkeypatch, lambda: nvml)
+    assert (found["pcie_rx_gbps"], found["pcie_tx_gbps"]) == (3.0, 0.5)
+    assert found["pcie_samples"] >= 1
+    assert found["pcie_reason"] == ""
     assert "PCIe rx" in shown
-    assert " 3.000 " in shown
-    assert "NVML has no counters of the copy engines" in shown
     assert "could not be read" not in shown
     assert nvml.open == 0
 
 
-def test_a_report_says_why_it_does_not_know(drive, machine, gpu, monkeypatch) -> None:
-    report, shown = report_of(drive, machine, monkeypatch, no_library)
-    (run_,) = report.to_json()["results"][0]["runs"]
-    assert (run_["pcie_rx_gbps"], run_["pcie_tx_gbps"], run_["pcie_samples"]) == (None, None, 0)
-    assert (
-        "PCIe traffic could not be read: NVML cannot be used: libnvidia-ml.so.1: cannot open"
-        in shown
-    )
-
-
-def test_a_report_of_host_memory_has_no_such_columns(drive, machine) -> None:
-    workload = Workload(path="direct", size=1 << 16, file_bytes=1 << 20)
-    report = run_plan(
-        Plan(place=str(drive), workloads=[workload], allow_small=True), system=machine
-    )
-    console = Console(file=io.StringIO(), width=200)
-    show(report, console)
-    assert "PCIe" not in console.file.getvalue()
-    assert report.points[0].runs[0].pcie_reason == "no memory of a GPU is moved"
-
-
 @pytest.mark.gpu
-def test_the_drivers_library_answers() -> None:
+def test_the_drivers_library_answers():
     pytest.importorskip("cupy")
     if reason := gds.buffers.cuda.no_driver():
         pytest.skip(reason)
@@ -267,7 +209,5 @@ def test_the_drivers_library_answers() -> None:
     if found.reason:
         pytest.skip(found.reason)  # virtual GPUs and sandboxes do not say
     assert found.samples >= 1
-    assert found.rx_gbps is not None
-    assert found.tx_gbps is not None
     assert found.rx_gbps >= 0
     assert found.tx_gbps >= 0

@@ -1,14 +1,17 @@
-"""`gds check` on this machine: what it prints, its exit status, and that it leaves nothing."""
+"""`gds check` on this machine: its exit status, what it leaves, and what it says of places."""
 
+import errno
 import json
 import os
+import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from gds import libc, probe
+from gds import probe
 from gds.check import System, examine
 
 EXAMINATION = {
@@ -56,15 +59,6 @@ def test_the_path_is_the_one_that_a_transfer_can_take(run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_statx_tells_is_shown(run, drive):
-    with probe.scratch_file(str(drive)) as fd:
-        told = libc.direct_alignment(fd)
-    if told is None:
-        pytest.skip("the kernel does not tell")
-    _, out, _ = run("check", drive)
-    assert f"memory {told[0]} bytes, offset and length {told[1]} bytes" in out
-
-
 @pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="there is no /dev/shm")
 def test_memory_is_no_drive(run):
     status, out, _ = run("check", "/dev/shm", "--for", "write")
@@ -72,18 +66,6 @@ def test_memory_is_no_drive(run):
         pytest.skip("there is a CUDA driver")
     assert status == 5
     assert "lost at power-off" in out
-
-
-@pytest.mark.parametrize("kind", ["missing", "file"])
-def test_what_is_no_directory_is_one_line_and_status_1(run, tmp_path, kind):
-    path = tmp_path / kind
-    if kind == "file":
-        path.touch()
-    status, out, err = run("check", path)
-    assert (status, out) == (1, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert str(path) in err
 
 
 @pytest.mark.parametrize("arguments", [["check"], ["check", "/", "--require", "x"], ["nothing"]])
@@ -112,8 +94,8 @@ def test_where_no_file_can_be_made_one_that_is_there_is_read(drive):
     assert (drive / "file").read_bytes() == b"x" * 10_000
 
 
-@pytest.mark.parametrize("command", [["--help"], ["check", "."], ["bench", "--help"]])
-def test_commands_start_without_torch_and_numpy(tmp_path: Path, command: list[str]) -> None:
+@pytest.mark.parametrize("command", [["check", "."], ["bench", "--help"]])
+def test_commands_start_without_torch_and_numpy(tmp_path, command):
     program = f"""
 import sys
 from gds.cli import main
@@ -138,3 +120,77 @@ def test_version_is_printed(run):
     status, out, _ = run("--version")
     assert status == 0
     assert out.startswith("gds ")
+
+
+# Places that cannot be used, by `bench` either
+
+BOTH = ("bench", "check")
+
+
+def block_devices() -> list[Path]:
+    found = sorted(Path("/dev").iterdir())
+    return [path for path in found if stat.S_ISBLK(path.stat(follow_symlinks=False).st_mode)]
+
+
+@pytest.mark.parametrize("command", BOTH)
+def test_a_place_that_is_not_there(command, tmp_path, run):
+    (tmp_path / "file").touch()
+    status, _, err = run(command, tmp_path / "none")
+    assert status == 1
+    assert f"{tmp_path}/none: no such file or directory: create it" in err
+    _, _, err = run(command, tmp_path / "file/below")
+    assert "below: no such file or directory: a parent in this path is a file" in err
+    if command == "check":
+        _, _, err = run(command, tmp_path / "file")
+        assert f"{tmp_path}/file: this is a file: name the directory that it is in" in err
+
+
+@pytest.mark.parametrize("command", BOTH)
+def test_a_block_device(command, run):
+    devices = block_devices()
+    if not devices:
+        pytest.skip("there is no block device in /dev")
+    for device in devices[:3]:
+        status, _, err = run(command, device)
+        assert status == 1
+        number = device.stat().st_rdev
+        for point in probe.mount_points(os.major(number), os.minor(number))[:1]:
+            assert f"name a directory in {point}, where it is mounted" in err
+        assert f"{device} is a block device, but only files can be used" in err
+        assert "in memory" not in err
+
+
+@pytest.mark.parametrize("command", BOTH)
+def test_other_things_that_are_no_files(command, tmp_path, run):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    (tmp_path / "link").symlink_to("file")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        for place in (tmp_path / "pipe", tmp_path / "socket", Path("/dev/null")):
+            status, _, err = run(command, place)
+            assert status == 1
+            assert f"{place} is neither a directory nor a regular file" in err
+
+
+@pytest.mark.parametrize("command", BOTH)
+def test_a_file_system_of_the_kernels_own(command, run):
+    for place, kind in (("/proc", "proc"), ("/sys", "sysfs")):
+        status, out, err = run(command, place)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert f"{place} is {kind}, a view of the kernel without files on a drive" in err
+
+
+def test_a_directory_that_may_not_be_written_to(tmp_path, run, monkeypatch):
+    """Root may write anywhere, so the refusal is made."""
+    real = os.open
+
+    def refusing(path, flags, *more, **named):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    _, _, err = run("bench", tmp_path)
+    assert f"error: no file can be made in {tmp_path} (Permission denied): give a" in err
+    assert "page cache" not in err

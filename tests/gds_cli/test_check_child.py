@@ -94,12 +94,6 @@ def test_a_cufile_that_spins_is_killed(libraries, drive):
     assert json.loads(last) == {"stage": "cuFileHandleRegister"}
 
 
-def test_a_driver_that_fails_is_no_driver(libraries, drive):
-    found = examined(libraries, drive, "no-device", TIMEOUT_S)
-    assert found.no_driver == "cuInit: no CUDA-capable device (CUDA error 100)"
-    assert found.cufile.reads is found.cufile.writes is False
-
-
 def test_without_libraries_the_child_says_so(tmp_path):
     empty = {"LD_LIBRARY_PATH": str(tmp_path)}
     if not System().library_error("libcuda.so.1"):
