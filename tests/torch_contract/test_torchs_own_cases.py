@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import offload
 from gds import MemoryBackend
 from offload.errors import MismatchError, UnsupportedOptimizerError
 from tests.numerics.reference import Reference, assert_same_bits, assert_same_state, read_state
+from tests.stores.small import make_optimizer
 
 CLASSES = (
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop",
@@ -62,14 +64,9 @@ def make_parameters(*dtypes: torch.dtype) -> list[torch.nn.Parameter]:
 def offloaded(
     cls: type[torch.optim.Optimizer], params: Any, **hyper: Any
 ) -> tuple[offload.OffloadedOptimizer, MemoryBackend]:
-    backend = MemoryBackend()
-    options = offload.Options(
-        chunk_bytes=4096, backend=backend, allow_volatile=True, train_state_bytes=8192
-    )
-    return (
-        offload.OffloadedOptimizer(cls, params, directory="/store", options=options, **hyper),
-        backend,
-    )
+    backend, made = MemoryBackend(), partial(offload.OffloadedOptimizer, cls)
+    nothing = torch.nn.Module()
+    return make_optimizer(nothing, backend, made, params=params, model=None, **hyper), backend
 
 
 def configurations(info: Any) -> Iterator[tuple[str, dict[str, Any]]]:
