@@ -21,7 +21,7 @@ from tests.numerics.reference import (
     bits,
     read_state,
 )
-from tests.stores.small import make_model, make_optimizer, options
+from tests.stores.small import STORE, make_model, make_optimizer
 from tests.torch_contract.modes import MODES, default_dtype, flush_denormal
 
 __all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
@@ -82,28 +82,24 @@ def program(within: Entry, **settings: Any) -> Outcome:
     backend = MemoryBackend()
 
     def construct(model: Net) -> offload.OffloadedOptimizer:
+        params = [*model.first.parameters(), *model.norm.parameters()]
+        chosen = {"ring_chunks": 2, **settings}
         with within("construct"):
-            return offload.AdamW(
-                [*model.first.parameters(), *model.norm.parameters()],
-                lr=0.01,
-                directory="/store",
-                model=model,
-                options=options(backend, ring_chunks=2, **settings),
-            )
+            return make_optimizer(model, backend, params=params, lr=0.01, settings=chosen)
+
+    def do(name: str, call: Callable[..., Any], *args: Any) -> Any:
+        with within(name):
+            return call(*args)
 
     def step(name: str = "step") -> None:
         optimizer.zero_grad()
-        with within("training"):
-            train(model, optimizer.stats().steps)
-        with within(name):
-            optimizer.step()
+        do("training", train, model, optimizer.stats().steps)
+        do(name, optimizer.step)
 
     def checkpoint(name: str = "checkpoint") -> None:
         state = {"tensor": torch.arange(3), "rates": [0.5]}
-        with within(name):
-            handle = optimizer.checkpoint(state)
-        with within("result"):
-            assert handle.result().step
+        handle = do(name, optimizer.checkpoint, state)
+        assert do("result", handle.result).step
 
     model = Net()
     optimizer = construct(model)
@@ -112,58 +108,46 @@ def program(within: Entry, **settings: Any) -> Outcome:
     step()
     step()
     checkpoint()
-    with within("state_dict"):
-        reference = optimizer.state_dict()
+    reference = do("state_dict", optimizer.state_dict)
     out["reference"] = {k: reference[k] for k in ("step", "sealed", "param_groups")}
-    with within("load_state_dict(reference)"):
-        optimizer.load_state_dict(reference)
+    do("load_state_dict(reference)", optimizer.load_state_dict, reference)
     step()
-    with within("full_state_dict"):
-        full = optimizer.full_state_dict()
+    full = do("full_state_dict", optimizer.full_state_dict)
     out["full"] = frozen(full)
     assert not any(t.is_inference() for t in full["master"].values())
     step()
-    with within("load_state_dict"):
-        optimizer.load_state_dict(full)
+    do("load_state_dict", optimizer.load_state_dict, full)
     step()
     with within("materialized"), optimizer.materialized():
         out["materialized"] = frozen(list(optimizer.state.values()))
-    with within("synchronize"):
-        optimizer.synchronize()
-    with within("add_param_group"):
-        optimizer.add_param_group({"params": list(model.second.parameters()), "lr": 0.1})
+    do("synchronize", optimizer.synchronize)
+    head = {"params": list(model.second.parameters()), "lr": 0.1}
+    do("add_param_group", optimizer.add_param_group, head)
     step()
     step()
     checkpoint()
-    with within("pin"):
-        optimizer.pin("best")
-    with within("unpin"):
-        optimizer.unpin("best")
+    do("pin", optimizer.pin, "best")
+    do("unpin", optimizer.unpin, "best")
     out["model"] = frozen(model.state_dict())
     step()
-    with within("stats"):
-        assert optimizer.stats().steps
-    with within("restore"):
-        assert optimizer.restore().step
+    assert do("stats", optimizer.stats).steps
+    assert do("restore", optimizer.restore).step
     out["restored"] = frozen(model.state_dict())
     step()
-    with within("close"):
-        optimizer.close()
+    do("close", optimizer.close)
 
     model = Net()
     optimizer = construct(model)
     optimizer.add_param_group({"params": list(model.second.parameters()), "lr": 0.1})
-    with within("restore in a new process"):
-        restored = optimizer.restore()
-    with within("train_state"):
-        out["train_state"] = frozen(restored.train_state)
+    restored = do("restore in a new process", optimizer.restore)
+    out["train_state"] = frozen(do("train_state", lambda: restored.train_state))
     out["resumed"] = frozen(model.state_dict())
     step()
     step()
     checkpoint()
     out["final"] = frozen(model.state_dict())
     optimizer.close()
-    stored = read_state(f"/store/step-{restored.step + 2:08d}", backend)
+    stored = read_state(f"{STORE}/step-{restored.step + 2:08d}", backend)
     out["stored"] = {n: frozen(v) for n, v in vars(stored).items() if n in ("arrays", "scalars")}
     return out
 

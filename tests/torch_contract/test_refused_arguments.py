@@ -235,7 +235,7 @@ def test_a_parameter_that_is_given_twice_later(stepped: bool) -> None:
     optimizer.close()
 
 
-MEANT = r'such as \{"epoch": 3\}, got {} {}\. The step number and the name .* need not be given'
+MEANT = r'such as \{"epoch": 3\}, got %s %s\. The step number and the name .* need not be given'
 
 
 def test_train_state_that_would_not_come_back_the_same() -> None:
@@ -244,7 +244,7 @@ def test_train_state_that_would_not_come_back_the_same() -> None:
     refused = {
         r"\['sampler'\]": {"epoch": 1, "sampler": object()},
         r"\['functions'\]\[1\]": {"functions": [1, len]},
-        **{MEANT.format(type(s).__name__, re.escape(repr(s))): s for s in named},
+        **{MEANT % (type(s).__name__, re.escape(repr(s))): s for s in named},
     }
     with make_optimizer(model, backend) as optimizer:
         step(optimizer)

@@ -302,8 +302,9 @@ def test_calls_that_are_refused(
         with pytest.raises(error, match=says):
             call(scaler, optimizer)
         assert optimizer.num_steps == num_steps
-        scaler.update()
-        scaler.scale(loss_of(model, 1)).backward()
+        if num_steps:
+            scaler.update()
+            scaler.scale(loss_of(model, 1)).backward()
         scaler.step(optimizer)
         assert optimizer.num_steps == num_steps + 1
 

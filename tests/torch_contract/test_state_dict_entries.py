@@ -118,23 +118,6 @@ class Derived(Base):
         return self.l(x)
 
 
-class Detached(Extra):
-    """Its hook returns what ``keep_vars`` should not: detached tensors of the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_state_dict_post_hook(self.detach)
-
-    @staticmethod
-    def detach(_module: Any, state: dict[str, Any], *_: Any) -> None:
-        state.update({k: v.detach() for k, v in state.items() if isinstance(v, torch.Tensor)})
-        state["again"] = state["l.weight"]  # tied, by memory only
-
-    def _load_from_state_dict(self, state_dict: Any, *args: Any) -> None:
-        state_dict.pop("again", None)
-        super()._load_from_state_dict(state_dict, *args)
-
-
 class Nested(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +152,7 @@ class Observed(Extra):
         return super().seen() | {"low": self.observer.min_val, "high": self.observer.max_val}
 
 
-KINDS = [Growing, Plain, File, Packed, Turned, Derived, Detached, Nested]
+KINDS = [Growing, Plain, File, Packed, Turned, Derived, Nested]
 KINDS += [NoStrict, Observed]
 
 

@@ -7,7 +7,6 @@ types and edits of parameters in `tests/numerics`, scalers in `test_scaling.py`.
 from __future__ import annotations
 
 import os
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import offload
 from gds import MemoryBackend, StorageError
 from offload.errors import CheckpointError
 from tests.crash.fault_backend import FaultBackend
-from tests.eventually import is_freed
 from tests.numerics.reference import Reference, assert_same_bits, assert_same_parameters
 from tests.stores.small import (
     STORE,
@@ -89,25 +87,15 @@ def test_it_prints_as_torchs_do_below_a_line_of_its_own() -> None:
 
 def test_it_prints_what_is_to_be_done_about_its_checkpoints() -> None:
     backend = FaultBackend(memory_store(2))
-    optimizer = make_optimizer(make_model(), backend, keep=2)
-    line = f"AdamW in {STORE}: not restored, the newest checkpoint is of step 2"
-    assert first_line(optimizer) == line
-    optimizer.restore()
-    assert first_line(optimizer).startswith(f"AdamW in {STORE}: step 2, ")
-    backend.fail("write", 2, forever=False)
-    with pytest.raises(StorageError):
-        step(optimizer)
-    assert ", broken: " in first_line(optimizer)
-    optimizer.close()
-    assert first_line(optimizer).endswith(", closed")
-
-
-def test_it_is_freed_when_it_is_dropped() -> None:
-    _, optimizer = make()
-    step(optimizer)
-    gone = weakref.ref(optimizer)
-    del optimizer
-    assert is_freed(gone)
+    with make_optimizer(make_model(), backend, keep=2) as optimizer:
+        line = f"AdamW in {STORE}: not restored, the newest checkpoint is of step 2"
+        assert first_line(optimizer) == line
+        optimizer.restore()
+        assert first_line(optimizer).startswith(f"AdamW in {STORE}: step 2, ")
+        backend.fail("write", 2, forever=False)
+        with pytest.raises(StorageError):
+            step(optimizer)
+        assert ", broken: " in first_line(optimizer)
 
 
 def test_libraries_replace_the_dicts_of_groups() -> None:

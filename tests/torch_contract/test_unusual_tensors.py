@@ -142,30 +142,6 @@ def test_what_is_taken_is_restored_exactly(kind: str) -> None:
         assert_same_bits(found.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor), kind)
 
 
-def test_a_parameter_that_is_a_negative_view_is_trained_and_restored() -> None:
-    def make() -> torch.nn.Module:
-        model = make_model(lambda: numbers(1), "buffer")
-        model[0].weight = torch.nn.Parameter(torch._neg_view(numbers(8, 8)))
-        return model
-
-    plain, model, backend = make(), make(), MemoryBackend()
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    with offloaded(model, backend) as optimizer:
-        for _ in range(3):
-            step(model, optimizer)
-            step(plain, reference)
-        optimizer.checkpoint().result()
-    restored = make()
-    with offloaded(restored, backend) as optimizer:
-        optimizer.restore()
-        for found in (model, restored):
-            assert_same_bits(
-                found[0].weight.detach().resolve_neg(),
-                plain[0].weight.detach().resolve_neg(),
-                "weight",
-            )
-
-
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_restored_is_refused_by_name_at_construction(kind: str) -> None:
