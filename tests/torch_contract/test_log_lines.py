@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -16,7 +17,8 @@ from pathlib import Path
 import pytest
 
 import offload
-from gds import MemoryBackend
+from gds import MemoryBackend, PosixBackend
+from gds.calibration import load_calibration
 from offload.stream import tuning
 from offload.units import rate
 from tests.crash.fault_backend import FaultBackend
@@ -135,6 +137,15 @@ def test_a_calibration_is_made_once_and_says_its_rates(
     )
     assert "the drive, measured" in stats.summary()
     assert stats.drive_read_gbps == measured["read_gbps"]
+    known = load_calibration(str(stored))
+    assert known is not None
+    known = dataclasses.replace(known, read_threads=3, write_threads=5)
+    for asked, tuned in ((None, (3, 5)), (7, (7, 7))):  # options go before what was measured
+        backend, drives = PosixBackend(), offload.DriveTuning(threads=asked)
+        # No face says what the backend of an optimizer was tuned to.
+        tuning.apply_calibration(backend, offload.Options(drives=drives), known, 96 << 20)
+        assert (backend.read_threads, backend.write_threads) == tuned
+        backend.close()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from tests.torch_contract.published import (
 
 SAMPLE = {
     "pytorch_optimizer": (
-        *("AdEMAMix", "FTRL"),  # trained
+        *("AdEMAMix", "SGDW"),  # trained
         *("ROSE", "SPlus", "AggMo", "EmoNavi", "Lamb", "DiffGrad", "SAM", "DeMo", "SophiaH"),
         *("LoRARite", "Lookahead", "Muon"),
     ),
