@@ -192,7 +192,7 @@ MAKING = ("inference_mode", "device_context", "function_mode")
 """Modes that change which tensors are made: what one method makes, another one uses."""
 
 CASES = [
-    *(("exact", mode) for mode in MODES),
+    *(("exact", mode) for mode in [*MODES][::2]),
     *(("int8", mode) for mode in ("inference_mode", "float64")),
     *(("resident", mode) for mode in ("device_context", "function_mode")),
     *(("forward", mode) for mode in ("inference_mode", "no_grad", "default_device", "float64")),

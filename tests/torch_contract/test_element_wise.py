@@ -24,22 +24,19 @@ from tests.stores.small import make_optimizer
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 OF_TORCH = (
-    "acos", "atanh", "cosh", "digamma", "erf", "erfinv", "exp", "exp2", "expm1", "floor", "lgamma",
-    "log", "log1p", "logit", "reciprocal", "rsqrt", "sigmoid", "sin", "sinh", "sqrt", "square",
-    "tan", "tanh",
+    "erf", "exp", "exp2", "floor", "lgamma", "log", "log1p", "logit", "reciprocal", "rsqrt",
+    "sigmoid", "sin", "sinh", "sqrt", "square", "tanh",
 )  # fmt: skip
 FUNCTIONS: dict[str, Function] = {
     **{name: getattr(torch, name) for name in OF_TORCH},
-    **{name: getattr(functional, name) for name in ("elu", "gelu", "mish", "relu6", "softplus")},
+    **{name: getattr(functional, name) for name in ("gelu", "relu6", "softplus")},
     **{
         f"power {power}": lambda x, power=power: x.abs().pow(power)
         for power in (0.3, 0.5, 2.0, 3.0, -1.0)
     },
     "power of a number": lambda x: torch.pow(0.9, x),
     "power of a tensor": lambda x: x.abs().pow(x),
-    "atan2": lambda x: x.atan2(x + 1),
     "hypot": lambda x: x.hypot(x + 1),
-    "logaddexp": lambda x: torch.logaddexp(x, -x),
     "lerp": lambda x: x.lerp(x * x, 0.3),
     "addcdiv": lambda x: x.addcdiv(x + 1, x.abs() + 2, value=0.3),
     "float64": lambda x: x.double().exp().float(),
