@@ -14,44 +14,23 @@ Mode = Callable[[], AbstractContextManager[Any]]
 
 
 @contextmanager
-def default_device(device: str) -> Iterator[None]:
-    """Make tensors on another device, where nobody says which."""
-    torch.set_default_device(device)
+def switched(switch: Callable[[Any], object], on: Any, off: Any) -> Iterator[None]:
+    """Be in a mode that is a setting of torch."""
+    switch(on)
     try:
         yield
     finally:
-        torch.set_default_device(None)
+        switch(off)
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
     """Make tensors of another dtype, where nobody says of which."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+    return switched(torch.set_default_dtype, dtype, torch.float32)
 
 
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Refuse operations that are not deterministic, and fill new memory with NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextmanager
-def flush_denormal() -> Iterator[None]:
+def flush_denormal() -> AbstractContextManager[None]:
     """Let arithmetic of this thread take denormal numbers for zero."""
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
+    return switched(torch.set_flush_denormal, True, False)
 
 
 class Watching(TorchFunctionMode):
@@ -89,12 +68,12 @@ MODES: dict[str, Mode] = {
     "enable_grad": torch.enable_grad,
     "set_grad_enabled": lambda: torch.set_grad_enabled(False),
     "device_context": lambda: torch.device("meta"),
-    "default_device": lambda: default_device("meta"),
+    "default_device": lambda: switched(torch.set_default_device, "meta", None),
     "float64": lambda: default_dtype(torch.float64),
     "bfloat16": lambda: default_dtype(torch.bfloat16),
     "float16": lambda: default_dtype(torch.float16),
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "deterministic": deterministic,
+    "deterministic": lambda: switched(torch.use_deterministic_algorithms, True, False),
     "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
     "flush_denormal": flush_denormal,
     "function_mode": Spoiling,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ NUM_RANKS = 2
 STEPS = 3
 
 
-def construct(directory: Any, model: torch.nn.Module | None, **changes: Any) -> AdamW:
+def said(directory: Any, model: torch.nn.Module | None, **changes: Any) -> str:
+    """Return the error that a constructor raises, or that it has none."""
     settings = Options(
         allow_volatile=True,
         chunk_bytes=4096,
@@ -36,13 +36,8 @@ def construct(directory: Any, model: torch.nn.Module | None, **changes: Any) -> 
         agreement_timeout_s=AGREEMENT_S,
     )
     params = changes.pop("params", None) or model.parameters()
-    return AdamW(params, directory=directory, model=model, options=settings, **changes)
-
-
-def said(call: Callable[[], AdamW]) -> str:
-    """Return the error that a constructor raises, or that it has none."""
     try:
-        call().close()
+        AdamW(params, directory=directory, model=model, options=settings, **changes).close()
     except Exception as error:  # noqa: BLE001  (whatever it is, the test sees it)
         return f"{type(error).__name__}: {error}"
     return "constructed"
@@ -60,45 +55,36 @@ def main(root: Path, rank: int) -> dict[str, Any]:
         "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=NUM_RANKS
     )
     refused = root / "refused"
-    found["one directory for all"] = said(lambda: construct(root / "common", linear()))
-    found["one directory each"] = said(lambda: construct(root / f"each-{rank}", linear()))
+    own = refused / str(rank)
+    found["one directory for all"] = said(root / "common", linear())
+    found["one directory each"] = said(root / f"each-{rank}", linear())
     alone = [dist.new_group([number]) for number in range(NUM_RANKS)][rank]
-    found["a group of one"] = said(
-        lambda: construct(root / f"alone-{rank}", linear(), process_group=alone)
-    )
-    found["overlap backward"] = said(lambda: construct(refused, linear(), overlap="backward"))
+    found["a group of one"] = said(root / f"alone-{rank}", linear(), process_group=alone)
+    found["overlap backward"] = said(refused, linear(), overlap="backward")
     shares = DriveTuning(shares=(1, 1))
-    both = [refused / "a", refused / "b"]
-    found["shares"] = said(lambda: construct(both, linear(), drives=shares))
+    found["shares"] = said([refused / "a", refused / "b"], linear(), drives=shares)
 
     wrapped = DistributedDataParallel(linear())
-    found["ddp"] = said(lambda: construct(refused / str(rank), wrapped, **separate))
-    holder = torch.nn.Module()
-    holder.net = wrapped
-    found["ddp inside"] = said(lambda: construct(refused / str(rank), holder, **separate))
+    found["ddp"] = said(own, wrapped, **separate)
+    found["ddp inside"] = said(own, torch.nn.ModuleDict({"net": wrapped}), **separate)
     sharded = FullyShardedDataParallel(linear(), device_id=torch.device("cpu"))
-    found["fsdp"] = said(lambda: construct(refused / str(rank), sharded, **separate))
-    found["fsdp of several ranks"] = said(lambda: construct(refused, sharded))
-    found["ddp of several ranks"] = said(lambda: construct(root / "ddp", wrapped))
+    found["fsdp"] = said(own, sharded, **separate)
+    found["fsdp of several ranks"] = said(refused, sharded)
+    found["ddp of several ranks"] = said(root / "ddp", wrapped)
 
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     model = linear()
     for layer in model:
         fully_shard(layer, mesh=mesh)
-    found["fsdp2"] = said(lambda: construct(refused / str(rank), model, **separate))
-    found["fsdp2 without model"] = said(
-        lambda: construct(refused / str(rank), None, params=model.parameters(), **separate)
-    )
+    found["fsdp2"] = said(own, model, **separate)
+    found["fsdp2 without model"] = said(own, None, params=model.parameters(), **separate)
     frozen = torch.nn.Sequential(torch.nn.Linear(4, 4), model)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    found["fsdp2 frozen"] = said(lambda: construct(refused / str(rank), frozen, **separate))
+    model.requires_grad_(False)
+    found["fsdp2 frozen"] = said(own, frozen, **separate)
     dist.barrier()
     found["made"] = sorted(str(p.relative_to(root)) for p in root.rglob("refused*"))
 
-    found["ddp.module"] = said(
-        lambda: construct(root / "unwrapped" / str(rank), wrapped.module, **separate)
-    )
+    found["ddp.module"] = said(root / "unwrapped" / str(rank), wrapped.module, **separate)
     torch.set_num_threads(1)
     trained = Model(history=rank)
     settings = options(allow_volatile=True)
@@ -108,7 +94,7 @@ def main(root: Path, rank: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.checkpoint({"step": step}).result()
     dist.destroy_process_group()
-    found["environment"] = said(lambda: construct(refused / str(rank), linear()))
+    found["environment"] = said(own, linear())
     found["made"] += sorted(str(p.relative_to(root)) for p in root.rglob("refused*"))
     return found
 

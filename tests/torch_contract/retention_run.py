@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from gds import Backend, MemoryBackend
 from offload import list_checkpoints
-from offload.format.manifest import Manifest, decode
-from tests.stores.files import read
 from tests.stores.small import STORE, make_model, make_optimizer
+
+_open: list[Run] = []
+
+
+@pytest.fixture(autouse=True)
+def closed_runs() -> Iterator[None]:
+    """Close the runs of a test, in every module that imports this, when it ends."""
+    yield
+    while _open:
+        _open.pop().optimizer.close()
 
 
 class Run:
@@ -28,6 +38,7 @@ class Run:
         self.optimizer = make_optimizer(
             self.model, self.backend, lr=1e-2, settings=settings, **changes
         )
+        _open.append(self)
 
     @property
     def at(self) -> int:
@@ -79,11 +90,6 @@ class Run:
 def name_of(step: int) -> str:
     """Return the name of the checkpoint of a step."""
     return f"step-{step:08d}"
-
-
-def read_manifest(backend: Backend, path: str) -> Manifest:
-    """Return the manifest of a checkpoint."""
-    return decode(read(backend, f"{path}/manifest.json"), path)
 
 
 def slot_bytes() -> int:

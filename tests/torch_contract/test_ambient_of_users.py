@@ -1,11 +1,9 @@
-"""What belongs to the user runs in the user's modes; what belongs to the library does not."""
+"""Hooks and closures run in the user's modes, readers and exchange do the same in any of them."""
 
 from __future__ import annotations
 
-import ast
-import itertools
-from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,13 @@ import torch
 
 import offload
 from gds import MemoryBackend
-from offload import ambient
 from offload.errors import UnsupportedParameterError
 from tests.numerics.conftest import one_thread
-from tests.numerics.reference import assert_same_bits
-from tests.torch_contract.modes import MODES, Watching, flush_denormal
+from tests.numerics.reference import assert_same_bits, read_state
+from tests.stores.small import make_optimizer, step
+from tests.torch_contract.modes import MODES, Mode, Watching
 
 __all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def modes_now() -> dict[str, Any]:
@@ -34,26 +30,18 @@ def modes_now() -> dict[str, Any]:
         "autocast": torch.is_autocast_enabled("cpu"),
         "made": (made.device.type, made.dtype, made.is_inference()),
         "functions": torch._C._is_torch_function_enabled(),
-        "flushes": ambient.flushes_denormals(),
+        "flushes": 2.0**-1074 * 1.0 == 0.0,
         "function modes": torch.overrides._len_torch_function_stack(),
     }
 
 
 def make(
-    model: torch.nn.Module, backend: MemoryBackend | None = None, **settings: Any
+    model: torch.nn.Module, backend: MemoryBackend | None = None, overlap: Any = None
 ) -> offload.OffloadedOptimizer:
-    return offload.AdamW(
-        [p for p in model.parameters() if p.requires_grad],
-        lr=0.01,
-        directory="/store",
-        model=model,
-        options=offload.Options(
-            chunk_bytes=4096,
-            backend=backend or MemoryBackend(),
-            allow_volatile=True,
-            train_state_bytes=8192,
-            **settings,
-        ),
+    params = [p for p in model.parameters() if p.requires_grad]
+    settings = {"overlap": overlap}
+    return make_optimizer(
+        model, backend or MemoryBackend(), params=params, lr=0.01, settings=settings
     )
 
 
@@ -76,8 +64,19 @@ class Noted:
         self.by("closure")()
         return 1.0
 
+    def with_an_error(self) -> float:
+        self.by("closure")()
+        raise ZeroDivisionError
 
-@pytest.mark.parametrize("mode", MODES)
+
+OF_CALLERS: dict[str, Mode] = {
+    **MODES,
+    "functions off": torch._C.DisableTorchFunction,
+    "functions of subclasses off": torch._C.DisableTorchFunctionSubclass,
+}
+
+
+@pytest.mark.parametrize("mode", OF_CALLERS)
 def test_hooks_and_closures_run_in_the_modes_of_the_caller(mode: str) -> None:
     model = torch.nn.Linear(5, 3)
     noted = Noted()
@@ -92,8 +91,11 @@ def test_hooks_and_closures_run_in_the_modes_of_the_caller(mode: str) -> None:
     optimizer.register_load_state_dict_post_hook(noted.by("load_state_dict"))
     give(model)
     noted.found.clear()
-    with MODES[mode]():
+    with OF_CALLERS[mode]():
         expected = modes_now()
+        with suppress(ZeroDivisionError):
+            optimizer.step(noted.with_an_error)
+        assert modes_now() == expected
         optimizer.step(noted.with_loss)
         optimizer.checkpoint().result()
         optimizer.load_state_dict(optimizer.state_dict())
@@ -102,46 +104,12 @@ def test_hooks_and_closures_run_in_the_modes_of_the_caller(mode: str) -> None:
         assert modes_now() == expected
     optimizer.close()
     closures = noted.found.pop("closure")
-    assert closures == [expected | {"grad": True}]  # as in torch
+    assert closures == [expected | {"grad": True}] * 2  # as in torch
     assert len(noted.found) == 8
     different = {
         name: [each for each in found if each != expected] for name, found in noted.found.items()
     }
     assert different == {name: [] for name in noted.found}
-
-
-def test_modes_that_are_nested_and_left_by_an_error_are_what_they_were() -> None:
-    plain = modes_now()
-    assert len(MODES) > 10
-    for outer, inner in itertools.product(MODES, MODES):
-        with MODES[outer](), MODES[inner]():
-            expected = modes_now()
-            with suppress(ZeroDivisionError), ambient.neutral():
-                neutral = modes_now()
-                with ambient.neutral():
-                    assert modes_now() == neutral
-                    with suppress(KeyError), ambient.as_user():
-                        assert modes_now() == expected
-                        with ambient.neutral():
-                            assert modes_now() == neutral
-                        raise KeyError
-                assert modes_now() == neutral
-                raise ZeroDivisionError
-            assert modes_now() == expected
-            with ambient.as_user():  # which is nothing here
-                assert modes_now() == expected
-        assert modes_now() == plain
-        assert neutral.pop("function modes") == expected["function modes"]  # though none is asked
-        made = ("cpu", neutral["made"][1], False)  # a default dtype is the process's
-        assert plain | neutral == plain | {"grad": False, "functions": False, "made": made}
-
-
-@pytest.mark.parametrize("disabled", ["DisableTorchFunction", "DisableTorchFunctionSubclass"])
-def test_a_user_who_has_turned_functions_off_finds_them_off(disabled: str) -> None:
-    with torch.device("meta"), getattr(torch._C, disabled)():
-        expected = modes_now()
-        with ambient.neutral(), ambient.as_user():
-            assert modes_now() == expected
 
 
 @pytest.mark.filterwarnings("ignore:the reference that state_dict")
@@ -171,11 +139,10 @@ def test_a_mode_of_the_user_sees_what_it_sees_of_torchs_own_optimizer() -> None:
 def test_a_parameter_that_was_made_in_inference_mode_is_refused_by_name() -> None:
     with torch.inference_mode():
         model = torch.nn.Linear(5, 3)
+        late = torch.nn.Parameter(torch.ones(3))
     for within in (torch.no_grad, torch.inference_mode):
         with within(), pytest.raises(UnsupportedParameterError, match="'weight' was made in infer"):
             make(model)
-    with torch.inference_mode():
-        late = torch.nn.Parameter(torch.ones(3))
     model = torch.nn.Linear(5, 3)
     optimizer = make(model)
     for _ in range(2):  # before the first step, and after it
@@ -198,27 +165,25 @@ def test_frozen_parameters_and_buffers_that_were_made_in_inference_mode(overlap:
         return torch.nn.Sequential(base, torch.nn.Linear(4, 3))
 
     model = net()
-    optimizer = make(model, backend, overlap=overlap)
-    give(model)
-    optimizer.step()
-    optimizer.checkpoint().result()
-    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with torch.inference_mode():
-        for tensor in model.state_dict().values():
-            tensor.zero_()
-    optimizer.restore()
-    for name, tensor in model.state_dict().items():
-        assert_same_bits(tensor, expected[name], name)
-    optimizer.close()
+    with make(model, backend, overlap) as optimizer:
+        give(model)
+        optimizer.step()
+        optimizer.checkpoint().result()
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with torch.inference_mode():
+            for tensor in model.state_dict().values():
+                tensor.zero_()
+        optimizer.restore()
+        for name, tensor in model.state_dict().items():
+            assert_same_bits(tensor, expected[name], name)
     model = net()
-    optimizer = make(model, backend, overlap=overlap)
-    optimizer.restore()
-    for name, tensor in model.state_dict().items():
-        assert_same_bits(tensor, expected[name], name)
-    give(model)
-    optimizer.step()
-    optimizer.checkpoint().result()
-    optimizer.close()
+    with make(model, backend, overlap) as optimizer:
+        optimizer.restore()
+        for name, tensor in model.state_dict().items():
+            assert_same_bits(tensor, expected[name], name)
+        give(model)
+        optimizer.step()
+        optimizer.checkpoint().result()
 
 
 def test_a_parameter_whose_gradient_was_made_in_inference_mode_is_stepped() -> None:
@@ -226,100 +191,171 @@ def test_a_parameter_whose_gradient_was_made_in_inference_mode_is_stepped() -> N
     models[1].load_state_dict(models[0].state_dict())
     optimizer = make(models[0])
     reference = torch.optim.AdamW(models[1].parameters(), lr=0.01)
-    for step in (optimizer.step, reference.step):
-        with torch.inference_mode():
-            for model in models:
-                give(model)
-        step()
+    with torch.inference_mode():
+        for model in models:
+            give(model)
+    optimizer.step()
+    reference.step()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert_same_bits(one, other, "a parameter")
     optimizer.close()
 
 
-SCALER_MODES = [mode for mode in MODES if mode != "function_mode"]
-"""Not the one that spoils torch's own scaler."""
+@cache
+def scaled(mode: str, where: str) -> tuple[list[torch.Tensor], float]:
+    """Train with a scaler, some methods of which are called in a mode; return what came of it."""
+
+    def within(method: str) -> Any:
+        return MODES[mode]() if where in ("all", method) else torch.enable_grad()
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(30, 4).half()
+    optimizer = make(model)
+    scaler = offload.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    for number in range(4):
+        out = model(torch.ones(2, 30, dtype=torch.float16, device="cpu"))
+        with within("scale"):
+            factor = scaler.scale(torch.ones((), dtype=torch.float32, device="cpu")).item()
+        (out.float().square().mean() * factor).backward()
+        with within("step"):
+            if number % 2:
+                scaler.clip_grad_norm_(optimizer, 0.01)
+            scaler.step(optimizer)
+        with within("update"):
+            scaler.update()
+        optimizer.zero_grad()
+    optimizer.close()
+    return list(model.parameters()), scaler.get_scale()
 
 
-@pytest.mark.parametrize("mode", SCALER_MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "function_mode"])
 def test_a_scaler_in_a_mode_does_what_it_does_outside(mode: str) -> None:
-    def program(where: str) -> tuple[list[torch.Tensor], float]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(30, 4).half()
-        optimizer = make(model)
-        scaler = offload.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        for number in range(4):
-            out = model(torch.ones(2, 30, dtype=torch.float16, device="cpu"))
-            loss = out.float().square().mean()
-            with MODES[mode]() if where in ("all", "scale") else torch.enable_grad():
-                factor = scaler.scale(torch.ones((), dtype=torch.float32, device="cpu")).item()
-            (loss * factor).backward()
-            with MODES[mode]() if where in ("all", "step") else torch.enable_grad():
-                if number % 2:
-                    scaler.clip_grad_norm_(optimizer, 0.01)
-                scaler.step(optimizer)
-                if where == "all":
-                    scaler.update()
-            if where != "all":
-                scaler.update()
-            optimizer.zero_grad()
-        optimizer.close()
-        return list(model.parameters()), scaler.get_scale()
-
-    expected, scale = program("none")
-    for where in ("scale", "step", "all"):
-        found, found_scale = program(where)
+    """Not in the mode that spoils torch's own scaler."""
+    expected, scale = scaled("no_grad", "none")
+    for where in ("step", "all"):
+        found, found_scale = scaled(mode, where)
         assert found_scale == scale == 1024.0
         for one, other in zip(found, expected, strict=True):
             assert_same_bits(one, other, where)
 
 
-def test_threads_that_have_flushed_denormals_do_not_keep_doing_so() -> None:
-    with flush_denormal():
-        told = ambient.for_thread(ambient.flushes_denormals)
-        assert told()
-    assert ambient.flushes_denormals() is False
-    untold = ambient.for_thread(ambient.flushes_denormals)
-    with flush_denormal():
-        assert untold() is False  # and leaves it so: it is for threads of the library's own
-        assert not ambient.flushes_denormals()
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
+FORMATS = ("pt", "hf", "safetensors", "dcp")
 
 
-MAKERS = {
-    *("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "linspace"),
-    *("eye", "as_tensor", "scalar_tensor", "empty_strided", "normal", "randperm", "logspace"),
-}
-"""Functions of torch whose result is on the default device, or of the default dtype."""
-
-OF_MEMORY = {"frombuffer"}
-"""Those that need to be told a dtype only: their result is where the memory is."""
+def stored_model() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(50, 30).bfloat16(), torch.nn.BatchNorm1d(30))
 
 
-def makers_in(source: str) -> Iterator[tuple[str, set[str]]]:
-    """Yield each call of such a function, with the keywords that it is given."""
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "torch"
-            and node.func.attr in MAKERS | OF_MEMORY
-        ):
-            yield node.func.attr, {k.arg or "" for k in node.keywords}
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with one checkpoint, of which everything is stored in fewer bits."""
+    path = tmp_path_factory.mktemp("ambient") / "run"
+    settings = {"state_dtype": "int8"}
+    with make_optimizer(
+        stored_model(), directory=path, lr=torch.tensor(0.01), settings=settings
+    ) as optimizer:
+        step(optimizer)
+        optimizer.checkpoint({"state": torch.arange(7), "empty": torch.empty(0, 3)}).result()
+    return path
 
 
-def test_library_code_says_of_what_dtype_and_where_its_tensors_are() -> None:
-    found = {}
-    paths = [p for package in ("offload", "gds") for p in (ROOT / package).rglob("*.py")]
-    num_calls = 0
-    for path in paths:
-        if "demo" in path.parts:
-            continue  # a training program
-        for name, keywords in makers_in(path.read_text()):
-            num_calls += 1
-            # What a library of a device has allocated says its own dtype.
-            needed = {"device"} if name == "as_tensor" else {"dtype", "device"}
-            missing = (needed if name in MAKERS else {"dtype"}) - keywords
-            if missing:
-                found[f"{path.relative_to(ROOT)}: torch.{name}"] = missing
-    assert num_calls > 30
-    assert found == {}
+def assert_ordinary(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    what = (found.device.type, found.is_inference(), found.requires_grad)
+    assert what == ("cpu", False, False), name
+    assert_same_bits(found, expected, name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_read_is_the_same_and_can_be_changed_later(store: Path, mode: str) -> None:
+    with offload.open_checkpoint(store) as opened:
+        expected = {name: offload.read_state(opened, name) for name in NAMES}
+    with MODES[mode](), offload.open_checkpoint(store) as opened:
+        found = {name: offload.read_state(opened, name) for name in NAMES}
+        train_state = opened.train_state
+        (group,) = opened.hyperparameters
+        assert opened.verify().ok
+        assert [info.step for info in offload.list_checkpoints(store)] == [1]
+    for name, arrays in found.items():
+        assert arrays.keys() == expected[name].keys()
+        for array, values in arrays.items():
+            assert_ordinary(values, expected[name][array], f"{array} of {name}")
+            values.zero_()
+    assert_ordinary(group["lr"], torch.tensor(0.01), "lr")
+    for name, wanted in {"state": torch.arange(7), "empty": torch.empty(0, 3)}.items():
+        assert_ordinary(train_state[name], wanted, name)
+        train_state[name].add_(1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "made_in"),
+    [
+        *((mode, None) for mode in MODES),
+        *((mode, torch.inference_mode) for mode in list(MODES)[:2]),
+    ],
+)
+def test_parameters_are_loaded_in_any_mode(store: Path, mode: str, made_in: Mode | None) -> None:
+    expected = read_state(str(store / "step-00000001")).model
+    with made_in() if made_in else nullcontext(), torch.no_grad():
+        model = stored_model()
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+        if made_in:
+            model[0].weight.data = torch.zeros(50, 30).bfloat16().t()  # copied through other memory
+    with MODES[mode]():
+        assert offload.load_parameters(model, store) == 1
+    for name, tensor in model.state_dict().items():
+        assert_same_bits(tensor, expected[name], name)
+    if not made_in:
+        model(torch.ones(2, 50).bfloat16()).float().sum().backward()
+
+
+def exchanged(store: Path, place: Path, mode: str) -> tuple[set[Any], dict[str, bytes]]:
+    """Export and import in a mode; return the modes of callbacks, and the files exported."""
+    called = set()
+
+    def progress(*_: int) -> None:
+        called.add((torch.is_inference_mode_enabled(), torch.empty(1).device.type))
+
+    settings = offload.Options(chunk_bytes=4096, allow_volatile=True)
+    for to in FORMATS:
+        with MODES[mode](), offload.open_checkpoint(store) as opened:
+            offload.export_checkpoint(opened, place / to, to, progress=progress)
+    for to in ("pt", "hf", "dcp"):
+        with MODES[mode]():
+            offload.import_checkpoint(
+                place / to, place / f"store of {to}", options=settings, progress=progress
+            ).close()
+    files = [p for to in FORMATS for p in [place / to, *(place / to).rglob("*")] if p.is_file()]
+    of_a_time = ".metadata"  # which has a time of its own
+    return called, {str(p.relative_to(place)): p.read_bytes() for p in files if p.name != of_a_time}
+
+
+@pytest.fixture(scope="module")
+def outside(store: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    place = tmp_path_factory.mktemp("outside")
+    return place, exchanged(store, place, "enable_grad")[1]
+
+
+@pytest.mark.parametrize(
+    "mode", ["inference_mode", "default_device", "float64", "function_mode", "dispatch_mode"]
+)
+def test_what_is_exported_and_imported_is_the_same(
+    store: Path, outside: tuple[Path, dict[str, bytes]], tmp_path: Path, mode: str
+) -> None:
+    called, files = exchanged(store, tmp_path, mode)
+    with MODES[mode]():
+        # A callback is the user's, and so are the modes that it runs in.
+        assert called == {(torch.is_inference_mode_enabled(), torch.empty(1).device.type)}
+    assert files == outside[1]
+    for to in ("pt", "hf", "dcp"):
+        expected, found = (
+            read_state(str(side / f"store of {to}" / "step-00000001"))
+            for side in (outside[0], tmp_path)
+        )
+        assert found.scalars == expected.scalars
+        for array, tensors in {**expected.arrays, "model": expected.model}.items():
+            other = found.model if array == "model" else found.arrays[array]
+            for name, tensor in tensors.items():
+                assert_same_bits(other[name], tensor, f"{array} of {name}")

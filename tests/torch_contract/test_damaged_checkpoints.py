@@ -13,7 +13,7 @@ from gds import Backend, MemoryBackend
 from offload import list_checkpoints, load_parameters, open_checkpoint
 from offload.errors import BrokenOptimizerError, CheckpointError, NotRestoredError, StoreError
 from offload.format.document import digest_of
-from tests.stores.files import everything, flip, read, write
+from tests.stores.files import everything, flip, read, remove_tree, write
 from tests.stores.small import STORE, make_model, make_optimizer, memory_store, step
 from tests.threads import one_thread
 from tests.torch_contract.refusing import nothing_changes
@@ -63,27 +63,11 @@ def edit_manifest(change: Callable[[dict[str, Any]], None]) -> Callable[[Backend
     return damage
 
 
-def set_rate(value: object) -> Callable[[dict[str, Any]], None]:
-    return lambda body: body["groups"][0].update(lr=value)
-
-
-def nested(depth: int) -> object:
-    value: object = 1.0
-    for _ in range(depth):
-        value = {"tuple": [value]}
-    return value
-
-
 DAMAGE: dict[str, tuple[Callable[[Backend, str], None], str]] = {
     "manifest edited": (
         replace_in("manifest.json", b'"lr":0.001', b'"lr":0.005'),
         "does not match its digest",
     ),
-    "manifest garbage": (
-        lambda backend, path: write(backend, f"{path}/manifest.json", bytes(range(256)) * 9),
-        "not a JSON document",
-    ),
-    "manifest empty": (truncate("manifest.json", 0), "not a JSON document"),
     "manifest truncated": (truncate("manifest.json", 700), "not a JSON document"),
     "manifest missing": (remove("manifest.json"), "no manifest.json: not a complete checkpoint"),
     "manifest a directory": (make_a_directory("manifest.json"), "expected a file"),
@@ -101,76 +85,34 @@ DAMAGE: dict[str, tuple[Callable[[Backend, str], None], str]] = {
         replace_in("model.safetensors", b'{"', b"{{"),
         "damaged header",
     ),
-    "model missing": (remove("model.safetensors"), "model.safetensors: missing"),
     "train state missing": (remove("train_state.safetensors"), "train_state.safetensors: missing"),
     "a file in its place": (
         lambda backend, path: (
-            [backend.remove(f"{path}/{name}") for name in backend.list_dir(path)],
-            backend.remove_dir(path),
+            remove_tree(backend, path),
             write(backend, path, b"gone"),
         ),
         "step-00000002",
     ),
-    "hostile: a huge tensor": (
-        edit_manifest(set_rate({"tensor": "0.1", "dtype": "float32", "shape": [1 << 50]})),
+    "a group that is not there": (
+        edit_manifest(lambda body: body["parameters"][0].__setitem__(3, 5)),
         "contradictory content",
     ),
-    "hostile: an unknown dtype": (
-        edit_manifest(set_rate({"tensor": "0.1", "dtype": "float31", "shape": []})),
-        "contradictory content",
-    ),
-    "hostile: deep nesting": (edit_manifest(set_rate(nested(400))), "contradictory content"),
-    "hostile: parameters too many": (
-        edit_manifest(lambda body: body["parameters"].append(["9.w", "BF16", [1 << 60], 0, []])),
-        "contradictory content",
-    ),
-    "hostile: metrics that are a list": (
-        edit_manifest(lambda body: body.update(metrics=[["loss", 1.0]])),
-        "contradictory content",
-    ),
-    "hostile: a metric that is text": (
+    "a metric that is text": (
         edit_manifest(lambda body: body.update(metrics={"loss": "1.0"})),
         "contradictory content",
     ),
-    "hostile: a metric that is true": (
-        edit_manifest(lambda body: body.update(metrics={"loss": True})),
-        "contradictory content",
-    ),
-    "hostile: a huge metric": (
-        edit_manifest(lambda body: body.update(metrics={"loss": 10**400})),
-        "an integer of 401 digits",
-    ),
-    "hostile: a number that overflows": (
+    "a number that overflows": (
         replace_in("manifest.json", b'"lr":0.001', b'"lr":1e999'),
         "the number '1e999' is not finite",
-    ),
-    "hostile: too many metrics": (
-        edit_manifest(lambda body: body.update(metrics={str(n): 1.0 for n in range(17)})),
-        "contradictory content",
-    ),
-    "hostile: a group that is not there": (
-        edit_manifest(lambda body: body["parameters"][0].__setitem__(3, 5)),
-        "contradictory content",
     ),
 }
 
 
-@pytest.fixture(params=DAMAGE, ids=lambda name: name.replace(" ", "-"))
-def damage(request: pytest.FixtureRequest) -> tuple[Callable[[Backend, str], None], str]:
-    return DAMAGE[request.param]
-
-
-class TestDamage:
-    def test_is_passed_over_with_the_reason(
-        self, damage: tuple[Callable[[Backend, str], None], str]
-    ) -> None:
-        inflict, reason = damage
-        backend = memory_store(2)
-        newest = f"{STORE}/step-00000002"
-        inflict(backend, newest)
-        before = everything(backend)
-        model = make_model()
-        optimizer = make_optimizer(model, backend)
+def require_not_used(backend: Backend, reason: str) -> None:
+    """Check that restoring, listing and opening pass over the newest of two, with the reason."""
+    newest = f"{STORE}/step-00000002"
+    before = everything(backend)
+    with make_optimizer(make_model(), backend) as optimizer:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             found = optimizer.restore()
@@ -192,50 +134,62 @@ class TestDamage:
         assert optimizer.checkpoint().result().path == newest
         with open_checkpoint(newest, backend=backend) as opened:
             assert opened.verify().ok
-        optimizer.close()
 
-    def test_of_the_only_checkpoint_is_an_error(
-        self, damage: tuple[Callable[[Backend, str], None], str]
-    ) -> None:
-        inflict, reason = damage
+
+class TestDamage:
+    @pytest.mark.parametrize("damage", DAMAGE)
+    def test_is_passed_over_with_the_reason(self, damage: str) -> None:
+        inflict, reason = DAMAGE[damage]
         backend = memory_store(2)
+        inflict(backend, f"{STORE}/step-00000002")
+        require_not_used(backend, reason)
+
+    @pytest.mark.parametrize("damage", ["manifest edited", "array missing"])
+    def test_of_the_only_checkpoint_is_an_error(self, damage: str) -> None:
+        inflict, reason = DAMAGE[damage]
+        backend, model = memory_store(2), make_model()
         for name in ("step-00000001", "step-00000002"):
             inflict(backend, f"{STORE}/{name}")
-        model = make_model()
-        optimizer = make_optimizer(model, backend)
-        with (
-            nothing_changes(backend, model, optimizer),
-            pytest.warns(RuntimeWarning, match="not using"),
-            pytest.raises(CheckpointError, match="none of its checkpoints can be used") as error,
-        ):
-            optimizer.restore()
-        assert reason in str(error.value)
-        assert "pass fresh=True to start over" in str(error.value)
-        with pytest.raises(NotRestoredError, match=r"call restore\(\).*or pass fresh=True"):
-            optimizer.step()
-        optimizer.close()
+        with make_optimizer(model, backend) as optimizer:
+            with (
+                nothing_changes(backend, model, optimizer),
+                pytest.warns(RuntimeWarning, match="not using"),
+                pytest.raises(CheckpointError, match="none of its checkpoints can be") as error,
+            ):
+                optimizer.restore()
+            assert reason in str(error.value)
+            assert "pass fresh=True to start over" in str(error.value)
+            with pytest.raises(NotRestoredError, match=r"call restore\(\).*or pass fresh=True"):
+                optimizer.step()
         with make_optimizer(model, backend, fresh=True) as optimizer:
             step(optimizer)
             assert optimizer.checkpoint().result().verify().ok
 
-    @pytest.mark.parametrize("name", ["model", "master", "exp_avg", "train_state"])
-    def test_of_one_bit_is_found_by_a_complete_read(self, name: str) -> None:
-        backend = memory_store(2)
-        path = f"{STORE}/step-00000002/{name}.safetensors"
-        flip(backend, path, -5 if name != "train_state" else 40)
-        with open_checkpoint(STORE, backend=backend) as opened:
-            (problem,) = opened.verify().problems
-        assert problem.startswith(path)
-        if name != "train_state":
-            assert "damaged: their digest" in problem
-        assert problem.count(path) == 1
+    def test_of_a_drive_whose_parts_are_gone_is_said_once(self) -> None:
+        other = "/other/run"
+        backend = memory_store(3, directory=[STORE, other])
+        remove_tree(backend, other)
+        backend.make_dir(other)  # as if somebody had removed the parts, and nothing else
+        backend.create(f"{other}/LOCK", 0).close()
+        with (
+            make_optimizer(make_model(), backend, directory=[STORE, other]) as optimizer,
+            pytest.warns(RuntimeWarning) as warned,
+            pytest.raises(CheckpointError) as raised,
+        ):
+            optimizer.restore()
+        all_three = "step-00000001, step-00000002, step-00000003"
+        said = str(raised.value)
+        assert said.count(f"{all_three}: a part of its state") == 1
+        assert said.count(f"{other} has no parts. If the drive is not mounted, mount it") == 1
+        (warning,) = warned
+        assert str(warning.message).startswith(f"not using {STORE}/{all_three}")
 
     @pytest.mark.parametrize("name", ["model", "master", "exp_avg", "train_state"])
-    @pytest.mark.parametrize("at", [0, 7, 8, 12, -5], ids="at{}".format)
-    def test_a_message_about_damage_says_the_path_once(self, name: str, at: int) -> None:
+    @pytest.mark.parametrize("at", [0, 12, -5], ids="at{}".format)
+    def test_of_one_bit_is_found_by_a_complete_read(self, name: str, at: int) -> None:
         backend = memory_store(2)
         path = f"{STORE}/step-00000002/{name}.safetensors"
-        flip(backend, path, at)
+        flip(backend, path, 40 if (name, at) == ("train_state", -5) else at)
         try:
             with open_checkpoint(f"{STORE}/step-00000002", backend=backend) as opened:
                 problems = list(opened.verify().problems)
@@ -245,6 +199,8 @@ class TestDamage:
         for problem in problems:
             assert problem.startswith(path)
             assert problem.count(path) == 1
+        if at == -5 and name != "train_state":
+            assert "damaged: their digest" in problems[0]
 
     def test_of_the_parameters_is_found_when_they_are_restored(self) -> None:
         backend = memory_store(2)

@@ -9,6 +9,7 @@ So each test looks first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,39 +19,27 @@ from torch.nn import functional
 import offload
 from gds import MemoryBackend
 from offload.errors import UnsupportedOptimizerError
-from tests.numerics.reference import assert_same_parameters
+from tests.stores.small import make_optimizer
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
-UNARY = (
-    "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "digamma", "erf",
-    "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "i0", "lgamma", "log", "log10", "log1p",
-    "log2", "logit", "reciprocal", "round", "rsqrt", "sigmoid", "sin", "sinc", "sinh", "sqrt",
-    "square", "tan", "tanh", "trunc",
+OF_TORCH = (
+    "erf", "exp", "exp2", "floor", "lgamma", "log", "log1p", "logit", "reciprocal", "rsqrt",
+    "sigmoid", "sin", "sinh", "sqrt", "square", "tanh",
 )  # fmt: skip
-SMOOTH = (
-    "celu", "elu", "gelu", "hardswish", "logsigmoid", "mish", "relu6", "selu", "silu", "softplus",
-    "softsign",
-)  # fmt: skip
-
 FUNCTIONS: dict[str, Function] = {
-    **{name: getattr(torch, name) for name in UNARY},
-    **{name: getattr(functional, name) for name in SMOOTH},
-    "gelu of tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    **{name: getattr(torch, name) for name in OF_TORCH},
+    **{name: getattr(functional, name) for name in ("gelu", "relu6", "softplus")},
     **{
         f"power {power}": lambda x, power=power: x.abs().pow(power)
-        for power in (0.3, 0.5, 0.9, 1.5, 2.0, 3.0, -1.0, 4.0, 10.0)
+        for power in (0.3, 0.5, 2.0, 3.0, -1.0)
     },
     "power of a number": lambda x: torch.pow(0.9, x),
     "power of a tensor": lambda x: x.abs().pow(x),
-    "atan2": lambda x: x.atan2(x + 1),
     "hypot": lambda x: x.hypot(x + 1),
-    "logaddexp": lambda x: torch.logaddexp(x, -x),
-    "xlogy": lambda x: torch.xlogy(x, x.abs()),
     "lerp": lambda x: x.lerp(x * x, 0.3),
     "addcdiv": lambda x: x.addcdiv(x + 1, x.abs() + 2, value=0.3),
     "float64": lambda x: x.double().exp().float(),
-    "bfloat16": lambda x: x.bfloat16().exp().float(),
     "power in float64": lambda x: x.double().abs().pow(0.3).float(),
 }
 ALWAYS_EXACT = {"sqrt", "reciprocal", "square", "floor", "lerp", "addcdiv", "power 2.0", "relu6"}
@@ -95,7 +84,7 @@ class OfGradient(Shaped):
                     p.sub_(self.function(p.grad).nan_to_num_(0.0, 1.0, -1.0))
 
 
-class Flattening(Shaped):
+class Flattening(OfGradient):
     """Cannot step a parameter that is not contiguous."""
 
     @torch.no_grad()
@@ -124,13 +113,25 @@ def give(parameters: list[torch.nn.Parameter], step: int) -> None:
 
 
 def offloaded(
-    cls: type[torch.optim.Optimizer], parameters: Any, **hyper: Any
+    cls: type[torch.optim.Optimizer], params: Any, **hyper: Any
 ) -> offload.OffloadedOptimizer:
-    options = offload.Options(
-        backend=MemoryBackend(), chunk_bytes=4096, allow_volatile=True,
-        train_state_bytes=8192,
-    )  # fmt: skip
-    return offload.OffloadedOptimizer(cls, parameters, directory="/run", options=options, **hyper)
+    made = partial(offload.OffloadedOptimizer, cls)
+    return make_optimizer(
+        torch.nn.Module(), MemoryBackend(), made, params=params, model=None, **hyper
+    )
+
+
+def require_same(cls: type[torch.optim.Optimizer], live: Any, expected: Any, **hyper: Any) -> None:
+    """Train with the class itself and offloaded, and compare."""
+    plain = cls(expected, **hyper)
+    with offloaded(cls, live, **hyper) as optimizer:
+        for step in range(3):
+            give(live, step)
+            give(expected, step)
+            optimizer.step()
+            plain.step()
+    for ours, theirs in zip(live, expected, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def share(function: Function, others: Callable[[torch.Tensor], list[torch.Tensor]]) -> float:
@@ -166,21 +167,11 @@ def test_a_function_gives_the_bits_of_torch_or_its_class_is_refused_by_name(name
         with pytest.raises(UnsupportedOptimizerError, match="Shaped cannot be offloaded") as error:
             offloaded(Shaped, make_parameters(), function=function)
         assert "last bits depend on where an element lies" in str(error.value)
-        return
-    live, expected = make_parameters(), make_parameters()
-    plain = Shaped(expected, function=function)
-    with offloaded(Shaped, live, function=function) as optimizer:
-        for step in range(3):
-            give(live, step)
-            give(expected, step)
-            optimizer.step()
-            plain.step()
-    assert_same_parameters(
-        [(str(n), p) for n, p in enumerate(live)], [(str(n), p) for n, p in enumerate(expected)]
-    )
+    else:
+        require_same(Shaped, make_parameters(), make_parameters(), function=function)
 
 
-@pytest.mark.parametrize("name", ["logit", "exp2", "exp", "tanh"])
+@pytest.mark.parametrize("name", ["logit", "exp2", "exp"])
 def test_a_function_of_gradients_that_are_not_contiguous(name: str) -> None:
     """The kernel of logit has other bits for those, and only for those."""
     function = FUNCTIONS[name]
@@ -194,13 +185,10 @@ def test_a_function_of_gradients_that_are_not_contiguous(name: str) -> None:
         offloaded(OfGradient, make_parameters(), function=function).close()
 
 
-def test_a_small_learning_rate_does_not_hide_it() -> None:
+def test_a_small_learning_rate_does_not_hide_it_and_what_the_message_advises_is_taken() -> None:
     """An update of a millionth of a parameter shows one of its bits in a million in that one."""
     with pytest.raises(UnsupportedOptimizerError, match="pow, sigmoid"):
         offloaded(Shaped, make_parameters(), lr=1e-7, power=0.3)
-
-
-def test_what_the_message_advises_is_taken() -> None:
     for function in (lambda x: (x.abs().log() * 0.3).exp(), lambda x: 1 / (1 + (-x).exp())):
         offloaded(Shaped, make_parameters(), function=function).close()
 
@@ -219,47 +207,37 @@ def test_an_exponent_that_is_changed_is_looked_at_before_a_step_is_taken_with_it
             else:
                 optimizer.step()
                 plain.step()
-            for ours, theirs in zip(live, expected, strict=True):
-                assert torch.equal(ours, theirs)
+            assert all(map(torch.equal, live, expected))
         assert optimizer.num_steps == 2
 
 
 def test_a_schedule_of_learning_rates_takes_no_more_calls_of_the_step() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(10))]
+    """Nor do many tiny parameters: one call for each chunk."""
+    parameters = [torch.nn.Parameter(torch.full((n % 3 + 1,), float(n))) for n in range(400)]
+    num_chunks = -(-sum(p.numel() for p in parameters) // 1024)
     with offloaded(Shaped, parameters) as optimizer:
         for step in range(4):
             give(parameters, step)
             optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
             before = Shaped.calls
             optimizer.step()
-            assert Shaped.calls - before == 1
+            assert Shaped.calls - before == num_chunks
 
 
 def test_a_class_that_cannot_step_tensors_that_are_not_contiguous_is_taken() -> None:
     live, expected = ([p for p in make_parameters() if p.is_contiguous()] for _ in range(2))
-    plain = Flattening(expected)
-    with offloaded(Flattening, live) as optimizer:
-        for step in range(3):
-            give(live, step)
-            give(expected, step)
-            optimizer.step()
-            plain.step()
-    for ours, theirs in zip(live, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    require_same(Flattening, live, expected)
 
 
 @pytest.mark.parametrize(
     "function",
     [
         lambda x: x / x.norm(),
-        lambda x: x - x.mean(),
         lambda x: x.cumsum(-1),
-        lambda x: x.sort().values,
         lambda x: x * x.numel(),
-        lambda x: x.softmax(-1),
         lambda x: x if x.ndim == 1 else 2 * x,
     ],
-    ids=["norm", "mean", "cumsum", "sort", "numel", "softmax", "ndim"],
+    ids=["norm", "cumsum", "numel", "ndim"],
 )
 def test_what_needs_more_than_one_element_is_refused(function: Function) -> None:
     with pytest.raises(UnsupportedOptimizerError, match="the rule is not element-wise"):

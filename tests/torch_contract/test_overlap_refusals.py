@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import clip_grad as clip
 from torch.utils.checkpoint import checkpoint as recompute
 
 from gds import MemoryBackend
-from offload import OffloadedOptimizer, OffloadError
+from offload import OffloadedOptimizer
 from offload.errors import BrokenOptimizerError, OverlapError
 from tests.stores.small import make_optimizer
 
@@ -88,55 +90,34 @@ def half() -> Iterator[Half]:
     half.optimizer.close()
 
 
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
-def test_without_the_model(overlap: str) -> None:
-    with pytest.raises(ValueError, match=rf"overlap='{overlap}' needs model=.*pass the one"):
+@pytest.mark.parametrize(
+    ("overlap", "says"),
+    [
+        ("forward", "overlap='forward' needs model=.*pass the one"),
+        ("backward", "overlap='backward' needs model=.*pass the one"),
+        ("both", "overlap must be one of None, forward, backward, got"),
+    ],
+)
+def test_settings_that_cannot_work(overlap: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         optimizer_for(Model(), overlap, model=None)
 
 
-def test_another_mode() -> None:
-    with pytest.raises(ValueError, match="overlap must be one of None, forward, backward, got"):
-        optimizer_for(Model(), "both")
-
-
-def parameters(half: Half) -> list[torch.nn.Parameter]:
-    return list(half.model.parameters())
-
-
 USES: dict[str, tuple[str, Callable[[Half], object]]] = {
-    "clip_grad_norm_": (
-        r"norm",
-        lambda half: torch.nn.utils.clip_grad_norm_(half.model.parameters(), 1.0),
+    "norms": (
+        "_foreach_norm",
+        lambda half: clip.clip_grad_norm_(half.model.parameters(), 1.0, foreach=True),
     ),
-    "clip_grad_norm_ foreach": (
-        r"_foreach_norm",
-        lambda half: torch.nn.utils.clip_grad_norm_(half.model.parameters(), 1.0, foreach=True),
+    "each norm": (
+        "vector_norm",
+        lambda half: clip.clip_grad_norm_(half.model.parameters(), 1.0, foreach=False),
     ),
-    "clip_grad_norm_ single": (
-        r"vector_norm",
-        lambda half: torch.nn.utils.clip_grad_norm_(half.model.parameters(), 1.0, foreach=False),
-    ),
-    "get_total_norm": (
-        r"norm",
-        lambda half: torch.nn.utils.get_total_norm([p.grad for p in parameters(half)]),  # type: ignore[misc]
-    ),
-    "clip_grad_value_": (
-        r"clamp",
-        lambda half: torch.nn.utils.clip_grad_value_(half.model.parameters(), 1.0),
-    ),
-    "clip_grad_value_ single": (
-        r"clamp_",
-        lambda half: torch.nn.utils.clip_grad_value_(half.model.parameters(), 1.0, foreach=False),
-    ),
-    "norm": (r"norm", lambda half: half.grad.norm()),
-    "isfinite": (r"isfinite", lambda half: torch.isfinite(half.grad).all()),
-    "numpy": (r"numpy", lambda half: half.grad.numpy()),
-    "clone": (r"clone", lambda half: half.grad.clone()),
-    "an element": (r"__getitem__", lambda half: half.grad[0, 0]),
-    "mul_": (r"mul_", lambda half: half.grad.mul_(0.5)),
-    "as an operand": (r"add_", lambda half: torch.zeros(7, 60).add_(half.grad)),
-    "data": (r"__get__", lambda half: half.grad.data),
-    "tolist": (r"tolist", lambda half: half.grad.tolist()),
+    "values": ("clamp", lambda half: clip.clip_grad_value_(half.model.parameters(), 1.0)),
+    "numpy": ("numpy", lambda half: half.grad.numpy()),
+    "an element": ("__getitem__", lambda half: half.grad[0, 0]),
+    "in place": ("mul_", lambda half: half.grad.mul_(0.5)),
+    "as an operand": ("add_", lambda half: torch.zeros(7, 60).add_(half.grad)),
+    "data": ("__get__", lambda half: half.grad.data),
 }
 
 
@@ -166,44 +147,31 @@ def test_what_a_gradient_still_tells(half: Half) -> None:
     assert half.weight.grad is None
 
 
-CALLS: dict[str, tuple[str, Callable[[Half], object]]] = {
-    "checkpoint": (r"checkpoint\(\)", lambda half: half.optimizer.checkpoint()),
-    "optimizer.state_dict": (r"state_dict\(\)", lambda half: half.optimizer.state_dict()),
-    "optimizer.load_state_dict": (
-        r"state_dict\(\)",
-        lambda half: half.optimizer.load_state_dict({}),
+CALLS: dict[str, Callable[[Half], object]] = {
+    "checkpoint()": lambda half: half.optimizer.checkpoint(),
+    "state_dict()": lambda half: half.optimizer.state_dict(),
+    "load_state_dict()": lambda half: half.optimizer.load_state_dict({}),
+    "model.state_dict()": lambda half: half.model.last.state_dict(),
+    "model.load_state_dict()": lambda half: half.model.load_state_dict(half.expected.state_dict()),
+    "synchronize()": lambda half: half.optimizer.synchronize(),
+    "add_param_group()": lambda half: half.optimizer.add_param_group(
+        {"params": [torch.nn.Parameter(torch.ones(3))]}
     ),
-    "model.state_dict": (r"model.state_dict\(\)", lambda half: half.model.state_dict()),
-    "state_dict of a part": (r"model.state_dict\(\)", lambda half: half.model.last.state_dict()),
-    "model.load_state_dict": (
-        r"model.load_state_dict\(\)",
-        lambda half: half.model.load_state_dict(half.expected.state_dict()),
-    ),
-    "synchronize": (r"synchronize\(\)", lambda half: half.optimizer.synchronize()),
-    "add_param_group": (
-        r"add_param_group\(\)",
-        lambda half: half.optimizer.add_param_group(
-            {"params": [torch.nn.Parameter(torch.ones(3))]}
-        ),
-    ),
-    "forward": (r"the model's forward\(\)", lambda half: loss_of(half.model)),
-    "forward of a part": (
-        r"the model's forward\(\)",
-        lambda half: half.model.last(torch.ones(60)),
-    ),
+    "the model's forward()": lambda half: half.model.last(torch.ones(60)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:the reference that state_dict")
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_between_backward_and_step(half: Half, name: str) -> None:
-    what, call = CALLS[name]
-    with pytest.raises(OverlapError, match=rf"{what} was called between backward.*{REMEDY}"):
-        call(half)
+    method = "state_dict()" if name == "load_state_dict()" else name
+    says = rf"{re.escape(method)} was called between backward.*{REMEDY}"
+    with pytest.raises(OverlapError, match=says):
+        CALLS[name](half)
     half.end_step()
     half.assert_same()
-    if name != "optimizer.load_state_dict":  # which would find that it is not one
-        call(half)
+    if name != "load_state_dict()":  # which would find that it is not one
+        CALLS[name](half)
 
 
 def test_closures(half: Half) -> None:
@@ -226,18 +194,16 @@ def assert_refused_until_restored(half: Half) -> None:
     found = half.optimizer.restore()
     assert found is not None
     assert found.step == 1
-    reference = Half.__new__(Half)
-    reference.model, reference.expected = half.model, Model()
-    reference.optimizer = half.optimizer
-    reference.plain = torch.optim.AdamW(reference.expected.parameters(), lr=0.01)
-    loss_of(reference.expected, 0).backward()
-    reference.plain.step()
-    reference.plain.zero_grad()
-    reference.assert_same()
+    half.expected = Model()
+    half.plain = torch.optim.AdamW(half.expected.parameters(), lr=0.01)
+    loss_of(half.expected, 0).backward()
+    half.plain.step()
+    half.plain.zero_grad()
+    half.assert_same()
     half.model.zero_grad()
     for step in range(1, 4):
-        reference.step(step)
-        reference.assert_same()
+        half.step(step)
+        half.assert_same()
 
 
 AGAIN = (
@@ -256,20 +222,17 @@ def test_a_second_backward(half: Half) -> None:
     assert_refused_until_restored(half)
 
 
-@pytest.mark.parametrize("zero", [False, True])
-def test_a_second_backward_that_does_not_come_from_the_model(half: Half, zero: bool) -> None:
+def test_a_second_backward_that_does_not_come_from_the_model(half: Half) -> None:
     half.end_step()
     loss = half.model.last.bias.sum()
     loss.backward(retain_graph=True)
-    if zero:
-        half.model.zero_grad()
     with pytest.raises(OverlapError, match=rf"{AGAIN}.*{REMEDY}") as error:
         loss.backward()
     assert "'last.bias'" in str(error.value)
     assert_refused_until_restored(half)
 
 
-@pytest.mark.parametrize("zero", ["None", "zeros", "model None", "model zeros"])
+@pytest.mark.parametrize("zero", ["None", "model zeros"])
 @pytest.mark.parametrize("then", ["backward", "step"])
 def test_clearing_gradients_that_have_been_applied(half: Half, zero: str, then: str) -> None:
     """As after an error between backward() and step()."""
@@ -294,10 +257,6 @@ def test_replacing_a_gradient(half: Half) -> None:
     assert_refused_until_restored(half)
 
 
-class InterruptedTestError(RuntimeError):
-    pass
-
-
 @pytest.mark.parametrize("zero", [False, True])
 def test_a_backward_that_failed_half_way(half: Half, zero: bool) -> None:
     half.end_step()
@@ -306,14 +265,14 @@ def test_a_backward_that_failed_half_way(half: Half, zero: bool) -> None:
     def interrupt(_module: object, _inputs: object, output: torch.Tensor) -> None:
         def stop(_: torch.Tensor) -> None:
             if fail[0]:
-                raise InterruptedTestError
+                raise ZeroDivisionError
 
         output.register_hook(stop)
 
     half.model.first.register_forward_hook(interrupt)
     loss = loss_of(half.model, 2)
     again = loss_of(half.model, 2)
-    with pytest.raises(InterruptedTestError):
+    with pytest.raises(ZeroDivisionError):
         loss.backward()
     fail[0] = False
     if zero:
@@ -346,12 +305,6 @@ def test_a_scaler_that_is_switched_off(half: Half) -> None:
     half.assert_same()
 
 
-@pytest.mark.parametrize("overlap", [None, "forward", "backward"])
-def test_what_scalers_look_for_is_not_there(overlap: str | None) -> None:
-    with optimizer_for(Model(), overlap) as optimizer:
-        assert not hasattr(optimizer, "_step_supports_amp_scaling")
-
-
 def test_restore_between_backward_and_step(half: Half) -> None:
     found = half.optimizer.restore()
     assert found is not None
@@ -375,12 +328,6 @@ def test_nothing_to_restore() -> None:
             optimizer.restore()
 
 
-def test_closing_with_half_a_step(half: Half) -> None:
-    half.optimizer.close()
-    with pytest.raises(OffloadError, match="is closed"):
-        half.optimizer.step()
-
-
 class Functional(torch.nn.Module):
     """Uses a weight in reentrant checkpoints without calling the module that owns it."""
 
@@ -396,22 +343,6 @@ class Functional(torch.nn.Module):
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, self.inner.weight).tanh()
-
-
-def test_several_gradients_that_can_be_foreseen() -> None:
-    model, plain = Functional(), Functional()
-    plain.load_state_dict(model.state_dict())
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    model.num_uses = plain.num_uses = 2
-    with optimizer_for(model) as optimizer:
-        for step in range(3):
-            loss_of(model, step).backward()
-            optimizer.step()
-            loss_of(plain, step).backward()
-            reference.step()
-            reference.zero_grad()
-            assert all(map(torch.equal, model.parameters(), plain.parameters()))
-        optimizer.checkpoint().result()
 
 
 def test_several_gradients_that_cannot_be_foreseen() -> None:

@@ -9,7 +9,6 @@ is all that one is told. See `tests.torch_contract.itself` for the oracle.
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import time
@@ -32,7 +31,6 @@ class Base(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float = 0.05, wd: float = 0.1, **more: Any) -> None:
         super().__init__(params, {"lr": lr, "wd": wd, **more})
-
         self.kept = self.keep([p for g in self.param_groups for p in g["params"]])
 
     def keep(self, parameters: list[Tensor]) -> Any:
@@ -133,14 +131,9 @@ def norm(parameters: list[Tensor], order: float = 2.0) -> float:
     return max(1e-20, float(torch.stack(norms).norm(order))) if norms else 1e-20
 
 
-def first(o: torch.optim.Optimizer, p: Tensor) -> bool:
-    return p is o.param_groups[0]["params"][0]
-
-
 def mark(net: torch.nn.Module) -> None:
-    """Give attributes to some parameters, as muP and Mamba do."""
+    """Give an attribute to a parameter, as muP does."""
     net[0].weight.lr_mult = 0.1
-    net[6].bias._no_weight_decay = True
     COUNTS.clear()
 
 
@@ -150,30 +143,19 @@ def transpose(net: torch.nn.Module) -> None:
 
 
 COUNTS: dict[str, int] = {}
-NUMBERS = itertools.count(1)
 MARKED = Case(prepare=mark)
+LONG = Case(steps=70)
 
 # fmt: off
 # What a class has at its first step, and may keep as state
-row("nothing but momentum", EXACT)
 row("weight decay", EXACT, group="[p.mul_(1 - g['lr'] * g['wd']) for p in alive(g)]")
-row("bias correction", EXACT, scale="bias(s['step'])")
 row("step as a tensor", EXACT, scale="bias(float(s.setdefault('t', torch.tensor(0.0)).add_(1)))")
-row("step as a tensor of one element", EITHER,
-    scale="bias(float(s.setdefault('t', torch.zeros(1)).add_(1)))")
-row("step as an integer tensor", EITHER,
-    scale="bias(float(s.setdefault('t', torch.tensor(0)).add_(1)))")
 row("step as a float", EXACT, scale="bias(add(s, 't', 1.0))")
 row("one tensor for the step of all", EITHER,
     scale="bias(float(s.setdefault('t', vars(o).setdefault('t', torch.tensor(0.0))).add_(1)))")
-row("a flag", EITHER, scale="1.0 if s.setdefault('on', True) else 2.0")
-row("a text", EITHER, scale="len(s.setdefault('mode', 'warm'))")
 row("a list", EITHER, scale="s.setdefault('l', [0]).append(1) or len(s['l'])")
-row("a dictionary", EITHER, scale="bias(add(s.setdefault('d', {}), 'n'))")
-row("a tensor in a tuple", EITHER,
-    scale="float(s.setdefault('b', (torch.tensor(0.0),))[0].add_(1))")
 row("a key that is no text", EITHER, scale="bias(add(s, 7))")
-for _dtype in (torch.bfloat16, torch.float64, torch.int32, torch.bool):
+for _dtype in (torch.bfloat16, torch.bool):
     row(f"state in {_dtype}", EITHER,
         scale=f"done(p.add_(s.setdefault('x', zeros(p, dtype={_dtype})).add_(1), alpha=1e-3))")
 row("state under a key of its own", EITHER, group="add(o.state['all'], 'n')",
@@ -182,9 +164,7 @@ row("the gradient itself as state", EITHER,
     scale="done(p.add_(s.get('last', p.grad), alpha=-0.01), s.update(last=p.grad))")
 row("the parameter itself as state", EITHER,
     scale="done(p.add_(s.get('me', p), alpha=-0.01).sub_(s.setdefault('me', p), alpha=0.02))")
-row("one tensor under two names", EITHER, scale="done(s.setdefault('n', s['m']).mul_(0.9))")
 row("the initial parameter", EITHER, scale="done(p.lerp_(s.setdefault('anchor', p.clone()), 0.1))")
-row("the learning rate of the first step", EITHER, scale="s.setdefault('lr', g['lr']) / g['lr']")
 row("the norm of the first step", NEVER,
     scale="1 / (1 + s.setdefault('norm', float(p.grad.norm())))")
 row("means of rows", NEVER, scale="float(s.setdefault('rows', p.grad.mean(-1)).abs().sum())")
@@ -197,34 +177,27 @@ row("a tensor that is bound anew", EXACT,
     one="s.update(m=s.get('m', zeros(p)) * 0.9 + p.grad); p.add_(s['m'], alpha=-g['lr'])")
 row("all state replaced", EITHER, begin="setattr(o, 'state', o.state.copy())")
 row("state deleted every ten steps", EITHER, scale="done(s['step'] % 10 or s.pop('m'))")
-row("state cleared every ten steps", EITHER, scale="done(s['step'] % 10 or s.clear())")
-row("state of a parameter dropped", EITHER, scale="done(s['step'] % 10 or o.state.pop(p))")
 row("all state cleared", EITHER, begin="grow(o, 'n') % 10 or o.state.clear()")
-for _late in (2, 5, 30, 60):
-    row(f"state from step {_late}", EITHER,
+for _late in (5, 60):
+    row(f"state from step {_late}", EITHER, case=LONG,
         scale=f"done(s['step'] < {_late} or p.lerp_(s.setdefault('slow', p.clone()), 0.3))")
 row("slow weights every sixth step", EITHER,
     scale="done(s.setdefault('lag', p.clone()), s['step'] % 6 or p.copy_(s['lag'].lerp_(p, 0.5)))")
-row("an update every second step", EITHER, scale="float(s['step'] % 2)")
 
 # Counters elsewhere
 row("a counter of the group", EXACT, group="add(g, 'step')", scale="bias(g['step'])")
 row("a counter of the group as a tensor", EITHER,
     group="g.setdefault('step', torch.tensor(0.0)).add_(1)", scale="bias(float(g['step']))")
-row("a factor of the group", EITHER, group="g.update(k=g.get('k', 0.0) * 0.5 + 1)", scale="g['k']")
-row("a counter of groups with gradients", EITHER, group="add(g, 'n', bool(alive(g)))",
-    scale="bias(g['n'])")
 row("a counter of parameters in the group", NEVER, scale="1 / add(g, 'n')")
 row("a list of the group, changed in place", EITHER, case=Case(arguments={"b": [0.5, [0.9]]}),
     group="g['b'][1].__setitem__(0, g['b'][1][0] * 0.99)", scale="g['b'][1][0]")
 row("a history of the group", EITHER, group="g.setdefault('h', []).append(g['lr'])",
     scale="sum(g['h'][-3:]) / g['lr'] / 3")
 row("a learning rate that decays", EITHER, group="g.update(lr=g['lr'] * 0.97)")
-row("a warm-up", EITHER,
-    group="g.update(lr=g.setdefault('full', g['lr']) * min(1, add(g, 'n') / 20))")
 row("a counter on itself", EITHER, begin="grow(o, 'n')", scale="bias(o.n)")
-row("a counter of groups on itself", EITHER, group="grow(o, 'n')", scale="bias(o.n)")
 row("a counter of parameters on itself", NEVER, scale="bias(grow(o, 'n'))")
+row("a counter on itself that shows after the trial", EITHER, case=Case(steps=110),
+    begin="grow(o, 'n')", scale="0.5 if o.n > 100 else 1.0")
 row("a counter in an object of its own", EITHER,
     begin="grow(vars(o).setdefault('its', SimpleNamespace()), 'n')", scale="bias(o.its.n)")
 row("the first step is another", EITHER,
@@ -232,16 +205,9 @@ row("the first step is another", EITHER,
     scale="o.warm")
 row("a flag for the first step", EITHER, keep="[True]", begin="o.kept.pop() if o.kept else 0",
     group="len(o.kept)", scale="1.0")
-row("a switch on itself", EITHER, begin="setattr(o, 'on', getattr(o, 'n', 0) > 30)",
-    scale="0.5 if grow(o, 'n') and o.on else 1.0")
-row("a step without any state", EITHER, begin="setattr(o, 'f', 1.0 if o.state else 10.0)",
-    scale="o.f")
 row("a counter on the class", NEVER, case=MARKED, begin="grow(type(o), 'n')", scale="bias(o.n)")
 row("a counter in a global", NEVER, case=MARKED, begin="add(COUNTS, 'n')",
     scale="bias(COUNTS['n'])")
-row("a counter in a closure", NEVER, scale="1 / next(NUMBERS)")
-row("a dictionary by parameter", EITHER, begin="vars(o).setdefault('mine', {})",
-    scale="bias(add(o.mine, p))")
 row("a dictionary by id", EITHER, begin="vars(o).setdefault('mine', {})",
     scale="bias(add(o.mine, id(p)))")
 row("tensors in a dictionary of its own", EITHER, begin="vars(o).setdefault('t', {})",
@@ -251,93 +217,56 @@ row("a tensor as attribute of the parameter", NEVER,
 row("the last five norms", NEVER,
     begin="vars(o).setdefault('d', deque(maxlen=5)).append(norm(everything(o)))",
     scale="1 / (1 + max(o.d))")
-row("a mean kept in the group", NEVER, scale="1 / (1 + add(g, 'sum', float(p.grad.abs().mean())))")
 
 # What else it looks at
 row("an attribute of parameters", EITHER, case=MARKED, scale="getattr(p, 'lr_mult', 1.0)")
-row("whether there is an attribute", EITHER, case=MARKED,
-    scale="2.0 if hasattr(p, '_no_weight_decay') else 1.0")
 row("the attributes of parameters", UNSEEN, case=MARKED, scale="1.0 + len(vars(p))")
 row("whether it is a Parameter", EITHER, scale="1.0 if isinstance(p, torch.nn.Parameter) else 2.0")
-row("whether it requires a gradient", EITHER, scale="float(p.requires_grad)")
 row("an option of the user's", EITHER, case=Case(options={"lr_scale": 0.5}),
     scale="g.get('lr_scale', 1.0)")
 row("whether the gradient is sparse", EXACT,
     scale="2.0 if p.grad.is_sparse or p.grad.is_complex() else 1.0")
-for _limit in (1, 100, 10_000, 1_000_000):
-    row(f"more than {_limit:_} elements", NEVER,
-        case=Case(width=max(37, _limit // 40), steps=100 if _limit < 100_000 else 4),
-        scale=f"0.5 if p.numel() > {_limit} else 1.0")
+row("more than a million elements", NEVER, case=Case(width=25_000, steps=4),
+    scale="0.5 if p.numel() > 1_000_000 else 1.0")
 row("a product of the shape", NEVER, scale="1.0 if np.prod(p.shape) > 1500 else 0.5")
 row("the shape's own count", UNSEEN, scale="1.0 if p.shape.numel() > 15_000 else 0.5",
-    case=Case(width=400))
+    case=Case(width=400, steps=20))
 row("more than five thousand columns", UNSEEN, scale="1.0 if max([1, *p.shape]) > 5000 else 0.5",
-    case=Case(width=6000, steps=20))
-row("the number of bytes", NEVER, scale="1.0 if p.nbytes > 100_000 else 0.5",
-    case=Case(width=800, steps=20))
-row("a factor by the number of elements", NEVER, scale="p.numel() ** (-0.5)")
+    case=Case(width=6000, steps=4))
 row("the number of dimensions", NEVER, scale="1.0 / p.dim()")
-row("the last dimension", NEVER, scale="1.0 / p.shape[-1]")
 row("the strides", NEVER, case=Case(prepare=transpose), scale="0.5 if p.stride(-1) > 1 else 1.0")
-row("weight decay of matrices only", NEVER, scale="done(p.mul_(0.99 if p.dim() > 1 else 1.0))")
 row("the number in the group", NEVER, group="g.update(o=[id(p) for p in g['params']])",
     scale="1.0 / (1 + g['o'].index(id(p)))")
-row("the first parameter", NEVER, scale="0.5 if first(o, p) else 1.0")
 row("the first group", NEVER, scale="0.5 if g is o.param_groups[0] else 1.0")
-row("the number of groups", NEVER, scale="1.0 / len(o.param_groups)")
-row("the learning rate of the first group", NEVER, scale="o.param_groups[0]['lr'] / g['lr']")
 row("the learning rate of its defaults", EITHER, scale="o.defaults['lr']")
 row("an element by its place", NEVER, scale="done(p.view(-1)[0].mul_(0.99))")
-row("a mask by place", NEVER,
-    scale="done(p.mul_((torch.arange(p.numel()) % 100 != 99).view_as(p)))")
 
 # What looks at more than one element, perhaps only late or at large norms
-for _limit in (1e-3, 1.0, 1e4, 1e8):
-    row(f"clips each at {_limit:g}", NEVER, scale=f"min(1.0, {_limit} / norm([p]))")
-    row(f"clips groups at {_limit:g}", NEVER,
-        group=f"g.update(c=min(1.0, {_limit} / norm(alive(g))))", scale="g['c']")
-    row(f"clips all at {_limit:g}", NEVER,
-        begin=f"setattr(o, 'c', min(1.0, {_limit} / norm(everything(o))))", scale="o.c")
-row("clips by torch's function", NEVER,
-    begin="torch.nn.utils.clip_grad_norm_(everything(o), 1e3)")
+row("clips each", NEVER, scale="min(1.0, 1e8 / norm([p]))")
+row("clips groups", NEVER, group="g.update(c=min(1.0, 1e-3 / norm(alive(g))))", scale="g['c']")
+row("clips all", NEVER, begin="setattr(o, 'c', min(1.0, 1e4 / norm(everything(o))))", scale="o.c")
 row("clips values", EXACT, scale="done(p.sub_(p.grad.clamp(-1e3, 1e3)))")
 row("skips steps with spikes", NEVER, scale="float(p.grad.abs().max() < 1e7)")
-row("skips what is not finite", NEVER, case=Case(spoiled=90),
+row("skips what is not finite", NEVER, case=Case(spoiled=44),
     one="p.grad.isfinite().all() and p.sub_(p.grad, alpha=g['lr'])")
-row("skips what is zero", NEVER, scale="done(p.grad.any() and p.mul_(0.99))")
-row("the largest of all", NEVER,
-    begin="setattr(o, 'most', norm(everything(o), torch.inf))",
-    scale="1 / (1 + o.most)")
-row("the largest of the group", NEVER,
-    group="g.update(most=norm(alive(g), torch.inf))",
-    scale="1 / (1 + g['most'])")
-for _late in (4, 40, 60):
+for _late in (4, 60):
     row(f"a trust ratio after step {_late}", NEVER,
         scale=f"1.0 if s['step'] <= {_late} else float(p.norm() / (1e-09 + p.grad.norm()))")
-row("weights above a norm of a thousand", NEVER, scale="done(p.norm() > 1e3 and p.mul_(0.5))")
 row("the mean gradient is taken off", NEVER, scale="done(p.add_(p.grad.mean(), alpha=0.01))")
 
 # Random numbers and clocks
 row("noise", NEVER, scale="done(p.add_(torch.randn_like(p), alpha=1e-4))")
-row("rare noise", NEVER, scale="done(p.mul_(torch.rand_like(p) > 0.001))")
 row("late noise", NEVER, scale="done(s['step'] < 20 or p.add_(torch.randn_like(p), alpha=1e-4))")
 row("noise of its own generator", NEVER,
     begin="vars(o).setdefault('r', torch.Generator().manual_seed(3))",
     scale="done(p.add_(torch.randn(p.shape, generator=o.r), alpha=1e-4))")
-row("noise of a fixed seed", NEVER,
-    scale="done(p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(3))))")
 row("a coin of Python", NEVER, scale="1.0 if random.random() > 0.05 else 2.0")
-row("a coin of NumPy", NEVER, scale="1.0 if np.random.rand() > 0.05 else 2.0")
 row("a draw that is not used", NEVER, scale="done(torch.rand(1))")
-row("a rare coin", NEVER, scale="1.0 if torch.rand(()) > 0.02 else 2.0")
 row("a coin of the system", NEVER, scale="1.0 + os.urandom(1)[0] // 128")
-row("the time", NEVER, scale="1.0 + time.time_ns() % 1000 / 1000")
 row("the time since it was made", NEVER,
     scale="1.0 + (time.monotonic() - vars(o).setdefault('t0', time.monotonic()))")
 
 # What it does with parameters and gradients
-row("weight decay in the gradient", EITHER,
-    one="p.sub_(p.grad.add_(p, alpha=g['wd']), alpha=g['lr'])")
 row("gradients that it clears", EITHER, case=Case(clears=False),
     one="p.sub_(p.grad, alpha=g['lr']); p.grad.zero_()")
 row("gradients that it takes away", EITHER, case=Case(clears=False),
@@ -351,10 +280,6 @@ row("through a list in groups", EITHER, group="g.update(ps=alive(g))",
     scale="float(any(p is q for q in g['ps']))")
 row("foreach", EXACT, one="None",
     group="alive(g) and torch._foreach_sub_(alive(g), grads(g), alpha=g['lr'])")
-row("foreach with a norm", NEVER, one="None",
-    group="alive(g) and torch._foreach_sub_(alive(g), torch._foreach_mul("
-          "grads(g), list(torch._foreach_norm(grads(g)))), alpha=g['lr'])")
-row("nothing without gradients", EITHER, begin="everything(o) and grow(o, 'n')", scale="bias(o.n)")
 row("the numbers of gradients", NEVER, scale="1.0 / len(everything(o))")
 
 # Constructors and other methods
@@ -362,33 +287,22 @@ for _overlap in ("forward", "backward"):
     row(f"a counter of the group beside the {_overlap}", EXACT, group="add(g, 'step')",
         scale="bias(g['step'])", case=Case(settings={"overlap": _overlap}, missing=False))
 row("a counter of a group that joins", EITHER, group="add(g, 'step')", scale="bias(g['step'])",
-    case=Case(joins=70))
-row("the loss of a closure", NEVER, case=Case(closure=True, steps=40),
+    case=Case(joins=30))
+row("the loss of a closure", NEVER, case=Case(closure=True),
     step=lambda o, closure=None: Base.step(setattr(o, "kept", closure and float(closure())) or o),
     scale="o.kept or 1.0")
 row("the number of all elements", NEVER, keep="sum(p.numel() for p in ps)", scale="100 / o.kept")
-row("initial parameters that it keeps", NEVER, keep="{p: p.detach().clone() for p in ps}",
-    scale="done(p.lerp_(o.kept[p], 0.1))")
 row("its learning rate on itself", EITHER, keep="o.defaults['lr']", scale="o.kept / g['lr']")
-row("the learning rates of its groups", EITHER, keep="[g['lr'] for g in o.param_groups]",
-    scale="sum(o.kept)")
-row("state of the constructor", EITHER,
-    keep="[o.state[p].update(a=torch.full_like(p, 0.1)) for p in ps]",
-    scale="done(p.sub_(s['a'].mul_(0.9)))")
 row("initial parameters as state", EITHER,
     keep="[o.state[p].update(a=p.detach().clone()) for p in ps]",
     scale="done(p.lerp_(s['a'], 0.1))")
 row("a hook that counts", EITHER, keep="o.register_step_post_hook(lambda *_: grow(o, 'n'))",
     scale="1 / (1 + getattr(o, 'n', 0))")
-row("groups that are given an option", EITHER, scale="g['k']", add_param_group=lambda o, g:
-    Base.add_param_group(o, {"k": 1.0 + len(o.param_groups), **g}))
 row("a zero_grad that keeps a part", EITHER,
     zero_grad=lambda o, **_: [p.grad.mul_(0.5) for p in everything(o)])
 row("a state dict with more", EITHER, begin="grow(o, 'n')", scale="bias(o.n)",
     state_dict=lambda o: {**Base.state_dict(o), "n": o.n},
     load_state_dict=lambda o, d: (setattr(o, "n", d["n"]), Base.load_state_dict(o, d)))
-row("a step that needs a closure", NEVER, step=lambda _, closure: closure())
-row("a step that calls the loss", NEVER, begin="o.closure()")
 row("another method after nine steps", EITHER,
     begin="None if grow(o, 'n') < 9 else setattr(o, 'scale', lambda g, p, s: 0.5)")
 # fmt: on

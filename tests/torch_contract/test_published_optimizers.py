@@ -1,7 +1,7 @@
 """Optimizers that others have published: each is trained to its own bits, or refused by name.
 
 The table of ``docs/works-with.md`` says so for each class; `tests.torch_contract.published` writes
-it.
+it. Every run of the tests looks at a class of each row, and a full run at all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 import offload
 from gds import MemoryBackend
-from tests.stores.small import STORE, options
+from tests.stores.small import make_model, make_optimizer
 from tests.torch_contract.itself import ITS_BITS, REFUSED
 from tests.torch_contract.published import (
     PACKAGES,
@@ -25,9 +25,20 @@ from tests.torch_contract.published import (
     package_and_version,
 )
 
+SAMPLE = {
+    "pytorch_optimizer": (
+        *("AdEMAMix", "SGDW"),  # trained
+        *("ROSE", "SPlus", "AggMo", "EmoNavi", "Lamb", "DiffGrad", "SAM", "DeMo", "SophiaH"),
+        *("LoRARite", "Lookahead", "Muon"),
+    ),
+    "lion-pytorch": ("Lion",),
+    "schedulefree": ("AdamWScheduleFree", "SGDScheduleFreeClosure"),
+}
+"""Some classes of each package."""
 
-@pytest.mark.parametrize(("package", "name"), every_class())
-def test_its_bits_or_a_refusal(package: str, name: str) -> None:
+
+def looked_at(package: str, name: str) -> None:
+    """Check that what the page says comes of a class does."""
     it = found(classes(package)[name])
     assert it.kind in {ITS_BITS, REFUSED}, it
     said = on_the_page()[package_and_version(package), name]
@@ -36,14 +47,27 @@ def test_its_bits_or_a_refusal(package: str, name: str) -> None:
     assert said == in_few_words(it), it
 
 
-def test_the_page_has_every_class() -> None:
-    assert set(on_the_page()) == {(package_and_version(p), name) for p, name in every_class()}
+@pytest.mark.parametrize(("package", "name"), every_class())
+def test_its_bits_or_a_refusal(package: str, name: str) -> None:
+    looked_at(package, name)
 
 
-def test_there_are_many_classes() -> None:
+@pytest.mark.parametrize(
+    ("package", "name"), [(package, name) for package in SAMPLE for name in SAMPLE[package]]
+)
+def test_some_classes_of_each_kind(package: str, name: str) -> None:
+    looked_at(package, name)
+
+
+def test_the_page_has_every_class_and_the_sample_every_row() -> None:
+    page = on_the_page()
+    assert set(page) == {(package_and_version(p), name) for p, name in every_class()}
     numbers = {package: len(classes(package)) for package in PACKAGES}
     assert all(numbers.values()), numbers
-    assert sum(numbers.values()) > 100
+    assert len(page) == sum(numbers.values()) > 100
+    sampled = {(package_and_version(p), name) for p, names in SAMPLE.items() for name in names}
+    rows = {(package, what) for (package, _), what in page.items()}
+    assert {(entry[0], page[entry]) for entry in sampled} == rows
 
 
 def test_a_class_that_is_not_torchs_is_named_as_untested_once() -> None:
@@ -51,9 +75,10 @@ def test_a_class_that_is_not_torchs_is_named_as_untested_once() -> None:
         pass
 
     def construct(one: type[torch.optim.Optimizer]) -> None:
-        parameters = [torch.nn.Parameter(torch.ones(3))]
-        settings = options(MemoryBackend())
-        offload.OffloadedOptimizer(one, parameters, directory=STORE, options=settings).close()
+        def made(params: object, **arguments: object) -> offload.OffloadedOptimizer:
+            return offload.OffloadedOptimizer(one, params, **arguments)
+
+        make_optimizer(make_model(3, 1), MemoryBackend(), made).close()
 
     with pytest.warns(UserWarning, match=r"Mine is not torch's own.* are untested"):
         construct(Mine)

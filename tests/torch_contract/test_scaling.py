@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import offload
 from gds import MemoryBackend
-from offload.errors import NotRestoredError, OverlapError, UnsupportedParameterError
+from offload.errors import OverlapError, UnsupportedParameterError
 from tests.numerics.reference import (
     Reference,
     assert_same_bits,
@@ -19,6 +20,7 @@ from tests.numerics.reference import (
     assert_same_state,
     read_state,
 )
+from tests.stores.small import make_optimizer
 
 NUM_STEPS = 12
 SCALE = {"init_scale": 2.0**10, "growth_interval": 3}
@@ -66,54 +68,36 @@ class ScaledReference(Reference):
 
 
 def offloaded(
-    model: torch.nn.Module, backend: MemoryBackend, cls: Any = torch.optim.AdamW, **settings: Any
+    model: torch.nn.Module,
+    backend: MemoryBackend | None = None,
+    cls: Any = torch.optim.AdamW,
+    overlap: Any = None,
+    **hyper: Any,
 ) -> offload.OffloadedOptimizer:
-    options = {"overlap": settings.pop("overlap", None)}
-    return offload.OffloadedOptimizer(
-        cls,
-        model.parameters(),
-        directory="/store",
-        model=model,
-        options=offload.Options(
-            chunk_bytes=4096,
-            ring_chunks=2,
-            backend=backend,
-            allow_volatile=True,
-            train_state_bytes=8192,
-            **options,
-        ),
-        **settings,
-    )
+    settings = {"overlap": overlap, "ring_chunks": 2}
+    made = partial(offload.OffloadedOptimizer, cls)
+    return make_optimizer(model, backend or MemoryBackend(), made, settings=settings, **hyper)
 
 
-CASES = {
-    "adamw": (torch.optim.AdamW, {"lr": 1e-2}, None),
-    "adamw-clipped": (torch.optim.AdamW, {"lr": 1e-2}, MAX_NORM),
-    "adamw-clipped-foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}, MAX_NORM),
-    "sgd": (torch.optim.SGD, {"lr": 10.0}, None),
-    "sgd-clipped": (
-        torch.optim.SGD,
-        {"lr": 3.0, "momentum": 0.9, "weight_decay": 0.1, "maximize": True},
-        MAX_NORM,
-    ),
-}
+DECAYING = {"lr": 3.0, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}
 
 
 @pytest.mark.parametrize(
-    ("case", "overlap", "factor"),
+    ("cls", "hyper", "max_norm", "overlap", "factor"),
     [
-        *((case, None, 2.0) for case in CASES),
-        ("adamw-clipped", "forward", 2.0),
-        ("adamw-clipped", None, 1.7),
-        ("sgd", None, 1.7),
+        (torch.optim.AdamW, {"lr": 1e-2}, None, None, 2.0),
+        (torch.optim.AdamW, {"lr": 1e-2}, MAX_NORM, "forward", 2.0),
+        (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}, MAX_NORM, None, 1.7),
+        (torch.optim.SGD, {"lr": 10.0}, None, None, 1.7),
+        (torch.optim.SGD, DECAYING, MAX_NORM, None, 2.0),
     ],
+    ids=["adamw", "clipped-forward", "clipped-foreach", "sgd", "sgd-clipped"],
 )
 def test_the_bits_are_those_of_fp32_gradients_that_torchs_scaler_unscaled(
-    case: str, overlap: str | None, factor: float
+    cls: Any, hyper: dict[str, Any], max_norm: float | None, overlap: str | None, factor: float
 ) -> None:
-    cls, hyper, max_norm = CASES[case]
     live, expected, backend = Half(), Half(), MemoryBackend()
-    optimizer = offloaded(live, backend, cls, overlap=overlap, **hyper)
+    optimizer = offloaded(live, backend, cls, overlap, **hyper)
     reference = ScaledReference(cls, expected.parameters(), **hyper)
     settings = {**SCALE, "growth_factor": factor, "backoff_factor": 1 / factor}
     scaler = offload.GradScaler("cpu", **settings)
@@ -144,7 +128,7 @@ def test_the_bits_are_those_of_fp32_gradients_that_torchs_scaler_unscaled(
             optimizer.checkpoint({"scaler": scaler.state_dict()}).result()
             optimizer.close()
             live, backend = Half(seed=99), backend.reopened()
-            optimizer = offloaded(live, backend, cls, overlap=overlap, **hyper)
+            optimizer = offloaded(live, backend, cls, overlap, **hyper)
             scaler = offload.GradScaler("cpu")
             scaler.load_state_dict(optimizer.restore().train_state["scaler"])
         optimizer.synchronize()
@@ -166,12 +150,18 @@ def fired() -> Iterator[list[torch.optim.Optimizer]]:
 
 
 @pytest.mark.filterwarnings("ignore:the reference that state_dict")
-@pytest.mark.parametrize("where", ["first", "after a step", "after a checkpoint"])
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("which", ["fp16", "fp32"])
-def test_a_skipped_step_touches_nothing(where, bad, which, fired) -> None:
-    model, backend = Half(), MemoryBackend()
-    with offloaded(model, backend) as optimizer:
+@pytest.mark.parametrize(
+    ("where", "bad", "which"),
+    [
+        ("first", float("inf"), "fp16"),
+        ("after a step", float("-inf"), "fp32"),
+        ("after a checkpoint", float("nan"), "fp16"),
+        ("after a checkpoint", float("nan"), "fp32"),
+    ],
+)
+def test_a_skipped_step_touches_nothing(where: str, bad: float, which: str, fired: Any) -> None:
+    model = Half()
+    with offloaded(model) as optimizer:
         scaler = offload.GradScaler("cpu", **SCALE)
         scaler.scale(loss_of(model, 0)).backward()
         if where != "first":
@@ -197,17 +187,22 @@ def test_a_skipped_step_touches_nothing(where, bad, which, fired) -> None:
             assert_same_bits(parameter, value, "parameter")
 
 
-def test_gradients_accumulate_scaled() -> None:
+@pytest.mark.parametrize("enabled", [True, False], ids=["accumulated", "switched off"])
+def test_gradients_accumulate_scaled_and_a_scaler_that_is_off_does_nothing(enabled: bool) -> None:
     live, expected = Half(), Half()
-    optimizer = offloaded(live, MemoryBackend(), lr=1e-2)
+    optimizer = offloaded(live, lr=1e-2)
     reference = ScaledReference(torch.optim.AdamW, expected.parameters(), lr=1e-2)
-    reference.scaler = torch.amp.GradScaler("cpu", **SCALE)
-    scaler = offload.GradScaler("cpu", **SCALE)
+    reference.scaler = torch.amp.GradScaler("cpu", **SCALE, enabled=enabled)
+    scaler = offload.GradScaler("cpu", **SCALE, enabled=enabled)
     for step in range(0, 15, 5):
         for model, scale in ((live, scaler), (expected, reference.scaler)):
             model.zero_grad()
             for number in range(3):
                 scale.scale(loss_of(model, step + number)).backward()
+        if not enabled:
+            scaler.unscale_(optimizer)
+            scaler.clip_grad_norm_(optimizer, 1e-3)
+            torch.nn.utils.clip_grad_norm_(expected.parameters(), 1e-3)
         scaler.step(optimizer)
         scaler.update()
         reference.step()
@@ -219,7 +214,7 @@ def test_without_fp16_gradients_every_method_is_torchs() -> None:
     models = [torch.nn.Linear(9, 5), torch.nn.Linear(9, 5)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [
-        offloaded(models[0], MemoryBackend(), lr=1e-2),
+        offloaded(models[0], lr=1e-2),
         torch.optim.AdamW(models[1].parameters(), lr=1e-2),
     ]
     scalers = [offload.GradScaler("cpu", **SCALE), torch.amp.GradScaler("cpu", **SCALE)]
@@ -237,113 +232,88 @@ def test_without_fp16_gradients_every_method_is_torchs() -> None:
                 norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
             scaler.step(optimizer)
             scaler.update()
-        if step != 5:
-            assert_same_bits(norms[0], norms[1], "norm")
         assert scalers[0].state_dict() == scalers[1].state_dict()
         assert_same_parameters(models[0].named_parameters(), models[1].named_parameters())
-        for ours, theirs in zip(*(m.parameters() for m in models), strict=True):
-            if step != 5:
+        if step != 5:
+            assert_same_bits(norms[0], norms[1], "norm")
+            for ours, theirs in zip(*(m.parameters() for m in models), strict=True):
                 assert_same_bits(ours.grad, theirs.grad, "unscaled gradient")
     optimizers[0].close()
 
 
-def test_a_scaler_that_is_switched_off_does_nothing() -> None:
-    live, expected = Half(), Half()
-    optimizer = offloaded(live, MemoryBackend(), lr=1e-2)
-    reference = Reference(torch.optim.AdamW, expected.parameters(), lr=1e-2)
-    scaler = offload.GradScaler("cpu", enabled=False)
-    for step in range(3):
-        for model in (live, expected):
-            model.zero_grad()
-            scaler.scale(loss_of(model, step)).backward()
-        scaler.unscale_(optimizer)
-        scaler.clip_grad_norm_(optimizer, 1e-3)
-        torch.nn.utils.clip_grad_norm_(expected.parameters(), 1e-3)
-        scaler.step(optimizer)
-        scaler.update()
-        reference.step()
-        assert_same_parameters(live.named_parameters(), expected.named_parameters())
-    optimizer.close()
+@pytest.mark.parametrize("overlap", [None, "forward"])
+@pytest.mark.parametrize("plain", [False, True], ids=["torch's scaler", "torch's optimizer"])
+def test_torchs_scaler_refuses_fp16_gradients_and_changes_nothing(
+    overlap: str | None, plain: bool
+) -> None:
+    """As this package's does for other optimizers."""
+    model = Half()
+    with offloaded(model, overlap=overlap) as optimizer:
+        scaler = (offload if plain else torch.amp).GradScaler("cpu", **SCALE)
+        scaler.scale(loss_of(model, 0)).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            scaler.step(torch.optim.SGD(model.parameters()) if plain else optimizer)
+        assert optimizer.num_steps == 0
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            assert_same_bits(parameter, value, "parameter")
 
 
-class TestRefusals:
-    @pytest.mark.parametrize("overlap", [None, "forward"])
-    def test_torchs_scaler_refuses_fp16_gradients_and_changes_nothing(
-        self, overlap: str | None
-    ) -> None:
-        model = Half()
-        with offloaded(model, MemoryBackend(), overlap=overlap) as optimizer:
-            scaler = torch.amp.GradScaler("cpu", **SCALE)
-            scaler.scale(loss_of(model, 0)).backward()
-            before = [p.detach().clone() for p in model.parameters()]
-            with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-                scaler.step(optimizer)
-            assert optimizer.num_steps == 0
-            for parameter, value in zip(model.parameters(), before, strict=True):
-                assert_same_bits(parameter, value, "parameter")
+Call = Callable[[offload.GradScaler, offload.OffloadedOptimizer], object]
 
-    def test_unscaling_by_hand_names_what_to_call(self) -> None:
-        model = Half()
-        with offloaded(model, MemoryBackend()) as optimizer:
-            scaler = offload.GradScaler("cpu", **SCALE)
-            scaler.scale(loss_of(model, 0)).backward()
-            message = r"scaler\.clip_grad_norm_\(optimizer, max_norm\) in place of unscale_\(\)"
-            with pytest.raises(UnsupportedParameterError, match=message):
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)  # nothing had been done
-            assert optimizer.num_steps == 1
 
-    def test_fp16_gradients_of_other_optimizers_stay_torchs_business(self) -> None:
-        model = Half()
-        plain = torch.optim.SGD(model.parameters())
+def step_twice(scaler: offload.GradScaler, optimizer: offload.OffloadedOptimizer) -> None:
+    scaler.step(optimizer)
+    scaler.step(optimizer)
+
+
+def step_and_clip(scaler: offload.GradScaler, optimizer: offload.OffloadedOptimizer) -> None:
+    scaler.step(optimizer)
+    scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says", "num_steps"),
+    [
+        (
+            lambda scaler, optimizer: scaler.unscale_(optimizer),
+            UnsupportedParameterError,
+            r"scaler\.clip_grad_norm_\(optimizer, max_norm\) in place of unscale_\(\)",
+            0,
+        ),
+        (step_twice, RuntimeError, "already been called since the last update", 1),
+        (step_and_clip, RuntimeError, "called after step", 1),
+        (
+            lambda scaler, optimizer: scaler.step(optimizer, closure=lambda: 0.0),
+            RuntimeError,
+            "Closure use is not currently supported",
+            0,
+        ),
+    ],
+    ids=["unscale_", "a second step", "clipping after it", "a closure"],
+)
+def test_calls_that_are_refused(
+    call: Call, error: type[Exception], says: str, num_steps: int
+) -> None:
+    model = Half()
+    with offloaded(model) as optimizer:
         scaler = offload.GradScaler("cpu", **SCALE)
         scaler.scale(loss_of(model, 0)).backward()
-        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-            scaler.step(plain)
-
-    def test_a_second_step_without_an_update(self) -> None:
-        model = Half()
-        with offloaded(model, MemoryBackend()) as optimizer:
-            scaler = offload.GradScaler("cpu", **SCALE)
-            scaler.scale(loss_of(model, 0)).backward()
-            scaler.step(optimizer)
-            with pytest.raises(RuntimeError, match="already been called since the last update"):
-                scaler.step(optimizer)
-            with pytest.raises(RuntimeError, match="called after step"):
-                scaler.clip_grad_norm_(optimizer, 1.0)
-
-    def test_closures(self) -> None:
-        model = Half()
-        with offloaded(model, MemoryBackend()) as optimizer:
-            scaler = offload.GradScaler("cpu", **SCALE)
-            scaler.scale(loss_of(model, 0)).backward()
-            with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-                scaler.step(optimizer, closure=lambda: 0.0)
-
-    @pytest.mark.parametrize("how", ["step", "clip"])
-    def test_a_step_that_began_in_backward(self, how: str) -> None:
-        model = Half(only=True)
-        with offloaded(model, MemoryBackend(), overlap="backward") as optimizer:
-            scaler = offload.GradScaler("cpu", **SCALE)
-            scaler.scale(loss_of(model, 0)).backward()
-            with pytest.raises(OverlapError, match="scaled gradients had been applied"):
-                scaler.step(optimizer) if how == "step" else scaler.clip_grad_norm_(optimizer, 1.0)
-
-    def test_a_step_that_was_not_taken_can_be_repeated(self) -> None:
-        model, backend = Half(), MemoryBackend()
-        with offloaded(model, backend) as optimizer:
-            optimizer.checkpoint().result()
-        expected = Half()
-        reference = ScaledReference(torch.optim.AdamW, expected.parameters())
-        reference.scaler = torch.amp.GradScaler("cpu", **SCALE)
-        with offloaded(model, backend.reopened()) as optimizer:
-            scaler = offload.GradScaler("cpu", **SCALE)
-            for side, scale in ((model, scaler), (expected, reference.scaler)):
-                scale.scale(loss_of(side, 0)).backward()
-            with pytest.raises(NotRestoredError):
-                scaler.step(optimizer)
-            optimizer.restore()
-            scaler.step(optimizer)
+        with pytest.raises(error, match=says):
+            call(scaler, optimizer)
+        assert optimizer.num_steps == num_steps
+        if num_steps:
             scaler.update()
-            reference.step()
-            assert_same_parameters(model.named_parameters(), expected.named_parameters())
+            scaler.scale(loss_of(model, 1)).backward()
+        scaler.step(optimizer)
+        assert optimizer.num_steps == num_steps + 1
+
+
+@pytest.mark.parametrize("how", ["step", "clip"])
+def test_a_step_that_began_in_backward(how: str) -> None:
+    model = Half(only=True)
+    with offloaded(model, overlap="backward") as optimizer:
+        scaler = offload.GradScaler("cpu", **SCALE)
+        scaler.scale(loss_of(model, 0)).backward()
+        with pytest.raises(OverlapError, match="scaled gradients had been applied"):
+            scaler.step(optimizer) if how == "step" else scaler.clip_grad_norm_(optimizer, 1.0)

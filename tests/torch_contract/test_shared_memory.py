@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,16 +11,19 @@ import torch
 import offload
 from gds import MemoryBackend
 from offload.errors import UnsupportedParameterError
-from offload.model.memory_overlap import find_overlap
 from offload.model.model_file import ModelImage
 from tests.eventually import eventually
 from tests.numerics.reference import assert_same_parameters
-from tests.stores.small import give_gradients
+from tests.stores.small import make_optimizer, step
 
 
-def construct(params: Any, model: torch.nn.Module | None = None, **options: Any) -> offload.SGD:
-    settings = offload.Options(backend=MemoryBackend(), allow_volatile=True, **options)
-    return offload.SGD(params, lr=0.1, directory="/run", model=model, options=settings)
+def construct(
+    params: Any, model: torch.nn.Module | None = None, overlap: Any = None
+) -> offload.OffloadedOptimizer:
+    return make_optimizer(
+        model or torch.nn.Module(), MemoryBackend(), offload.SGD, params=params, lr=0.1,
+        model=model, settings={"overlap": overlap},
+    )  # fmt: skip
 
 
 def two() -> torch.nn.Sequential:
@@ -38,22 +40,20 @@ def test_two_parameters_over_one_storage_are_refused_at_construction():
     alias(model)
     with pytest.raises(UnsupportedParameterError) as caught:
         construct(model.parameters(), model)
-    message = str(caught.value)
-    assert "'0.weight' and '1.weight' share memory" in message
-    assert "same Parameter object" in message
-    assert ".data.clone()" in message
-
-
-def test_without_a_model_they_are_called_as_their_groups_do():
-    model = two()
-    alias(model)
+    for part in ("'0.weight' and '1.weight' share memory", "same Parameter object", ".data.clone"):
+        assert part in str(caught.value)
     with pytest.raises(UnsupportedParameterError, match=r"group0\.param0.*group1\.param0"):
         construct([{"params": [model[0].weight]}, {"params": [model[1].weight]}])
+    model[1].weight = model[0].weight  # the same object is tied, and fine
+    optimizer = construct(model.parameters(), model)
+    step(optimizer)
+    optimizer.close()
 
 
-@pytest.mark.parametrize("overlap", [None, "forward", "backward"])
-@pytest.mark.parametrize("steps", [0, 3])
-def test_when_it_appears_later_the_next_step_is_refused_and_changes_nothing(overlap, steps):
+@pytest.mark.parametrize(
+    ("steps", "overlap"), [(0, None), (0, "backward"), (3, None), (3, "forward"), (3, "backward")]
+)
+def test_when_it_appears_later_the_next_step_is_refused_and_changes_nothing(steps, overlap):
     model = two()
     optimizer = construct(model.parameters(), model, overlap=overlap)
     for _ in range(steps):
@@ -81,19 +81,22 @@ def test_when_it_appears_later_the_next_step_is_refused_and_changes_nothing(over
     optimizer.close()
 
 
-@pytest.mark.parametrize("steps", [0, 1], ids=["before-the-first-step", "in-training"])
-def test_in_add_param_group(steps):
+def test_in_add_param_group_and_in_a_checkpoint_before_the_first_step():
     model = two()
     optimizer = construct([model[0].weight], model)
-    for step in range(steps):
-        give_gradients(model.parameters(), step)
-        optimizer.step()
+    own = model[1].weight.data
+    for _ in range(2):
+        alias(model)
+        with pytest.raises(UnsupportedParameterError, match=r"'0\.weight' and '1\.weight' share"):
+            optimizer.add_param_group({"params": [model[1].weight]})
+        assert len(optimizer.param_groups) == 1
+        step(optimizer)
+    model[1].weight.data = own
+    optimizer.close()
+    optimizer = construct(model.parameters(), model)
     alias(model)
-    with pytest.raises(UnsupportedParameterError, match=r"'0\.weight' and '1\.weight' share"):
-        optimizer.add_param_group({"params": [model[1].weight]})
-    assert len(optimizer.param_groups) == 1
-    give_gradients(model.parameters(), 0)
-    optimizer.step()
+    with pytest.raises(UnsupportedParameterError, match="share memory"):
+        optimizer.checkpoint()
 
 
 def test_a_frozen_alias_is_fine_until_it_is_trained():
@@ -113,8 +116,9 @@ def test_a_frozen_alias_is_fine_until_it_is_trained():
         optimizer.step()
 
 
-@pytest.mark.parametrize("overlap", [None, "forward", "backward"])
-@pytest.mark.parametrize("how", ["frozen", "detached", "buffer"])
+@pytest.mark.parametrize(
+    ("overlap", "how"), [(None, "frozen"), ("forward", "detached"), ("backward", "buffer")]
+)
 def test_a_checkpoint_holds_one_moment_of_a_parameter_and_its_alias(overlap, how, monkeypatch):
     """The next step may change the parameter while the seal has not come to the alias yet."""
     width = 2048  # so that the parameter is one block of the model file, and its alias the next
@@ -143,15 +147,12 @@ def test_a_checkpoint_holds_one_moment_of_a_parameter_and_its_alias(overlap, how
     options = offload.Options(backend=backend, allow_volatile=True, overlap=overlap)
     given = [model[0].weight]
     with offload.SGD(given, lr=0.1, directory="/run", model=model, options=options) as optimizer:
-
-        def step():
+        for number in range(2):
             model(torch.ones(1, width)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-        step()
-        handle = optimizer.checkpoint()
-        step()
+            if number == 0:
+                handle = optimizer.checkpoint()
         handle.result()
     monkeypatch.undo()
     restored = make(torch.clone)
@@ -160,58 +161,31 @@ def test_a_checkpoint_holds_one_moment_of_a_parameter_and_its_alias(overlap, how
     assert torch.equal(restored[0].alias, restored[0].weight)
 
 
-def test_it_is_found_in_a_checkpoint_before_the_first_step():
-    model = two()
-    optimizer = construct(model.parameters(), model)
-    alias(model)
-    with pytest.raises(UnsupportedParameterError, match="share memory"):
-        optimizer.checkpoint()
-
-
-def test_the_same_parameter_object_is_tied_and_fine():
-    model = two()
-    model[1].weight = model[0].weight
-    optimizer = construct(model.parameters(), model)
-    give_gradients(model.parameters(), 0)
-    optimizer.step()
-
-
 def base(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 APART: dict[str, Callable[[], list[torch.Tensor]]] = {
-    "columns": lambda: (lambda w: [w[:, :10], w[:, 10:]])(base(12, 31)),
-    "interleaved": lambda: (lambda w: [w[::2], w[1::2]])(base(101)),
-    "interleaved-by-three": lambda: (lambda w: [w[0::3], w[1::3], w[2::3]])(base(100)),
-    "end-to-end": lambda: (lambda w: [w[:50], w[50:]])(base(100)),
-    "rows-and-transposed-rows": lambda: (lambda w: [w[:4], w[4:].t()])(base(9, 7)),
+    "columns": lambda: base(12, 31).split([10, 21], 1),
+    "interleaved": lambda: (lambda w: [w[0::3], w[1::3], w[2::3]])(base(100)),
+    "transposed": lambda: (lambda w: [w[4:].t(), w[:4]])(base(9, 7)),
     "checkerboard": lambda: (lambda w: [w[::2, ::2], w[1::2, 1::2], w[::2, 1::2]])(base(9, 9)),
     "empty-ones": lambda: (lambda w: [w, w[3:3], w[:0]])(base(10)),
-    "two-dtypes": lambda: (lambda w: [w[:8], w[8:].view(torch.bfloat16)])(base(16)),
-    "two-dtypes-interleaved": lambda: (
-        lambda w: [w[:, :2], w.view(torch.bfloat16)[:, 4:8], w[:, 4:]]
-    )(base(5, 6)),
-    "a-diagonal-and-what-is-above-it": lambda: (
-        lambda w: [w.diagonal(), w.diagonal(1), w.diagonal(-1)]
-    )(base(7, 7)),
-    "reversed-strides": lambda: (lambda w: [w.permute(2, 0, 1)[:2], w.permute(2, 0, 1)[2:]])(
-        base(3, 4, 5)
+    "two-dtypes": lambda: (lambda w: [w[:, :2], w.view(torch.bfloat16)[:, 4:8], w[:, 4:]])(
+        base(5, 6)
     ),
+    "diagonals": lambda: (lambda w: [w.diagonal(), w.diagonal(1), w.diagonal(-1)])(base(7, 7)),
     "odd-strides": lambda: [base(30).as_strided((3, 3), (7, 2))],
 }
 OVERLAPPING: dict[str, Callable[[], tuple[list[torch.Tensor], tuple[int, int]]]] = {
     "the-same": lambda: (lambda w: ([w, w.view(-1)], (0, 1)))(base(4, 5)),
     "one-element": lambda: (lambda w: ([w[:6], w[5:]], (0, 1)))(base(10)),
     "columns": lambda: (lambda w: ([w[:, :11], w[:, 10:]], (0, 1)))(base(12, 31)),
-    "interleaved": lambda: (lambda w: ([w[::2], w[::3]], (0, 1)))(base(101)),
     "the-third": lambda: (lambda w: ([w[::3], w[1::3], w[4:6]], (1, 2)))(base(100)),
-    "rows-and-a-column": lambda: (lambda w: ([w[:, 3], w[2]], (0, 1)))(base(5, 6)),
     "halves-of-elements": lambda: (lambda w: ([w[:8], w.view(torch.bfloat16)[15:17]], (0, 1)))(
         base(16)
     ),
-    "expanded": lambda: ([base(1).expand(5)], (0, 0)),
-    "expanded-in-one-dimension": lambda: ([base(3, 1).expand(3, 4)], (0, 0)),
+    "expanded": lambda: ([base(3, 1).expand(3, 4)], (0, 0)),
     "windows": lambda: ([base(10).unfold(0, 3, 1)], (0, 0)),
     "odd-strides": lambda: ([base(30).as_strided((3, 3), (4, 2))], (0, 0)),
 }
@@ -223,17 +197,16 @@ def parameters(tensors: list[torch.Tensor]) -> list[torch.nn.Parameter]:
     return found
 
 
-@pytest.mark.parametrize("order", [1, -1], ids=["in-order", "reversed"])
 @pytest.mark.parametrize("make", APART.values(), ids=APART)
-def test_views_of_one_storage_whose_elements_are_apart_are_trained_as_by_torch(make, order):
-    ours, theirs = (parameters(make()[::order]) for _ in range(2))
+def test_views_of_one_storage_whose_elements_are_apart_are_trained_as_by_torch(make):
+    ours, theirs = (parameters(make()) for _ in range(2))
     optimizer = construct(ours)
     reference = torch.optim.SGD([p for p in theirs if p.dtype == torch.float32], lr=0.1)
-    for step in range(3):
+    for number in range(3):
         for p, q in zip(ours, theirs, strict=True):
             if p.dtype == torch.float32:
-                p.grad = torch.full_like(p, 0.25 * (step + 1))
-                q.grad = torch.full_like(q, 0.25 * (step + 1))
+                p.grad = torch.full_like(p, 0.25 * (number + 1))
+                q.grad = torch.full_like(q, 0.25 * (number + 1))
         optimizer.step()
         reference.step()
         assert_same_parameters(enumerate(ours), enumerate(theirs))
@@ -265,35 +238,3 @@ def test_a_view_that_keeps_its_address_and_changes_its_strides_is_noticed():
     first.data = memory[:20:2]
     with pytest.raises(UnsupportedParameterError, match="'first' and 'second' share memory"):
         optimizer.step()
-
-
-def test_random_views_against_a_count_of_every_byte():
-    """As many pairs that overlap as pairs that do not, in several dtypes."""
-    generator = torch.Generator().manual_seed(0)
-    counts = {True: 0, False: 0}
-    for _ in range(400):
-        memory = torch.zeros(240, dtype=torch.uint8)
-        found: list[torch.Tensor] = []
-        for _ in range(2):
-            dtype = (torch.float32, torch.bfloat16)[int(torch.randint(2, (), generator=generator))]
-            typed = memory.view(dtype)
-            sizes = torch.randint(1, 5, (2,), generator=generator).tolist()
-            strides = torch.randint(0, 9, (2,), generator=generator).tolist()
-            span = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-            most = len(typed) - span
-            if most <= 0:
-                continue
-            offset = int(torch.randint(most, (), generator=generator))
-            found.append(typed.as_strided(sizes, strides, offset))
-        used: dict[int, int] = {}
-        overlap = False
-        for number, view in enumerate(found):
-            for index in itertools.product(*(range(n) for n in view.shape)):
-                at = view.data_ptr() - memory.data_ptr()
-                at += sum(i * s for i, s in zip(index, view.stride(), strict=True)) * view.itemsize
-                for byte in range(at, at + view.itemsize):
-                    overlap |= byte in used
-                    used[byte] = number
-        assert (find_overlap(found) is not None) == overlap
-        counts[overlap] += 1
-    assert min(counts.values()) > 40

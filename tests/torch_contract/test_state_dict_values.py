@@ -29,37 +29,31 @@ def optimizer() -> Iterator[offload.AdamW]:
         yield found
 
 
-@pytest.mark.parametrize("kind", [list, tuple, Pair._make], ids=["list", "tuple", "namedtuple"])
-def test_a_tensor_in_a_container_is_copied(kind: type, optimizer: offload.AdamW) -> None:
-    values = torch.ones(3)
-    optimizer.param_groups[0]["note"] = kind([values, "a"])
+def test_a_tensor_in_a_container_and_an_array_are_copied(optimizer: offload.AdamW) -> None:
+    values, array = torch.ones(3), np.ones(3)
+    for kind in (list, tuple, Pair._make):
+        optimizer.param_groups[0]["note"] = kind([values, "a"])
+        found = optimizer.state_dict()["param_groups"][0]["note"]
+        assert type(found) is type(optimizer.param_groups[0]["note"])
+        assert found[0] is not values
+        assert torch.equal(found[0], values)
+        assert found[1] == "a"
+    optimizer.param_groups[0]["note"] = array
     found = optimizer.state_dict()["param_groups"][0]["note"]
-    values.add_(1)
-    assert type(found) is type(optimizer.param_groups[0]["note"])
-    assert torch.equal(found[0], torch.ones(3))
-    assert found[1] == "a"
-
-
-def test_an_array_is_copied(optimizer: offload.AdamW) -> None:
-    values = np.ones(3)
-    optimizer.param_groups[0]["note"] = values
-    found = optimizer.state_dict()["param_groups"][0]["note"]
-    values += 1
+    array += 1
     assert found.tolist() == [1.0, 1.0, 1.0]
 
 
 NUMBERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "float32 lr": (torch.optim.AdamW, {"lr": np.float32(1e-3)}),
-    "float16 lr": (torch.optim.AdamW, {"lr": np.float16(1e-3)}),
     "float32 lr of SGD": (torch.optim.SGD, {"lr": np.float32(1e-3), "momentum": np.float32(0.9)}),
     "float32 lr of NAdam": (torch.optim.NAdam, {"lr": np.float32(1e-3), "weight_decay": 0.1}),
     "float64": (torch.optim.AdamW, {"lr": np.float64(1e-3), "eps": np.float64(1e-7)}),
     "array without a dimension": (torch.optim.AdamW, {"lr": np.array(1e-3)}),
     "betas": (torch.optim.NAdam, {"betas": tuple(np.array([0.8, 0.99], np.float32))}),
-    "decay": (torch.optim.AdamW, {"weight_decay": np.float32(0.1), "eps": np.float32(1e-7)}),
     "bool": (torch.optim.AdamW, {"amsgrad": np.bool_(True), "maximize": np.bool_(False)}),
-    "integer": (torch.optim.Adam, {"weight_decay": np.int8(2), "eps": np.int64(1)}),
     "zero": (torch.optim.SGD, {"lr": 1e-3, "momentum": np.float32(0)}),
+    "integer": (torch.optim.Adam, {"weight_decay": np.int8(2), "eps": np.int64(1)}),
 }
 
 
@@ -68,8 +62,14 @@ def schedule(optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"] * np.float32(0.7)
 
 
-@pytest.mark.parametrize("how", ["restored", "by reference", "through a file of torch.save"])
-@pytest.mark.parametrize("case", NUMBERS)
+HOW = ("restored", "by reference", "through a file of torch.save")
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [(case, HOW[n % 3]) for n, case in enumerate(NUMBERS)]
+    + [("float32 lr", how) for how in HOW[1:]],
+)
 def test_numbers_of_numpy_train_as_in_torch_and_come_back(
     case: str, how: str, tmp_path: Path
 ) -> None:
@@ -113,20 +113,6 @@ def test_numbers_of_numpy_train_as_in_torch_and_come_back(
         assert_same_bits(found.detach(), parameter.detach(), case)
 
 
-def test_two_groups_that_differ_in_a_zero_of_numpy(tmp_path: Path) -> None:
-    model = make_model(dtype=torch.float32)
-    params = list(model.parameters())
-    groups = [{"params": params[:2]}, {"params": params[2:], "momentum": np.float32(0)}]
-    with make_optimizer(
-        model, None, offload.SGD, params=groups, momentum=0.9, lr=0.1, directory=tmp_path
-    ) as optimizer:
-        step(optimizer)
-        optimizer.param_groups[0]["momentum"] = np.float32(0.9)
-        step(optimizer)
-        checkpoint = optimizer.checkpoint().result()
-        assert [len(p.arrays) for p in checkpoint.manifest.layout.parameters] == [1, 1, 0, 0]
-
-
 def test_users_numbers_of_numpy_come_back_as_numbers() -> None:
     backend = MemoryBackend()
     numbers = {"scale": np.float32(0.65), "layer": np.int64(3), "exact": np.float64(0.1)}
@@ -145,7 +131,7 @@ def test_users_numbers_of_numpy_come_back_as_numbers() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [np.longdouble(1), np.arange(3), 1j, {"a": 1}, {1}, b"x", Decimal(1), len],
+    [np.longdouble(1), np.arange(3), 1j, {"a": 1}, Decimal(1), len],
     ids=lambda value: type(value).__name__,
 )
 def test_what_no_checkpoint_can_hold_is_refused_before_training(

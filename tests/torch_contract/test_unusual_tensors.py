@@ -18,7 +18,7 @@ import offload
 from gds import MemoryBackend
 from offload.errors import MismatchError, UnsupportedParameterError
 from tests.numerics.reference import assert_same_bits
-from tests.stores.small import options
+from tests.stores.small import STORE, make_optimizer
 
 Make = Callable[[], torch.Tensor]
 
@@ -99,9 +99,7 @@ def make_model(make: Make, how: str) -> torch.nn.Module:
 
 
 def offloaded(model: torch.nn.Module, backend: MemoryBackend) -> offload.OffloadedOptimizer:
-    return offload.AdamW(
-        model.parameters(), lr=0.01, directory="/run", model=model, options=options(backend)
-    )
+    return make_optimizer(model, backend, lr=0.01)
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -110,124 +108,93 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("how", ["buffer", "frozen"])
-@pytest.mark.parametrize("kind", EXACT)
-def test_what_is_taken_is_restored_exactly(kind: str, how: str) -> None:
-    if how == "frozen" and kind == "subclass":
-        how = "buffer"  # torch.nn.Parameter is a subclass itself
-    model, backend = make_model(EXACT[kind], how), MemoryBackend()
-    expected = EXACT[kind]().resolve_conj().resolve_neg()
+def sealed(model: torch.nn.Module) -> MemoryBackend:
+    """Take a step, make a checkpoint, and return the files."""
+    backend = MemoryBackend()
     with offloaded(model, backend) as optimizer:
         step(model, optimizer)
-        optimizer.checkpoint().result()
-    with offload.open_checkpoint("/run", backend=backend) as checkpoint:
-        assert checkpoint.verify().ok
-    for load in ("restore", "load_parameters"):
+        assert optimizer.checkpoint().result().verify().ok
+    return backend
+
+
+def restore(model: torch.nn.Module, backend: MemoryBackend) -> None:
+    with offloaded(model, backend) as optimizer:
+        optimizer.restore()
+        step(model, optimizer)
+
+
+def load_parameters(model: torch.nn.Module, backend: MemoryBackend) -> None:
+    assert offload.load_parameters(model, STORE, backend=backend) == 1
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_what_is_taken_is_restored_exactly(kind: str) -> None:
+    """As a buffer, or as a frozen parameter, in turns; a parameter is no other subclass."""
+    how = "frozen" if [*EXACT].index(kind) % 2 and kind != "subclass" else "buffer"
+    backend = sealed(make_model(EXACT[kind], how))
+    expected = EXACT[kind]().resolve_conj().resolve_neg()
+    for load in (restore, load_parameters):
         model = make_model(EXACT[kind], how)
         with torch.no_grad():
             model[0].b.copy_(torch.zeros_like(expected))
-        if load == "restore":
-            with offloaded(model, backend) as optimizer:
-                optimizer.restore()
-                step(model, optimizer)
-        else:
-            offload.load_parameters(model, "/run", backend=backend)
+        load(model, backend)
         found = model[0].b.detach().resolve_conj().resolve_neg()
         assert_same_bits(found.as_subclass(torch.Tensor), expected.as_subclass(torch.Tensor), kind)
-
-
-def test_a_parameter_that_is_a_negative_view_is_trained_and_restored() -> None:
-    def make() -> torch.nn.Module:
-        model = make_model(lambda: numbers(1), "buffer")
-        model[0].weight = torch.nn.Parameter(torch._neg_view(numbers(8, 8)))
-        return model
-
-    plain, model, backend = make(), make(), MemoryBackend()
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    with offloaded(model, backend) as optimizer:
-        for _ in range(3):
-            step(model, optimizer)
-            step(plain, reference)
-        optimizer.checkpoint().result()
-    restored = make()
-    with offloaded(restored, backend) as optimizer:
-        optimizer.restore()
-        for found in (model, restored):
-            assert_same_bits(
-                found[0].weight.detach().resolve_neg(),
-                plain[0].weight.detach().resolve_neg(),
-                "weight",
-            )
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_restored_is_refused_by_name_at_construction(kind: str) -> None:
     make, why = REFUSED[kind]
-    model, backend = make_model(make, "buffer"), MemoryBackend()
+    model = make_model(make, "buffer")
     with pytest.raises(UnsupportedParameterError, match=rf"'0\.b' in .*{why}"):
-        offloaded(model, backend)
-    other = make_model(lambda: numbers(3), "buffer")
-    with offloaded(other, backend) as optimizer:
-        step(other, optimizer)
-        optimizer.checkpoint().result()
+        offloaded(model, MemoryBackend())
+    backend = sealed(make_model(lambda: numbers(3), "buffer"))
     with pytest.raises(UnsupportedParameterError, match=rf"'0\.b' in .*{why}"):
-        offload.load_parameters(model, "/run", backend=backend)
+        load_parameters(model, backend)
+
+
+LAZY: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
+    "parameter": (lambda: torch.nn.LazyLinear(8), "1.weight"),
+    "buffer": (lambda: torch.nn.LazyBatchNorm1d(affine=False), "1.running_mean"),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: torch.nn.LazyLinear(8), "1.weight"),
-        (lambda: torch.nn.LazyBatchNorm1d(), "1.weight"),
-        (lambda: torch.nn.LazyBatchNorm1d(affine=False), "1.running_mean"),
-    ],
-    ids=["parameter", "normalisation", "buffer"],
-)
-@pytest.mark.parametrize("how", ["trained", "frozen", "only in the model", "later", "loaded"])
-def test_a_lazy_module_that_was_never_called_is_refused_by_name(
-    make: Callable[[], torch.nn.Module], name: str, how: str
-) -> None:
-    model, backend = torch.nn.Sequential(torch.nn.Linear(8, 8), make()), MemoryBackend()
-    for parameter in model[1].parameters():
-        parameter.requires_grad = how != "frozen"  # the method fails on a lazy one
+@pytest.mark.parametrize("kind", LAZY)
+def test_a_lazy_module_that_was_never_called_is_refused_by_name(kind: str) -> None:
+    make, name = LAZY[kind]
     says = rf"'{name}' has no shape yet.*run one forward"
-    if how == "loaded":
-        called = torch.nn.Sequential(torch.nn.Linear(8, 8), make())
-        called(torch.ones(2, 8))
-        with offloaded(called, backend) as optimizer:
-            step(called, optimizer)
-            optimizer.checkpoint().result()
-        with pytest.raises(UnsupportedParameterError, match=says):
-            offload.load_parameters(model, "/run", backend=backend)
-    elif how == "later":
-        lazy = model.pop(1)
-        with offloaded(model, MemoryBackend()) as optimizer:
-            model.append(lazy)
-            if [*lazy.parameters()]:
-                with pytest.raises(UnsupportedParameterError, match=says):
-                    optimizer.add_param_group({"params": [*lazy.parameters()]})
-                assert len(optimizer.param_groups) == 1
-            model[0](torch.ones(2, 8)).sum().backward()
+    model, called = (torch.nn.Sequential(torch.nn.Linear(8, 8), make()) for _ in range(2))
+    called(torch.ones(2, 8))
+    for is_frozen in (False, True):
+        for parameter in model[1].parameters():
+            parameter.requires_grad = not is_frozen  # the method fails on a lazy one
+        for params in (model, model[0]):
             with pytest.raises(UnsupportedParameterError, match=says):
-                optimizer.step()
-    else:
-        params = (model[0] if how == "only in the model" else model).parameters()
+                make_optimizer(model, MemoryBackend(), params=params.parameters())
+    with pytest.raises(UnsupportedParameterError, match=says):
+        load_parameters(model, sealed(called))
+    lazy = model.pop(1)
+    with offloaded(model, MemoryBackend()) as optimizer:
+        model.append(lazy)
+        if [*lazy.parameters()]:
+            with pytest.raises(UnsupportedParameterError, match=says):
+                optimizer.add_param_group({"params": [*lazy.parameters()]})
+            assert len(optimizer.param_groups) == 1
+        model[0](torch.ones(2, 8)).sum().backward()
         with pytest.raises(UnsupportedParameterError, match=says):
-            offload.AdamW(params, directory="/run", model=model, options=options(backend))
+            optimizer.step()
 
 
-@pytest.mark.parametrize("with_model", [True, False])
-def test_an_expanded_parameter_that_is_frozen_is_refused(with_model: bool) -> None:
-    model, backend = make_model(lambda: numbers(1).expand(8), "frozen"), MemoryBackend()
-    with pytest.raises(UnsupportedParameterError, match="several elements at the same place"):
-        offload.AdamW(
-            model.parameters(),
-            directory="/run",
-            model=model if with_model else None,
-            options=options(backend),
-        )
+def test_an_expanded_parameter_that_is_frozen_is_refused() -> None:
+    model = make_model(lambda: numbers(1).expand(8), "frozen")
+    for given in (model, None):
+        with pytest.raises(UnsupportedParameterError, match="several elements at the same place"):
+            make_optimizer(model, MemoryBackend(), model=given)
+    model = make_model(lambda: numbers(8), "buffer")
+    model[0].register_buffer("mask", numbers(1).expand(8), persistent=False)
+    sealed(model)  # it may be anything
 
 
 def test_one_that_appears_later_is_refused_before_a_checkpoint_is_acknowledged() -> None:
@@ -243,14 +210,6 @@ def test_one_that_appears_later_is_refused_before_a_checkpoint_is_acknowledged()
         assert optimizer.checkpoint().result().step == good.step + 1
 
 
-def test_a_buffer_that_is_not_in_the_state_dict_may_be_anything() -> None:
-    model, backend = make_model(lambda: numbers(8), "buffer"), MemoryBackend()
-    model[0].register_buffer("mask", numbers(1).expand(8), persistent=False)
-    with offloaded(model, backend) as optimizer:
-        step(model, optimizer)
-        optimizer.checkpoint().result()
-
-
 @pytest.mark.parametrize("trained", ["all", "some"])
 def test_a_model_whose_state_dict_has_other_names_loads_what_it_wrote(trained: str) -> None:
     """torch's checkpoint_wrapper renames in a hook of the state dict."""
@@ -264,19 +223,13 @@ def test_a_model_whose_state_dict_has_other_names_loads_what_it_wrote(trained: s
         model[1].requires_grad_(trained == "all")
         return model
 
-    model, backend = make(), MemoryBackend()
-    with offloaded(model, backend) as optimizer:
-        step(model, optimizer)
-        optimizer.checkpoint().result()
-    loaded = make()
-    assert offload.load_parameters(loaded, "/run", backend=backend) == 1
-    for name, tensor in model.state_dict().items():
-        assert_same_bits(loaded.state_dict()[name], tensor, name)
+    model = make()
+    backend = sealed(model)
     # The same layers without the wrapper have the names of the state dict.
-    bare = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
-    assert offload.load_parameters(bare, "/run", backend=backend) == 1
-    for name, tensor in model.state_dict().items():
-        assert_same_bits(bare.state_dict()[name], tensor, name)
+    for loaded in (make(), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))):
+        load_parameters(loaded, backend)
+        for name, tensor in model.state_dict().items():
+            assert_same_bits(loaded.state_dict()[name], tensor, name)
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
@@ -295,6 +248,6 @@ def test_a_model_that_does_not_tie_what_the_checkpoint_ties_is_refused(order: st
     untied = make("ab")
     before = {name: tensor.clone() for name, tensor in untied.state_dict().items()}
     with pytest.raises(MismatchError, match=rf"'{order[1]}\.weight' is only in the model"):
-        offload.load_parameters(untied, "/run", backend=backend)
+        offload.load_parameters(untied, STORE, backend=backend)
     for name, tensor in untied.state_dict().items():
         assert_same_bits(tensor, before[name], name)

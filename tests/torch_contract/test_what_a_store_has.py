@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,10 @@ import torch
 import offload
 from gds import MemoryBackend
 from offload import OffloadedOptimizer, Position, reference_of
-from offload.engine.reference import REFERENCE_FORMAT
-from offload.format.names import QUARANTINE_NAME
 from tests.stores.small import make_model, make_optimizer, step
+from tests.threads import one_thread
+
+__all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
 
 
 def make(directory: Path | Sequence[Path], **arguments: Any) -> OffloadedOptimizer:
@@ -42,11 +42,14 @@ def seal(optimizer: OffloadedOptimizer, **metrics: float) -> offload.Checkpoint:
     return optimizer.checkpoint(metrics=metrics or None).result()
 
 
+def cli(*arguments: object) -> str:
+    """Return what a command prints in a process of its own."""
+    command = [sys.executable, "-m", "offload.cli", *map(str, arguments)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def listed(directory: Path) -> Any:
-    """Return what ``offload ls --json`` prints in a process of its own."""
-    command = [sys.executable, "-m", "offload.cli", "ls", str(directory), "--json"]
-    found = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(found.stdout)
+    return json.loads(cli("ls", directory, "--json"))
 
 
 def as_listed(infos: Sequence[offload.CheckpointInfo]) -> Any:
@@ -56,11 +59,8 @@ def as_listed(infos: Sequence[offload.CheckpointInfo]) -> Any:
 
 def pins_on_drive(directory: Path) -> dict[str, str]:
     """Read the files of pins without the library."""
-    found = {}
-    for file in (directory / "pins").iterdir():
-        body = json.loads(file.read_bytes())["body"]
-        found[file.name] = str(directory / body["checkpoint"])
-    return found
+    bodies = {f.name: json.loads(f.read_bytes())["body"] for f in (directory / "pins").iterdir()}
+    return {name: str(directory / body["checkpoint"]) for name, body in bodies.items()}
 
 
 @pytest.mark.parametrize("num_drives", [1, 2])
@@ -71,13 +71,27 @@ def test_its_checkpoints_are_what_another_process_lists(num_drives: int, tmp_pat
         for number in range(3):
             seal(optimizer, loss=0.5 + number)
         optimizer.pin("best", 2)
-        optimizer.pin("first", 1)
+        optimizer.pin("first", optimizer.checkpoints()[0])
+        before = optimizer.stats()
         mine = optimizer.checkpoints()
+        after = optimizer.stats()
+        assert (after.bytes_read, after.bytes_written) == (before.bytes_read, before.bytes_written)
         assert as_listed(mine) == listed(directories[0])
         pins = [(info.step, info.pins) for info in mine]
         assert pins == [(1, ("first",)), (2, ("best",)), (3, ())]
         assert mine[1].metrics == {"loss": 1.5}
         assert optimizer.directories == tuple(map(str, directories))
+        cli("pin", mine[2].path, "kept")
+        assert optimizer.checkpoints()[2].pins == ("kept",)
+        assert optimizer.pins() == pins_on_drive(directories[0])
+        assert optimizer.pins()["first"] == mine[0].path
+        for name in ("best", "first", "kept"):
+            optimizer.unpin(name)
+        assert optimizer.pins() == pins_on_drive(directories[0]) == {}
+        step(optimizer)
+        optimizer.checkpoint()
+        optimizer.synchronize()
+        assert [info.step for info in optimizer.checkpoints()] == [1, 2, 3, 4]
 
 
 def test_it_finds_the_checkpoint_that_a_saved_dict_names(tmp_path: Path) -> None:
@@ -92,184 +106,118 @@ def test_it_finds_the_checkpoint_that_a_saved_dict_names(tmp_path: Path) -> None
         assert as_listed(found) == listed(tmp_path / "run")
         optimizer.restore(found[1], discard_newer=True)
         assert optimizer.position.is_same_as(positions[1])
+        assert not optimizer.position.is_same_as(positions[0])
         with pytest.raises(offload.MismatchError, match=r"has step 1 .*, step 2 .*withdrawn"):
             optimizer.find(positions[2])
+        step(optimizer)
+        with pytest.raises(offload.MismatchError, match="never sealed"):
+            optimizer.find(optimizer.position)
+    with make(tmp_path / "two") as optimizer:
+        seal(optimizer)
+        with pytest.raises(offload.MismatchError, match=positions[0].store) as refused:
+            optimizer.find(positions[0])
+        assert optimizer.position.store in str(refused.value)
 
 
-class TestCheckpoints:
-    def test_a_pin_of_another_process_is_seen_at_once(self, tmp_path: Path) -> None:
-        with make(tmp_path) as optimizer:
+@pytest.mark.filterwarnings("ignore:not using .*step-00000002")
+def test_checkpoints_are_those_that_it_can_go_back_to(tmp_path: Path) -> None:
+    """Not one that is damaged, nor one whose history `fresh` has given up; pins stay known."""
+    with make(tmp_path) as optimizer:
+        for _ in range(3):
             seal(optimizer)
-            command = [sys.executable, "-m", "offload.cli", "pin"]
-            subprocess.run([*command, str(tmp_path / "step-00000001"), "kept"], check=True)
-            assert optimizer.checkpoints()[0].pins == ("kept",)
-            assert optimizer.pins() == {"kept": str(tmp_path / "step-00000001")}
-            assert optimizer.pins() == pins_on_drive(tmp_path)
+        optimizer.pin("kept", 2)
+    (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
+    with make(tmp_path) as optimizer:
+        assert [info.step for info in optimizer.checkpoints()] == [1, 3]
+        assert optimizer.pins() == {"kept": str(tmp_path / "step-00000002")}
+        optimizer.unpin("kept")
+        restored = optimizer.restore(optimizer.checkpoints()[0], discard_newer=True)
+        assert restored is not None
+        assert restored.step == optimizer.num_steps == 1
+        assert [info.step for info in optimizer.checkpoints()] == [1]
+    with make(tmp_path, fresh=True) as optimizer:
+        assert optimizer.checkpoints() == []
+        assert listed(tmp_path), "on the drive until a new one is durable"
 
-    @pytest.mark.filterwarnings("ignore:not using .*step-00000002")
-    def test_they_are_those_that_it_can_go_back_to(self, tmp_path: Path) -> None:
-        """Not one that is damaged, nor one whose history `fresh` has given up."""
-        with make(tmp_path) as optimizer:
-            for _ in range(3):
-                seal(optimizer)
-        (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
-        with make(tmp_path) as optimizer:
-            assert [info.step for info in optimizer.checkpoints()] == [1, 3]
-            restored = optimizer.restore(optimizer.checkpoints()[0], discard_newer=True)
-            assert restored is not None
-            assert restored.step == optimizer.num_steps == 1
-            assert [info.step for info in optimizer.checkpoints()] == [1]
-        with make(tmp_path, fresh=True) as optimizer:
-            assert optimizer.checkpoints() == []
-            assert listed(tmp_path), "on the drive until a new one is durable"
 
-    def test_one_that_is_being_sealed_is_there_when_it_has_been_waited_for(
-        self, tmp_path: Path
-    ) -> None:
-        with make(tmp_path) as optimizer:
+@pytest.mark.parametrize(
+    ("steps", "damaged", "expected"),
+    [
+        ([6, 3], {6, 3}, [3, 6]),
+        ([10, 2, 30, 20, 4], {30, 10}, [2, 10, 20, 4, 30]),
+    ],
+    ids=str,
+)
+def test_the_newest_is_last_whatever_its_step_is(
+    steps: list[int], damaged: set[int], expected: list[int], tmp_path: Path
+) -> None:
+    """Checkpoints are listed as they were made; one that cannot be read, where its step says."""
+    paths = []
+    with make(tmp_path) as optimizer:
+        for number in steps:
             step(optimizer)
-            optimizer.checkpoint()
-            optimizer.synchronize()
-            assert [info.path for info in optimizer.checkpoints()] == [
-                str(tmp_path / "step-00000001")
-            ]
-
-    def test_it_moves_no_state(self, tmp_path: Path) -> None:
-        with make(tmp_path) as optimizer:
-            seal(optimizer)
-            before = optimizer.stats()
-            optimizer.checkpoints()
-            after = optimizer.stats()
-            assert (after.bytes_read, after.bytes_written) == (
-                before.bytes_read,
-                before.bytes_written,
-            )
-
-    def test_one_of_them_can_be_pinned(self, tmp_path: Path) -> None:
-        with make(tmp_path) as optimizer:
-            first, _ = seal(optimizer), seal(optimizer)
-            optimizer.pin("old", optimizer.checkpoints()[0])
-            assert optimizer.pins() == pins_on_drive(tmp_path) == {"old": first.path}
-            optimizer.unpin("old")
-            assert optimizer.pins() == pins_on_drive(tmp_path) == {}
-
-    def test_a_pin_stays_known_when_its_checkpoint_is_not_usable(self, tmp_path: Path) -> None:
-        with make(tmp_path) as optimizer:
-            seal(optimizer)
-            optimizer.pin("kept")
-            seal(optimizer)
-        (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
-        with make(tmp_path) as optimizer:
-            assert [info.step for info in optimizer.checkpoints()] == [2]
-            assert optimizer.pins() == {"kept": str(tmp_path / "step-00000001")}
-
-    @pytest.mark.parametrize("method", ["checkpoints", "pins"])
-    def test_a_closed_optimizer_says_so(self, method: str, tmp_path: Path) -> None:
-        optimizer = make(tmp_path)
-        optimizer.close()
-        with pytest.raises(offload.OffloadError, match="closed"):
-            getattr(optimizer, method)()
+            full = optimizer.full_state_dict()
+            optimizer.load_state_dict({**full, "num_steps": number})
+            paths.append(optimizer.checkpoint({"at": number}).result().path)
+    found = offload.list_checkpoints(tmp_path)
+    assert [info.path for info in found] == paths
+    assert [info.generation for info in found] == sorted(info.generation for info in found)
+    with offload.open_checkpoint(tmp_path) as newest:
+        assert newest.path == paths[-1]
+    table = cli("ls", tmp_path)
+    places = [table.index(f"step-{number:08}") for number in steps]
+    assert places == sorted(places)
+    for number in damaged:
+        (tmp_path / f"step-{number:08}" / "manifest.json").write_text("{}")
+    found = offload.list_checkpoints(tmp_path)
+    assert [info.step for info in found] == expected
+    assert {info.step for info in found if not info.valid} == damaged
 
 
-class TestPosition:
-    @pytest.mark.parametrize("overlap", [None, "forward", "backward"])
-    def test_it_is_what_state_dict_names(self, overlap: str | None, tmp_path: Path) -> None:
-        with make(tmp_path, overlap=overlap) as optimizer:
-            optimizer.warn_unsealed = False
-            for sealed in (False, True, False):
-                step(optimizer)
-                if sealed:
-                    optimizer.checkpoint()
-                position, saved = optimizer.position, optimizer.state_dict()
-                assert dataclasses.asdict(position) == {
-                    name: saved[name] for name in ("store", "step", "generation", "run", "sealed")
-                }
-                assert position.sealed == sealed
-                assert reference_of(saved) == position
-
-    def test_a_sealed_one_names_what_is_on_the_drive(self, tmp_path: Path) -> None:
-        with make(tmp_path) as optimizer:
-            seal(optimizer)
-            position = optimizer.position
-            (info,) = listed(tmp_path)
-            manifest = json.loads((tmp_path / "step-00000001" / "manifest.json").read_bytes())
-            assert manifest["body"]["store_id"] == info["store"] == position.store
-            assert (info["step"], info["generation"]) == (position.step, position.generation)
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                position.step = 2  # type: ignore[misc]
-
-    def test_going_back_goes_back(self, tmp_path: Path) -> None:
-        with make(tmp_path) as optimizer:
-            seal(optimizer)
-            first = optimizer.position
-            seal(optimizer)
-            assert not optimizer.position.is_same_as(first)
-            optimizer.restore(1, discard_newer=True)
-            assert optimizer.position.is_same_as(first)
-
-    def test_between_backward_and_step_it_is_refused_as_state_dict_is(self, tmp_path: Path) -> None:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(30, 20)
-        options = offload.Options(allow_volatile=True, overlap="backward")
-        with offload.AdamW(
-            model.parameters(), directory=tmp_path, model=model, options=options
-        ) as optimizer:
-            model(torch.ones(2, 30)).sum().backward()
-            with pytest.raises(offload.OverlapError, match="between backward"):
-                _ = optimizer.position
-            optimizer.step()
-            assert optimizer.position.step == 1
-
-
-class TestFind:
-    def test_of_another_store_it_names_both(self, tmp_path: Path) -> None:
-        with make(tmp_path / "one") as optimizer:
-            seal(optimizer)
-            position = optimizer.position
-        with make(tmp_path / "two") as optimizer:
-            seal(optimizer)
-            with pytest.raises(offload.MismatchError, match=position.store) as refused:
-                optimizer.find(position)
-            assert optimizer.position.store in str(refused.value)
-
-    def test_what_was_never_sealed_is_said_to_be(self, tmp_path: Path) -> None:
-        with make(tmp_path) as optimizer:
+@pytest.mark.parametrize("overlap", [None, "forward", "backward"])
+def test_its_position_is_what_state_dict_names(overlap: str | None, tmp_path: Path) -> None:
+    with make(tmp_path, overlap=overlap) as optimizer:
+        optimizer.warn_unsealed = False
+        for sealed in (False, True, False):
             step(optimizer)
-            position = optimizer.position
-            with pytest.raises(offload.MismatchError, match="never sealed"):
-                optimizer.find(position)
+            if sealed:
+                optimizer.checkpoint()
+            position, saved = optimizer.position, optimizer.state_dict()
+            assert dataclasses.asdict(position) == {
+                name: saved[name] for name in ("store", "step", "generation", "run", "sealed")
+            }
+            assert position.sealed == sealed
+            assert reference_of(saved) == position
+            if sealed:
+                (info,) = listed(tmp_path)
+                on_drive = (info["store"], info["step"], info["generation"])
+                assert on_drive == (position.store, position.step, position.generation)
+        optimizer.warn_unsealed = True
+        with pytest.warns(RuntimeWarning, match="cannot be resumed from"):
+            optimizer.state_dict()
 
 
-class TestReferenceOf:
-    def test_a_dict_with_the_state_itself_names_none(self, tmp_path: Path) -> None:
-        parameter = torch.nn.Parameter(torch.ones(3))
-        assert reference_of(torch.optim.AdamW([parameter]).state_dict()) is None
-        with make(tmp_path) as optimizer:
-            step(optimizer)
-            assert reference_of(optimizer.full_state_dict()) is None
-        assert reference_of({}) is None
-
-    def test_of_another_version_it_is_refused(self, tmp_path: Path) -> None:
-        with make(tmp_path) as optimizer:
-            saved = optimizer.state_dict()
-        assert isinstance(reference_of(saved), Position)
-        for wrong in ({**saved, "format": "offload-reference-9"}, {"format": REFERENCE_FORMAT}):
-            with pytest.raises(offload.MismatchError):
-                reference_of(wrong)
+def test_between_backward_and_step_it_is_refused_as_state_dict_is() -> None:
+    model = make_model(30, 20, dtype=torch.float32)
+    with make_optimizer(model, MemoryBackend(), settings={"overlap": "backward"}) as optimizer:
+        model(torch.ones(2, 30)).sum().backward()
+        with pytest.raises(offload.OverlapError, match="between backward"):
+            _ = optimizer.position
+        optimizer.step()
+        assert optimizer.position.step == 1
 
 
-class TestWarnUnsealed:
-    def test_false_says_nothing_of_a_state_that_is_not_sealed(self, tmp_path: Path) -> None:
-        with make(tmp_path) as optimizer:
-            assert optimizer.warn_unsealed
-            optimizer.warn_unsealed = False
-            step(optimizer)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                optimizer.state_dict()
-            optimizer.warn_unsealed = True
-            with pytest.warns(RuntimeWarning, match="cannot be resumed from"):
-                optimizer.state_dict()
+def test_what_names_no_checkpoint(tmp_path: Path) -> None:
+    with make(tmp_path) as optimizer:
+        saved = optimizer.state_dict()
+        step(optimizer)
+        full = optimizer.full_state_dict()
+    plain = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]).state_dict()
+    assert [reference_of(one) for one in (plain, full, {})] == [None] * 3
+    assert isinstance(reference_of(saved), Position)
+    for wrong in ({**saved, "format": "offload-reference-9"}, {"format": saved["format"]}):
+        with pytest.raises(offload.MismatchError):
+            reference_of(wrong)
 
 
 class TestVerifyBeforeResume:
@@ -284,8 +232,7 @@ class TestVerifyBeforeResume:
     def damage(self, directories: list[Path], number: int) -> Path:
         """Overwrite state of a checkpoint: with two drives, on the second one."""
         checkpoint = directories[0] / f"step-{number:08}"
-        (info,) = [i for i in offload.list_checkpoints(directories[0]) if i.path == str(checkpoint)]
-        with offload.open_checkpoint(info.path) as opened:
+        with offload.open_checkpoint(checkpoint) as opened:
             place = Path(opened.parts[0]) if opened.parts else checkpoint
         (state,) = place.glob("exp_avg.*")
         with state.open("r+b") as file:
@@ -294,19 +241,19 @@ class TestVerifyBeforeResume:
         return checkpoint
 
     def verify(self, checkpoint: Path, directories: list[Path]) -> offload.VerifyReport:
-        parts = directories[1:] or None
-        with offload.open_checkpoint(checkpoint, parts=parts) as opened:
+        with offload.open_checkpoint(checkpoint, parts=directories[1:] or None) as opened:
             return offload.verify_before_resume(opened)
 
     def test_one_is_marked_and_the_one_before_it_is_not(self, directories: list[Path]) -> None:
         newest, before = (self.damage(directories, number) for number in (3, 2))
+        files = [{p.name for p in place.iterdir()} for place in (newest, before)]
         report = self.verify(newest, directories)
         assert report.problems
         assert report.quarantined
-        assert (newest / QUARANTINE_NAME).exists()
         with pytest.raises(offload.DamagedError, match="two in a row") as refused:
             self.verify(before, directories)
-        assert not (before / QUARANTINE_NAME).exists()
+        left = [{p.name for p in place.iterdir()} for place in (newest, before)]
+        assert [len(after - files[n]) for n, after in enumerate(left)] == [1, 0]
         command = f"offload verify {directories[0]} --quarantine"
         command += "".join(f" --part {part}" for part in directories[1:])
         assert f"`{command}`" in str(refused.value)
@@ -315,36 +262,24 @@ class TestVerifyBeforeResume:
         assert report.ok
         assert not report.quarantined
 
-    def test_one_that_is_older_than_the_damaged_one_is_no_reason(
-        self, directories: list[Path]
-    ) -> None:
-        older, newest = (self.damage(directories, number) for number in (1, 3))
-        assert self.verify(older, directories).quarantined
-        assert self.verify(newest, directories).quarantined
-        assert (newest / QUARANTINE_NAME).exists()
-
-    def test_a_directory_of_others_that_is_no_checkpoint_is_passed_over(
+    def test_an_older_one_and_what_is_no_checkpoint_are_no_reason(
         self, directories: list[Path]
     ) -> None:
         shutil.copytree(directories[0] / "step-00000003", directories[0] / "step-00000009")
         (directories[0] / "step-00000009" / "manifest.json").write_text("{}")
-        assert self.verify(self.damage(directories, 2), directories).quarantined
+        for number in (1, 3):
+            assert self.verify(self.damage(directories, number), directories).quarantined
 
 
 @pytest.mark.parametrize("kind", ["info", "checkpoint"])
 def test_a_checkpoint_that_another_of_its_step_replaced_is_not_taken_for_it(kind: str) -> None:
-    parameter = torch.nn.Parameter(torch.ones(8))
-    options = offload.Options(backend=MemoryBackend(), allow_volatile=True)
-    with offload.AdamW([parameter], directory="/run", options=options) as optimizer:
-        for step in (1, 2):
-            parameter.grad = torch.full((8,), float(step))
-            optimizer.step()
-            sealed = optimizer.checkpoint().result()
+    with make_optimizer(make_model(3, 2), MemoryBackend()) as optimizer:
+        for _ in range(2):
+            sealed = seal(optimizer)
         named = optimizer.checkpoints()[-1] if kind == "info" else sealed
         assert optimizer.restore(named) is not None
         optimizer.restore(1, discard_newer=True)
-        parameter.grad = torch.full((8,), 3.0)
-        optimizer.step()
+        step(optimizer, 7)
         other = optimizer.checkpoint().result()
         assert (other.step, other.path) == (named.step, named.path)
         for call in (optimizer.restore, lambda which: optimizer.pin("best", which)):
@@ -354,3 +289,32 @@ def test_a_checkpoint_that_another_of_its_step_replaced_is_not_taken_for_it(kind
         found = optimizer.restore(named.path)
         assert found is not None
         assert found.generation == other.generation
+
+
+@pytest.mark.parametrize(
+    ("epoch", "loss", "replaced"),
+    [
+        (1, None, set()),
+        (2, 0.5, {"train_state.safetensors"}),
+        (1, 0.25, {"manifest.json"}),
+        (2, 0.25, {"train_state.safetensors", "manifest.json"}),
+    ],
+    ids=["the same", "train state", "metrics", "both"],
+)
+def test_a_second_checkpoint_of_a_step_replaces_what_is_different(
+    epoch: int, loss: float | None, replaced: set[str], tmp_path: Path
+) -> None:
+    drives = [tmp_path / "0", tmp_path / "1"]
+    with make(drives) as optimizer:
+        step(optimizer)
+        first = Path(optimizer.checkpoint({"epoch": 1}, metrics={"loss": 0.5}).result().path)
+        before = {file.name: file.stat().st_ino for file in first.iterdir()}
+        metrics = None if loss is None else {"loss": loss}
+        again = optimizer.checkpoint({"epoch": epoch}, metrics=metrics).result()
+        after = {file.name: file.stat().st_ino for file in first.iterdir()}
+        assert {name for name, inode in before.items() if after[name] != inode} == replaced
+        with offload.open_checkpoint(drives[0]) as found:
+            assert again.parts == found.parts != []
+            assert again.train_state == found.train_state == {"epoch": epoch}
+            assert again.metrics == found.metrics == (metrics or {"loss": 0.5})
+        assert again.verify().ok
