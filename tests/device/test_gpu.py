@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -62,13 +63,14 @@ def on_device(optimizer_class, group, block: DeviceBlock, **options) -> DeviceBl
     return moved(there, "cpu")
 
 
-@pytest.mark.parametrize("is_new", [False, True], ids=["later", "first"])
-@pytest.mark.parametrize("kind", ["normal", "wide"])
-@pytest.mark.parametrize("name", [n for n in FORMS if FORMS[n].arithmetic == "foreach"])
-def test_a_device_stores_what_the_cpu_does_to_the_bit(name, kind, is_new, kernels):
+FOREACH = [name for name in FORMS if FORMS[name].arithmetic == "foreach"]
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test_a_device_stores_what_the_cpu_does_to_the_bit(name, kernels):
     form = FORMS[name]
     optimizer_class, group = optimizer(form)
-    for num in (1, 33, 100_003):
+    for is_new, kind, num in itertools.product((False, True), ("normal", "wide"), (1, 33, 100_003)):
         block = State(kind, num, form.num_moments).stored(
             form, is_new=is_new, first=num, parameter="weight" if num % 2 else None
         )
@@ -131,7 +133,7 @@ def test_it_is_torchs_step_of_the_same_flags(name, case, fused):
         assert all(ulps(f.cpu(), e.cpu()) <= 8 for f, e in pairs)
 
 
-@pytest.mark.parametrize("name", [n for n in FORMS if FORMS[n].arithmetic == "foreach"])
+@pytest.mark.parametrize("name", FOREACH)
 def test_a_form_is_compared_with_torch_when_it_is_first_used(name):
     rule = UpdateRule(optimizer(FORMS[name])[0], {})
     found = why_not_trusted(compute_on(torch.device("cuda", 0)), rule, FORMS[name])

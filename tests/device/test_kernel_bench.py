@@ -1,4 +1,4 @@
-"""What waits for a device, on a CPU: `bench.kernel` but for the time, and the tests' flags."""
+"""`bench.kernel` on a CPU, all but the time: a device is lent for too short to find mistakes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import pytest
 import torch
 
 from bench import device_calls, kernel
-from bench._harness import Result
+from bench._harness import BenchError, Result
 from offload.device.kernels import digest
-from offload.device.kernels.forms import why_no_kernel
 from offload.device.kernels.launches import form_of_run
-from tests.device.test_gpu import flags_of
-from tests.device.test_update_arithmetic import ADAM, CLASSES, SGD, group_of
+from tests.device.test_update_arithmetic import group_of
 
 
 def test_every_kernel_is_compared_with_a_copy_of_as_many_bytes(tmp_path, kernels, digests):
@@ -45,11 +43,10 @@ def test_every_kernel_is_compared_with_a_copy_of_as_many_bytes(tmp_path, kernels
     arguments = ["--quick", "--parameters", "4096", "--output", str(tmp_path)]
     args = kernel._arguments(["--directory", str(tmp_path), *arguments])
     result = Result("kernel", args, args.directory)
-    device = torch.device("cpu")
     # 4096 elements of the form with the most instructions take 1.3 times as long as the copy
     slowest = max(kernel.INSTRUCTIONS.values())
     bench = kernel.Bench(
-        device=device,
+        device=torch.device("cpu"),
         update=update,
         digests=leaf_digests,
         instructions_per_s=4096 * slowest / 1.3e-3,
@@ -57,14 +54,12 @@ def test_every_kernel_is_compared_with_a_copy_of_as_many_bytes(tmp_path, kernels
     )
     kernel.measure(args, result, bench)
     assert launched == {"update": 8 * args.rounds, "digests": args.rounds}
-    assert len(result.claims) == 9
     assert {tuple(claim["ratios"]) for claim in result.claims} == {(1.0,) * args.rounds}
     limits = {claim["numerator"].removesuffix("_s"): claim["limit"] for claim in result.claims}
     assert limits.keys() == {*kernel.INSTRUCTIONS, "digests"}
     assert limits.pop("digests") is None
     expected = {n: max(1 / 0.9, 1.3 * i / slowest) for n, i in kernel.INSTRUCTIONS.items()}
     assert limits == pytest.approx(expected)
-    assert min(limits.values()) < max(limits.values())
     assert result.facts["exact_bytes_per_parameter"] == 30
     assert result.facts["split-int8 fused_bytes_per_parameter"] == 14.25
 
@@ -79,10 +74,7 @@ def test_pythons_time_is_measured_without_a_device(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
-@pytest.mark.parametrize(("name", "cases"), [("Adam", ADAM), ("AdamW", ADAM), ("SGD", SGD)])
-def test_the_tests_on_a_device_ask_for_steps_that_have_kernels(name, cases, fused):
-    for case in cases:
-        group = group_of(name, flags_of(name, case, fused), fused=fused)
-        assert why_no_kernel(CLASSES[name], group) == ""
-        assert bool(group["fused"]) is fused
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+def test_the_measurement_refuses_to_measure_something_else(tmp_path):
+    with pytest.raises(BenchError, match="no CUDA device"):
+        kernel.main(["--quick", "--directory", str(tmp_path), "--output", str(tmp_path)])

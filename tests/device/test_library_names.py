@@ -5,7 +5,6 @@ The packages alone are needed: no device, and no driver. What only a driver can 
 
 from __future__ import annotations
 
-import errno
 import importlib
 import inspect
 import os
@@ -18,7 +17,6 @@ import torch
 
 import gds.backends.cufile
 import gds.buffers.cuda
-from gds import StorageError
 from gds.backends.kvikio_library import Library
 from gds.buffers.cuda import Cuda, _Handle
 from gds.buffers.device import DeviceBytes
@@ -58,62 +56,25 @@ def parameters(function: Any) -> list[str]:
     return [part.split("=")[0].split()[-1] for part in inside.split(",") if part.strip()]
 
 
-# KvikIO.
-
-
-@pytest.fixture
-def library(kvikio: Any, monkeypatch: pytest.MonkeyPatch) -> Library:
-    """What the backend uses of KvikIO: most of it works without a driver."""
+@pytest.mark.parametrize("writable", [False, True], ids=["reads", "writes"])
+def test_kvikio_takes_the_settings_and_opens_the_file_of_a_descriptor(
+    kvikio, writable, tmp_path, monkeypatch
+):
     monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "")
-    return Library()
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
+    library = Library()  # most of it works without a driver
     path = tmp_path / "file"
     path.write_bytes(bytes(16 * ALIGNMENT))
-    return path
-
-
-def test_kvikio_has_the_settings_and_takes_them(kvikio, library):
     defaults = importlib.import_module("kvikio.defaults")
     names = ("num_threads", "gds_threshold", "auto_direct_io_read", "auto_direct_io_write")
     before = {name: defaults.get(name) for name in names}
+    fd = os.open(path, os.O_RDWR)
     try:
         library.configure(num_threads=3)
-        assert {name: defaults.get(name) for name in names} == {
-            "num_threads": 3,
-            "gds_threshold": 0,
-            "auto_direct_io_read": True,
-            "auto_direct_io_write": True,
-        }
-    finally:
-        library.release()
-        defaults.set(before)
-    with pytest.raises(KeyError):
-        defaults.get("no_such_setting")
-
-
-def test_kvikios_mode_holds_within_a_block_alone(kvikio):
-    defaults = importlib.import_module("kvikio.defaults")
-    before = defaults.get("compat_mode")
-    for mode in (kvikio.CompatMode.ON, kvikio.CompatMode.OFF):
-        with defaults.set("compat_mode", mode):
-            assert defaults.get("compat_mode") == mode
-        assert defaults.get("compat_mode") == before
-
-
-@pytest.mark.parametrize("writable", [False, True], ids=["reads", "writes"])
-def test_kvikio_opens_the_file_of_a_descriptor(library, file, writable):
-    defaults = importlib.import_module("kvikio.defaults")
-    before = {n: defaults.get(n) for n in ("auto_direct_io_read", "auto_direct_io_write")}
-    fd = os.open(file, os.O_RDWR)
-    try:
-        defaults.set(dict.fromkeys(before, True))
-        handle = library.open(str(file), fd, writable=writable, compat=True)
+        assert [defaults.get(name) for name in names] == [3, 0, True, True]
+        handle = library.open(str(path), fd, writable=writable, compat=True)
         assert os.path.samestat(os.fstat(handle.fileno()), os.fstat(fd))
         assert handle.fileno() != fd
-        assert handle.is_direct_io_supported() is direct_io(str(file.parent)).supported
+        assert handle.is_direct_io_supported() is direct_io(str(tmp_path)).supported
         # of the buffer it takes the address and length, and refuses more than that
         memory = DeviceBytes(ALIGNMENT, 2 * ALIGNMENT)
         for start in (handle.pread, handle.pwrite):
@@ -123,54 +84,35 @@ def test_kvikio_opens_the_file_of_a_descriptor(library, file, writable):
         handle.close()
     finally:
         os.close(fd)
+        library.release()
         defaults.set(before)
 
 
-def test_what_kvikio_says_of_a_missing_file_gets_its_number_back(library, tmp_path, monkeypatch):
-    monkeypatch.setattr(os.path, "exists", lambda _: False)  # as without /proc
-    fd = os.open(tmp_path, os.O_RDONLY)
-    try:
-        with pytest.raises(StorageError) as caught:
-            library.open(str(tmp_path / "missing"), fd, writable=False, compat=True)
-    finally:
-        os.close(fd)
-    assert caught.value.errno == errno.ENOENT
-
-
-def test_kvikios_transfers_take_what_they_are_given_and_can_be_waited_for(kvikio):
-    for name in ("pread", "pwrite"):
-        signature = inspect.signature(getattr(kvikio.CuFile, name))
-        assert signature.bind(None, "buffer", 4096, 8192, 1 << 20).arguments == {
-            "self": None,
-            "buf": "buffer",
-            "size": 4096,
-            "file_offset": 8192,
-            "task_size": 1 << 20,
-        }
-    for name in ("raw_read_async", "raw_write_async"):
-        signature = inspect.signature(getattr(kvikio.CuFile, name))
-        assert signature.bind(None, "buffer", 7, 4096, 8192, 512).arguments == {
-            "self": None,
-            "buf": "buffer",
-            "raw_stream": 7,
-            "size": 4096,
-            "file_offset": 8192,
-            "dev_offset": 512,
-        }
-    stream_future = importlib.import_module("kvikio.cufile").IOFutureStream
-    inspect.signature(stream_future.check_bytes_done).bind(None)
-    inspect.signature(importlib.import_module("kvikio.cufile").IOFuture.get).bind(None)
+def test_kvikios_calls_take_what_they_are_given(kvikio):
+    defaults = importlib.import_module("kvikio.defaults")
+    before = defaults.get("compat_mode")
+    for mode in (kvikio.CompatMode.ON, kvikio.CompatMode.OFF):
+        with defaults.set("compat_mode", mode):
+            assert defaults.get("compat_mode") == mode
+        assert defaults.get("compat_mode") == before
+    buffered = ("self", "buf", "size", "file_offset", "task_size")
+    streamed = ("self", "buf", "raw_stream", "size", "file_offset", "dev_offset")
+    for names, calls in (
+        (buffered, ("pread", "pwrite")),
+        (streamed, ("raw_read_async", "raw_write_async")),
+    ):
+        for call in calls:
+            signature = inspect.signature(getattr(kvikio.CuFile, call))
+            assert tuple(signature.bind(*range(len(names))).arguments) == names
+    cufile = importlib.import_module("kvikio.cufile")
+    inspect.signature(cufile.IOFutureStream.check_bytes_done).bind(None)
+    inspect.signature(cufile.IOFuture.get).bind(None)
     for function in (kvikio.memory_register, kvikio.memory_deregister):
         inspect.signature(function).bind("memory")
-
-
-def test_kvikio_says_whether_cufile_may_copy_through_the_host(kvikio):
     driver = importlib.import_module("kvikio.cufile_driver")
     # Not asked: that would load cuFile, which hangs on some kernels.
     assert hasattr(type(driver.properties), "allow_compat_mode")
     inspect.signature(driver.get).bind("allow_compat_mode")
-    with pytest.raises(KeyError):
-        driver.get("no_such_property")
 
 
 def test_cufile_is_the_copy_that_kvikio_has_loaded(kvikio):
@@ -178,29 +120,16 @@ def test_cufile_is_the_copy_that_kvikio_has_loaded(kvikio):
         library = gds.backends.cufile.load()
     except OSError as error:
         pytest.skip(f"cuFile cannot be loaded: {error}")
-    for name in (
-        *("cuFileDriverOpen", "cuFileHandleRegister", "cuFileHandleDeregister"),
-        *("cuFileRead", "cuFileWrite"),
-    ):
-        assert getattr(library, name) is not None
+    for name in ("DriverOpen", "HandleRegister", "HandleDeregister", "Read", "Write"):
+        assert getattr(library, f"cuFile{name}") is not None
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     copies = {os.path.realpath(name) for name in loaded if "/libcufile.so" in name}
     assert len(copies) == 1, "two copies would know nothing of each other's registrations"
 
 
-# CuPy.
-
-
-def test_cupys_runtime_has_the_functions_and_their_arguments(cuda):
+def test_cupys_runtime_streams_and_compiler_take_what_they_are_given(cuda):
     runtime = cuda.runtime
-    assert {
-        name: parameters(getattr(runtime, name))
-        for name in (
-            *("getDevice", "setDevice", "deviceGetPCIBusId"),
-            *("memsetAsync", "memcpyAsync", "hostRegister", "hostUnregister"),
-            *("malloc", "free"),
-        )
-    } == {
+    expected = {
         "getDevice": [],
         "setDevice": ["device"],
         "deviceGetPCIBusId": ["device"],
@@ -211,11 +140,9 @@ def test_cupys_runtime_has_the_functions_and_their_arguments(cuda):
         "malloc": ["size"],
         "free": ["ptr"],
     }
+    assert {name: parameters(getattr(runtime, name)) for name in expected} == expected
     assert (runtime.memcpyHostToDevice, runtime.memcpyDeviceToHost) == (1, 2)
     assert issubclass(runtime.CUDARuntimeError, RuntimeError)
-
-
-def test_cupys_streams_and_events_are_made_as_here(cuda):
     inspect.signature(cuda.Stream).bind(non_blocking=True)
     inspect.signature(cuda.Event).bind(block=True, disable_timing=True)
     inspect.signature(cuda.Event.record).bind(None, _Handle(0))
@@ -223,16 +150,6 @@ def test_cupys_streams_and_events_are_made_as_here(cuda):
         inspect.signature(kind.synchronize).bind(None)
     assert parameters(cuda.Device) == ["device"]
     assert hasattr(cuda.Device, "__enter__")
-
-
-def test_a_driver_without_a_device_is_refused_by_name(cuda, monkeypatch):
-    needs_no_driver()
-    monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "")
-    with pytest.raises(RefusedError, match="no GPU can be used: cudaError"):
-        Cuda()
-
-
-def test_cupy_compiles_loads_and_launches_as_here(cuda):
     compiler = importlib.import_module("cupy.cuda.compiler")
     inspect.signature(compiler.compile_using_nvrtc).bind("source", options=("-std=c++17",))
     assert issubclass(compiler.CompileException, Exception)
@@ -246,24 +163,21 @@ def test_cupy_compiles_loads_and_launches_as_here(cuda):
     assert parameters(module.get_function)[-1] == "name"
 
 
-def test_cupy_passes_numbers_and_one_structure_to_a_kernel(cuda):
+def test_without_a_driver_cupy_names_it_and_takes_numbers_and_one_structure(cuda, monkeypatch):
     needs_no_driver()  # a function that is none must not be launched
+    monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "")
+    with pytest.raises(RefusedError, match="no GPU can be used: cudaError"):
+        Cuda()
     kind = importlib.import_module("cupy.cuda.function").Function
     function = kind.__new__(kind)
-
-    def launch(*arguments: Any) -> None:
-        function((1,), (32,), arguments, stream=_Handle(0))
-
     # arguments are looked at first, the driver afterwards
-    with pytest.raises(cuda.runtime.CUDARuntimeError):
-        launch(np.uint64(1), np.uint64(2))
-    with pytest.raises(cuda.runtime.CUDARuntimeError):
-        launch(np.zeros(1, ARGUMENTS))
-    with pytest.raises(TypeError, match="size one"):
-        launch(np.zeros(2, ARGUMENTS))
-
-
-# torch.
+    for arguments, error in (
+        ((np.uint64(1), np.uint64(2)), cuda.runtime.CUDARuntimeError),
+        ((np.zeros(1, ARGUMENTS),), cuda.runtime.CUDARuntimeError),
+        ((np.zeros(2, ARGUMENTS),), TypeError),
+    ):
+        with pytest.raises(error):
+            function((1,), (32,), arguments, stream=_Handle(0))
 
 
 def test_torchs_streams_and_events_are_made_as_here():

@@ -8,7 +8,7 @@ encoded with the codecs again.
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 import zlib
 from functools import partial
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.device.kernels.forms import GROUPS_PER_TURN, Form, why_no_kernel
+from offload.device.kernels.forms import GROUPS_PER_TURN, Form
 from offload.device.kernels.launches import (
     ARGUMENTS,
     MAX_PIECES,
@@ -163,46 +163,33 @@ def step_both(kernels, form: Form, block: DeviceBlock) -> dict[str, int]:
     return different(contents(block), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FORMS)
-def test_what_is_stored_is_what_a_cpu_stores_to_the_bit(name, kind, all_kernels):
+def test_what_is_stored_is_what_a_cpu_stores_to_the_bit(name, all_kernels):
     form = FORMS[name]
-    for num in NUMS:
+    for number, (kind, num) in enumerate(itertools.product(KINDS, NUMS)):
         state = State(kind, num, form.num_moments)
-        for parameter in (None, "layers.3.norm.weight"):
-            block = state.stored(form, first=10 * num + 1, parameter=parameter)
-            assert step_both(all_kernels, form, block) == {}, (num, parameter)
-
-
-@pytest.mark.parametrize("offset", [1, 2, 4])
-@pytest.mark.parametrize("name", FORMS)
-def test_unaligned_memory_makes_no_difference(name, offset, all_kernels):
-    form = FORMS[name]
-    state = State("normal", 517, form.num_moments)
-    block = state.stored(form, offset=offset)
-    assert step_both(all_kernels, form, block) == {}
+        parameter = "layers.3.norm.weight" if number % 2 else None
+        block = state.stored(form, first=10 * num + 1, parameter=parameter)
+        assert step_both(all_kernels, form, block) == {}, (kind, num)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_the_first_step_makes_state_of_nothing(name, all_kernels):
+def test_unaligned_memory_first_steps_and_edits(name, all_kernels):
     form = FORMS[name]
+    for offset in (1, 2, 4):
+        block = State("normal", 517, form.num_moments).stored(form, offset=offset)
+        assert step_both(all_kernels, form, block) == {}, offset
     block = State("normal", 700, form.num_moments).stored(form, is_new=True)
     for array in block.arrays.values():
         bits(array).fill_(-1)
-    assert step_both(all_kernels, form, block) == {}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [n for n in FORMS if FORMS[n].master != "own"])
-def test_an_edited_parameter_wins(name, kind, all_kernels):
-    form = FORMS[name]
-    block = State(kind, 999, form.num_moments).stored(form)
-    before = block.live.clone()
-    edits = odd(999, 50).to(form.live)
-    block.live[::3] = edits[::3]
-    block.live[1::7] = -block.live[1::7]
-    assert (bits(block.live) != bits(before)).sum() > 300
-    assert step_both(all_kernels, form, block) == {}
+    assert step_both(all_kernels, form, block) == {}, "the first step makes state of nothing"
+    for kind in KINDS if form.master != "own" else ():
+        block = State(kind, 999, form.num_moments).stored(form)
+        before = block.live.clone()
+        block.live[::3] = odd(999, 50).to(form.live)[::3]
+        block.live[1::7] = -block.live[1::7]
+        assert (bits(block.live) != bits(before)).sum() > 300
+        assert step_both(all_kernels, form, block) == {}, "an edited parameter wins"
 
 
 @pytest.mark.parametrize("name", ["bf16-bf16-state", "split-int8", "fp16-int8-amsgrad"])
@@ -222,13 +209,12 @@ def test_masters_between_two_parameters_are_rounded_as_on_a_cpu(name, all_kernel
     assert different(found, expected) == {}
 
 
-@pytest.mark.parametrize("first", [0, 1, (1 << 33) - 100, (1 << 33) - 99, (5 << 33) - 1])
 @pytest.mark.parametrize("parameter", [None, "weight"], ids=["in-element-space", "in-a-parameter"])
-def test_stochastic_rounding_depends_on_the_element_alone(parameter, first, all_kernels):
+def test_stochastic_rounding_depends_on_the_element_alone(parameter, all_kernels):
     form = FORMS["bf16-bf16-state"]
-    state = State("normal", 300, 3)
-    block = state.stored(form, first=first, parameter=parameter)
-    assert step_both(all_kernels, form, block) == {}
+    for first in (0, 1, (1 << 33) - 100, (1 << 33) - 99, (5 << 33) - 1):
+        block = State("normal", 300, 3).stored(form, first=first, parameter=parameter)
+        assert step_both(all_kernels, form, block) == {}, first
 
 
 def test_stochastic_rounding_depends_on_the_name_of_the_parameter(all_kernels):
@@ -265,15 +251,16 @@ def test_where_a_block_is_cut_makes_no_difference(all_kernels):
 
 
 MANY = {
-    "short": [1 + 7 * n % 97 for n in range(130)],  # three launches, few of them aligned
-    "aligned": [64 * (1 + n % 5) for n in range(50)],
-    "one long": [32, 40_000, 5, 2048],
-    "empty ones": [0, 33, 0, 0, 64, 0],
+    # three launches, few pieces of them aligned
+    "short": ([1 + 7 * n % 97 for n in range(130)], 7),
+    "aligned": ([64 * (1 + n % 5) for n in range(50)], 1 << 16),
+    "one long": ([32, 40_000, 5, 2048], 1),
+    "one long, many tiles": ([32, 40_000, 5, 2048], 7),
+    "empty ones": ([0, 33, 0, 0, 64, 0], 1 << 16),
 }
 
 
-@pytest.mark.parametrize("max_tiles", [1, 7, 1 << 16])
-@pytest.mark.parametrize("lengths", MANY.values(), ids=MANY)
+@pytest.mark.parametrize(("lengths", "max_tiles"), MANY.values(), ids=MANY)
 @pytest.mark.parametrize("name", ["bf16-bf16-state", "split-int8", "sgd-fp16-no-state"])
 def test_many_pieces_in_one_call_are_stepped_as_one_by_one(name, lengths, max_tiles, all_kernels):
     form = FORMS[name]
@@ -330,13 +317,12 @@ def test_tiles_cover_a_run_and_are_few(all_kernels):
         assert groups >= 100_000 / 32 > groups - 32 * launch.num_tiles
         assert int(launch.arguments[0]["groups_per_tile"]) % GROUPS_PER_TURN == 0
 
-
-def test_elements_of_a_tile_are_few_enough_for_numbers_of_31_bits():
+    # elements of a tile are counted with 31 bits; twice as many are counted to, at most
     table, arguments = np.zeros(1, PIECE), np.zeros(1, ARGUMENTS)
     table["num_elements"] = 1 << 34
     num_tiles = _set_pieces(arguments[0], table, 1)
     elements = int(arguments[0]["groups_per_tile"]) * 32
-    assert elements <= (1 << 31) // 2  # twice as many are counted to, at most
+    assert elements <= (1 << 31) // 2
     assert num_tiles * elements >= 1 << 34 > (num_tiles - 1) * elements
 
 
@@ -379,109 +365,34 @@ def test_the_gradient_is_unscaled_and_clipped_in_fp32(name, all_kernels):
         all_kernels.update_block(optimizer_class, group, block, step=STEP, factors=[1.0] * 3)
 
 
-def test_an_empty_block_launches_nothing():
+def test_an_empty_block_launches_nothing_and_arguments_are_passed_by_value():
     form = FORMS["split-int8"]
-    optimizer_class, group = optimizer(form)
     block = State("normal", 0, form.num_moments).stored(form)
-    assert list(launches(optimizer_class, group, block.run(), step=1)) == []
-
-
-def test_the_arguments_are_passed_by_value_within_what_every_device_takes():
+    assert list(launches(*optimizer(form), block.run(), step=1)) == []
     assert ARGUMENTS.itemsize % 8 == 0
-    assert ARGUMENTS.itemsize <= 4096
+    assert ARGUMENTS.itemsize <= 4096, "what every device takes"
 
 
 REFUSED = {
-    "another class": (
-        lambda _, g, b: (torch.optim.RAdam, g, b),
-        "no kernel for RAdam",
-    ),
-    "single-tensor": (lambda c, g, b: (c, {**g, "foreach": False}, b), "foreach=False"),
-    "a fp64 gradient": (
-        lambda c, g, b: (c, g, DeviceBlock(live=b.live, gradient=b.live.double(), arrays=b.arrays)),
-        "gradient is torch.float64",
-    ),
-    "no master": (
-        lambda c, g, b: (c, g, DeviceBlock(live=b.live, gradient=b.gradient, arrays={})),
-        "cannot have a master",
-    ),
-    "no moments": (
-        lambda c, g, b: (
-            c,
-            g,
-            DeviceBlock(live=b.live, gradient=b.gradient, arrays={"master": b.arrays["master"]}),
-        ),
-        "lacks exp_avg, exp_avg_sq",
-    ),
-    "a short gradient": (
-        lambda c, g, b: (c, g, DeviceBlock(live=b.live, gradient=b.live[1:], arrays=b.arrays)),
-        "gradient: expected 10",
-    ),
-    "steps of two": (
-        lambda c, g, b: (
-            c,
-            g,
-            DeviceBlock(live=b.live, gradient=torch.zeros(20, dtype=BF16)[::2], arrays=b.arrays),
-        ),
-        "gradient: expected 10 contiguous",
-    ),
-    "another device": (
-        lambda c, g, b: (
-            c,
-            g,
-            DeviceBlock(live=b.live, gradient=b.gradient.to("meta"), arrays=b.arrays),
-        ),
-        "gradient is on meta",
-    ),
+    "no kernel for RAdam": {"optimizer_class": torch.optim.RAdam},
+    "foreach=False": {"foreach": False},
+    "gradient is torch.float64": {"gradient": lambda b: b.live.double()},
+    "cannot have a master": {"arrays": lambda _: {}},
+    "lacks exp_avg, exp_avg_sq": {"arrays": lambda b: {"master": b.arrays["master"]}},
+    "gradient: expected 10": {"gradient": lambda b: b.live[1:]},
+    "gradient: expected 10 contiguous": {"gradient": lambda _: torch.zeros(20, dtype=BF16)[::2]},
+    "gradient is on meta": {"gradient": lambda b: b.gradient.to("meta")},
 }
 
 
-@pytest.mark.parametrize("change", REFUSED)
-def test_what_there_is_no_kernel_for_is_refused(change):
-    form = FORMS["bf16-float32"]
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_there_is_no_kernel_for_is_refused(message):
+    form, change = FORMS["bf16-float32"], dict(REFUSED[message])
+    optimizer_class, group = optimizer(form)
+    optimizer_class = change.pop("optimizer_class", optimizer_class)
+    if "foreach" in change:
+        group = {**group, "foreach": change.pop("foreach")}
     block = State("normal", 10, form.num_moments).stored(form)
-    arguments, message = REFUSED[change]
-    found, group, changed = arguments(*optimizer(form), block)
+    block = dataclasses.replace(block, **{name: make(block) for name, make in change.items()})
     with pytest.raises(ValueError, match=message):
-        form_of_run(found, group, changed.run())
-
-
-TRAFFIC = {
-    # gradient, then twice: parameter, master, moments
-    "bf16-float32": 2 + 2 * (2 + 4 + 4 + 4),
-    "split": 2 + 2 * (2 + 2 + 4 + 4),
-    "split-int8": 2 + 2 * (2 + 2 + 2 * (1 + 2 / 32)),
-    "fp32-bf16-state": 4 + 2 * (4 + 2 + 2),
-    "sgd-fp16-no-state": 2 + 2 * (2 + 4),
-}
-
-
-@pytest.mark.parametrize("name", TRAFFIC)
-def test_every_byte_is_read_once_and_written_once(name):
-    assert math.isclose(FORMS[name].traffic_bytes, TRAFFIC[name])
-
-
-@pytest.mark.parametrize(
-    ("optimizer_class", "group", "has_kernel"),
-    [
-        (torch.optim.AdamW, {}, True),
-        (torch.optim.AdamW, {"foreach": True}, True),
-        (torch.optim.AdamW, {"fused": True}, True),
-        (torch.optim.AdamW, {"foreach": False}, False),
-        (torch.optim.AdamW, {"fused": False}, False),
-        (torch.optim.AdamW, {"fused": False, "foreach": True}, True),
-        (torch.optim.AdamW, {"lr": torch.tensor(1e-3)}, False),
-        (torch.optim.AdamW, {"lr": torch.tensor(1e-3), "foreach": True}, True),
-        (torch.optim.AdamW, {"lr": torch.tensor(1e-3), "fused": True}, True),
-        (torch.optim.Adam, {"lr": torch.tensor(1e-3)}, False),
-        (torch.optim.SGD, {"lr": torch.tensor(1e-3)}, True),
-        (torch.optim.SGD, {"fused": False}, False),
-        (torch.optim.RMSprop, {}, False),
-    ],
-    ids=str,
-)
-def test_there_is_a_kernel_where_torch_would_not_take_its_single_tensor_step(
-    optimizer_class, group, has_kernel
-):
-    group = {"lr": 1e-3, "foreach": None, "fused": None, **group}
-    assert (not why_no_kernel(optimizer_class, group)) == has_kernel
+        form_of_run(optimizer_class, group, block.run())

@@ -62,7 +62,7 @@ class FakeCompute:
 
     def prepare(self, form: Form) -> None:
         assert not self._fake.computing(), "compiling takes long: not in the middle of a step"
-        self._kernels.prepare([form])
+        self._kernels.prepare(_family(form))
         self.prepared.add(form)
 
     def update(
@@ -146,3 +146,19 @@ class FakeCompute:
     def _launch(self, work: Callable[[], object]) -> None:
         self._fake.streams.launch("compute", work)
         self._fake.streams.settle("compute")
+
+
+def _family(form: Form) -> list[Form]:
+    """Return a form and those that a model with parameters of all dtypes has besides.
+
+    To compile them all takes hardly longer than to compile one.
+    """
+    half = form.master if form.master != "own" else "float32"
+    masters = {torch.float32: "own", torch.float16: "float32", torch.bfloat16: half}
+    dtypes = [(live, live) for live in masters]
+    dtypes += [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+    return [form] + [
+        replace(form, live=live, gradient=gradient, master=masters[live])
+        for live, gradient in dtypes
+        if form.master != "own" or live is torch.float32
+    ]

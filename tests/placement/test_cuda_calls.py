@@ -143,20 +143,23 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 @pytest.fixture
-def compute(cuda, monkeypatch) -> CudaCompute:
-    monkeypatch.setattr(offload.device.compute.torch, "empty", lambda *_, **__: torch.zeros(0))
-    monkeypatch.setattr(offload.device.compute.digest, "compile_kernels", cuda.compile_kernels)
-    made = CudaCompute(DEVICE)
+def compute(cuda) -> CudaCompute:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *_, **__: torch.zeros(0))
+        patch.setattr(offload.device.compute.digest, "compile_kernels", cuda.compile_kernels)
+        made = CudaCompute(DEVICE)
     assert cuda.take() == ["compile digests"]
-    monkeypatch.undo()
-    cuda.install(monkeypatch)
     return made
+
+
+def tensor(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers).as_subclass(Copied)
 
 
 LOST = "CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA"
 
 
-def test_a_lost_device_is_named_by_whoever_waits(cuda, compute):
+def test_errors_of_a_device_are_named_by_whoever_waits_or_computes(cuda, compute):
     boundary = CudaBoundary(DEVICE)
     cuda.fails = LOST
     for waits in (boundary, compute):
@@ -168,9 +171,6 @@ def test_a_lost_device_is_named_by_whoever_waits(cuda, compute):
     with pytest.raises(RuntimeError, match="invalid argument") as other:
         boundary.wait(boundary.now())
     assert not isinstance(other.value, DeviceLostError)
-
-
-def test_no_memory_for_an_update_is_named(cuda, compute):
     said = r"cuda:1 has no memory left \(CUDA out of memory"
     with pytest.raises(DeviceMemoryError, match=said), compute.queue([]):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nmore")
@@ -192,15 +192,23 @@ def test_memory_that_the_driver_does_not_lock_is_taken_unlocked(cuda, monkeypatc
     assert (memory.nbytes, len(ones)) == (100, 1), "the error would be reported again"
 
 
-@pytest.mark.parametrize(
-    ("asked", "held"), [(0, 0), (1, 1), (64, 64), (65, 128), ((16 << 20) + 64, 32 << 20)]
-)
-def test_pinned_memory_is_counted_as_torchs_pool_takes_it(cuda, asked, held):
-    assert CudaBoundary(DEVICE).held_bytes(asked) == held
-
-
-def tensor(*numbers: float) -> torch.Tensor:
-    return torch.tensor(numbers).as_subclass(Copied)
+def test_pages_are_locked_for_as_long_as_that_is_asked_for(cuda, monkeypatch):
+    boundary = CudaBoundary(DEVICE)
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    locked = boundary.lock_pages(memory)
+    assert cuda.take() == ["register 4096 1"]
+    del locked
+    assert cuda.take() == ["unregister"]
+    monkeypatch.setattr(torch, "ones", cuda.ones)
+    cuda.refuses = 2
+    locked = boundary.lock_pages(memory)
+    assert locked is not None
+    assert cuda.last_error == 0, "the next kernel of this thread would be blamed for it"
+    del locked
+    assert cuda.take() == ["register 4096 1"], "what was not locked is not unlocked"
+    # counted as torch's pool takes it
+    sizes = {0: 0, 1: 1, 64: 64, 65: 128, (16 << 20) + 64: 32 << 20}
+    assert {asked: boundary.held_bytes(asked) for asked in sizes} == sizes
 
 
 def test_copies_are_ordered_by_events_on_two_streams_made_once(cuda):
@@ -237,30 +245,8 @@ def test_copies_are_ordered_by_events_on_two_streams_made_once(cuda):
     assert len(cuda.streams) == 2
 
 
-def test_pages_are_locked_for_as_long_as_that_is_asked_for(cuda):
-    memory = torch.zeros(4096, dtype=torch.uint8)
-    locked = CudaBoundary(DEVICE).lock_pages(memory)
-    assert cuda.take() == ["register 4096 1"]
-    del locked
-    assert cuda.take() == ["unregister"]
-
-
-def test_pages_that_the_driver_refuses_to_lock_are_not_unlocked(cuda, monkeypatch):
-    monkeypatch.setattr(torch, "ones", cuda.ones)
-    cuda.refuses = 2
-    locked = CudaBoundary(DEVICE).lock_pages(torch.zeros(4096, dtype=torch.uint8))
-    assert locked is not None
-    assert cuda.last_error == 0, "the next kernel of this thread would be blamed for it"
-    del locked
-    assert cuda.take() == ["register 4096 1"]
-
-
-def test_computing_follows_what_it_depends_on_and_is_waited_for_by_the_host_alone(
-    cuda, monkeypatch
-):
-    monkeypatch.setattr(offload.device.compute.torch, "empty", lambda *_, **__: torch.zeros(0))
-    monkeypatch.setattr(offload.device.compute.digest, "compile_kernels", cuda.compile_kernels)
-    compute, boundary = CudaCompute(DEVICE), CudaBoundary(DEVICE)
+def test_computing_follows_what_it_depends_on_and_is_waited_for_by_the_host_alone(cuda, compute):
+    boundary = CudaBoundary(DEVICE)
     assert len(cuda.streams) == 3
     began = boundary.now()
     target = tensor(0.0)
@@ -269,7 +255,6 @@ def test_computing_follows_what_it_depends_on_and_is_waited_for_by_the_host_alon
         done = compute.mark()
     compute.wait(done)
     assert cuda.take() == [
-        "compile digests",
         "record event 1 of training",
         "stream 0 waits for event 1 of training",
         "copy on stream 0",

@@ -14,57 +14,42 @@ import offload
 import offload.model.table
 from gds import MemoryBackend
 from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
-from tests.device.torch_sources import TorchArithmetic
 from tests.fake_gpu.backend import DeviceBackend
 from tests.fake_gpu.compute import FakeCompute
 from tests.fake_gpu.device import FakeDevice, on_device, upload, values
 from tests.numerics.models import Mixed
-from tests.numerics.pairs import CASES, Case, Cut
-from tests.numerics.reference import Reference, assert_same_bits
-from tests.placement.test_host_placement import (
+from tests.numerics.pairs import CASES, Cut
+from tests.numerics.reference import assert_same_bits
+from tests.placement.pairs import (
+    FORMATS,
+    ON_DEVICE,
     STEPS,
     DevicePair,
+    checkpoint_files,
+    device_pair,
     give_device_gradients,
     train,
 )
 
-ON_DEVICE = {"placement": "device"}
+CUT = Cut(3 * 4096, 2)
 
 
-def reference_of(arithmetic: TorchArithmetic | None) -> type[Reference]:
-    """Return the oracle, with torch's arithmetic of a device where that is not the CPU's."""
-    if arithmetic is None:
-        return Reference
-
-    class OnCuda(Reference):
-        def _step_inner(self) -> None:
-            with arithmetic.foreach():
-                self.inner.step()
-
-    return OnCuda
-
-
-def device_pair(
-    case: Case, cut: Cut, device: FakeDevice, arithmetic: TorchArithmetic | None = None
-) -> DevicePair:
-    backend = DeviceBackend(MemoryBackend(), device)
-    if arithmetic is not None:  # torch's default on a device
-        case = Case(case.optimizer, {**case.hyper, "foreach": True}, case.groups)
-    cut = Cut(cut.chunk_bytes, cut.ring_chunks, settings={**cut.settings, **ON_DEVICE})
-    reference = reference_of(arithmetic)
-    return DevicePair(case, cut, backend, live=on_device(Mixed()), reference=reference)
+def options_on(device: FakeDevice, backend: Any = None, **settings: Any) -> offload.Options:
+    backend = backend or DeviceBackend(MemoryBackend(), device)
+    return Cut(4096, 2, settings={**ON_DEVICE, **settings}).options(backend)
 
 
 @pytest.mark.parametrize(
-    ("name", "cut"),
+    ("name", "cut", "device"),
     [
-        ("adamw", Cut(2 * 4096, 2)),
-        ("adamw-amsgrad-in-one-group", Cut(1 << 20, 2)),
-        ("adam-coupled-decay", Cut(3 * 4096, 2, settings={"device_memory": 100_000})),
-        ("sgd", Cut(20480, 2)),
-        ("sgd-momentum-in-some-groups", Cut(4096, 3, settings={"verify": "always"})),
+        ("adamw", Cut(2 * 4096, 2), True),
+        ("adamw-amsgrad-in-one-group", Cut(1 << 20, 2), False),
+        ("adam-coupled-decay", Cut(3 * 4096, 2, settings={"device_memory": 100_000}), True),
+        ("sgd", Cut(20480, 2), False),
+        ("sgd-momentum-in-some-groups", Cut(4096, 3, settings={"verify": "always"}), True),
     ],
     ids=str,
+    indirect=["device"],
 )
 def test_kernels_give_the_bits_of_torchs_arithmetic_on_a_device(
     name, cut, device, compute, torch_arithmetic
@@ -75,6 +60,7 @@ def test_kernels_give_the_bits_of_torchs_arithmetic_on_a_device(
     stats = pair.optimizer.stats()
     pair.optimizer.close()
     assert compute.num_updates > 0
+    assert stats.update_code == "kernels (meta)"
     assert pair.backend.device_bytes == stats.ring_bytes + stats.resident_bytes > 0
     if cut.settings.get("device_memory"):
         assert stats.resident_bytes > 0
@@ -82,7 +68,7 @@ def test_kernels_give_the_bits_of_torchs_arithmetic_on_a_device(
 
 @pytest.mark.parametrize("name", ["rmsprop-centered-momentum", "nadam", "adagrad", "adamax"])
 def test_other_classes_run_torchs_own_step_there(name, device, compute):
-    pair = device_pair(CASES[name], Cut(3 * 4096, 2), device)
+    pair = device_pair(CASES[name], CUT, device)
     train(pair)
     pair.assert_same_state()
     pair.optimizer.close()
@@ -90,32 +76,17 @@ def test_other_classes_run_torchs_own_step_there(name, device, compute):
     assert device.num_computed > 0
 
 
-FORMATS = [{"master": "split"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}]
-
-
-def checkpoint_files(optimizer: offload.OffloadedOptimizer, backend: Any) -> dict[str, bytes]:
-    path = optimizer.checkpoint().result().path
-    found = {}
-    for name in backend.list_dir(path):
-        if name.endswith("safetensors") and name != "train_state.safetensors":  # names the store
-            file = backend.open(f"{path}/{name}")
-            found[name] = file.read_bytes(0, file.size_bytes)
-            file.close()
-    return found
-
-
 @pytest.mark.parametrize("settings", FORMATS, ids=["split", "bfloat16", "int8"])
 def test_compressed_state_does_not_depend_on_chunks_or_residents(settings, device, compute):
     found = []
-    for cut in (
-        Cut(1 << 20, 2),
-        Cut(1 << 20, 2, settings={"device_memory": "1GiB"}),
-        Cut(4096, 2),
-        Cut(3 * 4096, 2, settings={"device_memory": "1GiB"}),
+    for chunk_bytes, more in (
+        (1 << 20, {"device_memory": "1GiB"}),
+        (4096, {}),
+        (3 * 4096, {"device_memory": "1GiB"}),
     ):
         backend = DeviceBackend(MemoryBackend(), device)
         model = on_device(Mixed())
-        options = Cut(cut.chunk_bytes, 2, settings={**cut.settings, **settings, **ON_DEVICE})
+        options = Cut(chunk_bytes, 2, settings={**more, **settings, **ON_DEVICE})
         with offload.AdamW(
             model.parameters(), model=model, directory="/s", options=options.options(backend)
         ) as optimizer:
@@ -127,25 +98,23 @@ def test_compressed_state_does_not_depend_on_chunks_or_residents(settings, devic
     assert compute.num_updates > 0
 
 
-@pytest.mark.parametrize("counts_from", ["parameter", "chunk"], ids=["new-store", "version-2"])
-@pytest.mark.parametrize("settings", FORMATS, ids=["split", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("settings", "counts_from"),
+    [*((settings, "parameter") for settings in FORMATS), (FORMATS[1], "chunk")],
+    ids=["split", "bfloat16", "int8", "bfloat16-of-version-2"],
+)
 def test_compressed_state_decodes_to_what_the_codecs_of_the_cpu_make(
     settings, counts_from, device, compute, monkeypatch
 ):
     # SGD's arithmetic is that of the CPU to the bit, and bf16 state is rounded by the same numbers
     monkeypatch.setattr(offload.model.table, "NEW_STORES_COUNT_FROM", counts_from)
+    hyper = {"lr": 1e-2, "momentum": 0.9, "nesterov": True}
     found = []
     for model, placement in ((on_device(Mixed()), "device"), (Mixed(), "host")):
         backend = DeviceBackend(MemoryBackend(), device)
-        options = Cut(3 * 4096, 2, settings={**settings, "placement": placement})
+        options = Cut(3 * 4096, 2, settings={**settings, "placement": placement}).options(backend)
         with offload.SGD(
-            model.parameters(),
-            model=model,
-            directory="/s",
-            lr=1e-2,
-            momentum=0.9,
-            nesterov=True,
-            options=options.options(backend),
+            model.parameters(), model=model, directory="/s", options=options, **hyper
         ) as optimizer:
             for step in (0, 1, 2):
                 give_device_gradients(step, model)
@@ -160,7 +129,7 @@ def test_fused_is_honoured_there(device, compute, torch_arithmetic):
     master, gradient = values(parameter).clone(), torch.randn(3000)
     moments = [torch.zeros(3000), torch.zeros(3000)]
     backend = DeviceBackend(MemoryBackend(), device)
-    options = Cut(4096, 2, settings=ON_DEVICE).options(backend)
+    options = options_on(device, backend)
     with offload.AdamW([parameter], directory="/s", fused=True, options=options) as optimizer:
         for step in (1, 2):
             parameter.grad = upload(gradient.clone())
@@ -177,27 +146,12 @@ def test_fused_is_honoured_there(device, compute, torch_arithmetic):
         optimizer.step()
 
 
-def test_training_goes_on_from_a_checkpoint(device, compute, torch_arithmetic):
-    pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2), device, torch_arithmetic)
-    train(pair, STEPS[:2])
-    pair.optimizer.checkpoint().result()
-    pair.optimizer.close()
-    pair.backend = pair.backend.reopened()
-    pair.live = on_device(Mixed(seed=99))
-    pair.optimizer = pair._offloaded({})
-    restored = pair.optimizer.restore()
-    assert restored.step == 2
-    pair.assert_same_parameters()
-    train(pair, STEPS[2:])
-    pair.assert_same_state()
-
-
 @pytest.mark.parametrize("there_first", [False, True], ids=["host-first", "device-first"])
 def test_a_store_goes_from_one_placement_to_the_other(there_first, device, compute):
     places = [{"placement": "host"}, ON_DEVICE]
     if there_first:
         places.reverse()
-    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
+    pair = device_pair(CASES["sgd-nesterov"], CUT, device)
     pair.optimizer.close()
     pair.backend = DeviceBackend(MemoryBackend(), device)
     for place, steps in zip(places, (STEPS[:2], STEPS[2:]), strict=True):
@@ -212,7 +166,7 @@ def test_a_store_goes_from_one_placement_to_the_other(there_first, device, compu
 
 
 def test_a_flipped_bit_is_found_by_the_device(device, compute):
-    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
+    pair = device_pair(CASES["sgd-nesterov"], CUT, device)
     train(pair, STEPS[:2])
     path = pair.optimizer.checkpoint().result().path
     pair.optimizer.close()
@@ -230,7 +184,7 @@ def test_a_flipped_bit_is_found_by_the_device(device, compute):
 
 
 def test_only_parameters_cross_and_only_when_sealed_or_restored(device, compute):
-    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
+    pair = device_pair(CASES["sgd-nesterov"], CUT, device)
     train(pair, (0,))  # before which the kernels are compared with torch's step
     sent, fetched = compute.num_sent, compute.num_fetched
     train(pair, (1, 2))
@@ -249,7 +203,7 @@ def test_only_parameters_cross_and_only_when_sealed_or_restored(device, compute)
 
 
 def test_state_is_read_whole_and_replaced_through_the_host(device, compute, torch_arithmetic):
-    pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2), device, torch_arithmetic)
+    pair = device_pair(CASES["adamw"], CUT, device, torch_arithmetic)
     train(pair, STEPS[:2])
     with pair.optimizer.materialized():
         whole = copy.deepcopy(pair.optimizer.state_dict())
@@ -270,8 +224,7 @@ def test_a_step_beside_the_model_gives_the_same_bits(overlap, device, compute):
     for settings in ({}, {"overlap": overlap}):
         torch.manual_seed(5)
         model = on_device(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))
-        backend = DeviceBackend(MemoryBackend(), device)
-        options = Cut(4096, 3, settings={**settings, **ON_DEVICE}).options(backend)
+        options = options_on(device, **settings)
         with offload.AdamW(
             model.parameters(), model=model, directory="/s", options=options
         ) as optimizer:
@@ -291,27 +244,26 @@ def test_gradients_are_scaled_there(device, compute):
     results = []
     for make in (on_device, lambda model: model):
         model = make(torch.nn.ParameterList([torch.ones(3000)]))
-        placement = "device" if make is on_device else "host"
-        backend = DeviceBackend(MemoryBackend(), device)
-        options = Cut(4096, 2, settings={"placement": placement}).options(backend)
+        options = options_on(device, placement="device" if make is on_device else "host")
         with offload.SGD(model.parameters(), directory="/s", lr=0.1, options=options) as optimizer:
             gradient = torch.linspace(-1, 1, 3000)
-            parameter = model[0]
-            parameter.grad = upload(gradient) if make is on_device else gradient
+            model[0].grad = upload(gradient) if make is on_device else gradient
+            # What a scaler and clipping leave for the step, without a real scaler on the device.
             optimizer._live_engine().state.gradient_factors = (1 / 3, 0.7)
             optimizer.step()
-        results.append(values(parameter))
+        results.append(values(model[0]))
     assert_same_bits(*results, "parameter")
 
 
 def test_parameters_that_are_added_are_updated_there(device, compute):
     model = on_device(torch.nn.ParameterList(torch.ones(n) for n in (3000, 50, 700)))
-    backend = DeviceBackend(MemoryBackend(), device)
-    options = Cut(4096, 2, settings=ON_DEVICE).options(backend)
-    optimizer = offload.SGD([*model][:2], lr=1.0, directory="/s", options=options)
+    optimizer = offload.SGD([*model][:2], lr=1.0, directory="/s", options=options_on(device))
     for parameter in model:
         parameter.grad = upload(torch.ones(parameter.shape))
+    versions = [p._version for p in model]
     optimizer.step()
+    # else a backward that saved a parameter would go on with other values, without a word
+    assert [p._version > v for p, v in zip(model, versions, strict=True)] == [True, True, False]
     optimizer.add_param_group({"params": [model[2]]})
     optimizer.step()
     assert [values(p)[0].item() for p in model] == [-1, -1, 0]
@@ -321,48 +273,35 @@ def test_parameters_that_are_added_are_updated_there(device, compute):
     assert [values(p)[0].item() for p in model] == [-2, -2, -1]
 
 
-def test_what_cannot_be_stepped_there_is_refused_before_anything_is_made(device, compute):
+@pytest.mark.parametrize(
+    ("optimizer_class", "hyper", "settings", "said"),
+    [
+        (torch.optim.RMSprop, {}, {"state_dtype": "int8"}, r"no kernel for RMSprop.*FP32.*int8"),
+        (torch.optim.AdamW, {"foreach": False}, {"master": "split"}, r"foreach=False.*split"),
+        (torch.optim.ASGD, {}, {}, r"ASGD.*on the device"),
+    ],
+    ids=["no kernel", "single-tensor", "another class"],
+)
+def test_what_cannot_be_stepped_there_is_refused_before_anything_is_made(
+    optimizer_class, hyper, settings, said, device, compute
+):
     backend = DeviceBackend(MemoryBackend(), device)
     parameter = on_device(torch.nn.ParameterList([torch.ones(30)]))[0]
-
-    def make(optimizer_class: Any, hyper: dict[str, Any], **settings: Any) -> None:
-        options = Cut(4096, 2, settings={**settings, **ON_DEVICE}).options(backend)
+    options = options_on(device, backend, **settings)
+    with pytest.raises(UnsupportedOptimizerError, match=said):
         offload.OffloadedOptimizer(
             optimizer_class, [parameter], directory="/s", options=options, **hyper
         )
-
-    with pytest.raises(UnsupportedOptimizerError, match=r"no kernel for RMSprop.*FP32 state.*int8"):
-        make(torch.optim.RMSprop, {}, state_dtype="int8")
-    with pytest.raises(UnsupportedOptimizerError, match=r"foreach=False.*masters.*split"):
-        make(torch.optim.AdamW, {"foreach": False}, master="split")
-    with pytest.raises(UnsupportedOptimizerError, match=r"ASGD.*on the device"):
-        make(torch.optim.ASGD, {})
     assert backend.list_dir("/") == []
 
 
 def test_parameters_elsewhere_are_refused_by_name(device, compute):
-    backend = DeviceBackend(MemoryBackend(), device)
-    options = Cut(4096, 2, settings=ON_DEVICE).options(backend)
     parameter = torch.nn.Parameter(torch.ones(30))
-    optimizer = offload.AdamW([parameter], directory="/s", options=options)
+    optimizer = offload.AdamW([parameter], directory="/s", options=options_on(device))
     parameter.grad = torch.ones(30)
     with pytest.raises(UnsupportedParameterError, match=r"'group0.param0' is in host memory"):
         optimizer.step()
     assert parameter.detach().eq(1).all()
-
-
-def test_memory_for_the_wrong_place_is_refused():
-    with pytest.raises(ValueError, match="host_memory has no effect"):
-        offload.Options(placement="device", host_memory="1GiB")
-    with pytest.raises(ValueError, match="device_memory has no effect"):
-        offload.Options(placement="host", device_memory="1GiB")
-    with pytest.raises(ValueError, match="placement must be one of auto, host, device"):
-        offload.Options(placement="gpu")
-    backend = MemoryBackend()
-    parameter = torch.nn.Parameter(torch.ones(30))
-    options = Cut(4096, 2, settings=ON_DEVICE).options(backend)
-    optimizer = offload.AdamW([parameter], directory="/s", options=options)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("overlap", [None, "forward"])
@@ -404,32 +343,6 @@ def test_gradients_are_held_until_the_device_has_read_them(
     assert freed == []
 
 
-def test_a_parameter_that_kernels_change_has_a_new_version(device, compute):
-    # else a backward that saved it would go on with other values, without a word
-    pair = device_pair(CASES["adamw"], Cut(3 * 4096, 2), device)
-    give_device_gradients(0, pair.live)
-    stepped = [p for p in pair.live.parameters() if p.grad is not None and p.numel()]
-    before = [p._version for p in stepped]
-    pair.optimizer.step()
-    assert all(p._version > b for p, b in zip(stepped, before, strict=True))
-
-
-def test_kernels_that_do_not_compile_are_found_out_before_the_step(device, compute, monkeypatch):
-    pair = device_pair(CASES["sgd"], Cut(3 * 4096, 2), device)
-    prepare = compute.prepare
-
-    def refuse(form):
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(compute, "prepare", refuse)
-    give_device_gradients(0, pair.live)
-    with pytest.raises(RuntimeError, match="no compiler"):
-        pair.optimizer.step()
-    monkeypatch.setattr(compute, "prepare", prepare)
-    train(pair)
-    pair.assert_same_state()
-
-
 def wrong_in_a_bit(compute, monkeypatch) -> None:
     """Make every launch of a kernel give a wrong bit, in one element of one array."""
     update = compute.update
@@ -444,7 +357,7 @@ def wrong_in_a_bit(compute, monkeypatch) -> None:
 
 def test_a_kernel_that_is_wrong_in_a_bit_is_not_used(device, compute, monkeypatch, caplog):
     wrong_in_a_bit(compute, monkeypatch)
-    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
+    pair = device_pair(CASES["sgd-nesterov"], CUT, device)
     train(pair)
     pair.assert_same_state()
     reason = "the kernel of SGD does not give the bits of torch"
@@ -460,8 +373,7 @@ def test_a_kernel_that_nothing_can_replace_is_used_and_the_difference_is_said(
 ):
     wrong_in_a_bit(compute, monkeypatch)
     model = on_device(torch.nn.ParameterList([torch.ones(3000)]))
-    backend = DeviceBackend(MemoryBackend(), device)
-    options = Cut(4096, 2, settings={**ON_DEVICE, "state_dtype": "int8"}).options(backend)
+    options = options_on(device, state_dtype="int8")
     with offload.AdamW(model.parameters(), directory="/s", options=options) as optimizer:
         model[0].grad = upload(torch.ones(3000))
         optimizer.step()
@@ -471,39 +383,16 @@ def test_a_kernel_that_nothing_can_replace_is_used_and_the_difference_is_said(
     assert caplog.text.count("does not give the bits") == 1
 
 
-def test_a_kernel_that_is_right_is_said_to_be_used(device, compute):
-    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
-    train(pair, (0,))
-    assert pair.optimizer.stats().update_code == "kernels (meta)"
-
-
-def test_memory_that_torch_keeps_is_asked_for_before_giving_up(device, compute, monkeypatch):
-    pair = device_pair(CASES["sgd"], Cut(3 * 4096, 2), device)
-    allocate = pair.backend.allocate
-
-    def full(nbytes, kind=None):
-        if kind == "device" and not compute.num_trimmed:
-            raise MemoryError("the device is full")
-        return allocate(nbytes, kind)
-
-    monkeypatch.setattr(pair.backend, "allocate", full)
-    train(pair)
-    assert compute.num_trimmed == 1
-
-
-def test_work_outside_the_librarys_own_stream_is_noticed(device, compute, monkeypatch):
-    # a check of the fake: without the block, the same operations are refused
-    pair = device_pair(CASES["adagrad"], Cut(3 * 4096, 2), device)
-    monkeypatch.setattr(device, "computing", lambda: False)
-    with pytest.raises(AssertionError, match="the library calls"):
-        pair.step(0)
-
-
-def test_a_frame_that_is_written_too_early_is_noticed(device, compute, monkeypatch):
-    # a check of the fake: who does not wait for the device stores what was there before
-    if not device.streams.late:
-        pytest.skip("what is computed at once need not be waited for")
-    monkeypatch.setattr(FakeCompute, "wait", lambda *_: None)
-    pair = device_pair(CASES["sgd-nesterov"], Cut(3 * 4096, 2), device)
+@pytest.mark.parametrize(
+    ("name", "owner", "call", "broken"),
+    [
+        ("adagrad", FakeDevice, "computing", lambda _: False),
+        ("sgd-nesterov", FakeCompute, "wait", lambda *_: None),
+    ],
+    ids=["work on another stream", "a frame that is written too early"],
+)
+def test_the_substitute_notices(name, owner, call, broken, device, compute, monkeypatch):
+    monkeypatch.setattr(owner, call, broken)
+    pair = device_pair(CASES[name], CUT, device)
     with pytest.raises(AssertionError):
         train(pair)

@@ -1,53 +1,56 @@
-"""State in device memory over storage that fails, and over KvikIO at the boundary of a fake GPU."""
+"""State in device memory over storage that fails, a device that fails, and KvikIO's paths."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-import gds.backends.kvikio
-import gds.buffers.cuda
 import offload
 import offload.placement.choose
+import offload.stream.device_frames
 from gds import MemoryBackend, StorageError
 from gds.backends.kvikio import KvikioBackend
-from gds.backends.kvikio_file import Used
-from gds.errors import RefusedError
-from gds.probe import direct_io
+from gds.buffers.cuda import lost_error
+from gds.errors import DeviceLostError, DeviceMemoryError, RefusedError
+from offload.device.staging import Traffic
 from offload.errors import BrokenOptimizerError
-from offload.placement.model import Rates
-from offload.placement.rates import MeasurementSetup
+from offload.stream.device_frames import DeviceFrames
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend
 from tests.fake_gpu.backend import DeviceBackend
-from tests.fake_gpu.device import on_device, values
-from tests.fake_gpu.machine import FakeGpu, installed
+from tests.fake_gpu.compute import FakeCompute
+from tests.fake_gpu.device import FakeDevice, on_device, values
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Cut
 from tests.numerics.reference import assert_same_bits
-from tests.placement.test_device_placement import ON_DEVICE, device_pair
-from tests.placement.test_host_placement import DevicePair, give_device_gradients, train
+from tests.placement.pairs import ON_DEVICE, DevicePair, device_pair, give_device_gradients, train
+
+MIB = 1 << 20
+CASE, CUT = CASES["sgd-nesterov"], Cut(3 * 4096, 2)
 
 
-@pytest.mark.parametrize("kind", ["read", "write"])
-@pytest.mark.parametrize("nth", [1, 4, 9])
+def copies_of(pair: DevicePair) -> list[torch.Tensor]:
+    return [values(p).clone() for p in pair.live.parameters()]
+
+
+def assert_parameters(pair: DevicePair, expected: list[torch.Tensor]) -> None:
+    for parameter, value in zip(pair.live.parameters(), expected, strict=True):
+        assert_same_bits(values(parameter), value, "parameter")
+
+
+# Storage.
+
+
+@pytest.mark.parametrize(("kind", "nth"), [("read", 1), ("read", 9), ("write", 1), ("write", 4)])
 def test_a_transfer_that_fails_breaks_the_step_and_a_restore_mends_it(kind, nth, device, compute):
     faults = FaultBackend(MemoryBackend(), "later")
-    case = CASES["sgd-nesterov"]
-    pair = DevicePair(
-        case,
-        Cut(3 * 4096, 2, settings=ON_DEVICE),
-        DeviceBackend(faults, device),
-        live=on_device(Mixed()),
-    )
+    pair = device_pair(CASE, CUT, device, backend=DeviceBackend(faults, device))
     train(pair, (0, 1))
     pair.optimizer.checkpoint().result()
-    sealed = [values(p).clone() for p in pair.live.parameters()]
+    sealed = copies_of(pair)
     # Of the next step the first reads have been done ahead.
     faults.fail(kind, nth, forever=False)
 
@@ -64,8 +67,7 @@ def test_a_transfer_that_fails_breaks_the_step_and_a_restore_mends_it(kind, nth,
     with pytest.raises((BrokenOptimizerError, StorageError)):
         pair.optimizer.step()
     assert pair.optimizer.restore().step == 2
-    for parameter, expected in zip(pair.live.parameters(), sealed, strict=True):
-        assert_same_bits(values(parameter), expected, "restored")
+    assert_parameters(pair, sealed)
     train(pair, (2, 7))
     pair.assert_same_state()
     pair.optimizer.close()
@@ -75,12 +77,7 @@ def test_a_transfer_that_fails_breaks_the_step_and_a_restore_mends_it(kind, nth,
 def test_state_that_was_read_wrong_once_is_read_again(device, compute, caplog):
     """The host says whether the drive has the right bytes; then they are read to the device."""
     flipping = FlippingBackend(MemoryBackend())
-    pair = DevicePair(
-        CASES["sgd-nesterov"],
-        Cut(3 * 4096, 2, settings=ON_DEVICE),
-        DeviceBackend(flipping, device),
-        live=on_device(Mixed()),
-    )
+    pair = device_pair(CASE, CUT, device, backend=DeviceBackend(flipping, device))
     train(pair, (0, 1))
     pair.optimizer.checkpoint().result()
     flipping.flips, flipping.left = "/momentum_buffer.safetensors", 2
@@ -92,27 +89,12 @@ def test_state_that_was_read_wrong_once_is_read_again(device, compute, caplog):
     assert caplog.text.count("one read returned other data") == 2
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    with installed(monkeypatch) as fake:
-        yield fake
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> str:
-    if not (found := direct_io(str(tmp_path))).supported:
-        pytest.skip(f"no direct I/O in {tmp_path}: {found.reason}")
-    return str(tmp_path / "store")
-
-
-@pytest.mark.parametrize("num_drives", [1, 2])
-@pytest.mark.parametrize("path", ["gds", "bounce"])
+@pytest.mark.parametrize(
+    ("gpu", "num_drives"), [("gds", 1), ("gds", 2), ("bounce", 1)], indirect=["gpu"]
+)
 def test_kvikio_moves_state_between_drives_and_device(
-    path, num_drives, gpu, directory, device, compute, monkeypatch
+    gpu, num_drives, directory, device, compute, monkeypatch
 ):
-    gpu.gds = path == "gds"
-    used = Used(path, "" if gpu.gds else "there is no nvidia-fs")
-    monkeypatch.setattr(gds.backends.kvikio, "_examined", lambda _: {"read": used, "write": used})
     made: list[KvikioBackend] = []
     original = KvikioBackend.__init__
 
@@ -121,25 +103,18 @@ def test_kvikio_moves_state_between_drives_and_device(
         made.append(self)
 
     monkeypatch.setattr(KvikioBackend, "__init__", remember)
-    pair = DevicePair(
-        CASES["sgd-nesterov"],
-        Cut(
-            3 * 4096,
-            3,
-            settings={**ON_DEVICE, "drives": offload.DriveTuning(shares=(1,) * num_drives)},
-        ),
-        None,
-        [f"{directory}{number}" for number in range(num_drives)],
-        live=on_device(Mixed()),
-    )
+    drives = offload.DriveTuning(shares=(1,) * num_drives)
+    cut = Cut(3 * 4096, 3, settings={**ON_DEVICE, "drives": drives})
+    directories = [f"{directory}{number}" for number in range(num_drives)]
+    pair = DevicePair(CASE, cut, None, directories, live=on_device(Mixed()))
     train(pair)
     pair.assert_same_state()
     stats = pair.optimizer.stats()
     assert len(made) == num_drives
     for moved in (backend.moved() for backend in made):
-        assert moved["read"][path] > 0
+        assert moved["read"]["gds" if gpu.gds else "bounce"] > 0
         assert moved["write"]["compat"] == 0
-        if path == "gds":
+        if gpu.gds:
             assert moved["write"]["gds"] > moved["write"]["bounce"], "partial blocks only"
     assert (stats.to_host_bytes, stats.to_device_bytes) == (device.num_fetched, 0)
     pair.reopen(live=on_device(Mixed(seed=99)))
@@ -150,11 +125,9 @@ def test_kvikio_moves_state_between_drives_and_device(
 
 
 def test_between_synchronize_and_the_next_step_nothing_of_ours_runs_on_the_device(
-    gpu, directory, device, compute, monkeypatch
+    gpu, directory, device, compute
 ):
     """So a CUDA graph may be captured then: work of other threads would make the capture fail."""
-    used = Used("bounce", "there is no nvidia-fs")
-    monkeypatch.setattr(gds.backends.kvikio, "_examined", lambda _: {"read": used, "write": used})
     is_capturing = False
     noticed: list[str] = []
 
@@ -165,7 +138,7 @@ def test_between_synchronize_and_the_next_step_nothing_of_ours_runs_on_the_devic
         return ""
 
     cut = Cut(3 * 4096, 3, settings=ON_DEVICE)
-    pair = DevicePair(CASES["sgd-nesterov"], cut, None, directory, live=on_device(Mixed()))
+    pair = DevicePair(CASE, cut, None, directory, live=on_device(Mixed()))
     train(pair, (0,))
     gpu.refuses = slow
     train(pair, (1,))
@@ -191,119 +164,155 @@ def test_without_the_libraries_the_remedy_is_named_before_anything_is_made(tmp_p
     assert not (tmp_path / "store").exists()
 
 
+# Refusals before a step: no parameter has changed.
+
+
 def test_a_backend_without_device_memory_is_refused_before_the_step(device, compute):
-    pair = device_pair(CASES["sgd"], Cut(3 * 4096, 2), device)
-    pair.optimizer.close()
-    options = Cut(3 * 4096, 2, settings=ON_DEVICE).options(MemoryBackend())
-    model = on_device(Mixed())
-    optimizer = offload.SGD(model.parameters(), directory="/s", lr=0.1, options=options)
-    before = [values(p).clone() for p in model.parameters()]
-    give_device_gradients(0, model)
+    cut = Cut(3 * 4096, 2, settings=ON_DEVICE)
+    pair = DevicePair(CASES["sgd"], cut, MemoryBackend(), live=on_device(Mixed()))
+    before = copies_of(pair)
+    give_device_gradients(0, pair.live)
     with pytest.raises(RefusedError, match=r"the memory backend allocates host memory only"):
-        optimizer.step()
-    for parameter, expected in zip(model.parameters(), before, strict=True):
-        assert_same_bits(values(parameter), expected, "parameter")
+        pair.optimizer.step()
+    assert_parameters(pair, before)
 
 
-QUICK = Rates(
-    drive_gbps=6.0,
-    update_gbps=2.0,
-    to_host_gbps=50.0,
-    to_device_gbps=50.0,
-    memory_gbps=60.0,
-    direct=False,
-)
-"""Of a machine whose CPU is slower than its drive."""
+@pytest.mark.parametrize("of", ["a form", "any"])
+def test_kernels_that_do_not_compile_are_found_out_before_the_step(
+    of, device, compute, monkeypatch
+):
+    def refuse(_: object) -> None:
+        raise RefusedError("the kernels cannot be compiled")
+
+    pair = device_pair(CASES["sgd"], CUT, device)
+    give_device_gradients(0, pair.live)
+    with monkeypatch.context() as broken:
+        if of == "any":
+            broken.setattr(offload.placement.choose, "compute_on", refuse)
+        else:
+            broken.setattr(compute, "prepare", refuse)
+        with pytest.raises(RefusedError, match="the kernels cannot be compiled"):
+            pair.optimizer.step()
+    train(pair)
+    pair.assert_same_state()
+
+
+# Memory of the device.
+
+
+class CountedBackend(DeviceBackend):
+    """Notes the device memory that is asked for; while it is full, there is none."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__(MemoryBackend(), device)
+        self.asked: list[int] = []
+        self.is_full = lambda: False
+
+    def allocate(self, nbytes: int, kind: str | None = None) -> Any:
+        if kind == "device":
+            if self.is_full():
+                raise DeviceMemoryError(f"cannot allocate {nbytes} bytes on cuda:0: out of memory")
+            self.asked.append(nbytes)
+        return super().allocate(nbytes, kind)
+
+
+def test_frames_of_a_device_are_aligned_parts_of_one_allocation(
+    device: FakeDevice, compute: FakeCompute
+) -> None:
+    """Asked of the frames themselves: direct transfers need the alignment, registration the one."""
+    backend = CountedBackend(device)
+    frames = DeviceFrames(backend, compute, Traffic())
+    sizes = [3 * MIB + 100, 5000, 4096, 1]
+    parts = frames.allocate(sizes)
+    assert backend.asked == [3 * MIB + 4096 + 8192 + 4096 + 4096]
+    assert [(buffer.nbytes, tensor.nbytes) for buffer, tensor in parts] == [(n, n) for n in sizes]
+    end = 0
+    for buffer, tensor in parts:
+        assert buffer.address == tensor.data_ptr()
+        assert buffer.address % 4096 == 0
+        assert buffer.address >= end, "they do not overlap"
+        end = buffer.address + buffer.nbytes
+    for asked, pages in (([], 0), ([4096] * 511, 1), ([2 * MIB + 1], 2)):
+        taken = frames.footprint_bytes(asked)
+        assert taken == (511 * 4096 if pages == 1 else pages * 2 * MIB), "counted in its pages"
+
+
+@pytest.mark.parametrize("budget", [65536, 131_072, 200_000])
+def test_residents_never_take_more_than_device_memory(budget, device, compute, monkeypatch) -> None:
+    monkeypatch.setattr(offload.stream.device_frames, "_PAGE_BYTES", 65536)
+    backend = CountedBackend(device)
+    cut = Cut(3 * 4096, 2, settings={"device_memory": budget})
+    pair = device_pair(CASE, cut, device, backend=backend)
+    train(pair, (0, 1))
+    pair.assert_same_state()
+    stats = pair.optimizer.stats()
+    pair.optimizer.close()
+    assert len(backend.asked) == 2, "one allocation for the residents, and one for the ring"
+    assert 0 < stats.resident_bytes <= budget
+    assert backend.asked[0] <= stats.resident_bytes < backend.asked[0] + 65536
+    assert backend.asked[1] <= stats.ring_bytes < backend.asked[1] + 65536
+
+
+def test_a_full_device_is_named_and_nothing_is_lost(device, compute) -> None:
+    backend = CountedBackend(device)
+    pair = device_pair(CASE, CUT, device, backend=backend)
+    before = copies_of(pair)
+    backend.is_full = lambda: True
+    give_device_gradients(0, pair.live)
+    for _ in range(2):
+        with pytest.raises(DeviceMemoryError, match=r"do not fit .*No state has changed"):
+            pair.optimizer.step()
+    assert_parameters(pair, before)
+    # what torch keeps for itself is asked for, and is enough
+    trimmed = compute.num_trimmed
+    backend.is_full = lambda: compute.num_trimmed == trimmed
+    train(pair)  # as if there had been no step
+    assert (trimmed, compute.num_trimmed) == (2, 3)
+    pair.assert_same_state()
+    pair.optimizer.close()
+
+
+# In the middle of a step.
+
+
+def _lost(*_: Any, **__: Any) -> Any:
+    raise lost_error(RuntimeError("CUDA error: ECC error"), "update state", "cuda:0")
+
+
+def _full(*_: Any, **__: Any) -> Any:
+    raise DeviceMemoryError("update state: cuda:0 has no memory left")
 
 
 @pytest.mark.parametrize(
-    ("rates", "place"),
-    [
-        (QUICK, "device"),
-        (dataclasses.replace(QUICK, update_gbps=20.0), "host"),
-        ("the drives have not been measured", "host"),
-    ],
-    ids=["slow-cpu", "fast-cpu", "not-measured"],
+    ("call", "fails"), [("update", _full), ("update", _lost), ("wait", _lost)], ids=str
 )
-def test_auto_goes_where_a_step_is_expected_to_take_less(
-    rates, place, gpu, directory, device, compute, monkeypatch, caplog
-):
-    asked = []
-
-    def find(setup: MeasurementSetup) -> Rates | str:
-        asked.append(setup)
-        return rates
-
-    monkeypatch.setattr(offload.placement.choose, "find_rates", find)
-    used = Used("bounce", "there is no nvidia-fs")
-    monkeypatch.setattr(gds.backends.kvikio, "_examined", lambda _: {"read": used, "write": used})
-    cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
-    pair = DevicePair(CASES["sgd-nesterov"], cut, None, directory, live=on_device(Mixed()))
-    with caplog.at_level("INFO", "offload"):
-        train(pair)
+def test_a_device_that_fails_in_a_step_leaves_the_checkpoint_whole(
+    call, fails, device, compute, monkeypatch
+) -> None:
+    pair = device_pair(CASE, CUT, device, backend=CountedBackend(device))
+    train(pair, (0, 1))
+    pair.optimizer.checkpoint().result()
+    with monkeypatch.context() as broken:
+        broken.setattr(compute, call, fails)
+        give_device_gradients(7, pair.live)
+        with pytest.raises(DeviceLostError if fails is _lost else DeviceMemoryError):
+            pair.optimizer.step()
+        with pytest.raises((BrokenOptimizerError, DeviceLostError, DeviceMemoryError)):
+            pair.optimizer.step()
+        pair.optimizer.close()
+    # In a new process the device works again.
+    pair.reopen(live=on_device(Mixed(seed=99)))
+    assert pair.optimizer.restore().step == 2
+    train(pair, (7, 8))
     pair.assert_same_state()
     pair.optimizer.close()
-    assert (compute.num_updates > 0) == (place == "device")
-    assert len(asked) == 1, "it is decided once"
-    assert isinstance(asked[0].backends[0], KvikioBackend)
-    assert "steps are taken on the" in caplog.text
 
 
-def test_auto_stays_on_the_host_where_no_kernel_can_be_compiled(
-    gpu, directory, device, compute, monkeypatch, caplog
-):
-    """As on a GPU that is too old for the compiler: training goes on, and the log says why."""
-    asked = []
-
-    def refuse(device: torch.device) -> None:
-        asked.append(device)
-        raise RefusedError("the kernels cannot be compiled")
-
-    monkeypatch.setattr(offload.placement.choose, "find_rates", lambda _: QUICK)
-    monkeypatch.setattr(offload.placement.choose, "compute_on", refuse)
-    used = Used("bounce", "there is no nvidia-fs")
-    monkeypatch.setattr(gds.backends.kvikio, "_examined", lambda _: {"read": used, "write": used})
-    cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
-    pair = DevicePair(CASES["sgd-nesterov"], cut, None, directory, live=on_device(Mixed()))
-    with caplog.at_level("INFO", "offload"):
-        train(pair)
-    pair.assert_same_state()
-    pair.optimizer.close()
-    assert compute.num_updates == 0
-    assert len(asked) == 1, "it is tried once"
-    assert caplog.text.count("the kernels cannot be compiled") == 1
-
-
-def test_a_demand_for_the_device_fails_where_no_kernel_can_be_compiled(
-    device, compute, monkeypatch
-):
-    def refuse(device: torch.device) -> None:
-        raise RefusedError("the kernels cannot be compiled")
-
-    monkeypatch.setattr(offload.placement.choose, "compute_on", refuse)
-    pair = device_pair(CASES["sgd"], Cut(3 * 4096, 2), device)
-    give_device_gradients(0, pair.live)
-    with pytest.raises(RefusedError, match="the kernels cannot be compiled"):
-        pair.optimizer.step()
-
-
-def test_auto_needs_neither_libraries_nor_a_driver(directory, device, compute):
-    cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
-    pair = DevicePair(CASES["adamw"], cut, None, directory, live=on_device(Mixed()))
-    train(pair)
-    pair.assert_same_state()
-    pair.optimizer.close()
-    assert compute.num_updates == 0
-
-
-def test_auto_does_without_a_driver_where_the_libraries_are(
-    gpu, directory, device, compute, monkeypatch, caplog
-):
-    monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "libcuda.so.1: cannot open")
-    cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
-    with caplog.at_level("INFO", "offload"):
-        pair = DevicePair(CASES["adamw"], cut, None, directory, live=on_device(Mixed()))
-    train(pair, (0,))
-    pair.optimizer.close()
-    assert "state is updated on the CPU" in caplog.text
-    assert "no CUDA driver" in caplog.text
+def test_a_lost_device_is_a_failure_of_storage_for_those_who_ask_no_further() -> None:
+    error = lost_error(RuntimeError("CUDA error: unspecified launch failure\nmore"), "x", "cuda:0")
+    assert isinstance(error, StorageError)
+    assert isinstance(error, RuntimeError)
+    assert "unspecified launch failure" in str(error)
+    assert "more" not in str(error)
+    assert lost_error(error, "y", "elsewhere") is error
+    assert offload.errors.message_of(error).startswith("cuda:0: x: the GPU is lost")

@@ -1,4 +1,4 @@
-"""Which of two places is chosen, for machines whose answer is plain."""
+"""`placement="auto"`: which of two places is chosen, for machines whose answer is plain."""
 
 from __future__ import annotations
 
@@ -6,146 +6,164 @@ import dataclasses
 
 import pytest
 
-from offload.placement.model import Rates, choose_placement, decide, device_s, host_s
+import gds.buffers.cuda
+import offload
+import offload.placement.choose
+from gds.backends.kvikio import KvikioBackend
+from gds.errors import RefusedError
+from offload.placement.model import Rates, decide, device_s, host_s
 from offload.sizing.step_time import StepBytes
+from tests.fake_gpu.device import on_device
+from tests.numerics.models import Mixed
+from tests.numerics.pairs import CASES, Cut
+from tests.placement.pairs import DevicePair, train
 
-# 7 B parameters in bf16 with Adam
+# 7 B parameters in bf16 with Adam, on a workstation.
 STEP = StepBytes(state=84 * 10**9, gradients=14 * 10**9, parameters=14 * 10**9)
 WORKSTATION = Rates(
-    drive_gbps=7,
-    update_gbps=30,
-    to_host_gbps=25,
-    to_device_gbps=25,
-    memory_gbps=40,
-    direct=False,
+    drive_gbps=7, update_gbps=30, to_host_gbps=25, to_device_gbps=25, memory_gbps=40, direct=False
 )
+changed = lambda **given: dataclasses.replace(WORKSTATION, **given)  # noqa: E731
+
+MACHINES = {
+    "one drive is the limit in both places": ({}, "host"),
+    "also with GPUDirect Storage": ({"direct": True}, "host"),
+    "eight drives, GPUDirect Storage, and a wide link": (
+        {"drive_gbps": 60, "direct": True, "to_host_gbps": 55, "to_device_gbps": 55},
+        "device",
+    ),
+    "a slow CPU": ({"update_gbps": 4, "direct": True}, "device"),
+    "a CPU that is hardly slower than the drive": ({"update_gbps": 6.8, "direct": True}, "host"),
+    "a slow CPU, with copies through the host": ({"update_gbps": 4}, "device"),
+    "a slow CPU with slow memory, which both ways of a step pass through": (
+        {"update_gbps": 4, "memory_gbps": 8},
+        "host",
+    ),
+    "four drives, cores that nearly keep up, and memory that limits both places": (
+        {"drive_gbps": 28, "update_gbps": 27, "memory_gbps": 50},
+        "host",
+    ),
+    "many drives behind a narrow link": (
+        {"drive_gbps": 60, "to_host_gbps": 12, "to_device_gbps": 12, "memory_gbps": 100},
+        "host",
+    ),
+}
 
 
-def changed(**rates: float) -> Rates:
-    return dataclasses.replace(WORKSTATION, **rates)
+@pytest.mark.parametrize(("given", "place"), MACHINES.values(), ids=MACHINES)
+def test_the_place_whose_slowest_part_is_faster(given, place):
+    assert decide(STEP, changed(**given)).place == place
 
 
-NARROW = changed(drive_gbps=60, to_host_gbps=12, to_device_gbps=12, memory_gbps=100, direct=True)
+KEPT = dataclasses.replace(STEP, kept_on_host=STEP.state, kept_on_device=STEP.state)
+HALF_ON_HOST = dataclasses.replace(STEP, kept_on_host=STEP.state // 2)
+HALF_ON_DEVICE = dataclasses.replace(STEP, kept_on_device=STEP.state // 2)
 
 
 @pytest.mark.parametrize(
-    ("rates", "expected"),
+    ("step", "given", "on_host", "on_device", "limits"),
     [
-        (WORKSTATION, "host"),
-        (changed(direct=True), "host"),
-        (changed(drive_gbps=60, direct=True, to_host_gbps=55, to_device_gbps=55), "device"),
-        (changed(update_gbps=4, direct=True), "device"),
-        (changed(update_gbps=6.8, direct=True), "host"),
-        (changed(update_gbps=4), "device"),
-        (changed(update_gbps=4, memory_gbps=8), "host"),
-        (changed(drive_gbps=28, update_gbps=10, to_host_gbps=50, to_device_gbps=50), "device"),
-        (changed(drive_gbps=28, update_gbps=27, memory_gbps=50), "host"),
-        (NARROW, "host"),
-    ],
-    ids=[
-        "one drive is the limit in both places",
-        "also with GPUDirect Storage",
-        "eight drives, GPUDirect Storage, and a wide link",
-        "a slow CPU",
-        "a CPU that is hardly slower than the drive",
-        "a slow CPU, with copies through the host",
-        "a slow CPU with slow memory, which both ways of a step pass through",
-        "four drives and few cores, with copies through the host",
-        "four drives, cores that nearly keep up, and memory that limits both places",
-        "many drives behind a narrow link",
+        (STEP, {}, 24, 24, ("the drives", "the drives")),
+        (STEP, {"to_host_gbps": 1}, 28, 84, ("the link to the host", "the link to the host")),
+        (STEP, {"to_device_gbps": 0.5}, 28, 168, ("the link to the device",) * 2),
+        (STEP, {"update_gbps": 3}, 56, 24, ("the drives", "the CPU")),
+        # each byte of state crosses the host's memory four times: to and from drives, and link
+        # or CPU; of what stays in memory, the CPU's own accesses are left
+        (STEP, {"memory_gbps": 5}, 67.2, 67.2, ("the host's memory", "the host's memory")),
+        (KEPT, {"memory_gbps": 5}, 33.6, None, None),
+        (STEP, {"memory_gbps": 5, "direct": True}, 67.2, 24, ("the drives", "the host's memory")),
+        (HALF_ON_HOST, {}, 12, 24, None),
+        (HALF_ON_DEVICE, {}, 24, 12, None),
     ],
 )
-def test_the_place_whose_slowest_part_is_faster(rates, expected):
-    assert choose_placement(STEP, rates) == expected
-
-
-def test_a_step_on_the_host_takes_the_time_of_the_drive_where_that_is_the_limit():
-    assert host_s(STEP, WORKSTATION) == pytest.approx(2 * 84 / 7)
-    assert device_s(STEP, WORKSTATION) == pytest.approx(2 * 84 / 7)
-
-
-def test_a_link_slower_than_all_else_shows_in_both_places():
-    slow = changed(to_host_gbps=1)
-    assert host_s(STEP, slow) == pytest.approx(28)
-    assert device_s(STEP, slow) == pytest.approx(84)
-
-
-@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
-def test_what_is_no_rate_is_refused(value):
-    with pytest.raises(ValueError, match="update_gbps must be a rate"):
-        changed(update_gbps=value)
-
-
-def test_each_byte_of_state_crosses_the_hosts_memory_four_times():
-    # The drives and the link, or the drives and the CPU, write and read it once in each direction.
-    slow = changed(memory_gbps=5)
-    assert host_s(STEP, slow) == device_s(STEP, slow) == pytest.approx(4 * 84 / 5)
-    kept = dataclasses.replace(STEP, kept_on_host=STEP.state, kept_on_device=STEP.state)
-    assert host_s(kept, slow) == pytest.approx(2 * 84 / 5), "the CPU's own accesses are left"
-    direct = dataclasses.replace(slow, direct=True)
-    assert device_s(STEP, direct) == pytest.approx(2 * 84 / 7)
-
-
-def test_state_that_stays_in_memory_is_not_waited_for():
-    on_host = dataclasses.replace(STEP, kept_on_host=STEP.state // 2)
-    assert host_s(on_host, WORKSTATION) == pytest.approx(84 / 7)
-    assert device_s(on_host, WORKSTATION) == device_s(STEP, WORKSTATION)
-    on_device = dataclasses.replace(STEP, kept_on_device=STEP.state // 2)
-    assert device_s(on_device, WORKSTATION) == pytest.approx(84 / 7)
-    assert choose_placement(on_device, WORKSTATION) == "device"
-    assert choose_placement(on_host, WORKSTATION) == "host"
+def test_a_step_takes_the_time_of_its_slowest_part_which_is_named(
+    step, given, on_host, on_device, limits
+):
+    machine = changed(**given)
+    assert host_s(step, machine) == pytest.approx(on_host)
+    if on_device is not None:
+        assert device_s(step, machine) == pytest.approx(on_device)
+    if limits:
+        reason = decide(step, machine).reason
+        assert f"s on the device (limited by {limits[0]})" in reason
+        assert f"s on the CPU (limited by {limits[1]})" in reason
 
 
 @pytest.mark.parametrize(
-    ("rates", "place", "reason"),
-    [
-        (
-            WORKSTATION,
-            "host",
-            (
-                "steps are taken on the CPU rather than on the device: a step is expected to take "
-                "24 s on the device (limited by the drives), and 24 s on the CPU (limited by the "
-                "drives); state is kept in device memory only if a step then takes at most "
-                "95% of the time"
-            ),
-        ),
-        (
-            changed(update_gbps=4, direct=True),
-            "device",
-            (
-                "steps are taken on the device: a step is expected to take 24 s on the device "
-                "(limited by the drives), and 42 s on the CPU (limited by the CPU)"
-            ),
-        ),
-        (
-            "the drives have not been measured",
-            "host",
-            "steps are taken on the CPU, because the drives have not been measured",
-        ),
-    ],
-    ids=["host", "device", "unknown"],
+    ("given", "said"),
+    [({"update_gbps": v}, "update_gbps must be") for v in (0, -1, float("inf"), float("nan"))]
+    + [({"direct": 1}, "direct must be True or False")],
+    ids=str,
 )
-def test_the_reason_names_the_times_and_what_they_are_spent_on(rates, place, reason):
-    assert decide(STEP, rates) == (place, reason)
+def test_what_is_no_rate_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        changed(**given)
+
+
+def auto_pair(directory: str, name: str = "sgd-nesterov") -> DevicePair:
+    cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
+    return DevicePair(CASES[name], cut, None, directory, live=on_device(Mixed()))
 
 
 @pytest.mark.parametrize(
-    ("rates", "slowest"),
+    ("rates", "place"),
     [
-        (changed(to_host_gbps=1), ("the link to the host", "the link to the host")),
-        (changed(to_device_gbps=0.5), ("the link to the device", "the link to the device")),
-        (changed(update_gbps=3), ("the drives", "the CPU")),
-        (changed(memory_gbps=5), ("the host's memory", "the host's memory")),
+        (changed(drive_gbps=6, update_gbps=2), "device"),
+        (changed(drive_gbps=6, update_gbps=20), "host"),
+        ("the drives have not been measured", "host"),
+        (None, "host"),
     ],
-    ids=["to-host", "to-device", "cpu", "memory"],
+    ids=["slow-cpu", "fast-cpu", "not-measured", "no-kernel-can-be-compiled"],
 )
-def test_the_slowest_part_is_named(rates, slowest):
-    there, here = (f"(limited by {name})" for name in slowest)
-    reason = decide(STEP, rates).reason
-    assert there in reason
-    assert here in reason
+def test_auto_goes_where_a_step_is_expected_to_take_less(
+    rates, place, gpu, directory, device, compute, monkeypatch, caplog
+):
+    asked = []
+
+    def find(setup):
+        asked.append(setup)
+        return rates or changed(drive_gbps=6, update_gbps=2)
+
+    def refuse(_):
+        raise RefusedError("the kernels cannot be compiled")
+
+    monkeypatch.setattr(offload.placement.choose, "find_rates", find)
+    if rates is None:  # as on a GPU that is too old for the compiler: training goes on
+        monkeypatch.setattr(offload.placement.choose, "compute_on", refuse)
+    pair = auto_pair(directory)
+    with caplog.at_level("INFO", "offload"):
+        train(pair)
+    pair.assert_same_state()
+    pair.optimizer.close()
+    assert (compute.num_updates > 0) == (place == "device")
+    assert len(asked) == 1, "it is decided once"
+    assert isinstance(asked[0].backends[0], KvikioBackend)
+    assert "steps are taken on the" in caplog.text
+    assert caplog.text.count("the kernels cannot be compiled") == (rates is None)
 
 
-def test_whether_the_way_is_direct_is_yes_or_no():
-    with pytest.raises(ValueError, match="direct must be True or False"):
-        changed(direct=1)
+@pytest.mark.parametrize("is_installed", [False, True], ids=["nothing-installed", "no-driver"])
+def test_auto_needs_neither_libraries_nor_a_driver(
+    is_installed, directory, device, compute, request, monkeypatch, caplog
+):
+    if is_installed:
+        request.getfixturevalue("gpu")
+        monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "libcuda.so.1: cannot open")
+    with caplog.at_level("INFO", "offload"):
+        pair = auto_pair(directory, "adamw")
+    train(pair)
+    pair.assert_same_state()
+    pair.optimizer.close()
+    assert compute.num_updates == 0
+    if is_installed:
+        assert "state is updated on the CPU" in caplog.text
+        assert "no CUDA driver" in caplog.text
+
+
+def test_memory_for_the_wrong_place_is_refused():
+    with pytest.raises(ValueError, match="host_memory has no effect"):
+        offload.Options(placement="device", host_memory="1GiB")
+    with pytest.raises(ValueError, match="device_memory has no effect"):
+        offload.Options(placement="host", device_memory="1GiB")
+    with pytest.raises(ValueError, match="placement must be one of auto, host, device"):
+        offload.Options(placement="gpu")
