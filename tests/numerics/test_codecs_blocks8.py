@@ -180,14 +180,6 @@ def test_a_scale_is_the_largest_rounded_up_and_a_code_the_nearest(name, dtype):
     assert np.abs(exact - codes.numpy())[nearest].max(initial=0) <= 0.5 + ALMOST
 
 
-def test_an_update_is_never_much_larger_than_with_exact_moments():
-    second = moments("every-magnitude", UNSIGNED).clamp(1e-36, 1e36)
-    first = second.sqrt()  # as large as it can be after many equal gradients
-    exact = first / (second.sqrt() + 1e-8)
-    coded = first / (recode(second, UNSIGNED).sqrt() + 1e-8)
-    assert (coded <= 1.51 * exact).all()
-
-
 @pytest.mark.parametrize("name", NORMAL)
 def test_what_was_decoded_is_encoded_as_it_was(name):
     """Signed blocks at once; unsigned ones settle at the second encoding, and never go up."""
@@ -197,19 +189,6 @@ def test_what_was_decoded_is_encoded_as_it_was(name):
     second = encode(decode(*first), UNSIGNED)
     assert same(encode(decode(*second), UNSIGNED), second)
     assert set(scale_bits(first[1]).astype(int) - scale_bits(second[1])) <= {0, 1}
-
-
-@BOTH
-@pytest.mark.parametrize("scale", [1.0, 1.9921875, 3e-4, 1e-14, 1e18])
-def test_codes_are_in_the_order_of_values(scale, dtype):
-    lowest = -127 if dtype == SIGNED else 0
-    codes = torch.arange(lowest, torch.iinfo(dtype).max + 1, dtype=torch.int16).to(dtype)
-    scales = torch.full((-(-len(codes) // BLOCK),), scale, dtype=torch.bfloat16)
-    out = decode(codes, scales).double()
-    assert (out.diff() > 0).all()
-    top = scales[0].double()
-    assert out[-1] == (top if dtype == SIGNED else top**2)
-    assert out[-lowest] == 0
 
 
 def test_the_largest_finite_second_moments_are_kept():

@@ -181,19 +181,6 @@ def test_after_a_seal_that_was_stopped_everything_is_written_and_nothing_is_aske
     everything_is_written_anew(run)
 
 
-def test_added_parameters_are_a_new_layout_whose_slots_are_new(backend):
-    run = Process(backend)
-    sealed(run, NUM_SLOTS)
-    run.model.base.requires_grad_(True)
-    run.optimizer.add_param_group({"params": [run.model.base], "lr": 0.0, "weight_decay": 0.0})
-    run.model.base.grad = torch.zeros_like(run.model.base)
-    found = sealed(run, NUM_SLOTS)
-    assert not any(again for _, again, _ in found)
-    written, _, cloned = found[-1]
-    assert len(written) + len(cloned) == NUM_LEAVES
-    run.close()
-
-
 def test_a_longer_header_moves_what_is_frozen_and_it_is_not_cloned_from_where_it_was():
     """The bytes of the data are the same at the same places, and those of the file are not."""
     frozen = torch.nn.Parameter(torch.randn(6 * BLOCK // 4), requires_grad=False)

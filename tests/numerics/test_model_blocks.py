@@ -17,7 +17,6 @@ import offload.model.model_writing
 from gds import Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from gds.contract import BufferKind
-from offload.errors import DamagedError
 from offload.format.digests import DigestContext, leaf_digests
 from offload.format.header import Header, build_header
 from offload.format.known_leaves import KnownLeaves
@@ -44,16 +43,6 @@ def image_of(values: torch.Tensor) -> tuple[Header, ModelImage]:
     parts = {"a": values[:cut], "b": values[cut:]}
     header = build_header([(name, "U8", tuple(part.shape)) for name, part in parts.items()])
     return header, ModelImage(header, parts)
-
-
-def sealed(backend: MemoryBackend, values: torch.Tensor) -> tuple[File, tuple[str, ...]]:
-    """Write a model file; return it with the digests of its blocks."""
-    header, image = image_of(values)
-    file = backend.create("/model", header.file_bytes)
-    buffers = BlockBuffers(backend, header.file_bytes)
-    known = KnownLeaves(readable=False)
-    written = write_model(image, file, buffers, CONTEXT, known, lambda _: None)
-    return file, tuple(written.digests)
 
 
 class ScarceBackend(WrapperBackend):
@@ -88,23 +77,6 @@ def test_seals_and_restores_need_no_more_memory_than_two_blocks() -> None:
         assert buffers.nbytes == before
         assert (scarce.num_left < 0) == (num_buffers == 2), "a third buffer is asked for"
         assert torch.equal(live, values)
-
-
-@pytest.mark.parametrize("damaged", [0, 2, 4])
-def test_blocks_from_a_damaged_one_on_are_not_copied(damaged: int) -> None:
-    backend, values = MemoryBackend(), values_of(5 * BLOCK_BYTES)
-    file, digests = sealed(backend, values)
-    live = torch.full_like(values, 77)
-    header, image = image_of(live)
-    at = header.data_start + damaged * BLOCK_BYTES
-    byte = file.read_bytes(at, 1)[0]
-    file.write_bytes(bytes([byte ^ 1]), at)
-    buffers = BlockBuffers(backend, header.file_bytes)
-    with pytest.raises(DamagedError):
-        read_model(image, file, buffers, CONTEXT, digests)
-    good = damaged * BLOCK_BYTES
-    assert torch.equal(live[:good], values[:good])
-    assert bool((live[good:] == 77).all())
 
 
 @pytest.mark.parametrize("on_one_thread", [False, True])

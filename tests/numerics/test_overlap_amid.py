@@ -133,45 +133,6 @@ def test_a_forked_process_that_reads_amid_a_step_is_told_so(run):
     run.assert_same()
 
 
-class Fixed(type(nn.Parameter)):
-    """A class of which there are no subclasses."""
-
-    def __new__(cls, name, bases, namespace):
-        if any(type(base) is Fixed for base in bases):
-            raise TypeError("there are no subclasses of it")
-        return super().__new__(cls, name, bases, namespace)
-
-
-class FixedParameter(nn.Parameter, metaclass=Fixed):
-    pass
-
-
-class WithFixed(Layers):
-    """Layers, of which one has a parameter whose class cannot be changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = self.layers[LAST]
-        layer.weight = FixedParameter(layer.weight.detach())
-
-
-def test_the_step_waits_for_a_parameter_whose_class_cannot_be_changed():
-    run = Twins(WithFixed, backend=Held(), num_steps=2)
-    run.backward(2)
-    run.backend.hold(LAST)
-    ended = threading.Event()
-    releasing = threading.Thread(target=lambda: (ended.wait(0.2), run.backend.release()))
-    releasing.start()
-    run.optimizer.step()
-    assert LAST in run.backend.ended  # it could not have returned before
-    ended.set()
-    releasing.join()
-    run.plain.step()
-    assert_same_bits(X @ last(run.live), X @ last(run.expected), "read")
-    run.assert_same()
-    run.optimizer.close()
-
-
 class Stated(Layers):
     """Its state dict has a value that is computed of parameters when it is asked for."""
 

@@ -6,7 +6,6 @@ held back until somebody has written into the gradients that it was given.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -36,16 +35,6 @@ def in_a_list(model: nn.Module) -> Spoil:
     return lambda: torch._foreach_zero_(kept)
 
 
-def kept_by_a_hook(model: nn.Module) -> Spoil:
-    """Which is called by a second backward that adds to the gradients."""
-    kept: list[torch.Tensor] = []
-    p = last(model)
-    handle = p.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
-    (p * 0).sum().backward()
-    handle.remove()
-    return lambda: kept[0].zero_()
-
-
 def by_a_weak_reference(model: nn.Module) -> Spoil:
     reference = weakref.ref(gradient(model))
     return lambda: (kept := reference()) is not None and kept.zero_()
@@ -70,12 +59,6 @@ def in_numpys_memory(model: nn.Module) -> Spoil:
     return lambda: array.fill(0)
 
 
-def in_memory_of_pythons(model: nn.Module) -> Spoil:
-    array = (ctypes.c_float * (32 * 32))(*gradient(model).flatten().tolist())
-    last(model).grad = torch.frombuffer(array, dtype=torch.float32).view(32, 32)
-    return lambda: ctypes.memset(array, 0, NUM_BYTES)
-
-
 def in_shared_memory(model: nn.Module) -> Spoil:
     """Another mapping of which is as another process has it."""
     shared = gradient(model).clone().share_memory_()
@@ -85,41 +68,22 @@ def in_shared_memory(model: nn.Module) -> Spoil:
     return lambda: other.fill_(0)
 
 
-def of_another_parameter(model: nn.Module) -> Spoil:
-    """One tensor is the gradient of two, and stays that of one which is not trained any more."""
-    other = nn.Parameter(torch.zeros(32, 32))
-    other.grad = gradient(model)
-    return lambda: other.grad.zero_()
-
-
 def of_two_that_are_trained(model: Any) -> Spoil:
     model.layers[0].weight.grad = kept = gradient(model)
     return kept.zero_
 
 
-def expanded(model: nn.Module) -> Spoil:
-    row = gradient(model)[0].clone()
-    last(model).grad = row.expand(32, 32)
-    return row.zero_
-
-
 HOLDERS: dict[str, Callable[[nn.Module], Spoil]] = {
     "the gradient": lambda model: gradient(model).zero_,
     "a list": in_a_list,
-    "a hook": kept_by_a_hook,
-    "data": lambda model: gradient(model).data.zero_,
     "a row": lambda model: gradient(model)[3].zero_,
     "storage": lambda model: partial(gradient(model).untyped_storage().fill_, 0),
     "NumPy": lambda model: partial(gradient(model).detach().numpy().fill, 0),
-    "DLPack": lambda model: torch.from_dlpack(gradient(model)).zero_,
     "weak reference": by_a_weak_reference,
     "flat buffer": in_a_flat_buffer,
     "made of NumPy": in_numpys_memory,
-    "made of a buffer": in_memory_of_pythons,
     "shared memory": in_shared_memory,
-    "another parameter": of_another_parameter,
     "another trained parameter": of_two_that_are_trained,
-    "expanded": expanded,
 }
 
 
