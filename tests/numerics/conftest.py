@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +15,9 @@ import offload.update.pool
 import offload.update.updaters
 from offload.update.host_place import HostPlace
 from offload.update.pool import UpdatePool
+from tests.eventually import TIMEOUT_S
+from tests.numerics.delays import Held
+from tests.numerics.twins import Twins
 
 UPDATE_THREADS = 2
 """Blocks are updated side by side in every test, however many cores there are."""
@@ -43,3 +49,36 @@ def one_thread() -> Iterator[None]:
         patch.setattr(offload.update.updaters, "HostPlace", AlternatingPlace)
         yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def run() -> Iterator[Twins]:
+    """Two steps beside the forward have been taken; whether one of those to come ends is held."""
+    run = Twins(backend=Held(), num_steps=2)
+    yield run
+    run.backend.release()
+    run.optimizer.close()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[Callable[[], None]]:
+    """Return what sends a signal until it is heard, to be called on another thread.
+
+    A signal that comes just before the main thread blocks is not heard: so it is in Python.
+    """
+    heard, ended = threading.Event(), threading.Event()
+
+    def hear(_number: int, _frame: object) -> None:
+        if not heard.is_set():
+            heard.set()
+            raise KeyboardInterrupt
+
+    def send() -> None:
+        while not heard.wait(0.05):
+            os.kill(os.getpid(), signal.SIGINT)
+        ended.set()
+
+    before = signal.signal(signal.SIGINT, hear)
+    yield send
+    assert ended.wait(TIMEOUT_S)
+    signal.signal(signal.SIGINT, before)

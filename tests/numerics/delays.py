@@ -146,3 +146,32 @@ class HeldFile(WrapperFile):
             return done
 
         return backend.pool.submit(move)
+
+
+class Gate(WrapperBackend):
+    """While it is closed, a seal waits before each write of parameters."""
+
+    def __init__(self, inner: MemoryBackend | None = None) -> None:
+        super().__init__(inner or MemoryBackend())
+        self.opened = threading.Event()
+        self.opened.set()
+        self.reached = threading.Event()
+
+    def close_gate(self) -> None:
+        self.opened.clear()
+        self.reached.clear()
+
+    def wrap_file(self, file: File) -> File:
+        return GatedFile(file, self)
+
+
+class GatedFile(WrapperFile):
+    def __init__(self, inner: File, gate: Gate) -> None:
+        super().__init__(inner)
+        self.gate = gate
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        if self.path.endswith("model.safetensors"):
+            self.gate.reached.set()
+            assert self.gate.opened.wait(TIMEOUT_S)
+        return super().write(source, offset)

@@ -5,7 +5,7 @@ A test chooses the optimizer class, groups, cuts and edits; `tests.stores` has n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +142,12 @@ class Pair:
         norms = [self.step_live(step), self.step_expected(step)]
         assert_same_bits(norms[0], norms[1], "gradient norm")
 
+    def steps(self, *of_range: int) -> None:
+        """Take the steps of a range, and compare parameters after each."""
+        for step in range(*of_range):
+            self.step(step)
+            self.assert_same_parameters()
+
     def step_live(self, step: int) -> torch.Tensor:
         give_gradients(step, self.live)
         norm = clip(self.live, MAX_NORM)
@@ -153,6 +159,12 @@ class Pair:
         norm = clip(self.expected, MAX_NORM)
         self.reference.step()
         return norm
+
+    def edit(self, change: Callable[[torch.nn.Module], object]) -> None:
+        """Change both models, without gradients."""
+        with torch.no_grad():
+            for model in self.both():
+                change(model)
 
     def both(self) -> tuple[torch.nn.Module, torch.nn.Module]:
         """Return both models, for doing the same to each."""

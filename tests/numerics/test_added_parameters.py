@@ -21,7 +21,7 @@ from tests.numerics.reference import (
 )
 
 JOIN = 6
-"""The step before which the second and third groups join."""
+"""The step before which a group joins."""
 
 HYPER: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], list[dict[str, Any]]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-3}, [{}, {"lr": 0.01}, {"weight_decay": 0.0}]),
@@ -93,74 +93,40 @@ class Growing:
         )
 
 
-@pytest.mark.parametrize("cut", [0, 1, 3], ids=lambda i: str(CUTS[i]))
-@pytest.mark.parametrize("name", HYPER)
-def test_groups_that_join_between_steps(name, cut):
-    run = Growing(name, cut)
-    run.train(*range(JOIN))
-    run.join()
-    run.train(JOIN, JOIN + 1)
-    run.join()
-    run.train(*range(JOIN + 2, 16))
+@pytest.mark.parametrize(
+    ("name", "cut", "story"),
+    [
+        ("adamw", 0, "6 + 2 + 8"),
+        ("sgd", 1, "6 + 2 + 8"),
+        ("rmsprop", 3, "6 + 2 + 8"),
+        ("sgd", 0, "+ + 8"),
+        ("adamw", 0, "s + s r 8"),
+        ("sgd", 0, "1 s + s r 8"),
+        ("rmsprop", 0, "6 s + s r 8"),
+        ("sgd", 0, "6 + + s r 6"),
+        ("adamw", 0, "6 s r + 2 s r + 6"),
+        ("sgd", 0, "6 s r + 2 s r + 6"),
+    ],
+)
+def test_groups_that_join_between_steps(name, cut, story):
+    """Numbers are steps; ``+`` adds a group, ``s`` seals, ``r`` resumes in another process."""
+    run, step = Growing(name, cut), 0
+    for event in story.split():
+        if event == "+":
+            run.join()
+        elif event == "s":
+            run.optimizer.checkpoint()
+        elif event == "r":
+            run.reopen()
+            assert run.optimizer.restore().step == step
+        else:
+            run.train(*range(step, step + int(event)))
+            step += int(event)
     run.assert_same_state()
 
 
-@pytest.mark.parametrize("name", HYPER)
-def test_groups_that_join_before_the_first_step(name):
-    run = Growing(name)
-    run.join()
-    run.join()
-    run.train(*range(8))
-    run.assert_same_state()
-
-
-@pytest.mark.parametrize("steps", [0, 1, JOIN], ids="after-{}-steps".format)
-@pytest.mark.parametrize("name", HYPER)
-def test_a_checkpoint_right_after_a_group_has_joined(name, steps):
-    run = Growing(name)
-    run.train(*range(steps))
-    run.optimizer.checkpoint().result()
-    run.join()
-    run.optimizer.checkpoint().result()
-    run.reopen()
-    assert run.optimizer.restore().step == steps
-    run.train(*range(steps, steps + 8))
-    run.assert_same_state()
-
-
-@pytest.mark.parametrize("name", HYPER)
-def test_two_groups_that_join_at_once_and_are_sealed_without_a_step(name):
-    run = Growing(name)
-    run.train(*range(JOIN))
-    run.join()
-    run.join()
-    run.assert_same_state()
-    run.reopen()
-    run.optimizer.restore()
-    run.train(*range(JOIN, 12))
-    run.assert_same_state()
-
-
-@pytest.mark.parametrize("name", HYPER)
-def test_groups_that_join_after_a_resume(name):
-    run = Growing(name)
-    run.train(*range(JOIN))
-    run.optimizer.checkpoint()
-    run.reopen()
-    run.optimizer.restore()
-    run.join()
-    run.train(JOIN, JOIN + 1)
-    run.optimizer.checkpoint()
-    run.reopen()
-    run.optimizer.restore()
-    run.join()
-    run.train(*range(JOIN + 2, 14))
-    run.assert_same_state()
-
-
-@pytest.mark.parametrize("name", HYPER)
-def test_groups_that_joined_are_added_again_before_restore(name):
-    run = Growing(name)
+def test_groups_that_joined_are_added_again_before_restore():
+    run = Growing("sgd")
     run.train(*range(JOIN))
     run.join()
     run.train(JOIN)
@@ -174,7 +140,7 @@ def test_groups_that_joined_are_added_again_before_restore(name):
     run.assert_same_state()
 
 
-@pytest.mark.parametrize("name", HYPER)
+@pytest.mark.parametrize("name", ["sgd", "rmsprop"])
 def test_going_back_to_before_a_group_joined_forgets_its_state(name):
     run = Growing(name)
     run.train(*range(JOIN))

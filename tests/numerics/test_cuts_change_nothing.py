@@ -1,4 +1,4 @@
-"""Compressed state: no byte depends on how it is cut, streamed, kept or spread.
+"""No byte of compressed state depends on how it is cut, streamed, kept or spread.
 
 Models are random, with sizes that fit to no chunk and no block. Each is trained once in plain
 settings, and then in others; parameters, everything that is stored, and the FP32 values that
@@ -7,11 +7,10 @@ readers make of it, must be the same bits.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -20,12 +19,9 @@ import torch
 import offload
 import offload.update.host_place
 from gds import MemoryBackend
-from offload.format.chunk_plan import Piece
-from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.update.coding.coder import StateCoder
-from offload.update.dtypes import DTYPES
-from offload.update.pool import BlockMemory
+from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import assert_same_bits, read_state
+from tests.numerics.test_added_parameters import Growing
 
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"state_dtype": "int8"},
@@ -50,20 +46,26 @@ class Way:
 
 PLAIN = Way()
 WAYS = {
-    "chunks-of-4-KiB": Way({"chunk_bytes": 4096}),
-    "chunks-of-8-KiB": Way({"chunk_bytes": 8192}),
-    "chunks-of-12-KiB-in-small-blocks": Way({"chunk_bytes": 12288}, hot_elements=777),
-    "small-blocks": Way(hot_elements=100),
-    "resident": Way({"chunk_bytes": 4096, "host_memory": 30_000}),
-    "all-resident": Way({"chunk_bytes": 8192, "host_memory": "1GiB"}),
-    "beside-forward": Way({"chunk_bytes": 4096, "overlap": "forward"}),
-    "beside-backward": Way({"chunk_bytes": 8192, "overlap": "backward"}),
-    "two-directories": Way({"chunk_bytes": 4096, "drives": offload.DriveTuning(shares=(2, 3))}, 2),
-    "three-directories": Way(
-        {"chunk_bytes": 8192, "drives": offload.DriveTuning(shares=(1, 1, 5))}, 3, hot_elements=999
+    "chunks-of-4-KiB": (Way({"chunk_bytes": 4096}), "int8", "bfloat16"),
+    "chunks-of-12-KiB-in-small-blocks": (
+        Way({"chunk_bytes": 12288}, hot_elements=777), "split-int8", "split-bfloat16",
     ),
-    "resumed": Way({"chunk_bytes": 4096}, resumed=True),
-}
+    "small-blocks": (Way(hot_elements=100), "bfloat16", "split-int8"),
+    "resident": (Way({"chunk_bytes": 4096, "host_memory": 30_000}), "split-bfloat16", "int8"),
+    "all-resident": (Way({"chunk_bytes": 8192, "host_memory": "1GiB"}), "split-int8", "bfloat16"),
+    "beside-forward": (Way({"chunk_bytes": 4096, "overlap": "forward"}), "int8", "split-bfloat16"),
+    "beside-backward": (Way({"chunk_bytes": 8192, "overlap": "backward"}), "bfloat16", "int8"),
+    "two-directories": (
+        Way({"chunk_bytes": 4096, "drives": offload.DriveTuning(shares=(2, 3))}, 2),
+        "int8", "bfloat16",
+    ),
+    "three-directories": (
+        Way({"chunk_bytes": 8192, "drives": offload.DriveTuning(shares=(1, 1, 5))}, 3, 999),
+        "split-bfloat16", "split-int8",
+    ),
+    "resumed": (Way({"chunk_bytes": 4096}, resumed=True), "int8", "split-bfloat16"),
+}  # fmt: skip
+"""Each with two of the forms, of which each is in five."""
 
 
 class Part(torch.nn.Module):
@@ -118,8 +120,18 @@ class Result:
     version: int
 
 
-def train(seed: int, form: dict[str, Any], way: Way, monkeypatch: pytest.MonkeyPatch) -> Result:
-    monkeypatch.setattr(offload.update.host_place, "HOT_ELEMENTS", way.hot_elements or 512 << 10)
+@functools.cache
+def plainly(form: str) -> Result:
+    return train(form, PLAIN)
+
+
+def train(form: str, way: Way) -> Result:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload.update.host_place, "HOT_ELEMENTS", way.hot_elements or 512 << 10)
+        return _train(1, FORMATS[form], way)
+
+
+def _train(seed: int, form: dict[str, Any], way: Way) -> Result:
     backend = MemoryBackend()
     model = Model(seed)
 
@@ -175,30 +187,25 @@ def assert_same(found: Result, expected: Result) -> None:
     assert found.version == expected.version == 3
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_no_byte_depends_on_how_the_state_is_cut(form, seed, monkeypatch):
-    expected = train(seed, form, PLAIN, monkeypatch)
-    for name, way in WAYS.items():
-        found = train(seed, form, way, monkeypatch)
-        try:
-            assert_same(found, expected)
-        except AssertionError as error:
-            error.add_note(name)
-            raise
+@pytest.mark.parametrize(
+    ("form", "way"), [(form, way) for way, (_, *forms) in WAYS.items() for form in forms]
+)
+def test_no_byte_depends_on_how_the_state_is_cut(form, way):
+    assert_same(train(form, WAYS[way][0]), plainly(form))
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_no_byte_depends_on_what_else_is_trained(form, monkeypatch):
+@pytest.mark.parametrize("form", FORMATS)
+def test_no_byte_depends_on_what_else_is_trained(form):
     """Nor on the order of parameters: only on their names."""
-    whole = train(1, form, PLAIN, monkeypatch)
+    whole = plainly(form)
     backend = MemoryBackend()
     model = Model(1)
     chosen = [name for n, name in enumerate(whole.parameters) if n % 2 and n not in model.seldom]
     given = {name: p for name, p in model.named_parameters() if name in chosen}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in given)
-    options = offload.Options(backend=backend, allow_volatile=True, chunk_bytes=4096, **form)
+    settings = {**FORMATS[form], "chunk_bytes": 4096}
+    options = offload.Options(backend=backend, allow_volatile=True, **settings)
     optimizer = offload.AdamW(
         list(given.values())[::-1], lr=1e-2, directory="/run", model=model, options=options
     )
@@ -213,44 +220,41 @@ def test_no_byte_depends_on_what_else_is_trained(form, monkeypatch):
             assert_same_bits(values, whole.state[name][array], f"{array} of {name}")
 
 
-ROWS, COLUMNS = 48, 62
-"""Three ranks that get 16 rows each would cut at 992 elements, a multiple of 32."""
+def spread(case: Case, shares: tuple[int, ...], **settings: Any) -> Pair:
+    cut = Cut(4096, 3, 777, {"drives": offload.DriveTuning(shares=shares), **settings})
+    return Pair(case, cut, MemoryBackend(), DIRECTORIES[: len(shares)])
 
 
-def pieces_of(cuts: list[int]) -> Iterator[Piece]:
-    for start, stop in pairwise(cuts):
-        yield Piece(1, start, stop, start)
+@pytest.mark.parametrize(
+    ("name", "shares", "settings"),
+    [
+        ("adamw", (1, 1, 1), {}),
+        ("sgd-momentum-in-some-groups", (1, 4, 2), {}),
+        ("rprop", (7, 1, 1), {}),
+        ("adamw", (2, 3), {"host_memory": 90_000}),
+    ],
+)
+def test_several_directories_give_the_bits_of_state_in_memory(name, shares, settings):
+    """A resume keeps the shares that the store was made with."""
+    pair = spread(CASES[name], shares, **settings)
+    for step in range(12):
+        pair.step(step)
+        pair.assert_same_parameters()
+        if step % 4 == 3:
+            stored = pair.assert_same_state()
+            assert len(stored.manifest["parts"]) == len(shares) - 1
+            assert stored.manifest["shares"] == list(shares)
+        if step == 7:
+            other = offload.DriveTuning(shares=(5, 1, 1)[: len(shares)])
+            pair.reopen(cut=Cut(8192, 2, settings={**settings, "drives": other}))
+            assert pair.optimizer.restore().step == 8
 
 
-@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
-def test_rows_that_are_cut_at_a_multiple_of_32_elements_are_coded_as_the_whole(state_dtype):
-    """Whoever has a part of a parameter, and says where it lies in it, codes it as the whole."""
-    arrays = ("exp_avg", "exp_avg_sq")
-    stored = {"bfloat16": arrays, "int8": (*arrays, *(f"{a}_scale" for a in arrays))}[state_dtype]
-    specs = tuple(
-        ParameterSpec(name, "F32", (ROWS, COLUMNS), 0, stored) for name in ("other", "weight")
-    )
-    model = tuple(ModelTensor(spec.name, spec.dtype, spec.shape) for spec in specs)
-    layout = Layout(specs, model, 1024, state_dtype)
-    values = torch.randn(ROWS * COLUMNS, generator=torch.Generator().manual_seed(0)).abs()
-
-    def encoded(cuts: list[int]) -> dict[str, torch.Tensor]:
-        out: dict[str, list[torch.Tensor]] = {name: [] for name in stored}
-        for piece in pieces_of(cuts):
-            length = piece.stop - piece.start
-            here = {
-                name: torch.empty(-(-length // form.block), dtype=DTYPES[form.dtype])
-                for name, form in layout.formats.items()
-            }
-            coder, memory = StateCoder(layout, 5, 9), BlockMemory()
-            for name in arrays:
-                part = values[piece.start : piece.stop].clone()
-                coder.store(memory, {name: part}, here, [piece], 12345)
-            for name, tensor in here.items():
-                out[name].append(tensor)
-        return {name: torch.cat(tensors) for name, tensors in out.items()}
-
-    whole = encoded([0, ROWS * COLUMNS])
-    for cuts in ([0, 992, 1984, ROWS * COLUMNS], [0, 32, 2944, ROWS * COLUMNS]):
-        for name, tensor in encoded(cuts).items():
-            assert_same_bits(tensor, whole[name], name)
+def test_parameters_join_in_several_directories():
+    run = Growing("sgd", directory=DIRECTORIES)
+    for first in (0, 3, 6):
+        run.train(*range(first, first + 3))
+        assert len(run.optimizer.checkpoint().result().parts) == 2
+        if first < 6:
+            run.join()
+    run.assert_same_state()

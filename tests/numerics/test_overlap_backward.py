@@ -1,15 +1,14 @@
-"""Stepping each chunk as soon as its gradients are final gives the bits of stepping all at once."""
+"""Each chunk is stepped as soon as its gradients are final, and errors come at the next point."""
 
 from __future__ import annotations
 
 import copy
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.hooks import RemovableHandle
 
 import offload
@@ -17,239 +16,70 @@ from gds import MemoryBackend, StorageError
 from offload.errors import BrokenOptimizerError
 from offload.overlap import backward
 from tests.eventually import TIMEOUT_S, eventually, is_freed
-from tests.numerics.delays import Disordered, Held
-from tests.numerics.pairs import CASES, Cut, Pair
+from tests.numerics.delays import Held
+from tests.numerics.pairs import Cut
 from tests.numerics.reference import assert_same_bits
-from tests.numerics.test_overlap_forward import MODELS, Attention, Batched, Half, Twins
-from tests.numerics.test_overlap_forward_waits import is_stepping
-
-BACKWARD = {"overlap": "backward"}
-CUTS = [
-    Cut(4096, 2, settings=BACKWARD),
-    Cut(2 * 4096, 3, 777, settings=BACKWARD),
-    Cut(1 << 20, 2, settings=BACKWARD),  # one chunk holds everything
-]
-
-
-def twins_of(model: type[torch.nn.Module] = Batched, cut: Cut = CUTS[0], **hyper) -> Twins:
-    return Twins(model, cut, **hyper)
-
-
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_step_gives_the_same_bits(model, cut):
-    twins = twins_of(model, cut)
-    for step in range(10):
-        twins.step(step)
-        assert all(p.grad is None for p in twins.live.parameters())
-        twins.assert_same()
-    twins.assert_same_state()
-    assert twins.optimizer.stats().steps == 10
-    assert twins.optimizer.stats().moved_gradient_bytes > 0
-    twins.optimizer.close()
-
-
-@pytest.mark.parametrize("model", [Batched, Half])
-def test_checkpoints_and_resumes(model):
-    twins = twins_of(model)
-    for step in range(9):
-        twins.step(step)
-        if step % 3 == 0:
-            twins.optimizer.checkpoint({"step": step})
-        if step % 3 == 1:
-            found = twins.optimizer.checkpoint({"step": step}).result(TIMEOUT_S)
-            assert found.verify().ok
-            assert twins.resume().train_state == {"step": step}
-            twins.live.load_state_dict(twins.expected.state_dict())
-        twins.assert_same()
-    twins.assert_same_state()
-    twins.optimizer.close()
-
-
-def test_schedulers_are_read_when_backward_begins():
-    twins = twins_of(Half, lr=torch.tensor(0.01))
-    inner = twins.reference.inner
-    inner.param_groups[0]["lr"] = torch.tensor(0.01)
-    schedulers = [LambdaLR(o, lambda step: 0.5 ** (step % 4)) for o in (twins.optimizer, inner)]
-    for step in range(8):
-        twins.step(step)
-        twins.assert_same()
-        for scheduler in schedulers:
-            scheduler.step()
-
-
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.NAdam, torch.optim.Rprop])
-def test_other_optimizers(optimizer_class):
-    twins = twins_of(Half, optimizer_class=optimizer_class)
-    for step in range(6):
-        twins.step(step)
-        twins.assert_same()
-    twins.assert_same_state()
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd-momentum-in-some-groups"])
-def test_every_kind_of_parameter_with_gradients_from_elsewhere(name):
-    pair = Pair(CASES[name], Cut(4096, 2, 777, BACKWARD), Disordered(seed=1))
-    for step in range(13):
-        pair.step(step)
-        pair.assert_same_parameters()
-        if step in (2, 3, 8):
-            pair.optimizer.checkpoint({"step": step})
-    pair.assert_same_state()
-    pair.optimizer.close()
-
-
-def test_some_gradients_from_elsewhere():
-    twins = twins_of(Batched)
-    for step in range(6):
-        twins.backward(step)
-        for model in (twins.live, twins.expected):
-            model.unused.weight.grad = torch.full_like(model.unused.weight, 0.1 * step)
-        twins.optimizer.step()
-        twins.reference.step()
-        twins.assert_same()
-    twins.assert_same_state()
-
-
-class Branching(torch.nn.Module):
-    """Every step leaves some parameters without a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = torch.nn.ModuleList(torch.nn.Linear(33, 33) for _ in range(5))
-        self.turn = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.turn += 1
-        return self.branches[self.turn % 5](self.branches[(self.turn // 2) % 3](x))
-
-    @staticmethod
-    def batch(generator: torch.Generator) -> torch.Tensor:
-        return torch.randn(4, 33, generator=generator)
-
-
-@pytest.mark.parametrize("settings", [{}, {"host_memory": 60_000}], ids=["", "resident"])
-def test_parameters_without_gradients(settings):
-    twins = twins_of(Branching, Cut(4096, 2, settings={**BACKWARD, **settings}))
-    for step in range(15):
-        twins.step(step)
-        twins.assert_same()
-        if step % 4 == 1:
-            twins.optimizer.checkpoint()
-    twins.assert_same_state()
-
-
-def test_groups_that_are_added_and_layers_that_are_unfrozen():
-    twins = twins_of(Batched)
-    for step in range(9):
-        if step == 3:
-            for model, owner in twins.sides():
-                model.layers.append(torch.nn.Linear(21, 3, bias=False))
-                torch.nn.init.constant_(model.layers[-1].weight, 0.1)
-                owner.add_param_group({"params": [model.layers[-1].weight], "lr": 0.02})
-        if step == 6:
-            for model in (twins.live, twins.expected):
-                model.layers[3].requires_grad_(step > 9)
-        twins.step(step)
-        twins.assert_same()
-
-
-def test_edits_and_evaluation_between_steps():
-    twins = twins_of(Attention)
-    for step in range(8):
-        twins.step(step)
-        with torch.no_grad():
-            for model in (twins.live, twins.expected):
-                model.attention.out_proj.weight.clamp_(-0.1, 0.1)
-            losses = [twins.loss(m, 99) for m in (twins.live, twins.expected)]
-        assert_same_bits(losses[0], losses[1], "evaluation")
-    twins.assert_same_state()
-
-
-NUM_LAYERS = 6
-
-
-class Layers(torch.nn.Module):
-    """Layers of one chunk each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(
-            *(torch.nn.Linear(32, 32, bias=False) for _ in range(NUM_LAYERS))
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-    @staticmethod
-    def batch(generator: torch.Generator) -> torch.Tensor:
-        return torch.randn(4, 32, generator=generator)
+from tests.numerics.twins import NUM_LAYERS, Layers, Twins, is_stepping
 
 
 @pytest.fixture
-def layers():
-    twins = twins_of(Layers, backend=Held())
-    for step in range(2):
-        twins.step(step)
+def layers() -> Iterator[Twins]:
+    twins = Twins(Layers, "backward", Held(), num_steps=2)
     yield twins
     twins.backend.release()
     twins.optimizer.close()
 
 
-def test_a_chunk_is_stepped_while_backward_goes_on(layers):
-    before = layers.live.layers[-1].weight.detach().clone()
-    gradient = []
-
-    def observe(_module: object, inputs: tuple[torch.Tensor, ...], _output: object) -> None:
-        inputs[0].register_hook(lambda _: stepped())
-
-    def stepped() -> None:
-        """Between the gradients of the first and the second layer, the last is stepped."""
-        layers.optimizer._engine.strategy._running.wait_for([NUM_LAYERS - 1])
-        with torch._C.DisableTorchFunctionSubclass():  # others are refused to look
-            assert not torch.equal(layers.live.layers[-1].weight, before)
-        gradient.append(layers.live.layers[-1].weight.grad)
-
-    layers.live.layers[1].register_forward_hook(observe)
-    layers.step(2)
-    assert len(gradient) == 1
-    assert gradient[0].shape == (32, 32)
-    layers.assert_same()
-
-
 def on_gradients_of_inputs(
-    model: Layers, call: Callable[[torch.Tensor], None]
+    model: Layers, call: Callable[[torch.Tensor], object], numbers: range = range(1, NUM_LAYERS)
 ) -> list[RemovableHandle]:
-    """Have something called when a layer's own gradient has been taken, but for the first layer."""
+    """Have something called when a layer's own gradient has been taken."""
 
     def hook(_module: object, inputs: tuple[torch.Tensor, ...], _output: object) -> None:
         if inputs[0].requires_grad:
-            inputs[0].register_hook(call)
+            inputs[0].register_hook(lambda gradient: call(gradient) and None)
 
-    return [layer.register_forward_hook(hook) for layer in model.layers]
+    return [model.layers[number].register_forward_hook(hook) for number in numbers]
 
 
-def test_gradients_are_freed_at_once(layers):
-    layers.live.zero_grad()
-    alive = []
-    gradients = []
+def test_a_chunk_is_stepped_while_backward_goes_on(layers):
+    weight = layers.live.layers[-1].weight
+    before = weight.detach().clone()
+    seen = []
+
+    def is_stepped() -> bool:
+        with torch._C.DisableTorchFunctionSubclass():  # others are refused to look
+            return not torch.equal(weight, before)
+
+    def between(_: torch.Tensor) -> None:
+        """Between the gradients of the first and the second layer, the last is stepped."""
+        assert eventually(is_stepped)
+        seen.append(weight.grad)
+
+    on_gradients_of_inputs(layers.live, between, range(1, 2))
+    layers.step(2)
+    assert [gradient.shape for gradient in seen] == [(32, 32)]
+    layers.assert_same()
+
+
+def test_gradients_are_freed_at_once():
+    layers = Twins(Layers, "backward", Held())
+    layers.optimizer.close()
+    layers.live = layers.make()
+    gradients: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
 
     def watch(parameter: torch.Tensor) -> None:
         gradients.append(weakref.ref(parameter.grad))
 
-    def count(_gradient: torch.Tensor) -> None:
+    def count(_: torch.Tensor) -> None:
         done = [NUM_LAYERS - n for n in range(1, len(gradients))]
         layers.optimizer._engine.strategy._running.wait_for(done)
         alive.append(sum(g() is not None for g in gradients))
 
-    live = layers.live
-    layers.live = layers.make()
-    layers.optimizer.close()
-    del live
     for layer in layers.live.layers:
         layer.weight.register_post_accumulate_grad_hook(watch)
-    layers.optimizer = layers.offloaded(layers.live, fresh=True)
+    layers.optimizer = layers.offloaded(layers.live, fresh=True)  # after the hooks: none is new
     on_gradients_of_inputs(layers.live, count)
     for step in range(3):
         gradients.clear()
@@ -257,6 +87,7 @@ def test_gradients_are_freed_at_once(layers):
         layers.optimizer.step()
     assert max(alive) <= 2
     assert layers.optimizer.stats().moved_gradient_bytes <= 3 * 4096
+    layers.optimizer.close()
 
 
 def test_chunks_follow_the_order_of_the_backward_before(layers):
@@ -271,11 +102,9 @@ def test_chunks_follow_the_order_of_the_backward_before(layers):
 @pytest.mark.parametrize("at", ["backward", "step"])
 def test_an_error_is_raised_at_the_next_point(layers, at):
     layers.optimizer.checkpoint().result()
-    saved = copy.deepcopy(layers.expected.state_dict())
-    plain = copy.deepcopy(layers.reference.inner.state_dict())
+    saved = copy.deepcopy((layers.expected.state_dict(), layers.plain.inner.state_dict()))
     layers.step(2)
-    chunk = NUM_LAYERS - 3 if at == "backward" else 0
-    layers.backend.hold(chunk)
+    layers.backend.hold(NUM_LAYERS - 3 if at == "backward" else 0)
     error = StorageError(5, "the drive is gone", "/store/x")
     layers.backend.release(error)
     layers.live.zero_grad()
@@ -302,8 +131,8 @@ def test_an_error_is_raised_at_the_next_point(layers, at):
     with pytest.raises(BrokenOptimizerError, match=r"call restore\(\)"):
         layers.loss(layers.live, 3).backward()
     assert layers.optimizer.restore().step == 2
-    layers.expected.load_state_dict(saved)
-    layers.reference.inner.load_state_dict(plain)
+    layers.expected.load_state_dict(saved[0])
+    layers.plain.inner.load_state_dict(saved[1])
     for handle in handles:
         handle.remove()
     for step in range(2, 5):
@@ -313,9 +142,8 @@ def test_an_error_is_raised_at_the_next_point(layers, at):
 
 def test_gradients_that_come_on_two_threads_open_one_pass(monkeypatch):
     # torch computes the gradients of each device on a thread of its own, and calls hooks there
-    torch.manual_seed(5)
     live, expected = (torch.nn.ParameterList([torch.ones(9000), torch.ones(9000)]) for _ in "ab")
-    options = CUTS[0].options(MemoryBackend())
+    options = Cut(4096, 2, settings={"overlap": "backward"}).options(MemoryBackend())
     optimizer = offload.AdamW(live.parameters(), model=live, directory="/store", options=options)
     reference = torch.optim.AdamW(expected.parameters(), foreach=False)
     begin, num_begun, second = backward.begin_pass, 0, threading.Event()
@@ -333,8 +161,9 @@ def test_gradients_that_come_on_two_threads_open_one_pass(monkeypatch):
     monkeypatch.setattr(backward, "begin_pass", slow)
     for step in range(2):
         num_begun, first = 0, threading.Event()
-        for parameter in expected:
-            parameter.grad = torch.randn(9000)
+        for number, parameter in enumerate(expected):
+            generator = torch.Generator().manual_seed(10 * step + number)
+            parameter.grad = torch.randn(9000, generator=generator)
         threads = [
             threading.Thread(target=(mine * other.grad).sum().backward)
             for mine, other in zip(live, expected, strict=True)
@@ -354,8 +183,7 @@ def test_gradients_that_come_on_two_threads_open_one_pass(monkeypatch):
 
 def test_a_dropped_optimizer_with_half_a_step_ends():
     others = set(threading.enumerate())
-    twins = twins_of(Layers, backend=Held())
-    twins.step(0)
+    twins = Twins(Layers, "backward", Held(), num_steps=1)
     twins.loss(twins.live, 1).backward()
     optimizer = weakref.ref(twins.optimizer)
     del twins.optimizer
@@ -368,8 +196,7 @@ def test_a_dropped_optimizer_with_half_a_step_ends():
 
 
 def test_a_store_that_has_to_be_decided_about_is_found_out_in_backward():
-    twins = twins_of(Layers)
-    twins.step(0)
+    twins = Twins(Layers, "backward", num_steps=1)
     twins.optimizer.checkpoint().result()
     twins.optimizer.close()
     twins.live = twins.make()

@@ -1,17 +1,15 @@
 """Who needs the value of a parameter that backward has stepped gets torch's bits, or an error.
 
-Each loop is run twice: with an optimizer whose steps overlap backward, and with torch's own. Where
-it can be foreseen that the value is needed again, the backward is held and the bits are the same.
-Elsewhere the use is refused by name, whether its chunk has been stepped by then or not.
+Where it can be foreseen that the value is needed again, the backward is held and the bits are the
+same. Elsewhere the use is refused by name, whether its chunk has been stepped by then or not.
 """
 
 from __future__ import annotations
 
 import copy
-import io
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,17 +19,19 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as recompute
 
 from offload.errors import BrokenOptimizerError, OverlapError
-from tests.eventually import TIMEOUT_S
-from tests.numerics.test_held_backwards import (
+from tests.numerics.loops import (
     STEPS,
     Loop,
     Net,
+    assert_hidden,
     batch,
     check,
     copies,
-    is_open,
     optimizer_for,
+    training,
+    wait_for_first_chunk,
 )
+from tests.numerics.twins import is_open
 
 REMEDY = r'use Options\(overlap="forward"\)'
 
@@ -55,33 +55,24 @@ class Deep(nn.Module):
         return self.head(x)
 
 
-def constant_in_recomputation(model: Deep, x: torch.Tensor) -> torch.Tensor:
-    return recompute(
-        lambda x: (model.inner(x) * model.head.weight.detach().norm()).tanh(),
-        x,
-        use_reentrant=False,
-    )
+def recomputed(change: Callable[..., torch.Tensor], *, reentrant: bool = False) -> Any:
+    return lambda model, x: recompute(partial(change, model), x, use_reentrant=reentrant)
 
 
-def target_in_recomputation(model: Deep, x: torch.Tensor) -> torch.Tensor:
-    def compared(x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            target = model.head(x).softmax(-1)
-        return target * model.inner(x).log_softmax(-1)
-
-    return recompute(compared, x, use_reentrant=False)
+def times_constant(model: Deep, x: torch.Tensor) -> torch.Tensor:
+    return (model.inner(x) * model.head.weight.detach().norm()).tanh()
 
 
-def norm_without_gradient(reentrant: bool) -> Callable[[Deep, torch.Tensor], torch.Tensor]:
-    def early(model: Deep, x: torch.Tensor) -> torch.Tensor:
-        def scaled(x: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad():
-                norm = model.head.weight.norm()
-            return (x * norm).sin()
+def compared_with_target(model: Deep, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = model.head(x).softmax(-1)
+    return target * model.inner(x).log_softmax(-1)
 
-        return recompute(scaled, model.inner(x), use_reentrant=reentrant)
 
-    return early
+def times_norm(model: Deep, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        norm = model.head.weight.norm()
+    return (model.inner(x) * norm).sin()
 
 
 class Times(torch.autograd.Function):
@@ -106,10 +97,12 @@ def while_frozen(model: Deep, x: torch.Tensor) -> torch.Tensor:
 
 
 EARLY: dict[str, Callable[[Deep, torch.Tensor], torch.Tensor]] = {
-    "detach in recomputation": constant_in_recomputation,
-    "module without gradients in recomputation": target_in_recomputation,
-    "no_grad in recomputation": norm_without_gradient(reentrant=False),
-    "no_grad in reentrant recomputation": norm_without_gradient(reentrant=True),
+    "detach in recomputation": recomputed(times_constant),
+    "module without gradients in recomputation": recomputed(compared_with_target),
+    "no_grad in recomputation": recomputed(times_norm),
+    "no_grad in reentrant recomputation": lambda model, x: recomputed(times_norm, reentrant=True)(
+        model, model.inner(x)
+    ),
     "data": lambda model, x: functional.linear(model.inner(x), model.head.weight.data),
     "detach": lambda model, x: functional.linear(model.inner(x), model.head.weight.detach()),
     "a function": lambda model, x: Times.apply(model.inner(x), model.head.weight),
@@ -117,20 +110,9 @@ EARLY: dict[str, Callable[[Deep, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def train(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
-    (net,), (optimizer,) = nets, optimizers
-    for step in range(STEPS):
-        loss = net(batch(step)).square().mean()
-        loss.backward()
-        assert not is_open(optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
-
-
 @pytest.mark.parametrize("how", EARLY)
 def test_a_value_that_is_a_constant_of_the_graph_too(how: str) -> None:
-    check(train, lambda: [Deep(how)])
+    check(training(hidden=False), lambda: [Deep(how)])
 
 
 def scale_by_norm(module: nn.Module, inputs: Any, _outputs: Any) -> Any:
@@ -160,12 +142,12 @@ def hooked(kind: str) -> Loop:
                 )
             ]
         try:
-            yield from train(nets, optimizers)
+            yield from training(hidden=False)(nets, optimizers)
         finally:
             for handle in handles:
                 handle.remove()
         net(batch(9)).square().mean().backward()
-        assert isinstance(optimizers[0], torch.optim.AdamW) or is_open(optimizers[0])
+        assert_hidden(optimizers[0])
         optimizers[0].step()
 
     return loop
@@ -177,22 +159,25 @@ def test_backward_hooks_of_modules_that_read_weights(kind: str) -> None:
     check(hooked(kind), lambda: [Deep()])
 
 
-def test_it_is_said_once_and_why(caplog: pytest.LogCaptureFixture) -> None:
-    for net, why in (
-        (Deep("detach"), "parameter that is trained was used without a gradient"),
-        (Deep(), "a backward hook"),
-    ):
-        if not net.how:
-            net.head.register_full_backward_hook(lambda *_: None)
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "offload"), optimizer_for(net) as optimizer:
-            for step in range(3):
-                net(batch(step)).sum().backward()
-                optimizer.step()
-            optimizer.checkpoint().result()
-        (record,) = caplog.records
-        assert "step(), which waits for it" in record.message
-        assert why in record.message
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("detach", "parameter that is trained was used without a gradient"),
+        ("", "a backward hook"),
+    ],
+)
+def test_it_is_said_once_and_why(how: str, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    net = Deep(how)
+    if not how:
+        net.head.register_full_backward_hook(lambda *_: None)
+    with caplog.at_level(logging.WARNING, "offload"), optimizer_for(net) as optimizer:
+        for step in range(3):
+            net(batch(step)).sum().backward()
+            optimizer.step()
+        optimizer.checkpoint().result()
+    (record,) = caplog.records
+    assert "step(), which waits for it" in record.message
+    assert why in record.message
 
 
 def test_uses_that_are_harmless_do_not_hold() -> None:
@@ -207,17 +192,7 @@ def test_uses_that_are_harmless_do_not_hold() -> None:
             x = functional.linear(x * scale, self.inner.weight, self.inner.bias)
             return super().forward(x)
 
-    def loop(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
-        (net,), (optimizer,) = nets, optimizers
-        for step in range(STEPS):
-            loss = net(batch(step)).square().mean()
-            loss.backward()
-            assert isinstance(optimizer, torch.optim.AdamW) or is_open(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            yield loss
-
-    check(loop, lambda: [Harmless()])
+    check(training(hidden=True), lambda: [Harmless()])
 
 
 def hooks_on_parameters(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -237,8 +212,7 @@ def hooks_on_parameters(nets: Sequence[Any], optimizers: Sequence[Any]) -> Itera
             handles = [p.register_post_accumulate_grad_hook(look) for p in net.parameters()]
         loss = net(batch(step)).square().mean()
         loss.backward()
-        if not isinstance(optimizer, torch.optim.AdamW):
-            assert is_open(optimizer) == (step % 3 != 0)
+        assert_hidden(optimizer, step % 3 != 0)
         optimizer.step()
         optimizer.zero_grad()
         if step % 3 == 2:
@@ -252,116 +226,9 @@ def test_hooks_on_parameters_run_before_their_gradient_is_taken() -> None:
     check(hooks_on_parameters, lambda: [Deep()])
 
 
-def saved(parameter: torch.Tensor) -> None:
-    torch.save(parameter, io.BytesIO())
-
-
-USES: dict[str, Callable[[nn.Parameter], object]] = {
-    "norm": lambda p: p.norm(),
-    "detach": lambda p: p.detach(),
-    "data": lambda p: p.data,
-    "an element": lambda p: p[0, 0].item(),
-    "foreach": lambda p: torch._foreach_norm([p]),
-    "clamp_": lambda p: p.clamp_(-0.05, 0.05),
-    "edit of the data": lambda p: p.data.mul_(0.9),
-    "copy_": lambda p: p.copy_(torch.ones(24, 24)),
-    "a row": lambda p: p[0].zero_(),
-    "assigned data": lambda p: setattr(p, "data", torch.ones(24, 24)),
-    "deepcopy": copy.deepcopy,
-    "torch.save": saved,
-    "numpy": lambda p: p.numpy(force=True),
-    "vector": lambda p: nn.utils.parameters_to_vector([p]),
-    "text": repr,
-}
-
-
-@pytest.mark.parametrize("thread", ["same", "another"])
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_between_backward_and_step(use: Callable[[nn.Parameter], object], thread: str) -> None:
-    def refused(net: Any) -> None:
-        with (
-            torch.no_grad(),
-            pytest.raises(
-                OverlapError,
-                match=rf"'head.weight' was used between backward\(\) and step\(\).*{REMEDY}",
-            ),
-        ):
-            use(net.head.weight)
-
-    def loop(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
-        (net,), (optimizer,) = nets, optimizers
-        for step in range(STEPS):
-            loss = net(batch(step)).square().mean()
-            loss.backward()
-            if not isinstance(optimizer, torch.optim.AdamW):
-                assert is_open(optimizer)
-                if thread == "same":
-                    refused(net)
-                else:
-                    errors: list[BaseException] = []
-                    reader = threading.Thread(target=collect, args=(errors, refused, net))
-                    reader.start()
-                    reader.join(TIMEOUT_S)
-                    assert not errors
-            optimizer.step()  # as nothing has been lost or changed
-            optimizer.zero_grad()
-            yield loss
-            yield from copies(net)
-
-    check(loop, lambda: [Deep()])
-
-
-def collect(
-    errors: list[BaseException], function: Callable[..., object], *arguments: object
-) -> None:
-    try:
-        function(*arguments)
-    except BaseException as error:  # noqa: BLE001  (of a thread)
-        errors.append(error)
-
-
-def test_what_does_not_read_is_not_refused() -> None:
-    def loop(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
-        (net,), (optimizer,) = nets, optimizers
-        for step in range(STEPS):
-            loss = net(batch(step)).square().mean()
-            loss.backward()
-            assert sum(p.numel() for p in net.parameters()) == sum(map(len, map(flat, net_sizes)))
-            assert all(p.requires_grad and p.dtype == torch.float32 for p in net.parameters())
-            assert all(isinstance(p, nn.Parameter) for p in net.parameters())
-            assert all(torch.zeros_like(p).sum() == 0 for p in net.parameters())
-            net.train()
-            optimizer.step()
-            net.zero_grad()
-            yield loss
-
-    net_sizes = [tuple(p.shape) for p in Deep().parameters()]
-    check(loop, lambda: [Deep()])
-
-
-def flat(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(shape).flatten()
-
-
-def test_a_step_pre_hook_that_reads_is_refused_and_the_step_can_be_repeated() -> None:
-    net = Deep()
-    with optimizer_for(net) as optimizer:
-        handle = optimizer.register_step_pre_hook(lambda *_: net.head.weight.norm() and None)
-        net(batch(0)).square().mean().backward()
-        with pytest.raises(OverlapError, match=r"'head.weight' was used between"):
-            optimizer.step()
-        handle.remove()
-        optimizer.step()
-        optimizer.checkpoint().result()
-
-
-def edited(parameter: torch.Tensor) -> None:
-    parameter.data.mul_(0.9)
-
-
 LATE: dict[str, Callable[[Deep], Callable[[torch.Tensor], torch.Tensor | None]]] = {
     "reads": lambda model: lambda gradient: gradient * model.head.weight.detach().norm(),
-    "edits": lambda model: lambda _: edited(model.head.weight),
+    "edits": lambda model: lambda _: (model.head.weight.data.mul_(0.9), None)[1],
 }
 
 
@@ -450,7 +317,7 @@ def test_the_forward_is_looked_at_again(after: str) -> None:
         if "error" in after:
             handle = net.inner.register_forward_hook(
                 lambda _module, _inputs, output: (
-                    output.register_hook(lambda _: stepped_chunks(optimizer)) and None
+                    output.register_hook(lambda _: wait_for_first_chunk(optimizer)) and None
                 )
             )
             loss = net(batch(1)).square().mean()
@@ -466,69 +333,9 @@ def test_the_forward_is_looked_at_again(after: str) -> None:
         assert not is_open(optimizer)
         plain(batch(1)).square().mean().backward()
         for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
-            assert mine.grad is other.grad or (
-                mine.grad is not None
-                and other.grad is not None
-                and torch.equal(mine.grad, other.grad)
-            )
+            assert mine.grad is other.grad is None or torch.equal(mine.grad, other.grad)
         optimizer.step()
         optimizer.checkpoint().result()
-
-
-def stepped_chunks(optimizer: Any) -> None:
-    """Wait until the pass has stepped the first chunk, which is the head's."""
-    running = optimizer._engine.strategy._running
-    running.wait_for(running.state_pass.chunks[:1])
-
-
-SHARED: dict[str, Callable[[nn.Parameter], Any]] = {
-    "numpy": lambda p: p.detach().numpy(),
-    "dlpack": lambda p: torch.from_dlpack(p.detach()).numpy(),  # type: ignore[attr-defined]
-    "detached": lambda p: p.detach(),
-    "data": lambda p: p.data,
-}
-
-
-@pytest.mark.parametrize("share", SHARED.values(), ids=SHARED)
-def test_memory_that_was_shared_before_is_not_seen_but_is_right_after_the_step(
-    share: Callable[[nn.Parameter], Any],
-) -> None:
-    torch.manual_seed(3)
-    net = Deep()
-    plain = copy.deepcopy(net)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
-    shared = share(net.head.weight)
-    with optimizer_for(net) as optimizer:
-        for step in range(3):
-            before = torch.as_tensor(shared).clone()
-            net(batch(step)).square().mean().backward()
-            stepped_chunks(optimizer)
-            assert not torch.equal(torch.as_tensor(shared), before)
-            optimizer.step()
-            plain(batch(step)).square().mean().backward()
-            reference.step()
-            reference.zero_grad()
-            assert torch.equal(torch.as_tensor(shared), plain.head.weight)
-        optimizer.checkpoint().result()
-
-
-@pytest.mark.parametrize("when", ["waited for", "dropped", "closed"])
-def test_parameters_are_ordinary_again(when: str) -> None:
-    net = Net()
-    optimizer = optimizer_for(net)
-    net(batch(0)).square().mean().backward()
-    assert is_open(optimizer)
-    if when == "waited for":
-        optimizer.step()
-    elif when == "closed":
-        optimizer.close()
-    if when == "dropped":
-        del optimizer
-    else:
-        assert all(type(p) is nn.Parameter for p in net.parameters())
-        optimizer.close()
-    assert all(torch.isfinite(p).all() for p in net.parameters())
-    assert all(type(p) is nn.Parameter for p in net.parameters())
 
 
 @pytest.mark.parametrize("other_first", [False, True])

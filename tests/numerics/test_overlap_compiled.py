@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,15 +13,14 @@ from torch import nn
 
 from offload.model.watch import is_watched
 from tests.eventually import TIMEOUT_S
+from tests.numerics.delays import Held
 from tests.numerics.reference import assert_same_bits
-from tests.numerics.test_overlap_forward_waits import LAST, Run, run, when_waiting
-from tests.numerics.test_overlap_readers import X, check_unseen, evaluate, last
-
-__all__ = ["run"]  # a fixture
+from tests.numerics.twins import LAST, Batched, Twins, last, when_waiting
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"  # torch's tracer causes it
 )
+X = torch.randn(3, 32, generator=torch.Generator().manual_seed(7))
 
 
 class Compiler:
@@ -41,53 +41,99 @@ def compiler() -> Iterator[Compiler]:
     torch.compiler.reset()
 
 
-def test_a_model_that_is_compiled_later_is_not_compiled_again_and_again(run, compiler):
-    for step in range(2, 5):
-        run.step_held(step, LAST)  # its classes are changed
-        if step == 2:
-            run.live.forward = torch.compile(run.live.forward, backend=compiler)
-        when_waiting(run, run.backend.release)
-        assert_same_bits(run.live(X).detach(), run.expected(X).detach(), "output")
-        run.backend.release()
-        graphs = compiler.num_graphs
-    for step in range(5, 9):
-        run.step(step)
-        assert_same_bits(evaluate(run.live), evaluate(run.expected), "evaluation")
-    assert compiler.num_graphs <= 2 * graphs  # one more for evaluation
-    run.assert_same()
+def released_when_waited_for(run: Twins) -> None:
+    when_waiting(run, run.backend.release)
 
 
-@pytest.mark.parametrize("given", ["compiled", "inner", "in place", "layer"])
-@pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
-def test_steps_in_flight_do_not_make_a_model_compile_again(compiler, given, fullgraph):
-    run = Run(num_steps=0)
-    inner = run.live
-    if fullgraph and given in ("inner", "in place"):
-        pytest.skip("needs model= the compiled one, as the message of the compiler says")
-    settings = {"backend": compiler, "fullgraph": fullgraph}
-    run.optimizer.close()
-    if given == "compiled":
-        run.live = torch.compile(inner, **settings)
-    if given == "in place":
-        inner.compile(**settings)
-    if given == "layer":
-        inner.layers[LAST].compile(**settings)
-    run.backend = type(run.backend)()
-    run.optimizer = run.offloaded(run.live)
-    if given == "inner":
-        run.live = torch.compile(inner, **settings)
+def compiled(model: nn.Module, how: str, **settings: object) -> nn.Module:
+    """Compile a model, or what is in it; returns what is to be called."""
+    if how == "in place":
+        model.compile(**settings)
+    for layer in {"layers": model.layers, "last layer": model.layers[-1:]}.get(how, ()):
+        layer.compile(**settings)
+    return torch.compile(model, **settings) if how in ("compiled", "inner") else model
+
+
+@pytest.mark.parametrize(
+    ("how", "called"),
+    [
+        ("compiled", "before"),
+        ("inner", "after"),
+        ("in place", "after"),
+        ("layers", "before"),
+        ("layers later", "after"),
+    ],
+)
+def test_compiled_models(how, called):
+    """What is compiled is given to the optimizer, or the model in it (`inner`)."""
+    torch.compiler.reset()
+    twins = Twins(Batched)
+    twins.optimizer.close()
+    twins.live = inner = twins.make()
+    if how != "inner":
+        twins.live = compiled(inner, how, backend="eager")
+    if called == "before":
+        with torch.no_grad():
+            twins.live(twins.batch(0)), twins.expected(twins.batch(0))  # BatchNorm counts it
+    twins.optimizer = twins.offloaded(twins.live, fresh=True)
+    if how == "inner":
+        twins.live = compiled(inner, how, backend="eager")
+    for step in range(6):
+        if step == 3 and how == "layers later":
+            compiled(inner, "layers", backend="eager")
+        twins.step(step)
+    twins.live = inner
+    twins.assert_same()
+    twins.optimizer.close()
+    torch.compiler.reset()
+
+
+def test_a_compiled_function_that_calls_a_part_of_the_model():
+    torch.compiler.reset()
+    twins = Twins(Batched)
+    live, eager = twins.live, twins.loss
+    part = torch.compile(lambda x: live.layers(x), backend="eager")
+    twins.loss = lambda model, step: eager(part if model is live else model, step)
+    for step in range(6):
+        twins.step(step)
+    twins.assert_same()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("how", "fullgraph"),
+    [
+        ("compiled", False),
+        ("compiled", True),
+        ("inner", False),
+        ("in place", False),
+        ("last layer", True),
+        ("later", False),
+    ],
+)
+def test_steps_in_flight_do_not_make_a_model_compile_again(compiler, how, fullgraph):
+    run = Twins(backend=Held(), num_steps=2 if how == "later" else 0)
+    inner, settings = run.live, {"backend": compiler, "fullgraph": fullgraph}
+    if how in ("compiled", "in place", "last layer"):
+        run.optimizer.close()
+        run.live, run.backend = compiled(inner, how, **settings), Held()
+        run.optimizer = run.offloaded(run.live)
+    if how == "inner":
+        run.live = compiled(inner, how, **settings)
     counts = []
     for step in range(7):
         if step >= 2:
             run.step_held(step, LAST)
-            when_waiting(run, run.backend.release)
+            if step == 2 and how == "later":
+                inner.forward = torch.compile(inner.forward, **settings)
+            released_when_waited_for(run)
         else:
             run.step(step)
-        assert not any(map(is_watched, inner.parameters())) or step < 1
+        assert not any(map(is_watched, inner.parameters())) or step < 1 or how == "later"
         assert_same_bits(run.live(X).detach(), run.expected(X).detach(), "output")
         run.backend.release()
         counts.append(compiler.num_graphs)
-    assert counts[-1] == counts[2] > 0
+    assert counts[-1] == counts[4 if how == "later" else 2] > 0
     run.live = inner
     run.assert_same()
     run.optimizer.close()
@@ -101,34 +147,48 @@ def test_readers_of_a_compiled_model_are_not_seen_but_synchronize_helps(run, com
     run.optimizer.synchronize()
     stale = (X @ last(run.live)).detach()
     run.step_held(3, LAST)
-    check_unseen(run, lambda: X @ last(run.live), stale)
-    assert_same_bits(X @ last(run.live), X @ last(run.expected), "after synchronize()")
+    assert_same_bits((X @ last(run.live)).detach(), stale, "it waits")
+    assert LAST not in run.backend.ended
+    run.backend.release()
     run.assert_same()
+    assert_same_bits(X @ last(run.live), X @ last(run.expected), "after synchronize()")
 
 
-def test_something_else_is_compiled_while_a_step_runs(run, compiler):
+def unable(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "the compiler fails"])
+def test_something_else_is_compiled_while_a_step_runs(run, compiler, fails):
     """Parameters are ordinary meanwhile, and watched again afterwards."""
     run.step_held(2, LAST)
-    shift = torch.compile(lambda x: x + 1, backend=compiler)
-    assert torch.equal(shift(torch.ones(2)), torch.full((2,), 2.0))
-    assert compiler.num_graphs == 1
+    shift = torch.compile(lambda x: x + 1, backend=unable if fails else compiler)
+    if fails:
+        with pytest.raises(Exception, match="ZeroDivisionError"):
+            shift(torch.ones(2))
+    else:
+        assert torch.equal(shift(torch.ones(2)), torch.full((2,), 2.0))
+        assert compiler.num_graphs == 1
     assert is_watched(last(run.live))
-    when_waiting(run, run.backend.release)
+    released_when_waited_for(run)
     assert_same_bits(X @ last(run.live), X @ last(run.expected), "read")
     run.assert_same()
 
 
-def test_a_compiler_that_fails_leaves_parameters_watched(run, compiler):
-    def fail(*_: object) -> None:
-        raise ZeroDivisionError
+def test_the_bits_of_a_step_during_which_something_is_compiled():
+    """torch's optimizers differ in the last bit meanwhile, on all threads."""
+    torch.compiler.reset()
+    twins = Twins()
 
-    run.step_held(2, LAST)
-    with pytest.raises(Exception, match="ZeroDivisionError"):
-        torch.compile(lambda x: x + 1, backend=fail)(torch.ones(2))
-    assert is_watched(last(run.live))
-    when_waiting(run, run.backend.release)
-    assert_same_bits(X @ last(run.live), X @ last(run.expected), "read")
-    run.assert_same()
+    def compile_slowly(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        time.sleep(0.1)
+        return graph.forward
+
+    for step in range(4):
+        twins.step(step)
+        torch.compile(lambda x, step=step: x * step, backend=compile_slowly)(torch.ones(3))
+    twins.assert_same_state()
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
@@ -142,7 +202,7 @@ def test_compiled_code_that_reads_a_parameter_of_a_model_that_is_not(
 
     compiled = torch.compile(total, backend=compiler, fullgraph=fullgraph)
     with caplog.at_level(logging.WARNING, "offload"):
-        for step in range(2, 9):
+        for step in range(2, 7):
             run.optimizer.synchronize()
             run.step(step)
             found, expected = compiled(X, last(run.live)), total(X, last(run.expected))
@@ -155,25 +215,17 @@ def test_compiled_code_that_reads_a_parameter_of_a_model_that_is_not(
 
 
 def test_a_compiled_loss_within_the_model_is_compiled_once(compiler):
-    def loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(hidden, weight)
-
-    compiled = torch.compile(loss, backend=compiler, fullgraph=True)
+    fused = torch.compile(nn.functional.linear, backend=compiler, fullgraph=True)
 
     class Fused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(0)
-            self.body = nn.Linear(32, 32, bias=False)
-            self.more = nn.Linear(32, 32, bias=False)
-            self.head = nn.Linear(32, 32, bias=False)
+            self.body, self.more, self.head = (nn.Linear(32, 32, bias=False) for _ in range(3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return compiled(self.more(self.body(x)), self.head.weight)
+            return fused(self.more(self.body(x)), self.head.weight)
 
-    run = Run(Fused, num_steps=0)
-    for step in range(6):
-        run.step(step)
+    run = Twins(Fused, num_steps=6)
     assert compiler.num_graphs <= 2
     run.assert_same()
     run.optimizer.close()
@@ -185,34 +237,9 @@ def test_compiling_on_another_thread_does_not_wait_for_the_step_which_waits_for_
     compiled = torch.compile(lambda x, w: x @ w, backend=compiler)
     found: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: found.append(compiled(X, last(run.live))))
-    when_waiting(run, run.backend.release)
+    released_when_waited_for(run)
     thread.start()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
     assert_same_bits(found[0].detach(), (X @ last(run.expected)).detach(), "read")
-    run.assert_same()
-
-
-def test_another_thread_that_compiles_does_not_make_a_call_pass_for_compiled(run, compiler):
-    """torch says of every thread then that it is compiling."""
-    compiling, go_on = threading.Event(), threading.Event()
-
-    def compile_slowly(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        compiling.set()
-        assert go_on.wait(TIMEOUT_S)
-        return graph.forward
-
-    run.optimizer.synchronize()
-    thread = threading.Thread(
-        target=lambda: torch.compile(lambda x: x + 1, backend=compile_slowly)(torch.ones(2))
-    )
-    thread.start()
-    assert compiling.wait(TIMEOUT_S)
-    run.live(X)
-    go_on.set()
-    thread.join(TIMEOUT_S)
-    assert not run.optimizer._engine.strategy._hooks.is_partly_compiled
-    run.step_held(2, LAST)
-    when_waiting(run, run.backend.release)
-    assert_same_bits(run.live(X).detach(), run.expected(X).detach(), "output")
     run.assert_same()
