@@ -94,8 +94,7 @@ HISTORIES = [
 ]
 
 
-@pytest.mark.parametrize("drives", [1, 2], ids=["one drive", "two drives"])
-@pytest.mark.parametrize("keep", [2, 5], ids=["keep=2", "keep=5"])
+@pytest.mark.parametrize(("keep", "drives"), [(2, 2), (5, 1)])
 @pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__)
 def test_an_optimizer_that_is_closed_has_no_file_open(
     history: Callable[[Model, AdamW], None],

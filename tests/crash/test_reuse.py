@@ -7,65 +7,57 @@ made anew, and nothing that was in it stays.
 from __future__ import annotations
 
 import errno
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from gds import MemoryBackend, StorageError
-from offload import open_checkpoint
+from gds import Backend, MemoryBackend, PosixBackend, StorageError, WrapperBackend
+from offload import AdamW, BestBy, LastK, Retention, open_checkpoint
+from offload.errors import SlotFullError, StoreFullError
+from tests.crash.crash_backend import CrashBackend
 from tests.crash.fault_backend import FaultBackend
+from tests.crash.opened import acquire, made, newest, opened
+from tests.ranks_store.job import Job
+from tests.stores import small
+from tests.stores.files import contents, everything, overwrite, remove_tree, tree, write
 from tests.stores.training import (
     Model,
     Reference,
-    backward,
     differences,
     optimizer_for,
     options,
+    take_step,
     train,
 )
 
 ONE, TWO = "/first/run", "/second/run"
 
 
-@pytest.mark.parametrize("keep", [1, 2], ids=["keep=1", "keep=2"])
-@pytest.mark.parametrize("directories", [[ONE], [ONE, TWO]], ids=["one drive", "two drives"])
-def test_a_store_that_is_full_grown_makes_no_new_files(directories: list[str], keep: int) -> None:
-    backend, model = FaultBackend(MemoryBackend()), Model()
+def start(backend: Backend, num_drives: int = 1, keep: int = 1) -> tuple[Model, AdamW]:
+    model = Model(history=5)  # other values, so that what is not restored shows
+    directories = [ONE, TWO][:num_drives]
+    return model, optimizer_for(model, directories, options(backend), keep=keep)
+
+
+def with_leftovers(num_drives: int = 1, keep: int = 1, backend: Backend | None = None) -> Backend:
+    """Return files of a process that has ended between two checkpoints."""
+    backend, model = backend or MemoryBackend(), Model()
+    directories = [ONE, TWO][:num_drives]
     with optimizer_for(model, directories, options(backend), keep=keep) as optimizer:
         train(model, optimizer, *range(1, keep + 2))
-        before = backend.num_done["create"], backend.num_done["make_dir"]
-        train(model, optimizer, *range(keep + 2, keep + 5))
-        assert (backend.num_done["create"], backend.num_done["make_dir"]) == before
-    backend.close()
+        take_step(model, optimizer, keep + 2)
+    return backend
 
 
-@pytest.mark.parametrize("directories", [[ONE], [ONE, TWO]], ids=["one drive", "two drives"])
-def test_what_an_earlier_process_left_is_overwritten(directories: list[str]) -> None:
-    files, model = MemoryBackend(), Model()
-    with optimizer_for(model, directories, options(files), keep=2) as optimizer:
-        train(model, optimizer, 1, 2, 3)
-        backward(model, 4)
-        optimizer.step()  # into a slot that stays behind
-    backend, model = FaultBackend(files.reopened()), Model(history=5)
-    with optimizer_for(model, directories, options(backend), keep=2) as optimizer:
-        assert optimizer.restore().step == 3
-        train(model, optimizer, 4, 5)
-        assert (backend.num_done["create"], backend.num_done["make_dir"]) == (0, 0)
-    with open_checkpoint(ONE, backend=backend.inner) as found:
-        assert differences(found, backend.inner, Reference().after(5)) == []
-    backend.close()
+def slots_in(backend: Backend) -> list[str]:
+    names = backend.list_dir(ONE)
+    return [f"{ONE}/{name}" for name in names if name.startswith((".slot-", "step-"))]
 
 
-def store_with_a_free_slot(backend: MemoryBackend) -> MemoryBackend:
-    """Return files of a process that has ended between two checkpoints."""
-    model = Model()
-    with optimizer_for(model, [ONE, TWO], options(backend), keep=1) as optimizer:
-        train(model, optimizer, 1, 2)
-        backward(model, 3)
-        optimizer.step()
-    return backend.reopened()
-
-
-def free_places(backend: MemoryBackend) -> list[str]:
+def free_places(backend: Backend) -> list[str]:
     """Return the free slot and the free part."""
     with open_checkpoint(ONE, backend=backend) as found:
         used = {found.path, *found.parts}
@@ -73,50 +65,296 @@ def free_places(backend: MemoryBackend) -> list[str]:
     return [name for name in names if name not in used and backend.stat(name).kind == "directory"]
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["slot", "part"])
-@pytest.mark.parametrize("change", ["one more", "one less", "another size", "a directory"])
-def test_a_leftover_that_does_not_fit_is_made_anew(change: str, place: int) -> None:
-    backend = store_with_a_free_slot(MemoryBackend())
+def assert_at_step(backend: Backend, step: int) -> None:
+    with open_checkpoint(ONE, backend=backend) as found:
+        assert found.step == step
+        assert differences(found, backend, Reference().after(step)) == []
+
+
+@pytest.mark.parametrize(("keep", "num_drives"), [(1, 2), (2, 1)])
+def test_a_store_that_is_full_grown_makes_no_new_files(keep: int, num_drives: int) -> None:
+    backend = FaultBackend(MemoryBackend())
+    model, optimizer = start(backend, num_drives, keep)
+    with optimizer:
+        train(model, optimizer, *range(1, keep + 2))
+        before = backend.num_done["create"], backend.num_done["make_dir"]
+        train(model, optimizer, *range(keep + 2, keep + 5))
+        assert (backend.num_done["create"], backend.num_done["make_dir"]) == before
+    backend.close()
+
+
+@pytest.mark.parametrize("num_drives", [1, 2])
+def test_what_an_earlier_process_left_is_overwritten(num_drives: int) -> None:
+    backend = FaultBackend(with_leftovers(num_drives, keep=2))
+    model, optimizer = start(backend, num_drives, keep=2)
+    with optimizer:
+        assert optimizer.restore().step == 3
+        train(model, optimizer, 4, 5)
+        assert (backend.num_done["create"], backend.num_done["make_dir"]) == (0, 0)
+    assert_at_step(backend.inner, 5)
+    backend.close()
+
+
+@pytest.mark.parametrize("is_withdrawn", [True, False], ids=["withdrawn", "cut off"])
+def test_a_leftover_is_durably_no_checkpoint_before_anything_else_is_written(
+    is_withdrawn: bool,
+) -> None:
+    """A process may have been killed in the middle of a withdrawal: the manifest is valid."""
+    backend = with_leftovers(backend=CrashBackend())
+    (slot,) = [path for path in slots_in(backend) if "/.slot-" in path]
+    if not is_withdrawn:
+        for name, data in contents(backend, f"{ONE}/step-00000002").items():
+            overwrite(backend, f"{slot}/{name}", data)
+        open_checkpoint(slot, backend=backend).close()
+    before = len(backend.log)
+    model, optimizer = start(backend)
+    with optimizer:
+        optimizer.restore()
+        log = [str(op) for op in backend.log[before:]]
+        assert not [op for op in log if op.startswith("write")], "as long as nobody needs it"
+        train(model, optimizer, 3)
+    log = [str(op) for op in backend.log[before:] if op.path.startswith(slot)]
+    assert log[0].startswith(f"write {slot}/manifest.json")
+    assert log[1] == f"sync {slot}/manifest.json"
+    assert_at_step(backend, 3)
+
+
+def one_more(backend: Backend, path: str) -> None:
+    write(backend, f"{path}/momentum.safetensors", bytes(4096))
+
+
+def one_less(backend: Backend, path: str) -> None:
+    backend.remove(f"{path}/exp_avg.safetensors")
+
+
+def another_size(backend: Backend, path: str) -> None:
+    write(backend, f"{path}/exp_avg.safetensors", bytes(4096))
+
+
+def a_directory(backend: Backend, path: str) -> None:
+    backend.remove(f"{path}/exp_avg.safetensors")
+    backend.make_dir(f"{path}/exp_avg.safetensors")
+
+
+def no_headers(backend: Backend, path: str) -> None:
+    """Nothing of a free slot is durable but what was synced: only its sizes may have survived."""
+    for name, data in contents(backend, path).items():
+        if name.endswith(".safetensors"):
+            overwrite(backend, f"{path}/{name}", bytes(len(data)))
+
+
+def a_mark(backend: Backend, path: str) -> None:
+    write(backend, f"{path}/damaged.txt", b"damaged")
+
+
+def files_of_the_model(backend: Backend, path: str) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        write(backend, f"{path}/{name}", b"of the model")
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (one_more, 0), (one_more, 1), (one_less, 0), (one_less, 1), (another_size, 0),
+        (another_size, 1), (a_directory, 0), (a_directory, 1), (no_headers, 0), (a_mark, 0),
+        (files_of_the_model, 0),
+    ],
+)  # fmt: skip
+def test_a_leftover_that_does_not_fit_is_made_anew(
+    change: Callable[[Backend, str], None], place: int
+) -> None:
+    """A slot, or the part of one."""
+    backend = with_leftovers(2).reopened()
     path = free_places(backend)[place]
     expected = sorted(backend.list_dir(path))
-    if change == "one more":
-        backend.create(f"{path}/momentum.safetensors", 4096).close()
-    else:
-        backend.remove(f"{path}/exp_avg.safetensors")
-    if change == "another size":
-        backend.create(f"{path}/exp_avg.safetensors", 4096).close()
-    elif change == "a directory":
-        backend.make_dir(f"{path}/exp_avg.safetensors")
-    model = Model(history=5)
-    with optimizer_for(model, [ONE, TWO], options(backend), keep=1) as optimizer:
+    change(backend, path)
+    model, optimizer = start(backend, 2)
+    with optimizer:
         optimizer.restore()
-        if change == "a directory" and place == 0:
+        if change is a_directory and place == 0:
             with pytest.warns(RuntimeWarning, match="left alone: it holds the directory"):
                 train(model, optimizer, 3)
         else:
             train(model, optimizer, 3)
+        assert_at_step(backend, 3)
         with open_checkpoint(ONE, backend=backend) as found:
-            assert differences(found, backend, Reference().after(3)) == []
             places = (found.path, *found.parts)
         assert sorted(backend.list_dir(places[place])) == expected
         train(model, optimizer, 4)
-    with open_checkpoint(ONE, backend=backend) as found:
-        assert differences(found, backend, Reference().after(4)) == []
+    assert_at_step(backend, 4)
 
 
-def test_after_a_part_could_not_be_made_ready_nothing_is_reused() -> None:
-    """Whether what it says of itself has been overwritten on the drive is not known then."""
-    backend = FaultBackend(store_with_a_free_slot(MemoryBackend()))
-    _, part = free_places(backend)
-    model = Model(history=5)
-    with optimizer_for(model, [ONE, TWO], options(backend), keep=1) as optimizer:
-        optimizer.restore()
-        backend.fail_if(lambda kind, path: kind == "sync" and path == f"{part}/part.json")
-        backward(model, 3)
-        with pytest.raises(StorageError) as failed:
+def a_file(backend: Backend, path: str) -> None:
+    write(backend, path, b"notes")
+
+
+def with_a_directory(backend: Backend, path: str) -> None:
+    backend.make_dir(path)
+    backend.make_dir(f"{path}/notes")
+
+
+class TestWhatIsNoSlot:
+    """Names of slots under which there is something else, or that somebody holds or removes."""
+
+    @pytest.mark.parametrize("other", [a_file, with_a_directory])
+    def test_it_is_left_alone_and_the_next_leftover_is_used(
+        self, other: Callable[[Backend, str], None]
+    ) -> None:
+        backend = with_leftovers()
+        other(backend, f"{ONE}/.slot-99")
+        before = [one for one in everything(backend).items() if "/.slot-99" in one[0]]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model, optimizer = start(backend)
+            with optimizer:
+                optimizer.restore()
+                train(model, optimizer, 3, 4)
+        said = [str(one.message) for one in caught if f"{ONE}/.slot-99: " in str(one.message)]
+        assert len(said) == 1
+        assert [one for one in everything(backend).items() if "/.slot-99" in one[0]] == before
+        assert len(slots_in(backend)) == 3
+        assert_at_step(backend, 4)
+
+    def test_one_that_a_reader_holds_is_not_used(self) -> None:
+        """It was a checkpoint when the reader opened it."""
+        backend = with_leftovers()
+        (slot,) = [path for path in slots_in(backend) if "/.slot-" in path]
+        reader, before = backend.lock(slot, shared=True), contents(backend, slot)
+        model, optimizer = start(backend)
+        with optimizer:
+            optimizer.restore()
+            train(model, optimizer, 3, 4)
+            assert contents(backend, slot) == before
+            reader.release()
+            train(model, optimizer, 5)
+        assert len(slots_in(backend)) == 2
+        assert_at_step(backend, 5)
+
+    @pytest.mark.parametrize("moment", ["as it is listed", "as it is needed"])
+    def test_one_that_somebody_removes_is_none(self, moment: str) -> None:
+        class Listed(WrapperBackend):
+            def list_dir(self, path: str) -> list[str]:
+                names = super().list_dir(path)
+                return [*names, ".slot-6"] if path == ONE else names
+
+        backend = with_leftovers()
+        if moment == "as it is listed":
+            backend = Listed(backend)
+        (slot,) = [path for path in slots_in(backend) if "/.slot-" in path][:1]
+        model, optimizer = start(backend)
+        with optimizer, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.restore()
+            if moment == "as it is needed":
+                remove_tree(backend, slot)
+            train(model, optimizer, 3, 4)
+        assert len([path for path in slots_in(backend) if backend.stat(path)]) == 2
+        assert_at_step(backend, 4)
+
+    def test_a_linked_folder_of_a_shard_is_given_up(self, tmp_path: Path) -> None:
+        """A user has moved it to a larger drive, and what is there now is the user's."""
+        with PosixBackend(direct=False) as backend:
+            ranks = {"directories": [str(tmp_path)] * 2, "sharded": True}
+            with Job([backend, backend], **ranks) as job:
+                (slot, _) = job.grant()
+                job.store.release(slot)
+            folder = Path(slot.path, "model")
+            folder.rename(tmp_path / "moved")
+            folder.symlink_to(tmp_path / "moved")
+            before = tree(tmp_path / "moved")
+            with Job([backend, backend], **ranks) as job:
+                job.seal(1)
+            assert tree(tmp_path / "moved") == before != {}
+
+
+class TestAfterAnError:
+    @pytest.mark.parametrize("place", [0, 1], ids=["slot", "part"])
+    def test_nothing_is_reused_after_one_could_not_be_made_ready(self, place: int) -> None:
+        """Whether what it says of itself has been overwritten on the drive is not known then."""
+        backend = FaultBackend(with_leftovers(2).reopened())
+        path = f"{free_places(backend)[place]}/{('manifest', 'part')[place]}.json"
+        model, optimizer = start(backend, 2)
+        with optimizer:
+            optimizer.restore()
+            backend.fail_if(lambda kind, where: (kind, where) == ("sync", path))
+            with pytest.raises(StorageError) as failed:
+                take_step(model, optimizer, 3)
+            assert (failed.value.errno, backend.num_failed) == (errno.EIO, 1)
+            optimizer.restore()
+            with pytest.warns(RuntimeWarning, match="could not be made ready.*no slot"):
+                train(model, optimizer, 3)
+            assert_at_step(backend, 3)
+        backend.close()
+
+
+def test_a_slot_of_another_layout_is_not_taken_although_its_files_are_as_long() -> None:
+    with opened(made(1)) as store:
+        layout = newest(store).manifest.layout
+        tensors = tuple(reversed(layout.parameters)), tuple(reversed(layout.model))
+        other = replace(layout, parameters=tensors[0], model=tensors[1])
+        slot = acquire(store)
+        sizes = dict(slot.sizes)
+        store.release(slot)
+        found = store.acquire(other, 1)
+        assert (found.layout, found.sizes) == (other, sizes)
+        assert store.leftovers()[0] == []
+
+
+class _Room(WrapperBackend):
+    """Has as much room in each directory as the test says."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.free: dict[str, int] = {}
+
+    def free_bytes(self, directory: str) -> int:
+        return self.free.get(directory, super().free_bytes(directory))
+
+
+class TestRoom:
+    @pytest.mark.parametrize(
+        ("keep", "num_free", "fresh", "missing"),
+        [
+            (LastK(1), 0, False, 0),  # both slots are there
+            (LastK(2), 0, False, 1),
+            (LastK(4), 1, False, 2),
+            (LastK(4), 9, False, 0),
+            (LastK(1), 0, True, 2),  # a new history needs two before an old checkpoint can go
+            (LastK(1), 1, True, 1),
+            (LastK(4), 0, True, 3),
+            (LastK(3) | LastK(1) | BestBy("loss", 2), 0, False, 4),
+        ],
+    )
+    def test_as_much_is_required_as_is_surely_needed(
+        self, keep: Retention, num_free: int, fresh: bool, missing: int
+    ) -> None:
+        backend = _Room(made(2))
+        size = sum(len(data) for data in contents(backend, "/run/step-00000001").values())
+        for number in range(num_free):
+            backend.make_dir(f"/run/.slot-{number + 10}")
+        arguments = {"keep": keep, "fresh": fresh}
+        backend.free["/run"] = missing * size
+        small.make_optimizer(small.make_model(), backend, **arguments).close()
+        if missing:
+            backend.free["/run"] -= 1
+            with pytest.raises(StoreFullError, match=f"{missing} more slot") as full:
+                small.make_optimizer(small.make_model(), backend, **arguments)
+            assert full.value.filename == "/run"
+
+    @pytest.mark.parametrize(
+        ("first", "second", "named"),
+        [(1 << 30, 9, [TWO]), (0, 1 << 30, [ONE]), (1, 2, [ONE, TWO])],
+    )
+    def test_the_error_of_a_step_names_the_directories_that_are_full(
+        self, first: int, second: int, named: list[str]
+    ) -> None:
+        backend = _Room(FaultBackend(MemoryBackend()))
+        model, optimizer = start(backend, 2)
+        with optimizer:
+            backend.free = {ONE: first, TWO: second}
+            backend.inner.fail_if(lambda kind, _: kind == "create", errno.EDQUOT)
+            with pytest.raises(SlotFullError, match=r"(?i)quota") as full:
+                take_step(model, optimizer, 1)
+            assert (full.value.errno, full.value.filename) == (errno.EDQUOT, named[0])
+            assert str(full.value).count(" free)") == len(named)
             optimizer.step()
-        assert failed.value.errno == errno.EIO
-        assert backend.num_failed == 1
-        optimizer.restore()
-        with pytest.warns(RuntimeWarning, match="a free part could not be made ready.*no slot"):
-            train(model, optimizer, 3)
