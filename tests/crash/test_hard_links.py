@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from gds import Backend, MemoryBackend, PosixBackend, StorageError, WrapperBackend
+from gds import MemoryBackend, PosixBackend, StorageError, WrapperBackend
 from gds.contract import Stat
-from offload import AdamW, open_checkpoint
+from offload import open_checkpoint
 from tests.crash.crash_backend import CrashBackend, Disk
+from tests.crash.runs import OTHER, STORE, assert_at_step, slots_in, start
 from tests.stores.files import everything
 from tests.stores.training import (
     Model,
@@ -25,13 +26,7 @@ from tests.stores.training import (
     train,
 )
 
-STORE, OTHER, BACKUP = "/run", "/other", "/backup"
-
-
-def start(backend: Backend, num_drives: int = 1, keep: int = 2) -> tuple[Model, AdamW]:
-    model = Model()
-    directories = [STORE, OTHER][:num_drives]
-    return model, optimizer_for(model, directories, options(backend), keep=keep)
+BACKUP = "/backup"
 
 
 def link_tree(backend: MemoryBackend | CrashBackend, source: str, target: str) -> None:
@@ -45,12 +40,6 @@ def link_tree(backend: MemoryBackend | CrashBackend, source: str, target: str) -
         else:
             backend.link(f"{source}/{name}", f"{target}/{name}")
     backend.sync_dir(target)
-
-
-def assert_at_step(backend: Backend, step: int) -> None:
-    with open_checkpoint(STORE, backend=backend) as newest:
-        assert newest.step == step
-        assert differences(newest, backend, Reference().after(step)) == []
 
 
 @pytest.mark.parametrize("new_process", [False, True], ids=["same process", "new process"])
@@ -86,8 +75,7 @@ def test_a_linked_checkpoint_stays_what_it_was(what: str, drives: int, new_proce
         with open_checkpoint(f"{BACKUP}/step-00000002", backend=backend) as backup:
             assert backup.step == 2
             assert differences(backup, backend, Reference().after(2)) == []
-    num_slots = [name for name in backend.list_dir(STORE) if name.startswith((".slot-", "step-"))]
-    assert len(num_slots) == 3, "what is linked is removed, and made anew"
+    assert len(slots_in(backend)) == 3, "what is linked is removed, and made anew"
     if drives == 2:
         assert len([n for n in backend.list_dir(OTHER) if n.startswith("part-")]) == 3
 

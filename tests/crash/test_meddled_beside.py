@@ -14,7 +14,7 @@ from gds import MemoryBackend, WrapperBackend
 from gds.contract import Lock, Stat
 from offload import AdamW, open_checkpoint
 from offload.errors import CheckpointNotFoundError, DamagedError
-from tests.crash.meddling import (
+from tests.crash.runs import (
     AWAY,
     LOSE,
     OTHER,

@@ -14,7 +14,7 @@ from gds import Backend, MemoryBackend, PosixBackend, WrapperBackend
 from gds.contract import File, Stat
 from offload import AdamW, open_checkpoint
 from offload.errors import SealError
-from tests.crash.meddling import (
+from tests.crash.runs import (
     STORE,
     Meddle,
     assert_at_step,

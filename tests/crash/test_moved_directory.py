@@ -16,7 +16,7 @@ from gds import LockHeldError, MemoryBackend, WrapperBackend
 from gds.contract import File, Lock, Stat
 from offload import AdamW, open_checkpoint
 from offload.errors import SealError, StoreError
-from tests.crash.meddling import copy_tree
+from tests.crash.runs import copy_tree
 from tests.stores.files import everything, remove_tree
 from tests.stores.training import (
     Model,

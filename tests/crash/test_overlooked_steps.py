@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,43 +13,32 @@ from offload import AdamW, list_checkpoints, load_parameters, open_checkpoint
 from offload.errors import BrokenOptimizerError, DamagedError, SealError, StoreError
 from offload.format.manifest import MODEL_BLOCK_BYTES
 from tests.crash.fault_backend import FaultBackend
-from tests.crash.test_protocol_steps import GateBackend
+from tests.crash.late import GateBackend
+from tests.crash.runs import STORE, assert_at_step, slots_in, start, step_path
 from tests.stores.files import contents, overwrite, read, remove_tree, write
 from tests.stores.training import (
     Model,
     Reference,
     differences,
-    optimizer_for,
     options,
     same_bits,
     take_step,
     train,
 )
 
-STORE = "/run"
-NEWEST = f"{STORE}/step-00000002"
+NEWEST = step_path(2)
 
 
-def start(
-    backend: Backend, directories: Sequence[str] = (STORE,), history: int = 5, **changes: object
-) -> tuple[Model, AdamW]:
-    """Return a model with other values than those of the store, and its optimizer."""
-    model = Model(history)
-    return model, optimizer_for(model, list(directories), options(backend), **changes)
+def start_anew(backend: Backend, num_drives: int = 1, **changes: Any) -> tuple[Model, AdamW]:
+    return start(backend, num_drives, **{"history": 5, **changes})
 
 
-def trained(backend: Backend, last: int, directories: Sequence[str] = (STORE,)) -> Backend:
+def trained(backend: Backend, last: int, num_drives: int = 1) -> Backend:
     """Leave checkpoints of steps 1, 2, ... behind."""
-    model, optimizer = start(backend, directories, 0, keep=last)
+    model, optimizer = start(backend, num_drives, keep=last)
     with optimizer:
         train(model, optimizer, *range(1, last + 1))
     return backend
-
-
-def assert_newest(backend: Backend, step: int) -> None:
-    with open_checkpoint(STORE, backend=backend) as newest:
-        assert newest.step == step
-        assert differences(newest, backend, Reference().after(step)) == []
 
 
 def assert_restores(model: Model, optimizer: AdamW, step: int) -> None:
@@ -79,15 +68,15 @@ def test_every_block_of_the_parameters_is_checked(block: int) -> None:
         optimizer.step()
         found = optimizer.checkpoint().result()
     size = sum(p.nbytes for p in model.parameters())
-    start = found.files["model.safetensors"] - size + block * MODEL_BLOCK_BYTES
-    overwrite(backend, f"{found.path}/model.safetensors", b"\1", start + 100)
+    first = found.files["model.safetensors"] - size + block * MODEL_BLOCK_BYTES
+    overwrite(backend, f"{found.path}/model.safetensors", b"\1", first + 100)
     model = build()
     with AdamW([model.trained], model=model, **settings) as optimizer:
-        with pytest.raises(DamagedError, match=f"bytes {start} to ") as error:
+        with pytest.raises(DamagedError, match=f"bytes {first} to ") as error:
             optimizer.restore()
         assert found.path in str(error.value)
     backend.remove(f"{found.path}/damaged.txt")
-    with pytest.raises(DamagedError, match=f"bytes {start} to "):
+    with pytest.raises(DamagedError, match=f"bytes {first} to "):
         load_parameters(build(), STORE, backend=backend)
 
 
@@ -96,11 +85,11 @@ class TestNewest:
         """Also where a reader has kept the old one from being withdrawn when that was sealed."""
         backend = trained(MemoryBackend(), 3)
         with open_checkpoint(f"{STORE}/step-00000003", backend=backend):
-            model, optimizer = start(backend, history=0, fresh=True)
+            model, optimizer = start(backend, fresh=True)
             with optimizer:
                 train(model, optimizer, 1)
         assert "step-00000003" in backend.list_dir(STORE)
-        model, optimizer = start(backend)
+        model, optimizer = start_anew(backend)
         with optimizer:
             assert_restores(model, optimizer, 1)
 
@@ -111,7 +100,7 @@ class TestNewest:
         whole = {path: read(backend, path) for path in paths}
         for path in paths:
             overwrite(backend, path, bytes(64))
-        model, optimizer = start(backend, keep=9)
+        model, optimizer = start_anew(backend, keep=9)
         with pytest.warns(RuntimeWarning) as caught:
             assert optimizer.restore().step == 1
         assert "not using /run/step-00000002, step-00000003" in str(caught[-1].message)
@@ -120,32 +109,30 @@ class TestNewest:
         optimizer.close()
         for path, data in whole.items():
             overwrite(backend, path, data)
-        assert_newest(backend, 6)
-        model, optimizer = start(backend, keep=9)
+        assert_at_step(backend, 6)
+        model, optimizer = start_anew(backend, keep=9)
         with optimizer:
             assert_restores(model, optimizer, 6)
 
     def test_training_begins_where_all_checkpoints_were_removed_beside_the_process(self) -> None:
         backend = trained(MemoryBackend(), 2)
-        model, optimizer = start(backend, history=0)
+        model, optimizer = start(backend)
         for info in list_checkpoints(STORE, backend=backend):
             remove_tree(backend, info.path)
         with pytest.warns(RuntimeWarning, match="was removed or moved away"):
             assert optimizer.restore() is None
         train(model, optimizer, 1)
         optimizer.close()
-        assert_newest(backend, 1)
+        assert_at_step(backend, 1)
 
 
 @pytest.mark.parametrize("kind", ["remove", "list_dir"])
-@pytest.mark.parametrize("directories", [[STORE], [STORE, "/second"]], ids=["one", "two"])
-def test_what_fails_behind_the_commit_does_not_fail_the_seal(
-    kind: str, directories: list[str]
-) -> None:
+@pytest.mark.parametrize("num_drives", [1, 2])
+def test_what_fails_behind_the_commit_does_not_fail_the_seal(kind: str, num_drives: int) -> None:
     """Nor does it end the reuse of slots: nothing was renamed or synced in vain."""
-    inner = trained(MemoryBackend(), 4, directories)
+    inner = trained(MemoryBackend(), 4, num_drives)
     backend = FaultBackend(inner)
-    model, optimizer = start(backend, directories, keep=1)
+    model, optimizer = start_anew(backend, num_drives, keep=1)
     optimizer.restore()
     train(model, optimizer, 5, seal=False)
     sealed = []
@@ -159,8 +146,8 @@ def test_what_fails_behind_the_commit_does_not_fail_the_seal(
     assert backend.num_failed == 1
     train(model, optimizer, 6, 7)
     optimizer.close()
-    assert_newest(inner, 7)
-    assert len([n for n in inner.list_dir(STORE) if n.startswith((".slot-", "step-"))]) <= 3
+    assert_at_step(inner, 7)
+    assert len(slots_in(inner)) <= 3
     backend.close()
 
 
@@ -168,7 +155,7 @@ def test_what_fails_behind_the_commit_does_not_fail_the_seal(
 def test_a_replacement_that_a_crash_has_left_half_made_does_not_block_the_next(name: str) -> None:
     backend = trained(MemoryBackend(), 2)
     write(backend, f"{NEWEST}/{name}.new", bytes(10))
-    _, optimizer = start(backend)
+    _, optimizer = start_anew(backend)
     with optimizer:
         assert optimizer.restore().step == 2
         optimizer.checkpoint({"another": "state"}, metrics={"loss": 0.5}).result()
@@ -186,7 +173,7 @@ def test_a_slot_that_is_given_back_is_not_removed_from_under_another_writer(whos
     """
     inner = MemoryBackend()
     backend = FaultBackend(inner)
-    model, optimizer = start(backend, history=0)
+    model, optimizer = start(backend)
     train(model, optimizer, 1)
     take_step(model, optimizer, 2)
     backend.fail_if(lambda kind, path: kind == "sync" and "/.slot-" in path)
@@ -214,14 +201,14 @@ def test_a_slot_that_is_given_back_is_not_removed_from_under_another_writer(whos
         train(model, optimizer, 2)
     optimizer.close()
     assert contents(inner, f"{STORE}/{slot}") == before
-    assert_newest(inner, 1)
+    assert_at_step(inner, 1)
     backend.close()
 
 
 class TestRestores:
     def test_one_waits_for_the_seal_in_flight(self) -> None:
         backend = GateBackend("/model.safetensors")
-        model, optimizer = start(backend, history=0)
+        model, optimizer = start(backend)
         take_step(model, optimizer, 1)
         backend.num_before = 0
         handle = optimizer.checkpoint({"step": 1})
@@ -234,14 +221,14 @@ class TestRestores:
         assert found is not None
         assert found.step == 1
         train(model, optimizer, 2)
-        assert_newest(backend, 2)
+        assert_at_step(backend, 2)
         optimizer.close()
 
 
 @pytest.mark.parametrize("call", ["step", "checkpoint"])
 def test_state_of_which_a_write_has_failed_behind_a_step_is_not_trained_on(call: str) -> None:
     backend = FaultBackend(MemoryBackend(), "later")
-    model, optimizer = start(backend, history=0)
+    model, optimizer = start(backend)
     train(model, optimizer, 1)
     writes = backend.num_done["write"]
     take_step(model, optimizer, 2)
@@ -269,7 +256,7 @@ def test_state_of_which_a_write_has_failed_behind_a_step_is_not_trained_on(call:
 )
 def test_an_error_half_way_names_what_training_can_go_on_from(left: str, advice: str) -> None:
     backend = FaultBackend(MemoryBackend())
-    model, optimizer = start(backend, history=0)
+    model, optimizer = start(backend)
     if left != "none":
         train(model, optimizer, 1)
     take_step(model, optimizer, 2)
@@ -288,7 +275,7 @@ class TestSeals:
     ) -> None:
         """As in an exit handler of the program."""
         backend = MemoryBackend()
-        model, optimizer = start(backend, history=0)
+        model, optimizer = start(backend)
         take_step(model, optimizer, 1)
 
         def refused(thread: threading.Thread) -> None:

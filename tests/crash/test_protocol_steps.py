@@ -15,14 +15,14 @@ import offload
 import offload.checkpoint.sealed_slot
 import offload.format.manifest
 import offload.model.model_file
-from gds import Backend, Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
-from gds.backends.wrapper import WrapperFile
+from gds import Backend, MemoryBackend, StorageError
 from offload import AdamW, LastK
-from offload.errors import BrokenOptimizerError, SealError, StoreError
+from offload.errors import BrokenOptimizerError, DamagedError, SealError, StoreError
 from offload.store import prune
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend, Kind
-from tests.crash.late import Late
+from tests.crash.late import GateBackend, LateBackend
+from tests.stores.files import flip
 from tests.stores.training import HYPER, Model, Reference, backward, differences, optimizer_for
 from tests.stores.training import options as options_of
 
@@ -70,56 +70,6 @@ class Training:
         """Say what of the newest checkpoint is not to the bit that of a step."""
         with self.newest() as found:
             return differences(found, self.backend, Reference().after(step))
-
-
-class LateBackend(WrapperBackend):
-    """Writes some files when it is waited for, and sees what is synced or read before that."""
-
-    def __init__(self, file_name: str, before_byte: int = 1 << 62) -> None:
-        super().__init__(MemoryBackend())
-        self.file_name = file_name
-        self.before_byte = before_byte
-        """Writes that begin from there on end at once."""
-        self.late: list[tuple[str, int, Late]] = []
-        self.too_early: list[str] = []
-
-    def unfinished(self, path: str = "", offset: int = -1) -> bool:
-        """Return whether a write has not ended: any one, or that at an offset of a file."""
-        return any(
-            not late.done() and (not path or (where, at) == (path, offset))
-            for where, at, late in self.late
-        )
-
-    def finish(self) -> None:
-        """Let all writes end, which closing would wait for otherwise."""
-        for _, _, late in self.late:
-            late.result()
-
-    def wrap_file(self, file: File) -> File:
-        return _LateFile(file, self)
-
-
-class _LateFile(WrapperFile):
-    def __init__(self, inner: File, backend: LateBackend) -> None:
-        super().__init__(inner)
-        self._backend = backend
-
-    def write(self, source: Buffer, offset: int) -> IOFuture:
-        if self._backend.file_name not in self.path or offset >= self._backend.before_byte:
-            return super().write(source, offset)
-        late = Late(lambda: self.inner.write(source, offset))
-        self._backend.late.append((self.path, offset, late))
-        return late
-
-    def read(self, into: Buffer, offset: int) -> IOFuture:
-        if self._backend.unfinished(self.path, offset):
-            self._backend.too_early.append(f"read {self.path}")
-        return super().read(into, offset)
-
-    def sync(self) -> None:
-        if self._backend.unfinished():
-            self._backend.too_early.append(f"sync {self.path}")
-        super().sync()
 
 
 class TestWaits:
@@ -217,32 +167,20 @@ class TestWaits:
         assert not model.frozen.any()
         optimizer.close()
 
-
-class GateBackend(WrapperBackend):
-    """Holds back one of the writes to files of a name."""
-
-    def __init__(self, file_name: str) -> None:
-        super().__init__(MemoryBackend())
-        self.file_name = file_name
-        self.num_before = -1
-        self.reached, self.is_open = threading.Event(), threading.Event()
-
-    def wrap_file(self, file: File) -> File:
-        return _GatedFile(file, self)
-
-
-class _GatedFile(WrapperFile):
-    def __init__(self, inner: File, backend: GateBackend) -> None:
-        super().__init__(inner)
-        self._backend = backend
-
-    def write(self, source: Buffer, offset: int) -> IOFuture:
-        if self.path.endswith(self._backend.file_name):
-            if self._backend.num_before == 0:
-                self._backend.reached.set()
-                assert self._backend.is_open.wait(60)
-            self._backend.num_before -= 1
-        return super().write(source, offset)
+    def test_after_damage_nothing_is_read_into_the_memory_of_a_restore_any_more(
+        self, small_blocks: None
+    ) -> None:
+        backend = LateBackend("/model.safetensors")
+        training = Training(backend)
+        training.steps_and_seal()
+        flip(backend, f"{STORE}/step-00000001/model.safetensors", BLOCK_BYTES + 100)
+        backend.late.clear()
+        backend.reads_late = True
+        with pytest.raises(DamagedError, match="bytes 4096 to"):
+            training.optimizer.restore(1)
+        assert len(backend.late) > 1
+        assert all(late.done() for _, _, late in backend.late)
+        training.optimizer.close()
 
 
 def test_state_that_could_not_be_made_durable_is_not_trained_on() -> None:
@@ -408,19 +346,3 @@ def test_resident_state_is_still_to_be_written_after_a_seal_that_failed_before_i
     training.steps_and_seal()
     assert training.differences(4) == []
     training.optimizer.close()
-
-
-def test_a_store_whose_maker_was_killed_is_durable_when_a_checkpoint_is() -> None:
-    """The directory was made, and seen by the next process; nobody had synced its name."""
-    backend = CrashBackend()
-    backend.make_dir("/data")
-    backend.sync_dir("/")
-    backend.make_dir("/data/run")
-    training = Training(backend, directory="/data/run")
-    training.steps_and_seal()
-    training.optimizer.close()
-    disk = Disk(backend.log)
-    for seed in range(40):
-        survivor = disk.power_cut(random.Random(seed)).backend()
-        with offload.open_checkpoint("/data/run", backend=survivor) as found:
-            assert found.step == 1

@@ -20,61 +20,43 @@ from offload.errors import SlotFullError, StoreFullError
 from tests.crash.crash_backend import CrashBackend
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.opened import acquire, made, newest, opened
+from tests.crash.runs import OTHER, STORE, assert_at_step, slots_in, start
 from tests.ranks_store.job import Job
 from tests.stores import small
 from tests.stores.files import contents, everything, overwrite, remove_tree, tree, write
-from tests.stores.training import (
-    Model,
-    Reference,
-    differences,
-    optimizer_for,
-    options,
-    take_step,
-    train,
-)
-
-ONE, TWO = "/first/run", "/second/run"
+from tests.stores.training import Model, Reference, add_head, differences, take_step, train
 
 
-def start(backend: Backend, num_drives: int = 1, keep: int = 1) -> tuple[Model, AdamW]:
-    model = Model(history=5)  # other values, so that what is not restored shows
-    directories = [ONE, TWO][:num_drives]
-    return model, optimizer_for(model, directories, options(backend), keep=keep)
+def start_anew(backend: Backend, num_drives: int = 1, keep: int = 1) -> tuple[Model, AdamW]:
+    return start(backend, num_drives, keep, history=5)
 
 
 def with_leftovers(num_drives: int = 1, keep: int = 1, backend: Backend | None = None) -> Backend:
     """Return files of a process that has ended between two checkpoints."""
-    backend, model = backend or MemoryBackend(), Model()
-    directories = [ONE, TWO][:num_drives]
-    with optimizer_for(model, directories, options(backend), keep=keep) as optimizer:
+    backend = backend or MemoryBackend()
+    model, optimizer = start(backend, num_drives, keep)
+    with optimizer:
         train(model, optimizer, *range(1, keep + 2))
         take_step(model, optimizer, keep + 2)
     return backend
 
 
-def slots_in(backend: Backend) -> list[str]:
-    names = backend.list_dir(ONE)
-    return [f"{ONE}/{name}" for name in names if name.startswith((".slot-", "step-"))]
+def free_slots(backend: Backend) -> list[str]:
+    return [f"{STORE}/{name}" for name in slots_in(backend) if name.startswith(".slot-")]
 
 
 def free_places(backend: Backend) -> list[str]:
     """Return the free slot and the free part."""
-    with open_checkpoint(ONE, backend=backend) as found:
+    with open_checkpoint(STORE, backend=backend) as found:
         used = {found.path, *found.parts}
-    names = [f"{directory}/{n}" for directory in (ONE, TWO) for n in backend.list_dir(directory)]
+    names = [f"{place}/{n}" for place in (STORE, OTHER) for n in backend.list_dir(place)]
     return [name for name in names if name not in used and backend.stat(name).kind == "directory"]
-
-
-def assert_at_step(backend: Backend, step: int) -> None:
-    with open_checkpoint(ONE, backend=backend) as found:
-        assert found.step == step
-        assert differences(found, backend, Reference().after(step)) == []
 
 
 @pytest.mark.parametrize(("keep", "num_drives"), [(1, 2), (2, 1)])
 def test_a_store_that_is_full_grown_makes_no_new_files(keep: int, num_drives: int) -> None:
     backend = FaultBackend(MemoryBackend())
-    model, optimizer = start(backend, num_drives, keep)
+    model, optimizer = start_anew(backend, num_drives, keep)
     with optimizer:
         train(model, optimizer, *range(1, keep + 2))
         before = backend.num_done["create"], backend.num_done["make_dir"]
@@ -86,7 +68,7 @@ def test_a_store_that_is_full_grown_makes_no_new_files(keep: int, num_drives: in
 @pytest.mark.parametrize("num_drives", [1, 2])
 def test_what_an_earlier_process_left_is_overwritten(num_drives: int) -> None:
     backend = FaultBackend(with_leftovers(num_drives, keep=2))
-    model, optimizer = start(backend, num_drives, keep=2)
+    model, optimizer = start_anew(backend, num_drives, keep=2)
     with optimizer:
         assert optimizer.restore().step == 3
         train(model, optimizer, 4, 5)
@@ -101,13 +83,13 @@ def test_a_leftover_is_durably_no_checkpoint_before_anything_else_is_written(
 ) -> None:
     """A process may have been killed in the middle of a withdrawal: the manifest is valid."""
     backend = with_leftovers(backend=CrashBackend())
-    (slot,) = [path for path in slots_in(backend) if "/.slot-" in path]
+    (slot,) = free_slots(backend)
     if not is_withdrawn:
-        for name, data in contents(backend, f"{ONE}/step-00000002").items():
+        for name, data in contents(backend, f"{STORE}/step-00000002").items():
             overwrite(backend, f"{slot}/{name}", data)
         open_checkpoint(slot, backend=backend).close()
     before = len(backend.log)
-    model, optimizer = start(backend)
+    model, optimizer = start_anew(backend)
     with optimizer:
         optimizer.restore()
         log = [str(op) for op in backend.log[before:]]
@@ -168,7 +150,7 @@ def test_a_leftover_that_does_not_fit_is_made_anew(
     path = free_places(backend)[place]
     expected = sorted(backend.list_dir(path))
     change(backend, path)
-    model, optimizer = start(backend, 2)
+    model, optimizer = start_anew(backend, 2)
     with optimizer:
         optimizer.restore()
         if change is a_directory and place == 0:
@@ -177,7 +159,7 @@ def test_a_leftover_that_does_not_fit_is_made_anew(
         else:
             train(model, optimizer, 3)
         assert_at_step(backend, 3)
-        with open_checkpoint(ONE, backend=backend) as found:
+        with open_checkpoint(STORE, backend=backend) as found:
             places = (found.path, *found.parts)
         assert sorted(backend.list_dir(places[place])) == expected
         train(model, optimizer, 4)
@@ -201,15 +183,15 @@ class TestWhatIsNoSlot:
         self, other: Callable[[Backend, str], None]
     ) -> None:
         backend = with_leftovers()
-        other(backend, f"{ONE}/.slot-99")
+        other(backend, f"{STORE}/.slot-99")
         before = [one for one in everything(backend).items() if "/.slot-99" in one[0]]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            model, optimizer = start(backend)
+            model, optimizer = start_anew(backend)
             with optimizer:
                 optimizer.restore()
                 train(model, optimizer, 3, 4)
-        said = [str(one.message) for one in caught if f"{ONE}/.slot-99: " in str(one.message)]
+        said = [str(one.message) for one in caught if f"{STORE}/.slot-99: " in str(one.message)]
         assert len(said) == 1
         assert [one for one in everything(backend).items() if "/.slot-99" in one[0]] == before
         assert len(slots_in(backend)) == 3
@@ -218,9 +200,9 @@ class TestWhatIsNoSlot:
     def test_one_that_a_reader_holds_is_not_used(self) -> None:
         """It was a checkpoint when the reader opened it."""
         backend = with_leftovers()
-        (slot,) = [path for path in slots_in(backend) if "/.slot-" in path]
+        (slot,) = free_slots(backend)
         reader, before = backend.lock(slot, shared=True), contents(backend, slot)
-        model, optimizer = start(backend)
+        model, optimizer = start_anew(backend)
         with optimizer:
             optimizer.restore()
             train(model, optimizer, 3, 4)
@@ -235,20 +217,20 @@ class TestWhatIsNoSlot:
         class Listed(WrapperBackend):
             def list_dir(self, path: str) -> list[str]:
                 names = super().list_dir(path)
-                return [*names, ".slot-6"] if path == ONE else names
+                return [*names, ".slot-6"] if path == STORE else names
 
         backend = with_leftovers()
+        (slot,) = free_slots(backend)
         if moment == "as it is listed":
             backend = Listed(backend)
-        (slot,) = [path for path in slots_in(backend) if "/.slot-" in path][:1]
-        model, optimizer = start(backend)
+        model, optimizer = start_anew(backend)
         with optimizer, warnings.catch_warnings():
             warnings.simplefilter("error")
             optimizer.restore()
             if moment == "as it is needed":
                 remove_tree(backend, slot)
             train(model, optimizer, 3, 4)
-        assert len([path for path in slots_in(backend) if backend.stat(path)]) == 2
+        assert len([n for n in slots_in(backend) if backend.stat(f"{STORE}/{n}")]) == 2
         assert_at_step(backend, 4)
 
     def test_a_linked_folder_of_a_shard_is_given_up(self, tmp_path: Path) -> None:
@@ -273,7 +255,7 @@ class TestAfterAnError:
         """Whether what it says of itself has been overwritten on the drive is not known then."""
         backend = FaultBackend(with_leftovers(2).reopened())
         path = f"{free_places(backend)[place]}/{('manifest', 'part')[place]}.json"
-        model, optimizer = start(backend, 2)
+        model, optimizer = start_anew(backend, 2)
         with optimizer:
             optimizer.restore()
             backend.fail_if(lambda kind, where: (kind, where) == ("sync", path))
@@ -298,6 +280,32 @@ def test_a_slot_of_another_layout_is_not_taken_although_its_files_are_as_long() 
         found = store.acquire(other, 1)
         assert (found.layout, found.sizes) == (other, sizes)
         assert store.leftovers()[0] == []
+
+
+def test_slots_that_a_step_has_left_are_used_by_the_next_one() -> None:
+    """Of a layout that is no more, of a step that has failed, and of one that a restore undoes."""
+    backend = FaultBackend(MemoryBackend())
+    model, optimizer = start(backend, keep=1)
+    with optimizer:
+        train(model, optimizer, 1)
+        take_step(model, optimizer, 2)
+        add_head(model, optimizer)
+        assert len(slots_in(backend)) == 3, "the state is still in the one before"
+        train(model, optimizer, 3, 4)
+        assert len(slots_in(backend)) == 2
+        for fails in (True, False):
+            if fails:
+                backend.fail("write", 1, forever=False)
+                with pytest.raises(StorageError, match="injected failure of write"):
+                    take_step(model, optimizer, 5)
+            else:
+                take_step(model, optimizer, 5)
+            assert optimizer.restore().step == 4
+        train(model, optimizer, 5)
+        assert len(slots_in(backend)) == 2
+    with open_checkpoint(STORE, backend=backend) as found:
+        assert differences(found, backend, Reference(head_from=3).after(5)) == []
+    backend.close()
 
 
 class _Room(WrapperBackend):
@@ -329,29 +337,29 @@ class TestRoom:
         self, keep: Retention, num_free: int, fresh: bool, missing: int
     ) -> None:
         backend = _Room(made(2))
-        size = sum(len(data) for data in contents(backend, "/run/step-00000001").values())
+        size = sum(len(data) for data in contents(backend, f"{STORE}/step-00000001").values())
         for number in range(num_free):
-            backend.make_dir(f"/run/.slot-{number + 10}")
+            backend.make_dir(f"{STORE}/.slot-{number + 10}")
         arguments = {"keep": keep, "fresh": fresh}
-        backend.free["/run"] = missing * size
+        backend.free[STORE] = missing * size
         small.make_optimizer(small.make_model(), backend, **arguments).close()
         if missing:
-            backend.free["/run"] -= 1
+            backend.free[STORE] -= 1
             with pytest.raises(StoreFullError, match=f"{missing} more slot") as full:
                 small.make_optimizer(small.make_model(), backend, **arguments)
-            assert full.value.filename == "/run"
+            assert full.value.filename == STORE
 
     @pytest.mark.parametrize(
         ("first", "second", "named"),
-        [(1 << 30, 9, [TWO]), (0, 1 << 30, [ONE]), (1, 2, [ONE, TWO])],
+        [(1 << 30, 9, [OTHER]), (0, 1 << 30, [STORE]), (1, 2, [STORE, OTHER])],
     )
     def test_the_error_of_a_step_names_the_directories_that_are_full(
         self, first: int, second: int, named: list[str]
     ) -> None:
         backend = _Room(FaultBackend(MemoryBackend()))
-        model, optimizer = start(backend, 2)
+        model, optimizer = start_anew(backend, 2)
         with optimizer:
-            backend.free = {ONE: first, TWO: second}
+            backend.free = {STORE: first, OTHER: second}
             backend.inner.fail_if(lambda kind, _: kind == "create", errno.EDQUOT)
             with pytest.raises(SlotFullError, match=r"(?i)quota") as full:
                 take_step(model, optimizer, 1)

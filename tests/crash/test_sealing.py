@@ -154,6 +154,25 @@ class TestAnew:
         assert rate_of(backend, 1) == 5e-3
         training.optimizer.close()
 
+    def test_a_train_state_that_replaces_another_is_whole_at_every_moment(self) -> None:
+        backend = CrashBackend()
+        training = Training(backend, keep=2)
+        training.step()
+        training.optimizer.checkpoint({"number": 1}).result()
+        before = len(backend.log)
+        training.optimizer.checkpoint({"number": 2}, metrics={"loss": 0.5}).result()
+        training.optimizer.close()
+        disk, rng, found = Disk(backend.log[:before]), random.Random(20261128), []
+        for operation in backend.log[before:]:
+            disk.apply(operation)
+            for _ in range(3):
+                survivor = disk.power_cut(rng).backend()
+                with offload.open_checkpoint(STORE, backend=survivor) as checkpoint:
+                    assert checkpoint.verify().ok, operation
+                    found.append((checkpoint.train_state["number"], dict(checkpoint.metrics)))
+        assert {*(number for number, _ in found)} == {1, 2}
+        assert found[-1] == (2, {"loss": 0.5})
+
     def test_a_history_that_starts_over_leaves_no_slot_more_than_it_needs(self) -> None:
         """What was given up is gone when the new history is durable, and not before."""
         backend = MemoryBackend()

@@ -39,7 +39,7 @@ from tests.ranks_store.job import LAYOUTS, ONE, TWO, Job
 from tests.stores.files import everything, read, remove_tree, write
 from tests.stores.small import STORE, make_model, make_optimizer, train
 
-COPY, OTHER_COPY, OTHER_COPY = "f" * 32, "e" * 32, "e" * 32
+COPY, OTHER_COPY = "f" * 32, "e" * 32
 
 
 def break_manifest(backend: Backend, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What people do to checkpoints, and to files of them, beside a process that trains."""
+"""Runs on one drive or two: how they begin, what people do to them, and whether they go on."""
 
 from __future__ import annotations
 
@@ -30,11 +30,16 @@ def step_path(step: int) -> str:
 
 
 def start(
-    backend: Backend, num_drives: int = 1, keep: int | Retention = 2, **changes: int
+    backend: Backend,
+    num_drives: int = 1,
+    keep: int | Retention = 2,
+    history: int = 0,
+    **changes: object,
 ) -> tuple[Model, AdamW]:
-    model = Model()
+    """Return a model and its optimizer; of another history, so that what is not restored shows."""
+    model = Model(history)
     directories = [STORE, OTHER][:num_drives]
-    return model, optimizer_for(model, directories, options(backend, **changes), keep=keep)
+    return model, optimizer_for(model, directories, options(backend), keep=keep, **changes)
 
 
 def slots_in(backend: Backend) -> list[str]:
