@@ -5,15 +5,13 @@ Called directly: only several processes at once get there otherwise (`tests/rank
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Mapping, Sequence
 
 import pytest
 
 from gds import Backend, MemoryBackend
-from offload.errors import StoreError
 from offload.format.part_file import SealedPart, invalid_part
-from offload.store.directories import check_further_directories, spread_directories
+from offload.store.directories import spread_directories
 from tests.crash.test_drives import BOTH, ONE, optimizer_in
 from tests.stores.files import overwrite, write
 from tests.stores.training import Model, train
@@ -84,20 +82,3 @@ def test_unsealed_parts_are_its_own_unless_something_else_is_known_of_them(
     if beside == "a slot":
         backend.make_dir(f"{A}/.slot-1")
     assert spread_directories(backend, first, [A], OWN) == [A] * are_own
-
-
-def test_empty_ones_and_those_of_the_store_are_taken_and_no_others(backend: MemoryBackend) -> None:
-    give_part(backend, f"{B}/part-1", (OWN, 1))
-    write(backend, f"{B}/notes.txt", b"mine")
-    check_further_directories(backend, [A, B, "/missing"], [B])
-    for given, spread, reason in (
-        ([A, B], [A], "was given for parts of ranks"),
-        ([A, ONE], [ONE], "is the first directory of a store"),
-    ):
-        with pytest.raises(StoreError, match=reason) as caught:
-            check_further_directories(backend, given, spread)
-        assert caught.value.filename == given[1]
-    write(backend, f"{C}/notes.txt", b"mine")
-    with pytest.raises(StoreError, match=r"holds other files: 'notes.txt'") as caught:
-        check_further_directories(backend, [A, C])
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOTEMPTY, C)

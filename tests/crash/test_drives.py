@@ -227,20 +227,6 @@ class TestDirectories:
                     optimizer_in(backend, Model())
                 backend.lock(f"{ONE}/LOCK").release()  # given back when the second was refused
 
-    def test_parts_of_another_store_are_never_touched(self) -> None:
-        """As earlier versions let two stores have them in one directory."""
-        backend, other, model = store_of_two(), MemoryBackend(), Model()
-        with optimizer_in(other, model, ["/other", TWO]) as optimizer:
-            train(model, optimizer, 1, 2)
-        foreign = [f"{TWO}/part-{number}" for number in (101, 102)]
-        for path, part in zip(foreign, parts_in(other), strict=False):
-            copied(other, f"{TWO}/{part}", backend, path)
-        before = [contents(backend, path) for path in foreign]
-        with pytest.warns(RuntimeWarning, match="sealed for another store") as caught:
-            assert_goes_on(backend, 2)
-        assert all(path in str(caught[0].message) for path in foreign)
-        assert [contents(backend, path) for path in foreign] == before
-
 
 class _Room(WrapperBackend):
     """As much space in each directory as the test says."""
@@ -300,16 +286,6 @@ class TestOrder:
             train(model, optimizer, 1, 2, 3)
         return [str(op) for op in backend.log]
 
-    def test_parts_are_sealed_before_the_rename(self, log: list[str]) -> None:
-        commit = next(n for n, op in enumerate(log) if "to /first/run/step-00000001" in op)
-        own = [n for n, op in enumerate(log[:commit]) if "part-1/part.json" in op]
-        data = [n for n, op in enumerate(log[:commit]) if TWO in op and ".safetensors" in op]
-        assert log[own[-1]].startswith("sync ")
-        assert log[own[-2]].startswith("write ")
-        assert max(data) < own[-2], "written, then synced"
-        assert f"sync_dir {TWO}/part-1" in log[own[-1] : commit]
-        assert f"sync_dir {TWO}" in log[own[-1] : commit]
-
     def test_withdrawn_in_the_first_directory_first(self, log: list[str]) -> None:
         withdrawn = next(
             n for n, op in enumerate(log) if op.startswith("rename /first/run/step-00000001 to")
@@ -323,11 +299,6 @@ class TestOrder:
         before = [op for op in log[:withdrawn] if "part-1" in op]
         assert before[-1] == f"sync_dir {TWO}/part-1", "sealed, and not touched until then"
         assert any(op.startswith(f"write {TWO}/part-1/exp_avg") for op in later[5:])
-
-    def test_the_store_is_named_before_a_part_is_written(self, log: list[str]) -> None:
-        named = log.index(f"sync {ONE}/store.json")
-        assert log[named + 1] == f"sync_dir {ONE}"
-        assert not any("part-" in op for op in log[:named])
 
     def test_a_free_part_is_invalidated_before_it_is_written(self) -> None:
         backend, model = CrashBackend(), Model()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gds import MemoryBackend, WrapperBackend
-from gds.contract import Lock, Stat
+from gds.contract import Lock
 from offload import AdamW, open_checkpoint
 from offload.errors import CheckpointNotFoundError, DamagedError
 from tests.crash.runs import (
@@ -138,32 +138,6 @@ def test_the_last_one_that_is_usable_is_not_withdrawn(how: Meddle, drives: int, 
     with warned_of(step_path(4)):
         optimizer.checkpoint({"step": 5}).result()
     assert backend.found == [3 if keep == 2 else 2]
-    optimizer.close()
-
-
-def test_what_is_marked_after_checkpoint_has_looked_does_not_count_either() -> None:
-    class MarksInCheckpoint(WrapperBackend):
-        """Marks one when the next one has been asked for, and is not yet being sealed."""
-
-        at = ""
-
-        def stat(self, path: str) -> Stat | None:
-            if path == self.at:
-                self.at = ""
-                mark(self.inner, step_path(3))
-            return super().stat(path)
-
-    backend = MarksInCheckpoint(MemoryBackend())
-    model, optimizer = start(backend)
-    train(model, optimizer, 1, 2, 3)
-    take_step(model, optimizer, 4)
-    backend.at = step_path(4)
-    optimizer.checkpoint({"step": 4}).result()
-    assert backend.at == ""
-    with open_checkpoint(step_path(2), backend=backend) as kept:
-        assert kept.verify().problems == ()
-    with warned_of(step_path(3)):
-        train(model, optimizer, 5)
     optimizer.close()
 
 

@@ -19,7 +19,6 @@ from tests.stores.files import contents, overwrite, read, remove_tree, write
 from tests.stores.training import (
     Model,
     Reference,
-    differences,
     options,
     same_bits,
     take_step,
@@ -245,45 +244,3 @@ def test_state_of_which_a_write_has_failed_behind_a_step_is_not_trained_on(call:
     assert_restores(model, optimizer, 1)
     optimizer.close()
     backend.close()
-
-
-@pytest.mark.parametrize(
-    ("left", "advice"),
-    [
-        ("one", rf"call restore\(\) to continue from {STORE}/step-00000001"),
-        ("none", "there is no checkpoint yet: construct model and optimizer again"),
-    ],
-)
-def test_an_error_half_way_names_what_training_can_go_on_from(left: str, advice: str) -> None:
-    backend = FaultBackend(MemoryBackend())
-    model, optimizer = start(backend)
-    if left != "none":
-        train(model, optimizer, 1)
-    take_step(model, optimizer, 2)
-    backend.fail("write", 1, forever=False)
-    with pytest.raises(StorageError, match="injected failure of write"):
-        take_step(model, optimizer, 3)
-    with pytest.raises(BrokenOptimizerError, match=rf"^step \d failed half way .*{advice}"):
-        take_step(model, optimizer, 3)
-    optimizer.close()
-    backend.close()
-
-
-class TestSeals:
-    def test_one_is_made_before_the_call_returns_where_no_thread_can_be_started(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """As in an exit handler of the program."""
-        backend = MemoryBackend()
-        model, optimizer = start(backend)
-        take_step(model, optimizer, 1)
-
-        def refused(thread: threading.Thread) -> None:
-            raise RuntimeError("can't create new thread at interpreter shutdown")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refused)
-            handle = optimizer.checkpoint({"step": 1})
-        assert handle.done()
-        assert differences(handle.result(), backend, Reference().after(1)) == []
-        optimizer.close()

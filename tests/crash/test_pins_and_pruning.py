@@ -13,7 +13,7 @@ import offload
 from gds import Backend, MemoryBackend, StorageError, WrapperBackend
 from gds.contract import Capabilities
 from offload import LastK, open_checkpoint, unpin
-from offload.errors import DamagedError, PinError, StoreError, UnwritableError
+from offload.errors import DamagedError, PinError, StoreError
 from offload.format.document import digest_of
 from offload.retention import read_pins
 from offload.store import PruneReport, prune
@@ -161,14 +161,6 @@ class TestWritingPins:
         assert names(backend) == ["best"]
         backend.close()
 
-    @pytest.mark.parametrize("kind", ["create", "remove"])
-    def test_a_user_who_may_not_write_is_told_so(self, kind: str) -> None:
-        backend = FaultBackend(with_pins("best"))
-        backend.fail_if(lambda found, _: found == kind, errno.EACCES)
-        with pytest.raises(UnwritableError, match=r"this store cannot be written .*, at pins"):
-            pin(backend) if kind == "create" else unpin(STORE, "best", backend=backend)
-        backend.close()
-
 
 def bytes_in(backend: Backend, *directories: str) -> int:
     return sum(len(data) for each in directories for data in contents(backend, each).values())
@@ -194,13 +186,6 @@ class TestReport:
         assert removed(report) == {FIRST: size}
         assert (report.kept, report.being_read, report.unnamed) == ((NEWEST,), (), ())
         assert (backend.stat(FIRST) is not None) == dry_run
-
-    def test_what_is_being_read_is_kept(self) -> None:
-        backend = made(2)
-        with open_checkpoint(FIRST, backend=backend):
-            report = prune(STORE, LastK(1), backend=backend)
-        assert removed(report) == {}
-        assert (report.kept, report.being_read) == ((FIRST, NEWEST), (FIRST,))
 
     def test_leftovers_count_unless_a_reader_holds_them(self) -> None:
         backend = made(2)

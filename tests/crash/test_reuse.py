@@ -9,21 +9,18 @@ from __future__ import annotations
 import errno
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from gds import Backend, MemoryBackend, PosixBackend, StorageError, WrapperBackend
+from gds import Backend, MemoryBackend, StorageError, WrapperBackend
 from offload import AdamW, BestBy, LastK, Retention, open_checkpoint
 from offload.errors import SlotFullError, StoreFullError
 from tests.crash.crash_backend import CrashBackend
 from tests.crash.fault_backend import FaultBackend
-from tests.crash.opened import acquire, made, newest, opened
+from tests.crash.opened import made
 from tests.crash.runs import OTHER, STORE, assert_at_step, slots_in, start
-from tests.ranks_store.job import Job
 from tests.stores import small
-from tests.stores.files import contents, everything, overwrite, remove_tree, tree, write
+from tests.stores.files import contents, everything, overwrite, remove_tree, write
 from tests.stores.training import Model, Reference, add_head, differences, take_step, train
 
 
@@ -233,21 +230,6 @@ class TestWhatIsNoSlot:
         assert len([n for n in slots_in(backend) if backend.stat(f"{STORE}/{n}")]) == 2
         assert_at_step(backend, 4)
 
-    def test_a_linked_folder_of_a_shard_is_given_up(self, tmp_path: Path) -> None:
-        """A user has moved it to a larger drive, and what is there now is the user's."""
-        with PosixBackend(direct=False) as backend:
-            ranks = {"directories": [str(tmp_path)] * 2, "sharded": True}
-            with Job([backend, backend], **ranks) as job:
-                (slot, _) = job.grant()
-                job.store.release(slot)
-            folder = Path(slot.path, "model")
-            folder.rename(tmp_path / "moved")
-            folder.symlink_to(tmp_path / "moved")
-            before = tree(tmp_path / "moved")
-            with Job([backend, backend], **ranks) as job:
-                job.seal(1)
-            assert tree(tmp_path / "moved") == before != {}
-
 
 class TestAfterAnError:
     @pytest.mark.parametrize("place", [0, 1], ids=["slot", "part"])
@@ -267,19 +249,6 @@ class TestAfterAnError:
                 train(model, optimizer, 3)
             assert_at_step(backend, 3)
         backend.close()
-
-
-def test_a_slot_of_another_layout_is_not_taken_although_its_files_are_as_long() -> None:
-    with opened(made(1)) as store:
-        layout = newest(store).manifest.layout
-        tensors = tuple(reversed(layout.parameters)), tuple(reversed(layout.model))
-        other = replace(layout, parameters=tensors[0], model=tensors[1])
-        slot = acquire(store)
-        sizes = dict(slot.sizes)
-        store.release(slot)
-        found = store.acquire(other, 1)
-        assert (found.layout, found.sizes) == (other, sizes)
-        assert store.leftovers()[0] == []
 
 
 def test_slots_that_a_step_has_left_are_used_by_the_next_one() -> None:

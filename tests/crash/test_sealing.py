@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
-from typing import cast
+from contextlib import suppress
 
 import pytest
 
 import offload
 from gds import Backend, MemoryBackend, WrapperBackend
-from gds.waiting import Monitor
 from offload.errors import BrokenOptimizerError, SealError
-from offload.store.sealing import Sealing
-from offload.store.withdrawal import Withdrawal
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.test_protocol_steps import STORE, Training
@@ -253,34 +248,3 @@ def test_hyper_parameters_that_do_not_fit_are_refused_at_once(others: list[str])
     with pytest.raises(offload.OffloadError, match="the manifest needs"):
         training.optimizer.checkpoint()
     training.optimizer.close()
-
-
-def test_the_lists_of_a_store_change_only_under_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step looks at them on another thread meanwhile; and threads are told under a lock alone.
-
-    Nothing that can be seen from outside tells in time whether the lock was held.
-    """
-    training = Training(MemoryBackend(), keep=1)
-    changed = training.optimizer._engine.store._changed
-    seen: list[str] = []
-    without_lock: list[str] = []  # an error here would end the thread, and who waits would hang
-
-    def looked_at(owner: type, name: str, lock_of: Callable[[object], Monitor]) -> None:
-        original: Callable[..., object] = getattr(owner, name)
-
-        def looked(self: object, *given: object, **named: object) -> object:
-            owned: bool = lock_of(self)._is_owned()  # type: ignore[attr-defined]
-            (seen if owned else without_lock).append(name)
-            with nullcontext() if owned else lock_of(self):
-                return original(self, *given, **named)
-
-        monkeypatch.setattr(owner, name, looked)
-
-    looked_at(Sealing, "_rename_into_place", lambda _: changed)
-    looked_at(Withdrawal, "trim", lambda _: changed)
-    looked_at(Monitor, "notify_all", lambda monitor: cast("Monitor", monitor))
-    training.steps_and_seal()
-    training.steps_and_seal()
-    training.optimizer.close()
-    assert without_lock == []
-    assert {*seen} == {"_rename_into_place", "trim", "notify_all"}

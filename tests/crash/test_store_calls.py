@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 
@@ -14,10 +13,7 @@ import offload
 from gds import Backend, File, MemoryBackend, StorageError, WrapperBackend
 from gds.contract import Stat
 from offload.errors import (
-    CheckpointNotFoundError,
     OffloadError,
-    StoreError,
-    StoreFullError,
 )
 from offload.store import Slot, Store
 from offload.store.shared import SharedStore
@@ -36,14 +32,10 @@ from tests.crash.opened import (
     with_free_slot,
 )
 from tests.ranks_store.job import LAYOUTS, ONE, TWO, Job
-from tests.stores.files import everything, read, remove_tree, write
+from tests.stores.files import everything, read, write
 from tests.stores.small import STORE, make_model, make_optimizer, train
 
 COPY, OTHER_COPY = "f" * 32, "e" * 32
-
-
-def break_manifest(backend: Backend, step: int) -> None:
-    write(backend, f"{path_of(step)}/manifest.json", b"{}")
 
 
 def of_ranks(*directories: str) -> SharedStore:
@@ -62,30 +54,9 @@ class TestOpening:
             synced = [str(operation) for operation in backend.log[before:]]
         assert synced == [f"sync_dir {path}" for path in ("/", STORE, path_of(1), path_of(2))]
 
-    @pytest.mark.parametrize("which", [2, "step-00000002", path_of(2)])
-    def test_one_is_found_by_its_step_its_name_and_its_path(self, which: int | str) -> None:
-        with opened(made(2)) as store:
-            assert store.find(which) is store.checkpoints[1]
-            store.refuse(store.checkpoints[1], "its part is gone")
-            with pytest.raises(CheckpointNotFoundError, match=r"it has: step-00000001\)"):
-                store.find(which)
-
 
 class TestLosses:
     """Checkpoints that other programs have made unusable."""
-
-    def test_one_is_usable_while_its_open_files_are_its_files(self) -> None:
-        backend = made(2)
-        with opened(backend) as store:
-            checkpoint = newest(store)
-            assert store.is_usable(checkpoint) is False
-            slot = store.slot_of(checkpoint)
-            assert (store.slot_of(checkpoint) is slot, slot.writable) == (True, False)
-            assert store.is_usable(checkpoint) is True
-            manifest = f"{path_of(2)}/manifest.json"
-            write(backend, manifest, read(backend, manifest))
-            assert store.is_usable(checkpoint) is False
-            assert steps(store) == [1, 2]
 
     @pytest.mark.parametrize("is_damaged", [True, False], ids=["damaged", "refused by a rank"])
     def test_one_that_cannot_be_used_counts_no_more(self, is_damaged: bool) -> None:
@@ -143,43 +114,6 @@ class TestSlots:
             backend.lock(store.acquire(LAYOUTS[0], 1).path).release()
         backend.close()
 
-    def test_closing_closes_everything(self) -> None:
-        """Free slots, checkpoints, damaged ones, and old files that a step may still read."""
-        backend = made(5)
-        with opened(backend) as store:
-            free = acquire(store)
-            store.release(free)
-            slots = {c.manifest.step: store.slot_of(c) for c in store.checkpoints}
-            store.quarantine(store.find(4), "read twice")
-            remove_tree(backend, path_of(5))
-            with pytest.warns(RuntimeWarning, match="was removed"):
-                store.refresh()
-            assert steps(store) == [1, 2, 3]
-            every = [free, *slots.values()]
-            assert [is_open(slot) for slot in every] == [True] * 6
-            store.close()
-            assert [is_open(slot) for slot in every] == [False] * 6
-            store.close()
-        with opened(backend):
-            pass
-
-
-def test_a_manifest_that_could_not_be_replaced_is_the_one_of_before() -> None:
-    backend = FaultBackend(made(1))
-    with opened(backend) as store:
-        checkpoint = newest(store)
-        before = checkpoint.manifest
-        after = replace(before, metrics={"loss": 1.0})
-        backend.fail("create", 1, forever=False)
-        with pytest.raises(StorageError, match="No space left"):
-            store.replace_manifest(checkpoint, after)
-        assert checkpoint.manifest is before
-        store.replace_manifest(checkpoint, after)
-        assert checkpoint.manifest is after
-    with opened(backend) as store:
-        assert newest(store).manifest.metrics == {"loss": 1.0}
-    backend.close()
-
 
 class TestPartsOfOthers:
     """What one process and several ranks have left of each other in one store."""
@@ -231,39 +165,6 @@ class TestPartsOfOthers:
         store.close()
 
 
-class TestTakingOver:
-    """A store that is filled from a tier has the identity of the one whose checkpoint arrives."""
-
-    @staticmethod
-    def next_generation(store: Store) -> int:
-        slot = store.acquire(LAYOUTS[0], 1)
-        generation: int = slot.context.generation
-        store.release(slot)
-        return generation
-
-    @pytest.mark.parametrize("is_usable", [True, False])
-    def test_a_store_with_a_history_takes_over_no_other_one(self, is_usable: bool) -> None:
-        backend = made(1)
-        if not is_usable:
-            break_manifest(backend, 1)
-        with opened(backend) as store:
-            with pytest.raises(StoreError, match="has checkpoints"):
-                store.take_over(COPY, 5)
-            assert store.store_id != COPY
-
-    def test_generations_go_on_after_the_latest_of_one_history(self) -> None:
-        backend = MemoryBackend()
-        shared = {"shared": of_ranks(STORE)}
-        for copy, first, found in (
-            (COPY, 500, [500, 501]), (COPY, 499, [499, 501, 502]), (OTHER_COPY, 400, [400, 401]),
-        ):  # fmt: skip
-            with opened(backend, **shared) as store:
-                store.take_over(copy, first)
-                assert [self.next_generation(store) for _ in found] == found
-        with opened(backend, **shared) as store:
-            assert (store.store_id, self.next_generation(store)) == (OTHER_COPY, 401)
-
-
 class TestAnotherCut:
     """Checkpoints that are read in another cut than they were made in."""
 
@@ -288,35 +189,6 @@ class TestAnotherCut:
             )
             assert spare
             assert job.store.available_bytes() == backend.free_bytes(ONE) + spare
-
-    def test_each_drive_needs_room_for_its_part_of_the_first_slot(self) -> None:
-        class Spacious(WrapperBackend):
-            free = 1 << 40
-
-            def free_bytes(self, directory: str) -> int:
-                return self.free
-
-        backend = Spacious(MemoryBackend())
-        layout = replace(LAYOUTS[0], shares=(1, 1))
-        # No directories of this machine, of which it would be known on which drives they are.
-        store = Store(
-            backend, ONE, [(backend, TWO)], keep=offload.LastK(1), train_state_bytes=8192,
-            allow_volatile=True,
-        )  # fmt: skip
-        slot = store.acquire(layout, 1)
-        needed = sum(len(data) for data in everything(backend, slot.parts[0].path).values())
-        needed += store.slot_bytes(layout, 1)
-        store.release(slot)
-        store.prune()
-        backend.free = needed
-        store.require_recut_room(layout, 1)
-        backend.free -= 1
-        with pytest.raises(StoreFullError, match="Nothing has been changed"):
-            store.require_recut_room(layout, 1)
-        store.release(store.acquire(layout, 1))
-        backend.free = 0
-        store.require_recut_room(layout, 1)  # the free slot and its part are enough
-        store.close()
 
 
 class Watched(WrapperBackend):

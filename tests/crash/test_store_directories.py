@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 
 import pytest
 
 from gds import Backend, MemoryBackend, StorageError, WrapperBackend
-from gds.contract import Capabilities
 from offload import list_checkpoints
-from offload.errors import RemoteStoreError, SealError, StoreError, UnreadableError
+from offload.errors import SealError, StoreError, UnreadableError
 from offload.format.document import digest_of
 from tests.crash.crash_backend import CrashBackend
 from tests.crash.fault_backend import FaultBackend
@@ -78,12 +76,6 @@ class TestRoles:
         error = refused(backend, "/new", ONE)
         assert "is the first directory of a store, but was given as number 2" in str(error)
         assert error.filename == ONE
-
-    def test_parts_in_the_first_directory_do_not_hide_the_store(self) -> None:
-        """Somebody has copied them, or an earlier version has let two stores share a drive."""
-        backend = store_of_two()
-        copied(backend, f"{TWO}/{part_of(backend, 1)}", backend, f"{ONE}/part-7")
-        assert_goes_on(backend, 2)
 
     @pytest.mark.parametrize("fresh", [False, True], ids=["resume", "fresh"])
     def test_the_second_of_another_store_is_refused(self, fresh: bool) -> None:
@@ -285,44 +277,19 @@ class TestMade:
         assert backend.num_failed == 1
         backend.close()
 
-    def test_each_is_looked_at_for_the_machine_that_serves_it(self) -> None:
-        class Remote(WrapperBackend):
-            def capabilities(self, directory: str) -> Capabilities:
-                found = super().capabilities(directory)
-                return dataclasses.replace(found, remote=directory == TWO, filesystem="nfs4")
 
-        backend = Remote(MemoryBackend(directories=[TWO]))
-        with pytest.raises(RemoteStoreError) as caught:
-            optimizer_in(backend, Model())
-        assert caught.value.filename == TWO
-        assert backend.stat(ONE) is None
-
-
-def with_owner(backend: MemoryBackend, directory: str) -> None:
-    """Seal a step of two ranks, and put the part of the second one in a directory."""
+def test_parts_of_ranks_given_to_one_process_are_refused_with_what_is_to_be_done() -> None:
+    backend = MemoryBackend(directories=["/b", "/empty"])
     with job.Job([backend, backend], directories=[job.ONE, job.ONE]) as ranks:
         ranks.seal(1)
-    backend.make_dir(directory)
-    backend.rename(f"{job.ONE}/owner-1", f"{directory}/owner-1")
-
-
-class TestPartsOfRanks:
-    """Directories that have parts of ranks, given to one process as a store."""
-
-    @pytest.mark.parametrize(
-        ("others", "advice"),
-        [
-            ([], r"\(owner-1\).*is on another node: start the same ranks again"),
-            (["/empty"], "is on another node: start the same ranks again"),
-            ([job.ONE], f"the first directory of their store is {job.ONE}: put that one first"),
-        ],
-        ids=["alone", "with an empty one", "with the first"],
-    )
-    def test_are_refused_with_what_is_to_be_done(self, others: list[str], advice: str) -> None:
-        backend = MemoryBackend(directories=["/empty"])
-        with_owner(backend, "/b")
+    backend.rename(f"{job.ONE}/owner-1", "/b/owner-1")
+    for others, advice in (
+        ([], r"\(owner-1\).*is on another node: start the same ranks again"),
+        (["/empty"], "is on another node: start the same ranks again"),
+        ([job.ONE], f"the first directory of their store is {job.ONE}: put that one first"),
+    ):
         with pytest.raises(StoreError, match=advice) as caught:
             optimizer_in(backend, Model(), ["/b", *others])
         assert caught.value.filename == "/b"
-        with pytest.raises(StoreError, match="this is the directory of one owner"):
-            optimizer_in(backend, Model(), ["/b/owner-1"])
+    with pytest.raises(StoreError, match="this is the directory of one owner"):
+        optimizer_in(backend, Model(), ["/b/owner-1"])

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import random
-import time
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 import offload
-from gds import Backend, File, LockHeldError, MemoryBackend, StorageError, WrapperBackend
+from gds import Backend, File, LockHeldError, MemoryBackend, WrapperBackend
 from offload import (
-    EverySeconds,
     open_checkpoint,
     verify_and_mark,
     verify_before_resume,
 )
 from offload.errors import DamagedError, PinError, UnreadableError
 from offload.retention import read_pins
-from offload.retention.policy import Record
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.opened import acquire, is_open, made, opened, path_of, steps
@@ -47,25 +43,6 @@ def said(call: Callable[..., object], *arguments: object) -> list[str]:
         warnings.simplefilter("always")
         call(*arguments)
     return [str(one.message) for one in caught]
-
-
-class TestPolicies:
-    @pytest.mark.parametrize("seconds", [True, "60", None, float("nan"), float("inf"), 0, -1])
-    def test_seconds_are_a_finite_number_above_zero(self, seconds: Any) -> None:
-        with pytest.raises(ValueError, match="seconds must be a finite number above 0"):
-            EverySeconds(seconds)
-
-    def test_a_time_without_a_zone_is_that_of_utc(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Wherever the machine is: here nine hours to the east."""
-        monkeypatch.setenv("TZ", "XXX-9")
-        time.tzset()
-        try:
-            created = ["00:00:00+00:00", "00:30:00", "01:00:00", "03:00:00+01:00"]
-            records = [Record(n, n, f"2026-01-01T{at}", {}, ()) for n, at in enumerate(created, 1)]
-            assert EverySeconds(3600).kept(records) == {1, 3, 4}
-        finally:
-            monkeypatch.undo()
-            time.tzset()
 
 
 class TestPins:
@@ -266,16 +243,4 @@ class TestTwoInARow:
             with pytest.raises(DamagedError, match="two in a row"):
                 verify_before_resume(found)
             assert backend.stat(mark_of(1)) is None
-        backend.close()
-
-    def test_a_mark_that_cannot_be_examined_is_not_said_to_be_lifted(self) -> None:
-        backend = FaultBackend(made(2))
-        mark(backend.inner, 2)
-        with open_checkpoint(path_of(2), backend=backend, even_quarantined=True) as found:
-            backend.fail_if(lambda kind, path: (kind, path) == ("stat", mark_of(2)))
-            with pytest.raises(StorageError, match="injected failure of stat"):
-                verify_before_resume(found)
-            assert backend.stat(mark_of(2)) is not None
-            assert not verify_before_resume(found).quarantined
-            assert backend.stat(mark_of(2)) is None
         backend.close()

@@ -222,15 +222,6 @@ class TestTrainState:
                 _ = opened.train_state
             assert any(TRAIN_STATE.rpartition("/")[2] in one for one in opened.verify().problems)
 
-    def test_a_sparse_file_that_claims_any_size_is_not_read(self) -> None:
-        backend = _Counting(memory_store(1))
-        with open_checkpoint(NEWEST, backend=backend) as opened:
-            write(backend, TRAIN_STATE, bytes(1 << 20))
-            backend.largest = 0
-            with pytest.raises(CheckpointError, match="train_state"):
-                _ = opened.train_state
-            assert backend.largest <= 4096
-
 
 class TestManifest:
     def test_a_hole_is_found_before_the_rest_is_read(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 import gds.waiting
 import offload
 import offload.store.slots.free as waiting_for_readers
-from gds import Backend, MemoryBackend, StorageError, WrapperBackend
+from gds import Backend, MemoryBackend, WrapperBackend
 from gds.contract import Stat
 from offload import open_checkpoint
 from offload.errors import CheckpointError, StoreBusyError, StoreError
@@ -114,27 +114,6 @@ class TestGoingBack:
 
 
 class TestPruning:
-    def test_the_removal_of_a_slot_is_durable(self) -> None:
-        backend = FaultBackend(with_free_slot(made(1)))
-        with opened(backend) as store:
-            assert len(free_paths(store)) == 1
-            backend.fail_if(lambda kind, path: (kind, path) == ("sync_dir", STORE))
-            with pytest.raises(StorageError, match="injected"):
-                store.prune()
-            store.prune()
-            assert free_paths(store) == []
-        backend.close()
-
-    def test_a_directory_named_like_an_unfinished_pin_keeps_no_slot(self) -> None:
-        backend = made(2)
-        for path in (f"{STORE}/pins", f"{STORE}/pins/.mine.new"):
-            backend.make_dir(path)
-        with opened(backend, 1) as store, pytest.raises(StorageError, match=r"\.mine\.new"):
-            store.prune()
-        assert [n for n in backend.list_dir(STORE) if n.startswith((".slot-", "step-"))] == [
-            "step-00000002"
-        ]
-
     @pytest.mark.parametrize("call", ["prune", "quarantine", "replace"])
     def test_nothing_is_changed_in_another_store(self, call: str) -> None:
         """A copy is in its place, as another file system may hide it."""
