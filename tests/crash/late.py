@@ -1,11 +1,13 @@
-"""Transfers that begin late: a test sees what was not waited for."""
+"""Transfers that begin late, or are held back: a test sees what was not waited for."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from gds import IOFuture, StorageError
+from gds import Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
+from gds.backends.wrapper import WrapperFile
 
 
 class Late(Future[int]):
@@ -23,3 +25,86 @@ class Late(Future[int]):
             except StorageError as error:
                 self.set_exception(error)
         return super().result(timeout)
+
+
+class LateBackend(WrapperBackend):
+    """Writes some files when it is waited for, and sees what is synced or read before that."""
+
+    def __init__(self, file_name: str, before_byte: int = 1 << 62) -> None:
+        super().__init__(MemoryBackend())
+        self.file_name = file_name
+        self.before_byte = before_byte
+        """Writes that begin from there on end at once."""
+        self.reads_late = False
+        """Whether reads begin late as well."""
+        self.late: list[tuple[str, int, Late]] = []
+        self.too_early: list[str] = []
+
+    def unfinished(self, path: str = "", offset: int = -1) -> bool:
+        """Return whether a write has not ended: any one, or that at an offset of a file."""
+        return any(
+            not late.done() and (not path or (where, at) == (path, offset))
+            for where, at, late in self.late
+        )
+
+    def finish(self) -> None:
+        """Let all writes end, which closing would wait for otherwise."""
+        for _, _, late in self.late:
+            late.result()
+
+    def wrap_file(self, file: File) -> File:
+        return _LateFile(file, self)
+
+
+class _LateFile(WrapperFile):
+    def __init__(self, inner: File, backend: LateBackend) -> None:
+        super().__init__(inner)
+        self._backend = backend
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        if self._backend.file_name not in self.path or offset >= self._backend.before_byte:
+            return super().write(source, offset)
+        late = Late(lambda: self.inner.write(source, offset))
+        self._backend.late.append((self.path, offset, late))
+        return late
+
+    def read(self, into: Buffer, offset: int) -> IOFuture:
+        if self._backend.unfinished(self.path, offset):
+            self._backend.too_early.append(f"read {self.path}")
+        if not self._backend.reads_late or self._backend.file_name not in self.path:
+            return super().read(into, offset)
+        late = Late(lambda: self.inner.read(into, offset))
+        self._backend.late.append((self.path, offset, late))
+        return late
+
+    def sync(self) -> None:
+        if self._backend.unfinished():
+            self._backend.too_early.append(f"sync {self.path}")
+        super().sync()
+
+
+class GateBackend(WrapperBackend):
+    """Holds back one of the writes to files of a name."""
+
+    def __init__(self, file_name: str) -> None:
+        super().__init__(MemoryBackend())
+        self.file_name = file_name
+        self.num_before = -1
+        self.reached, self.is_open = threading.Event(), threading.Event()
+
+    def wrap_file(self, file: File) -> File:
+        return _GatedFile(file, self)
+
+
+class _GatedFile(WrapperFile):
+    def __init__(self, inner: File, backend: GateBackend) -> None:
+        super().__init__(inner)
+        self._backend = backend
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        if self.path.endswith(self._backend.file_name):
+            if self._backend.num_before == 0:
+                self._backend.reached.set()
+                assert self._backend.is_open.wait(60)
+            self._backend.num_before -= 1
+        return super().write(source, offset)

@@ -1,22 +1,17 @@
-"""A small store that is open for writing, as its parts: what keeps, withdraws and looks at it."""
+"""A small store that is open for writing, without a process that trains in it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import pytest
 
 from gds import Backend, MemoryBackend, StorageError
-from gds.waiting import Monitor
-from offload import DriveTuning
-from offload.journal import Journal
-from offload.retention.policy import LastK, Retention
-from offload.store.census import Census
-from offload.store.expiry import Keeping
-from offload.store.opening import StoredCheckpoint, open_directories, open_stored
-from offload.store.poison import Poison
-from offload.store.slots.free import FreeSlots
-from offload.store.slots.slot import Slot
-from offload.store.withdrawal import Withdrawal
+from offload import DriveTuning, LastK, Retention
+from offload.store import Slot, Store, StoredCheckpoint
+from tests.crash.fault_backend import FaultBackend
 from tests.stores import small
 from tests.stores.small import STORE, memory_store
 
@@ -41,61 +36,66 @@ def made(num_checkpoints: int, num_drives: int = 1) -> MemoryBackend:
     return backend.reopened()
 
 
-class Opened:
-    """The parts of a store that decide which checkpoints stay, each made as the store makes it."""
-
-    def __init__(self, backend: Backend, keep: int | Retention, num_drives: int = 1) -> None:
-        self.backend = backend
-        self.poison = Poison(STORE)
-        drives = [(backend, directory) for directory in [STORE, SECOND][:num_drives]]
-        self.content = open_directories(drives, self.poison, allow_volatile=True)
-        self.checkpoints = self.content.checkpoints
-        self.parts = self.content.parts
-        self.changed = Monitor()
-        self.census = Census(backend, self.content)
-        policy = LastK(keep) if isinstance(keep, int) else keep
-        self.keeping = Keeping(
-            backend, STORE, policy, self.content, self.changed, self.poison, self.census
-        )
-        self.free = FreeSlots(backend, STORE, self.content.leftover, self.parts, self.poison)
-        self.journal = Journal()
-        self.withdrawal = Withdrawal(
-            self.content, self.keeping, self.census, self.free, self.poison, self.journal
-        )
-
-    @property
-    def steps(self) -> list[int]:
-        """Steps of the checkpoints in the list."""
-        return [checkpoint.manifest.step for checkpoint in self.checkpoints]
-
-    @property
-    def on_drive(self) -> list[str]:
-        """Names of the checkpoints and slots in the first directory."""
-        names = self.backend.list_dir(STORE)
-        return sorted(name for name in names if name.startswith(("step-", ".slot-")))
-
-    def step(self, number: int) -> StoredCheckpoint:
-        """Return the checkpoint of a step."""
-        (found,) = [one for one in self.checkpoints if one.manifest.step == number]
-        return found
-
-    def open(self, number: int, *, writable: bool = False) -> Slot:
-        """Open the files of the checkpoint of a step, which this process keeps open."""
-        return open_stored(self.backend, self.step(number), self.parts, writable=writable)
-
-
 @contextmanager
-def opened(backend: Backend, keep: int | Retention, num_drives: int = 1) -> Iterator[Opened]:
-    """Open the store for writing, and let go of its locks in the end."""
-    store = Opened(backend, keep, num_drives)
+def opened(
+    backend: Backend, keep: int | Retention = 9, num_drives: int = 1, **arguments: Any
+) -> Iterator[Store]:
+    """Open a store on one drive or on two, which waits for no reader, and close it in the end."""
+    store = Store(
+        backend,
+        STORE,
+        [(backend, SECOND)][: num_drives - 1],
+        **{
+            "keep": LastK(keep) if isinstance(keep, int) else keep,
+            "train_state_bytes": 8192,
+            "allow_volatile": True,
+            "reader_timeout_s": 0.0,
+            **arguments,
+        },
+    )
     try:
         yield store
     finally:
-        store.free.close()
-        store.census.close()
-        for checkpoint in store.checkpoints:
-            checkpoint.close()
-        store.content.lock.release()
+        store.close()
+
+
+def path_of(step: int) -> str:
+    return f"{STORE}/step-{step:08d}"
+
+
+def steps(store: Store) -> list[int]:
+    return [checkpoint.manifest.step for checkpoint in store.checkpoints]
+
+
+def newest(store: Store) -> StoredCheckpoint:
+    found = store.newest
+    assert found is not None
+    return found
+
+
+def acquire(store: Store) -> Slot:
+    """Acquire a slot like that of the newest checkpoint."""
+    manifest = newest(store).manifest
+    return store.acquire(manifest.layout, len(manifest.groups))
+
+
+def free_paths(store: Store) -> list[str]:
+    return store.leftovers()[0]
+
+
+def with_free_slot(backend: MemoryBackend, num_drives: int = 1) -> MemoryBackend:
+    """Leave a slot in a store that nobody needs, with its part on the second drive."""
+    with opened(backend, num_drives=num_drives) as store:
+        store.release(acquire(store))
+    return backend
+
+
+def poison(store: Store, backend: FaultBackend) -> None:
+    """Let a sync of the store fail, as it marks its oldest checkpoint."""
+    backend.fail("sync_dir", 1, forever=False)
+    with pytest.warns(RuntimeWarning, match="could not be marked"):
+        store.quarantine(store.checkpoints[0], "damaged")
+    assert store.poisoned
 
 
 def is_open(slot: Slot) -> bool:

@@ -16,7 +16,7 @@ from tests.crash.fault_backend import KINDS, FaultBackend, Kind
 from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
 
 STORE = "/run"
-LAST_STEP = 5
+LAST_STEP = 3
 
 
 def moved(_: FaultBackend, optimizer: offload.AdamW) -> None:
@@ -24,7 +24,7 @@ def moved(_: FaultBackend, optimizer: offload.AdamW) -> None:
 
 
 def moved_from_outside(backend: FaultBackend, _: offload.AdamW) -> None:
-    offload.pin(f"{STORE}/step-00000003", "best", backend=backend)
+    offload.pin(f"{STORE}/step-00000002", "best", backend=backend)
 
 
 def removed(_: FaultBackend, optimizer: offload.AdamW) -> None:
@@ -35,14 +35,17 @@ def removed_from_outside(backend: FaultBackend, _: offload.AdamW) -> None:
     offload.unpin(STORE, "best", backend=backend)
 
 
+CHANGING: tuple[Kind, ...] = ("sync", "sync_dir", "rename", "create", "remove")
+"""What is tried of another process, which reads as the one that trains does."""
+
 Change = Callable[[FaultBackend, offload.AdamW], None]
 CHANGES: dict[Change, int | None] = {
-    moved: 3,
-    moved_from_outside: 3,
+    moved: 2,
+    moved_from_outside: 2,
     removed: None,
     removed_from_outside: None,
 }
-"""What is done to the pin of step 1 while step 3 is the newest, and the step that it has then."""
+"""What is done to the pin of step 1 while step 2 is the newest, and the step that it has then."""
 
 
 @functools.cache
@@ -61,7 +64,7 @@ def pinned(backend: FaultBackend) -> int | None:
 
 
 def trained_with_a_fault(change: Change, kind: Kind, nth: int) -> FaultBackend:
-    """Train to the last step; one operation of changing the pin at step 3 fails."""
+    """Train to the last step; one operation of changing the pin at step 2 fails."""
     backend, model = FaultBackend(MemoryBackend()), Model()
     after = CHANGES[change]
     optimizer = optimizer_for(model, STORE, options(backend), keep=1)
@@ -72,7 +75,7 @@ def trained_with_a_fault(change: Change, kind: Kind, nth: int) -> FaultBackend:
         optimizer.checkpoint({"step": step}).result()
         if step == 1:
             optimizer.pin("best")
-        if step == 3:
+        if step == 2:
             backend.fail(kind, nth, forever=False)
             try:
                 change(backend, optimizer)
@@ -105,7 +108,7 @@ def test_any_operation_of_pinning_may_fail(change: Change) -> None:
     with warnings.catch_warnings():
         # After a failed sync the store says that it reuses no slot.
         warnings.simplefilter("ignore", RuntimeWarning)
-        for kind in KINDS:
+        for kind in KINDS if change in (moved, removed) else CHANGING:
             for nth in range(1, 20):
                 backend = trained_with_a_fault(change, kind, nth)
                 backend.close()
@@ -114,5 +117,4 @@ def test_any_operation_of_pinning_may_fail(change: Change) -> None:
                 num_faults += 1
             else:
                 pytest.fail(f"{kind} never ran out")
-    print(f"{change.__name__}: {num_faults} faults")
     assert num_faults >= 2

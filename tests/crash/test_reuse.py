@@ -7,30 +7,54 @@ made anew, and nothing that was in it stays.
 from __future__ import annotations
 
 import errno
+import warnings
+from collections.abc import Callable
 
 import pytest
 
-from gds import MemoryBackend, StorageError
-from offload import open_checkpoint
+from gds import Backend, MemoryBackend, StorageError, WrapperBackend
+from offload import AdamW, BestBy, LastK, Retention, open_checkpoint
+from offload.errors import SlotFullError, StoreFullError
+from tests.crash.crash_backend import CrashBackend
 from tests.crash.fault_backend import FaultBackend
-from tests.stores.training import (
-    Model,
-    Reference,
-    backward,
-    differences,
-    optimizer_for,
-    options,
-    train,
-)
-
-ONE, TWO = "/first/run", "/second/run"
+from tests.crash.opened import made
+from tests.crash.runs import OTHER, STORE, assert_at_step, slots_in, start
+from tests.stores import small
+from tests.stores.files import contents, everything, overwrite, remove_tree, write
+from tests.stores.training import Model, Reference, add_head, differences, take_step, train
 
 
-@pytest.mark.parametrize("keep", [1, 2], ids=["keep=1", "keep=2"])
-@pytest.mark.parametrize("directories", [[ONE], [ONE, TWO]], ids=["one drive", "two drives"])
-def test_a_store_that_is_full_grown_makes_no_new_files(directories: list[str], keep: int) -> None:
-    backend, model = FaultBackend(MemoryBackend()), Model()
-    with optimizer_for(model, directories, options(backend), keep=keep) as optimizer:
+def start_anew(backend: Backend, num_drives: int = 1, keep: int = 1) -> tuple[Model, AdamW]:
+    return start(backend, num_drives, keep, history=5)
+
+
+def with_leftovers(num_drives: int = 1, keep: int = 1, backend: Backend | None = None) -> Backend:
+    """Return files of a process that has ended between two checkpoints."""
+    backend = backend or MemoryBackend()
+    model, optimizer = start(backend, num_drives, keep)
+    with optimizer:
+        train(model, optimizer, *range(1, keep + 2))
+        take_step(model, optimizer, keep + 2)
+    return backend
+
+
+def free_slots(backend: Backend) -> list[str]:
+    return [f"{STORE}/{name}" for name in slots_in(backend) if name.startswith(".slot-")]
+
+
+def free_places(backend: Backend) -> list[str]:
+    """Return the free slot and the free part."""
+    with open_checkpoint(STORE, backend=backend) as found:
+        used = {found.path, *found.parts}
+    names = [f"{place}/{n}" for place in (STORE, OTHER) for n in backend.list_dir(place)]
+    return [name for name in names if name not in used and backend.stat(name).kind == "directory"]
+
+
+@pytest.mark.parametrize(("keep", "num_drives"), [(1, 2), (2, 1)])
+def test_a_store_that_is_full_grown_makes_no_new_files(keep: int, num_drives: int) -> None:
+    backend = FaultBackend(MemoryBackend())
+    model, optimizer = start_anew(backend, num_drives, keep)
+    with optimizer:
         train(model, optimizer, *range(1, keep + 2))
         before = backend.num_done["create"], backend.num_done["make_dir"]
         train(model, optimizer, *range(keep + 2, keep + 5))
@@ -38,85 +62,276 @@ def test_a_store_that_is_full_grown_makes_no_new_files(directories: list[str], k
     backend.close()
 
 
-@pytest.mark.parametrize("directories", [[ONE], [ONE, TWO]], ids=["one drive", "two drives"])
-def test_what_an_earlier_process_left_is_overwritten(directories: list[str]) -> None:
-    files, model = MemoryBackend(), Model()
-    with optimizer_for(model, directories, options(files), keep=2) as optimizer:
-        train(model, optimizer, 1, 2, 3)
-        backward(model, 4)
-        optimizer.step()  # into a slot that stays behind
-    backend, model = FaultBackend(files.reopened()), Model(history=5)
-    with optimizer_for(model, directories, options(backend), keep=2) as optimizer:
+@pytest.mark.parametrize("num_drives", [1, 2])
+def test_what_an_earlier_process_left_is_overwritten(num_drives: int) -> None:
+    backend = FaultBackend(with_leftovers(num_drives, keep=2))
+    model, optimizer = start_anew(backend, num_drives, keep=2)
+    with optimizer:
         assert optimizer.restore().step == 3
         train(model, optimizer, 4, 5)
         assert (backend.num_done["create"], backend.num_done["make_dir"]) == (0, 0)
-    with open_checkpoint(ONE, backend=backend.inner) as found:
-        assert differences(found, backend.inner, Reference().after(5)) == []
+    assert_at_step(backend.inner, 5)
     backend.close()
 
 
-def store_with_a_free_slot(backend: MemoryBackend) -> MemoryBackend:
-    """Return files of a process that has ended between two checkpoints."""
-    model = Model()
-    with optimizer_for(model, [ONE, TWO], options(backend), keep=1) as optimizer:
-        train(model, optimizer, 1, 2)
-        backward(model, 3)
-        optimizer.step()
-    return backend.reopened()
+@pytest.mark.parametrize("is_withdrawn", [True, False], ids=["withdrawn", "cut off"])
+def test_a_leftover_is_durably_no_checkpoint_before_anything_else_is_written(
+    is_withdrawn: bool,
+) -> None:
+    """A process may have been killed in the middle of a withdrawal: the manifest is valid."""
+    backend = with_leftovers(backend=CrashBackend())
+    (slot,) = free_slots(backend)
+    if not is_withdrawn:
+        for name, data in contents(backend, f"{STORE}/step-00000002").items():
+            overwrite(backend, f"{slot}/{name}", data)
+        open_checkpoint(slot, backend=backend).close()
+    before = len(backend.log)
+    model, optimizer = start_anew(backend)
+    with optimizer:
+        optimizer.restore()
+        log = [str(op) for op in backend.log[before:]]
+        assert not [op for op in log if op.startswith("write")], "as long as nobody needs it"
+        train(model, optimizer, 3)
+    log = [str(op) for op in backend.log[before:] if op.path.startswith(slot)]
+    assert log[0].startswith(f"write {slot}/manifest.json")
+    assert log[1] == f"sync {slot}/manifest.json"
+    assert_at_step(backend, 3)
 
 
-def free_places(backend: MemoryBackend) -> list[str]:
-    """Return the free slot and the free part."""
-    with open_checkpoint(ONE, backend=backend) as found:
-        used = {found.path, *found.parts}
-    names = [f"{directory}/{n}" for directory in (ONE, TWO) for n in backend.list_dir(directory)]
-    return [name for name in names if name not in used and backend.stat(name).kind == "directory"]
+def one_more(backend: Backend, path: str) -> None:
+    write(backend, f"{path}/momentum.safetensors", bytes(4096))
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["slot", "part"])
-@pytest.mark.parametrize("change", ["one more", "one less", "another size", "a directory"])
-def test_a_leftover_that_does_not_fit_is_made_anew(change: str, place: int) -> None:
-    backend = store_with_a_free_slot(MemoryBackend())
+def one_less(backend: Backend, path: str) -> None:
+    backend.remove(f"{path}/exp_avg.safetensors")
+
+
+def another_size(backend: Backend, path: str) -> None:
+    write(backend, f"{path}/exp_avg.safetensors", bytes(4096))
+
+
+def a_directory(backend: Backend, path: str) -> None:
+    backend.remove(f"{path}/exp_avg.safetensors")
+    backend.make_dir(f"{path}/exp_avg.safetensors")
+
+
+def no_headers(backend: Backend, path: str) -> None:
+    """Nothing of a free slot is durable but what was synced: only its sizes may have survived."""
+    for name, data in contents(backend, path).items():
+        if name.endswith(".safetensors"):
+            overwrite(backend, f"{path}/{name}", bytes(len(data)))
+
+
+def a_mark(backend: Backend, path: str) -> None:
+    write(backend, f"{path}/damaged.txt", b"damaged")
+
+
+def files_of_the_model(backend: Backend, path: str) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        write(backend, f"{path}/{name}", b"of the model")
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (one_more, 0), (one_more, 1), (one_less, 0), (one_less, 1), (another_size, 0),
+        (another_size, 1), (a_directory, 0), (a_directory, 1), (no_headers, 0), (a_mark, 0),
+        (files_of_the_model, 0),
+    ],
+)  # fmt: skip
+def test_a_leftover_that_does_not_fit_is_made_anew(
+    change: Callable[[Backend, str], None], place: int
+) -> None:
+    """A slot, or the part of one."""
+    backend = with_leftovers(2).reopened()
     path = free_places(backend)[place]
     expected = sorted(backend.list_dir(path))
-    if change == "one more":
-        backend.create(f"{path}/momentum.safetensors", 4096).close()
-    else:
-        backend.remove(f"{path}/exp_avg.safetensors")
-    if change == "another size":
-        backend.create(f"{path}/exp_avg.safetensors", 4096).close()
-    elif change == "a directory":
-        backend.make_dir(f"{path}/exp_avg.safetensors")
-    model = Model(history=5)
-    with optimizer_for(model, [ONE, TWO], options(backend), keep=1) as optimizer:
+    change(backend, path)
+    model, optimizer = start_anew(backend, 2)
+    with optimizer:
         optimizer.restore()
-        if change == "a directory" and place == 0:
+        if change is a_directory and place == 0:
             with pytest.warns(RuntimeWarning, match="left alone: it holds the directory"):
                 train(model, optimizer, 3)
         else:
             train(model, optimizer, 3)
-        with open_checkpoint(ONE, backend=backend) as found:
-            assert differences(found, backend, Reference().after(3)) == []
+        assert_at_step(backend, 3)
+        with open_checkpoint(STORE, backend=backend) as found:
             places = (found.path, *found.parts)
         assert sorted(backend.list_dir(places[place])) == expected
         train(model, optimizer, 4)
-    with open_checkpoint(ONE, backend=backend) as found:
-        assert differences(found, backend, Reference().after(4)) == []
+    assert_at_step(backend, 4)
 
 
-def test_after_a_part_could_not_be_made_ready_nothing_is_reused() -> None:
-    """Whether what it says of itself has been overwritten on the drive is not known then."""
-    backend = FaultBackend(store_with_a_free_slot(MemoryBackend()))
-    _, part = free_places(backend)
-    model = Model(history=5)
-    with optimizer_for(model, [ONE, TWO], options(backend), keep=1) as optimizer:
-        optimizer.restore()
-        backend.fail_if(lambda kind, path: kind == "sync" and path == f"{part}/part.json")
-        backward(model, 3)
-        with pytest.raises(StorageError) as failed:
+def a_file(backend: Backend, path: str) -> None:
+    write(backend, path, b"notes")
+
+
+def with_a_directory(backend: Backend, path: str) -> None:
+    backend.make_dir(path)
+    backend.make_dir(f"{path}/notes")
+
+
+class TestWhatIsNoSlot:
+    """Names of slots under which there is something else, or that somebody holds or removes."""
+
+    @pytest.mark.parametrize("other", [a_file, with_a_directory])
+    def test_it_is_left_alone_and_the_next_leftover_is_used(
+        self, other: Callable[[Backend, str], None]
+    ) -> None:
+        backend = with_leftovers()
+        other(backend, f"{STORE}/.slot-99")
+        before = [one for one in everything(backend).items() if "/.slot-99" in one[0]]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model, optimizer = start_anew(backend)
+            with optimizer:
+                optimizer.restore()
+                train(model, optimizer, 3, 4)
+        said = [str(one.message) for one in caught if f"{STORE}/.slot-99: " in str(one.message)]
+        assert len(said) == 1
+        assert [one for one in everything(backend).items() if "/.slot-99" in one[0]] == before
+        assert len(slots_in(backend)) == 3
+        assert_at_step(backend, 4)
+
+    def test_one_that_a_reader_holds_is_not_used(self) -> None:
+        """It was a checkpoint when the reader opened it."""
+        backend = with_leftovers()
+        (slot,) = free_slots(backend)
+        reader, before = backend.lock(slot, shared=True), contents(backend, slot)
+        model, optimizer = start_anew(backend)
+        with optimizer:
+            optimizer.restore()
+            train(model, optimizer, 3, 4)
+            assert contents(backend, slot) == before
+            reader.release()
+            train(model, optimizer, 5)
+        assert len(slots_in(backend)) == 2
+        assert_at_step(backend, 5)
+
+    @pytest.mark.parametrize("moment", ["as it is listed", "as it is needed"])
+    def test_one_that_somebody_removes_is_none(self, moment: str) -> None:
+        class Listed(WrapperBackend):
+            def list_dir(self, path: str) -> list[str]:
+                names = super().list_dir(path)
+                return [*names, ".slot-6"] if path == STORE else names
+
+        backend = with_leftovers()
+        (slot,) = free_slots(backend)
+        if moment == "as it is listed":
+            backend = Listed(backend)
+        model, optimizer = start_anew(backend)
+        with optimizer, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.restore()
+            if moment == "as it is needed":
+                remove_tree(backend, slot)
+            train(model, optimizer, 3, 4)
+        assert len([n for n in slots_in(backend) if backend.stat(f"{STORE}/{n}")]) == 2
+        assert_at_step(backend, 4)
+
+
+class TestAfterAnError:
+    @pytest.mark.parametrize("place", [0, 1], ids=["slot", "part"])
+    def test_nothing_is_reused_after_one_could_not_be_made_ready(self, place: int) -> None:
+        """Whether what it says of itself has been overwritten on the drive is not known then."""
+        backend = FaultBackend(with_leftovers(2).reopened())
+        path = f"{free_places(backend)[place]}/{('manifest', 'part')[place]}.json"
+        model, optimizer = start_anew(backend, 2)
+        with optimizer:
+            optimizer.restore()
+            backend.fail_if(lambda kind, where: (kind, where) == ("sync", path))
+            with pytest.raises(StorageError) as failed:
+                take_step(model, optimizer, 3)
+            assert (failed.value.errno, backend.num_failed) == (errno.EIO, 1)
+            optimizer.restore()
+            with pytest.warns(RuntimeWarning, match="could not be made ready.*no slot"):
+                train(model, optimizer, 3)
+            assert_at_step(backend, 3)
+        backend.close()
+
+
+def test_slots_that_a_step_has_left_are_used_by_the_next_one() -> None:
+    """Of a layout that is no more, of a step that has failed, and of one that a restore undoes."""
+    backend = FaultBackend(MemoryBackend())
+    model, optimizer = start(backend, keep=1)
+    with optimizer:
+        train(model, optimizer, 1)
+        take_step(model, optimizer, 2)
+        add_head(model, optimizer)
+        assert len(slots_in(backend)) == 3, "the state is still in the one before"
+        train(model, optimizer, 3, 4)
+        assert len(slots_in(backend)) == 2
+        for fails in (True, False):
+            if fails:
+                backend.fail("write", 1, forever=False)
+                with pytest.raises(StorageError, match="injected failure of write"):
+                    take_step(model, optimizer, 5)
+            else:
+                take_step(model, optimizer, 5)
+            assert optimizer.restore().step == 4
+        train(model, optimizer, 5)
+        assert len(slots_in(backend)) == 2
+    with open_checkpoint(STORE, backend=backend) as found:
+        assert differences(found, backend, Reference(head_from=3).after(5)) == []
+    backend.close()
+
+
+class _Room(WrapperBackend):
+    """Has as much room in each directory as the test says."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.free: dict[str, int] = {}
+
+    def free_bytes(self, directory: str) -> int:
+        return self.free.get(directory, super().free_bytes(directory))
+
+
+class TestRoom:
+    @pytest.mark.parametrize(
+        ("keep", "num_free", "fresh", "missing"),
+        [
+            (LastK(1), 0, False, 0),  # both slots are there
+            (LastK(2), 0, False, 1),
+            (LastK(4), 1, False, 2),
+            (LastK(4), 9, False, 0),
+            (LastK(1), 0, True, 2),  # a new history needs two before an old checkpoint can go
+            (LastK(1), 1, True, 1),
+            (LastK(4), 0, True, 3),
+            (LastK(3) | LastK(1) | BestBy("loss", 2), 0, False, 4),
+        ],
+    )
+    def test_as_much_is_required_as_is_surely_needed(
+        self, keep: Retention, num_free: int, fresh: bool, missing: int
+    ) -> None:
+        backend = _Room(made(2))
+        size = sum(len(data) for data in contents(backend, f"{STORE}/step-00000001").values())
+        for number in range(num_free):
+            backend.make_dir(f"{STORE}/.slot-{number + 10}")
+        arguments = {"keep": keep, "fresh": fresh}
+        backend.free[STORE] = missing * size
+        small.make_optimizer(small.make_model(), backend, **arguments).close()
+        if missing:
+            backend.free[STORE] -= 1
+            with pytest.raises(StoreFullError, match=f"{missing} more slot") as full:
+                small.make_optimizer(small.make_model(), backend, **arguments)
+            assert full.value.filename == STORE
+
+    @pytest.mark.parametrize(
+        ("first", "second", "named"),
+        [(1 << 30, 9, [OTHER]), (0, 1 << 30, [STORE]), (1, 2, [STORE, OTHER])],
+    )
+    def test_the_error_of_a_step_names_the_directories_that_are_full(
+        self, first: int, second: int, named: list[str]
+    ) -> None:
+        backend = _Room(FaultBackend(MemoryBackend()))
+        model, optimizer = start_anew(backend, 2)
+        with optimizer:
+            backend.free = {STORE: first, OTHER: second}
+            backend.inner.fail_if(lambda kind, _: kind == "create", errno.EDQUOT)
+            with pytest.raises(SlotFullError, match=r"(?i)quota") as full:
+                take_step(model, optimizer, 1)
+            assert (full.value.errno, full.value.filename) == (errno.EDQUOT, named[0])
+            assert str(full.value).count(" free)") == len(named)
             optimizer.step()
-        assert failed.value.errno == errno.EIO
-        assert backend.num_failed == 1
-        optimizer.restore()
-        with pytest.warns(RuntimeWarning, match="a free part could not be made ready.*no slot"):
-            train(model, optimizer, 3)

@@ -2,269 +2,288 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import warnings
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
-from gds import MemoryBackend, StorageError
-from offload.checkpoint.reading import decode_manifest
-from offload.errors import CheckpointError, StoreError
-from offload.retention.pins import write_pin
-from offload.retention.policy import BestBy, LastK, Record
-from offload.store.expiry import pin_of
+import gds.waiting
+import offload
+import offload.store.slots.free as waiting_for_readers
+from gds import Backend, MemoryBackend, WrapperBackend
+from gds.contract import Stat
+from offload import open_checkpoint
+from offload.errors import CheckpointError, StoreBusyError, StoreError
+from offload.store import Slot, Store
 from tests.crash.fault_backend import FaultBackend
-from tests.crash.opened import Opened, is_open, made, opened
-from tests.stores.files import remove_tree
-from tests.stores.small import STORE, make_model, make_optimizer, train
+from tests.crash.opened import (
+    acquire,
+    free_paths,
+    made,
+    newest,
+    opened,
+    path_of,
+    steps,
+    with_free_slot,
+)
+from tests.ranks_store.job import ONE, TWO, Job
+from tests.stores.files import contents, everything, remove_tree, write
+from tests.stores.small import STORE
 
 
-def path_of(step: int) -> str:
-    return f"{STORE}/step-{step:08d}"
+class Spacious(WrapperBackend):
+    """Has as many bytes free as the test says."""
+
+    free = 1 << 40
+
+    def free_bytes(self, directory: str) -> int:
+        assert super().free_bytes(directory)
+        return self.free
 
 
-def pin(store: Opened, step: int) -> None:
-    checkpoint = store.step(step)
-    write_pin(store.backend, STORE, pin_of("kept", checkpoint.path, checkpoint.manifest))
-
-
-def add_free_slots(store: Opened, number: int) -> None:
-    """Make slots like the newest checkpoint, which nobody needs."""
-    newest = store.checkpoints[-1]
-    sizes = store.open(newest.manifest.step).sizes
-    for _ in range(number):
-        store.free.add(store.free.create(newest.manifest.layout, sizes))
-
-
-class TestOne:
-    """The withdrawal of one checkpoint, whether it has expired or not."""
-
-    @pytest.mark.parametrize("num_drives", [1, 2])
-    def test_its_slot_is_free_and_ready_to_be_written(self, num_drives: int) -> None:
-        with opened(made(2, num_drives), 2, num_drives) as store:
-            layout, before = store.step(1).manifest.layout, len(store.free)
-            sizes = store.open(1).sizes
-            assert store.withdrawal.withdraw(store.step(1))
-            assert store.steps == [2]
-            assert len(store.free) == before + 1
-            assert store.on_drive[-1] == "step-00000002"
-            for name in store.free.paths():
-                assert name.removeprefix(f"{STORE}/") in store.on_drive
-                with pytest.raises(CheckpointError):
-                    decode_manifest(store.backend, name)
-            assert [store.parts.num_free(n) for n in range(1, num_drives)] == [0] * (num_drives - 1)
-            slot = store.free.take(layout, sizes)
-            assert slot is not None
-            slot.manifest.write_bytes(b"{", 0)
-            assert not store.poison
-
-    @pytest.mark.parametrize("num_drives", [1, 2])
-    def test_one_that_was_removed_by_hand_is_no_longer_listed(self, num_drives: int) -> None:
-        with opened(made(2, num_drives), 2, num_drives) as store:
-            slot = store.open(1)
-            remove_tree(store.backend, path_of(1))
-            assert store.withdrawal.withdraw(store.step(1))
-            assert store.steps == [2]
-            assert not is_open(slot)
-            assert len(store.free) == 0
-            assert [store.parts.num_free(n) for n in range(1, num_drives)] == [1] * (num_drives - 1)
-
-    def test_one_that_is_being_read_stays(self) -> None:
-        with opened(made(2), 2) as store:
-            reader = store.backend.lock(path_of(1), shared=True)
-            assert not store.withdrawal.withdraw(store.step(1))
-            assert store.steps == [1, 2]
-            reader.release()
-            assert store.withdrawal.withdraw(store.step(1))
-
-    def test_one_that_is_pinned_stays(self) -> None:
-        with opened(made(2), 2) as store:
-            pin(store, 1)
-            assert not store.withdrawal.withdraw(store.step(1))
-            assert store.withdrawal.withdraw(store.step(2))
-            assert store.steps == [1]
-
-    def test_nothing_is_withdrawn_after_a_failure(self) -> None:
-        with opened(made(2), 2) as store:
-            with pytest.raises(StorageError), store.poison.fatal("a sync failed"):
-                raise StorageError(5, "sync", STORE)
-            assert not store.withdrawal.withdraw(store.step(1))
-            assert store.steps == [1, 2]
-            assert store.on_drive == ["step-00000001", "step-00000002"]
-
-    def test_nothing_is_withdrawn_from_a_directory_that_was_moved(self) -> None:
-        with opened(made(2), 2) as store:
-            store.backend.rename(STORE, "/moved")
-            with pytest.raises(StoreError, match="not the directory that was opened"):
-                store.withdrawal.withdraw(store.step(1))
-            assert store.steps == [1, 2]
-            store.backend.rename("/moved", STORE)
-            assert store.withdrawal.withdraw(store.step(1))
-
-    def test_one_whose_name_could_not_be_changed_is_still_listed(self) -> None:
-        """It is on the drive as before, and nothing that is there is reused any more."""
-        backend = FaultBackend(made(2))
-        with opened(backend, 2) as store:
-            backend.fail_if(lambda kind, path: kind == "rename" and path == path_of(1))
-            with pytest.raises(StorageError, match="injected failure of rename"):
-                store.withdrawal.withdraw(store.step(1))
-            assert store.steps == [1, 2]
-            assert "a checkpoint could not be withdrawn" in store.poison.reason
-        backend.close()
-
-    def test_one_of_which_nothing_can_be_told_is_not_written_to(self) -> None:
-        """Its files may have other names; the slot is listed, and is made anew when it is taken."""
-        backend = FaultBackend(made(2))
-        with opened(backend, 2) as store:
-            slot = store.open(1)
-            before = slot.manifest.read_bytes(0, slot.manifest.size_bytes)
-            withdrawn: list[str] = []
-
-            def chosen(kind: str, path: str) -> bool:
-                withdrawn.extend([path] if kind == "rename" else [])
-                return bool(withdrawn) and kind == "stat" and "/.slot-" in path
-
-            backend.fail_if(chosen)
-            assert store.withdrawal.withdraw(store.step(1))
-            assert backend.num_failed == 1
-            (path,) = store.free.paths()
-            file = store.backend.open(f"{path}/manifest.json")
-            assert file.read_bytes(0, file.size_bytes) == before
-            file.close()
-        backend.close()
-
-    def test_the_files_of_one_that_was_replaced_are_closed(self) -> None:
-        with opened(made(1, 2), 1, 2) as store:
-            slot = store.open(1)
-            store.withdrawal.forget(store.step(1))
-            assert not is_open(slot)
-            assert store.parts.num_free(1) == 1
+def pin(backend: Backend, step: int) -> None:
+    """Pin a checkpoint, as a user does beside the process."""
+    offload.pin(path_of(step), "kept", backend=backend)
 
 
 class TestExpired:
-    def test_the_oldest_is_withdrawn_and_no_other(self) -> None:
-        with opened(made(4), 1) as store:
-            assert store.withdrawal.withdraw_expired()
-            assert store.steps == [2, 3, 4]
+    @pytest.mark.parametrize("num_drives", [1, 2])
+    def test_the_oldest_becomes_the_next_slot_and_no_other(self, num_drives: int) -> None:
+        backend = made(4, num_drives)
+        with opened(backend, 1, num_drives) as store:
+            store.expire()
+            assert steps(store) == [2, 3, 4]
+            (path,) = free_paths(store)
+            with pytest.raises(CheckpointError):
+                open_checkpoint(path, backend=backend)
+            store.expire()
+            assert steps(store) == [2, 3, 4], "as long as that one is free"
+            assert acquire(store).path == path
+            store.expire()
+            assert steps(store) == [3, 4]
 
     def test_nothing_is_looked_at_as_long_as_nothing_has_expired(self) -> None:
         """A checkpoint that cannot be examined now is then in nobody's way."""
         backend = FaultBackend(made(2))
         with opened(backend, 2) as store:
             backend.fail_if(lambda kind, path: kind == "stat" and "/step-" in path)
-            assert not store.withdrawal.withdraw_expired()
+            store.expire()
             assert backend.num_failed == 0
         backend.close()
 
     def test_only_what_is_still_there_makes_others_expire(self) -> None:
-        with opened(made(2), 1) as store:
-            remove_tree(store.backend, path_of(2))
-            assert not store.withdrawal.withdraw_expired()
-            assert store.steps == [1]
-            assert "step-00000001" in store.on_drive
+        backend = made(2)
+        with opened(backend, 1) as store:
+            remove_tree(backend, path_of(2))
+            store.expire()
+            assert steps(store) == [1]
+            assert backend.stat(path_of(1)) is not None
 
-    def test_a_checkpoint_that_is_being_sealed_displaces_none_by_its_metrics(self) -> None:
-        """Of a policy that keeps the best, the present best stays until the better one is there."""
-        backend = MemoryBackend()
-        with make_optimizer(make_model(), backend, keep=9) as optimizer:
-            train(optimizer, 3, losses={1: 0.1, 2: 0.5, 3: 0.6})
-        with opened(backend.reopened(), BestBy("loss")) as store:
-            newest = store.step(3).manifest
-            better = Record(4, newest.generation + 1, newest.created, {"loss": 0.01}, ())
-            assert store.withdrawal.withdraw_expired(better)
-            assert store.steps == [1, 3]
-            assert not store.withdrawal.withdraw_expired(better)
-            assert store.steps == [1, 3]
+
+class TestGoingBack:
+    """A restore of an older checkpoint withdraws those that are newer."""
+
+    def test_one_that_is_being_read_ends_it(self) -> None:
+        """Those that are newer than that one are withdrawn already."""
+        backend = made(4)
+        with opened(backend) as store:
+            with open_checkpoint(path_of(3), backend=backend):
+                with pytest.raises(StoreBusyError, match="close its readers") as caught:
+                    store.withdraw_newer(store.find(1))
+                assert caught.value.filename == path_of(3)
+                assert steps(store) == [1, 2, 3]
+            store.withdraw_newer(store.find(1))
+            assert steps(store) == [1]
+
+    def test_no_more_slots_stay_than_retention_needs(self) -> None:
+        with opened(made(4), 1) as store:
+            store.withdraw_newer(store.find(1))
+            assert (steps(store), len(free_paths(store))) == ([1], 1)
+
+    def test_a_slot_that_cannot_be_removed_is_no_error(self) -> None:
+        backend = FaultBackend(made(4))
+        with opened(backend, 1) as store:
+            backend.fail("remove", 1, forever=True)
+            store.withdraw_newer(store.find(1))
+            assert steps(store) == [1]
+            acquire(store)  # nor does it fail the next step
+        backend.close()
+
+
+class TestPruning:
+    @pytest.mark.parametrize("call", ["prune", "quarantine", "replace"])
+    def test_nothing_is_changed_in_another_store(self, call: str) -> None:
+        """A copy is in its place, as another file system may hide it."""
+        backend = made(2)
+        with opened(backend, 1) as store:
+            store.slot_of(newest(store))
+            backend.rename(STORE, "/away")
+            backend.make_dir(STORE)
+            for name in backend.list_dir("/away"):
+                if name != "LOCK":
+                    backend.make_dir(f"{STORE}/{name}")
+                    for file, data in contents(backend, f"/away/{name}").items():
+                        write(backend, f"{STORE}/{name}/{file}", data)
+            before = everything(backend)
+            calls = {
+                "prune": store.prune,
+                "quarantine": lambda: store.quarantine(newest(store), "read twice"),
+                "replace": lambda: store.replace_manifest(newest(store), newest(store).manifest),
+            }
+            with pytest.raises(StoreError, match="not the directory that was opened"):
+                calls[call]()
+            assert everything(backend) == before
+            assert steps(store) == [1, 2]
 
 
 class TestLeaving:
-    """Checkpoints that are being copied to a tier, or wait for it."""
+    """Checkpoints that are being copied to a tier, or wait for it, when a step needs a slot."""
 
-    @pytest.fixture
-    def said(self, caplog: pytest.LogCaptureFixture) -> Callable[[Opened], str]:
-        """Return what the journal of a store has said until now."""
-        caplog.set_level("INFO", logger="offload")
+    @staticmethod
+    def leave(store: Store, stages: dict[int, str]) -> None:
+        for step, stage in stages.items():
+            store.keeping.leaving.begin(store.find(step).manifest.generation, stage)
 
-        def tell(store: Opened) -> str:
-            store.journal.tell()
-            return caplog.text
-
-        return tell
-
-    def leave(self, store: Opened, **stages: Any) -> None:
-        for name, stage in stages.items():
-            generation = store.step(int(name.removeprefix("step_"))).manifest.generation
-            store.keeping.leaving.begin(generation, stage)
-
-    def test_they_stay_unless_they_have_to_give_way(self, said: Callable[[Opened], str]) -> None:
+    def test_they_stay_as_long_as_there_is_room_for_one_slot_more(self) -> None:
         with opened(made(4), 1) as store:
-            self.leave(store, step_1="sending", step_3="waiting")
-            assert store.withdrawal.withdraw_expired()
-            assert store.steps == [1, 3, 4]
-            assert not store.withdrawal.withdraw_expired()
-            assert store.steps == [1, 3, 4]
-            assert "gives way" not in said(store)
+            self.leave(store, {1: "sending", 3: "waiting"})
+            acquire(store)
+            assert steps(store) == [1, 3, 4], "the one that is not leaving goes first"
+        with opened(made(2), 1) as store:
+            self.leave(store, {1: "sending"})
+            slot = acquire(store)
+            assert (steps(store), store.keeping.leaving.has_room) == ([1, 2], True)
+            store.release(slot)
+            assert acquire(store) is slot
 
     def test_one_that_waits_gives_way_before_one_that_is_sent(
-        self, said: Callable[[Opened], str]
+        self, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with opened(made(4), 1) as store:
-            self.leave(store, step_1="sending", step_2="waiting", step_3="waiting")
+        caplog.set_level("INFO", logger="offload")
+        backend = Spacious(made(4))
+        with opened(backend, 1) as store:
+            self.leave(store, {1: "sending", 2: "waiting", 3: "waiting"})
+            backend.free = 0
             for left in ([1, 3, 4], [1, 4], [4]):
-                assert store.withdrawal.withdraw_expired(even_leaving=True)
-                assert store.steps == left
-            assert not store.withdrawal.withdraw_expired(even_leaving=True)
-            text = said(store)
-        assert f"{path_of(1)}: step 1 is being sent to the tier, and gives way" in text
-        assert f"{path_of(2)}: step 2 waits for the tier, and gives way" in text
+                acquire(store)
+                assert (steps(store), store.keeping.leaving.has_room) == (left, False)
+            store.journal.tell()
+        assert f"{path_of(1)}: step 1 is being sent to the tier, and gives way" in caplog.text
+        assert f"{path_of(2)}: step 2 waits for the tier, and gives way" in caplog.text
+        assert caplog.text.count("gives way") == 3
 
-    def test_of_one_that_is_not_leaving_it_is_not_said(self, said: Callable[[Opened], str]) -> None:
-        with opened(made(2), 1) as store:
-            assert store.withdrawal.withdraw_expired(even_leaving=True)
-            assert store.steps == [2]
-            assert "gives way" not in said(store)
+    @pytest.mark.parametrize("second", [ONE, TWO], ids=["on one node", "on another node"])
+    @pytest.mark.parametrize("missing", [0, 1])
+    def test_each_owner_of_state_needs_room_for_one_part_more(
+        self, second: str, missing: int
+    ) -> None:
+        """Which is not known of another node."""
+        backend = Spacious(MemoryBackend())
+        with Job([backend, backend], directories=(ONE, second)) as job:
+            job.store.keeping.leaving.begin(job.seal(1).manifest.generation, "sending")
+            job.seal(2)
+            part = sum(len(d) for d in contents(backend, f"{second}/owner-1/part-1").values())
+            backend.free = job.store.slot_bytes(job.layouts[0], 1) + part - missing
+            job.store.acquire(job.layouts[0], 1)
+            stays = second == ONE and not missing
+            assert steps(job.store) == ([1, 2] if stays else [2])
 
-    def test_one_that_is_read_does_not_give_way(self, said: Callable[[Opened], str]) -> None:
-        with opened(made(2), 1) as store:
-            self.leave(store, step_1="sending")
-            reader = store.backend.lock(path_of(1), shared=True)
-            assert not store.withdrawal.withdraw_expired(even_leaving=True)
-            reader.release()
-            assert store.steps == [1, 2]
-            assert "gives way" not in said(store)
+
+class Clock:
+    """A clock that goes on only while somebody sleeps, or by a little for each look at it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.after_sleep: Callable[[], object] = lambda: None
+        self._num_looks = 0
+
+    def monotonic(self) -> float:
+        self._num_looks += 1
+        assert self._num_looks < 10_000, "it looks again and again, and does not sleep"
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert self.now < 2000, "it waits for ever"
+        self.now += seconds
+        self.after_sleep()
 
 
-class TestSpareSlots:
-    def test_as_many_stay_as_retention_has_room_for(self) -> None:
-        with opened(made(1), 3) as store:
-            add_free_slots(store, 2)
-            store.withdrawal.drop_spare_slots()
-            assert len(store.free) == 2
-            add_free_slots(store, 2)
-            store.withdrawal.drop_spare_slots()
-            assert len(store.free) == 3
+class TestReaders:
+    """Readers hold every expired checkpoint when the next step needs a slot."""
 
-    def test_the_one_that_the_next_step_needs_stays(self) -> None:
-        """Although checkpoints that cannot be withdrawn yet take all of the room."""
-        with opened(made(3), 1) as store:
-            add_free_slots(store, 2)
-            store.withdrawal.drop_spare_slots()
-            assert len(store.free) == 1
+    @pytest.fixture
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
+        clock = Clock()
+        monkeypatch.setattr(waiting_for_readers, "time", clock)
+        return clock
 
-    def test_they_go_after_a_commit(self) -> None:
-        with opened(made(3), 1) as store:
-            add_free_slots(store, 2)
-            store.withdrawal.trim()
-            assert store.steps == [3]
-            assert len(store.free) == 1
-            assert len(store.on_drive) == 2
+    def test_one_slot_more_is_made_after_a_second(
+        self, clock: Clock, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "offload")
+        backend = made(2)
+        with (
+            opened(backend, 1, reader_timeout_s=60.0) as store,
+            open_checkpoint(path_of(1), backend=backend),
+        ):
+            slot = acquire(store)
+            assert 1.0 < clock.now - 1000 < 1.2
+            (record,) = [one for one in caplog.records if "one more slot" in one.getMessage()]
+            assert record.levelno == logging.WARNING
+            assert "readers hold every expired checkpoint" in record.getMessage()
+            assert steps(store) == [1, 2]
+            assert slot.path in {f"{STORE}/{name}" for name in backend.list_dir(STORE)}
 
-    def test_parts_that_no_slot_will_need_go_with_them(self) -> None:
-        with opened(made(4, 2), 4, 2) as store:
-            for step in (1, 2, 3):
-                remove_tree(store.backend, path_of(step))
-                store.withdrawal.withdraw(store.step(step))
-            assert store.parts.num_free(1) == 3
-        with opened(store.backend, LastK(1), 2) as store:
-            store.withdrawal.drop_spare_slots()
-            assert store.parts.num_free(1) == 1
+    @pytest.mark.parametrize("timeout_s", [0.0, 5.0])
+    def test_a_step_without_room_for_it_warns_once_and_gives_up_in_time(
+        self, timeout_s: float, clock: Clock
+    ) -> None:
+        backend = Spacious(made(2))
+        with (
+            opened(backend, 1, reader_timeout_s=timeout_s) as store,
+            open_checkpoint(path_of(1), backend=backend),
+        ):
+            backend.free = 0
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with pytest.raises(StoreBusyError, match="readers still hold every expired"):
+                    acquire(store)
+            (warning,) = caught
+            assert "every expired checkpoint is being read" in str(warning.message)
+            assert timeout_s < clock.now - 1000 < timeout_s + 0.2
+
+
+@pytest.mark.parametrize("how", ["expire", "release"])
+def test_a_step_that_waits_for_a_slot_during_a_seal_is_told_of_one(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(gds.waiting, "_LOST_S", 3600.0)  # it does not look by itself
+    looked = threading.Event()
+    waiting = threading.Thread(target=lambda: found.append(acquire(store)), daemon=True)
+
+    class Watched(WrapperBackend):
+        def stat(self, path: str) -> Stat | None:
+            if threading.current_thread() is waiting:
+                looked.set()
+            return super().stat(path)
+
+    found: list[Slot] = []
+    backend = Watched(with_free_slot(made(2)))
+    with opened(backend, 1) as store:
+        slot, manifest = acquire(store), newest(store).manifest
+        store.sealing.begin(
+            replace(manifest, generation=manifest.generation + 1, step=manifest.step + 1)
+        )
+        waiting.start()
+        assert looked.wait(100)
+        if how == "expire":
+            store.expire()
+        else:
+            store.release(slot)
+        waiting.join(60)
+        assert not waiting.is_alive()
+        assert (found[0] is slot) == (how == "release")
+        store.sealing.end()
