@@ -4,10 +4,6 @@ Run by a server of children, because whoever forks them must be a process that i
 has imported torch, uses one thread, and has opened no store.
 
     python -m tests.crash.killing       # serves children, as tests.forking says
-
-`kill_at_random_moments` reads what it is to do from ``killing.json`` in its directory, and prints
-one JSON object: how many children were killed, in which phase, and at which steps the survivors
-went on.
 """
 
 from __future__ import annotations
@@ -25,10 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from offload import DriveTuning
-from offload.engine.seal import SealHandle
-from offload.format.manifest import Manifest
-from offload.store.sealing import Sealing
+from offload import DriveTuning, SealHandle
 from tests.forking import serve
 from tests.stores.training import Model, backward, optimizer_for, options
 
@@ -70,7 +63,6 @@ class Child:
 
     def run(self) -> None:
         """Open the store, restore, train to the last step, sealing behind training."""
-        self._watch_seals()
         model = Model()
         self.shared[0] = OPENING
         settings = options(drives=DriveTuning(shares=SHARES[: len(self.directories)]))
@@ -88,39 +80,21 @@ class Child:
             if handle is not None and handle.done():
                 self._tell(ACKNOWLEDGED, handle.result().step)
                 handle = None
+                self.shared[1] = 0
             if step % SEAL_EVERY == 0 or step == self.last_step:
                 self.shared[0] = SEALING
                 handle = optimizer.checkpoint({"step": step})
+                self.shared[1] = 1  # a seal is in flight, until it is seen to have ended
         if handle is not None:
             self._tell(ACKNOWLEDGED, handle.result().step)
         optimizer.close()
-
-    def _watch_seals(self) -> None:
-        begin, end, shared = Sealing.begin, Sealing.end, self.shared
-
-        def begun(sealing: Sealing, manifest: Manifest) -> None:
-            shared[1] = 1
-            begin(sealing, manifest)
-
-        def ended(sealing: Sealing) -> None:
-            end(sealing)
-            shared[1] = 0
-
-        Sealing.begin, Sealing.end = begun, ended  # type: ignore[method-assign]
 
     def _tell(self, what: bytes, step: int) -> None:
         os.write(self.pipe, _MESSAGE.pack(what, step))
 
 
 class Killer:
-    """Forks children one after the other and kills them.
-
-    Args:
-        directory: Of the store.
-        keep: Checkpoints to keep.
-        drives: How many directories the store has; the others are beside the first.
-        seed: Of the moments at which they are killed.
-    """
+    """Forks children one after the other and kills them at moments that a seed chooses."""
 
     def __init__(self, directory: str, keep: int, drives: int, seed: int) -> None:
         self.directories = [directory, *(f"{directory}-{k}" for k in range(1, drives))]
@@ -193,7 +167,7 @@ def _exit_with(child: Child) -> NoReturn:
 
 
 def kill_at_random_moments(parent: str) -> None:
-    """Kill, let the last child reach the end, and compare with an undisturbed run."""
+    """Do what the plan says, let the last child reach the end, and print how it went, as JSON."""
     directory = f"{parent}/stores"
     plan = json.loads(Path(parent, PLAN).read_text())
     keep, drives, num_kills, seed = (plan[k] for k in ("keep", "drives", "num_kills", "seed"))
