@@ -14,17 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from gds import MemoryBackend, PosixBackend, WrapperBackend
-from gds.contract import Stat
+from gds import MemoryBackend, PosixBackend
 from offload import (
     SealError,
-    StoreError,
     StoreLockedError,
     list_checkpoints,
     load_parameters,
     open_checkpoint,
 )
-from offload.store.writer_lock import WriterLock
 from tests.crash import children as child
 from tests.crash.damaging import unheeded
 from tests.crash.trained import STORE, Training
@@ -187,53 +184,6 @@ def test_a_lock_file_that_is_made_again_takes_no_further_descriptor(tmp_path: Pa
         assert (tmp_path / "run" / "LOCK").exists()
     assert len(os.listdir("/proc/self/fd")) == before
     training.optimizer.close()
-
-
-class Held(WrapperBackend):
-    """A backend in which the first look at a path lasts until it may go on, once it is armed."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(MemoryBackend(directories=[STORE]))
-        self._path = path
-        self.is_armed = False
-        self.looking, self.go_on = threading.Event(), threading.Event()
-
-    def stat(self, path: str) -> Stat | None:
-        found = super().stat(path)
-        if self.is_armed and path == self._path and not self.looking.is_set():
-            self.looking.set()
-            assert self.go_on.wait(100)
-        return found
-
-
-def test_two_threads_that_look_at_the_lock_at_once_do_not_lock_each_other_out() -> None:
-    """Each finds that LOCK is gone; one makes it again, and both go on.
-
-    On the lock itself: a step and a seal look at it at once, and nothing can hold both there.
-    """
-    backend = Held(f"{STORE}/LOCK")
-    lock = WriterLock()
-    lock.take(backend, STORE)
-    backend.remove(f"{STORE}/LOCK")
-    backend.is_armed = True
-    errors: list[BaseException] = []
-
-    def look() -> None:
-        try:
-            lock.require()
-        except StoreError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=look) for _ in range(2)]
-    threads[0].start()
-    assert backend.looking.wait(100)
-    threads[1].start()
-    threads[1].join(0.2)  # it may wait for the first one, or be done
-    backend.go_on.set()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert lock.is_held()
 
 
 @pytest.mark.parametrize("keep", [1, 3], ids="keep={}".format)

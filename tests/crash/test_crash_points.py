@@ -143,6 +143,8 @@ def cuts(disk: Disk, operation: Operation, rng: random.Random, drives: int) -> I
     elif operation.kind == "note":
         if len(operation.label.newest) == 1:  # what was acknowledged must not be in the cache only
             yield disk.power_cut(rng, names=0.0, pages=0.0)
+    elif operation.kind == "write" and "/step-" in operation.path:  # a checkpoint is not torn
+        yield disk.power_cut(rng, names=1.0, pages=0.5)
     elif rng.randrange(ONE_IN.get(operation.kind, 40)) == 0:
         if operation.kind in ONE_IN:  # a name must not come before what it stands for
             yield disk.power_cut(rng, names=1.0, pages=0.0)
@@ -172,9 +174,11 @@ def test_power_lost_in_the_process_that_follows_a_killed_one(
     log, tried = recorded(case), Tried(case)
     rng = random.Random(f"{SEED}/killed/{case}")
     promises = [promise for _, _, promise in moments(log, Promise())]
-    renames = [n for n, op in enumerate(log, 1) if op.kind in ("rename", "exchange", "make_dir")]
+    kinds = ("rename", "exchange", "make_dir", "remove")
+    renames = [n for n, operation in enumerate(log, 1) if operation.kind in kinds]
     if not FULL or case.drives > 1:
-        renames = rng.sample(renames, KILLS)
+        of_pins = [n for n in renames if "/pins/" in log[n - 1].path]
+        renames = [*of_pins, *rng.sample(renames, KILLS)]
     for killed_after in {*renames, *rng.sample(range(1, len(log)), KILLS)}:
         backend = CrashBackend.resumed(log[:killed_after])
         before = promises[killed_after - 1]
@@ -190,7 +194,10 @@ def test_power_lost_in_the_process_that_follows_a_killed_one(
         later = range(restored + 1, len(backend.log) + 1)
         chosen = rng.sample(later, min(2, len(later)))
         for number, (disk, operation, promise) in enumerate(moments(backend.log), 1):
-            if number == restored:  # what it has gone on from must not be in the cache only
+            if number in (
+                restored,
+                len(backend.log),
+            ):  # what it relies on must not be in the cache only
                 image = disk.power_cut(rng, names=0.0, pages=0.0)
                 tried.check(disk, image, promise, operation)
             elif number in chosen:

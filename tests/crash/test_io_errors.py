@@ -29,17 +29,22 @@ from tests.crash.test_crash_points import check
 STRIDE = int(os.environ.get("FAULT_STRIDE", "16"))
 USED_KINDS = tuple(kind for kind in KINDS if kind != "remove")
 FIRST = Case("sealed behind training", 1)
-CASES = [
-    FIRST,
-    Case("three checkpoints", 2),
-    Case("replaced train state", 1),
-    Case("two processes", 1, 2),
-    Case("pinned", 1),
-    Case("gone back", 2),
-    Case("resident state", 2),
-    Case("every second step", 1),
-    Case("sealed behind training", 2, 3),
+SMOKE: list[tuple[Kind, Case, bool]] = [
+    ("read", FIRST, False),
+    ("read", Case("two processes", 1, 2), True),
+    ("write", Case("three checkpoints", 2), False),
+    ("read_bytes", Case("two processes", 1, 2), False),
+    ("write_bytes", Case("replaced train state", 1), False),
+    ("sync", Case("pinned", 1), False),
+    ("sync_dir", Case("gone back", 2), True),
+    ("rename", Case("sealed behind training", 2, 3), False),
+    ("create", Case("every second step", 1), False),
+    ("make_dir", Case("resident state", 2), True),
+    ("open", Case("two processes", 1, 2), False),
 ]
+"""Kinds, cases, and whether they fail for ever."""
+
+CASES = list(dict.fromkeys(case for _, case, _ in SMOKE))
 RECOVERIES = ("call again", "restore", "new process")
 WHEN: tuple[When, ...] = ("in time", "at once", "later")
 
@@ -169,9 +174,6 @@ def numbers(case: Case) -> Iterator[int]:
         nth = 3 * nth + 1
 
 
-SMOKE = [(kind, CASES[k % len(CASES)], k % 3 == 2) for k, kind in enumerate(USED_KINDS)]
-
-
 @pytest.mark.parametrize(
     ("kind", "case", "forever"),
     list(product(USED_KINDS, CASES, [False, True])) if FULL else SMOKE,
@@ -186,4 +188,4 @@ def test_any_operation_may_fail(
             break
         num_faults += 1
     record_property("faults", num_faults)
-    assert num_faults > 0, "the scene has operations of this kind"
+    assert num_faults > 0 or FULL, "the scene has operations of this kind"

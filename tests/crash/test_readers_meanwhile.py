@@ -298,21 +298,3 @@ class TestListing:
             assert [step for step, _ in listed(backend)] == [3, 1, 2]
         assert load_parameters(model, STORE, backend=backend) == 2
         training.optimizer.close()
-
-
-def test_a_directory_that_has_the_name_of_another_step_is_refused_and_one_of_none_is_not() -> None:
-    backend, wrong = memory_store(), f"{STORE}/step-00000009"
-    backend.rename(NEWEST, wrong)
-    with pytest.raises(CheckpointError, match="is of step 2, expected 9"):
-        open_checkpoint(wrong, backend=backend)
-    with open_checkpoint(wrong, even_quarantined=True, backend=backend) as opened:
-        assert opened.step == 2, "it may be looked at nevertheless"
-    with (
-        pytest.warns(RuntimeWarning, match=f"not using {wrong}: .*expected 9"),
-        open_checkpoint(STORE, backend=backend) as opened,
-    ):
-        assert opened.step == 1
-    assert listed(backend) == [(1, True), (9, False)]
-    backend.rename(wrong, f"{STORE}/backup")
-    with open_checkpoint(f"{STORE}/backup", backend=backend) as opened:
-        assert (opened.step, opened.verify().ok) == (2, True)

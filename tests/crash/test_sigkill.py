@@ -61,8 +61,8 @@ def test_killed_at_random_moments(
     record_property("kills", result["killed"])
 
     assert result["killed"] == num_kills == sum(result["phases"].values())
-    assert not IS_CAMPAIGN or result["phases"].get("stepping"), "kills must hit steps"
-    assert not IS_CAMPAIGN or result["sealing"], "kills must hit seals in progress"
+    if IS_CAMPAIGN:
+        assert result["phases"].keys() >= {"s", "c", "A"}, "kills must hit steps and seals"
     restored = result["restored"]
     assert all(earlier <= later for earlier, later in pairwise(restored))
     assert len(set(restored)) > num_kills // 10, "the run must have got on between the kills"
