@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import select
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +17,6 @@ from gds.backends.threads import TransferPool
 from gds.backends.wrapper import WrapperFile
 from gds.contract import File
 from offload import AdamW
-from offload.format.digests import DigestContext
-from tests.dying import live_on
 from tests.forking import serve
 from tests.stores.training import ARRAYS, Model, backward, optimizer_for, options, train
 
@@ -90,61 +86,12 @@ def hold_the_store_and_fork(directory: str) -> None:
     _, optimizer = trained(directory)
     optimizer.checkpoint().result()
     ready, told = os.pipe()
-    server = os.pidfd_open(os.getppid())
     if os.fork() == 0:
-        live_on()
         _announce(directory, str(os.getpid()))
         os.write(told, b".")
-        select.select([server], [], [])  # it may outlive its parent, but not the tests
-        return
+        signal.pause()
     os.read(ready, 1)
     signal.pause()
-
-
-def use_after_fork(directory: str) -> None:
-    """Call everything in a forked child; the parent then goes on."""
-    model, optimizer = trained(directory)
-    pid = os.fork()
-    if pid == 0:
-        for call in (optimizer.step, optimizer.checkpoint, optimizer.restore):
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001  (any is the answer)
-                print(f"{call.__name__}: {type(error).__name__}: {error}")
-        optimizer.close()
-        sys.exit()
-    _, status = os.waitpid(pid, 0)
-    print(f"worker ended with {status}")
-    backward(model, 3)
-    optimizer.step()
-    print(optimizer.checkpoint().result().step)
-    optimizer.close()
-
-
-def end_while_sealing(directory: str) -> None:
-    """End without waiting for the seal; it is let go with the very last statement."""
-    backend = GatedBackend()
-    _, optimizer = trained(directory, backend)
-    optimizer.checkpoint({"step": 2})
-    backend.reached.wait()
-    backend.gate.set()
-
-
-def end_by_an_error_while_sealing(directory: str) -> None:
-    """The same, by an error that nobody catches."""
-    end_while_sealing(directory)
-    raise RuntimeError("the training script has a bug")
-
-
-def close_while_sealing(directory: str) -> None:
-    """Close with a seal in flight."""
-    backend = GatedBackend()
-    _, optimizer = trained(directory, backend)
-    handle = optimizer.checkpoint({"step": 2})
-    backend.reached.wait()
-    threading.Timer(0.05, backend.gate.set).start()
-    optimizer.close()
-    print(handle.done())
 
 
 def checkpoint_in_an_exit_handler(directory: str) -> None:
@@ -177,51 +124,9 @@ def collected_on_the_seals_thread(directory: str) -> None:
     print(handle.result().step)
 
 
-def interrupted_in_a_step(directory: str) -> None:
-    """Ctrl-C while a chunk is being handed over; closing must end all the same."""
-    model, optimizer = trained(directory)
-    original, calls = DigestContext.digest_leaves, [0]
-
-    def interrupted(self: DigestContext, array: str, chunk: int, leaves: bytes) -> str:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise KeyboardInterrupt
-        return original(self, array, chunk, leaves)
-
-    DigestContext.digest_leaves = interrupted  # type: ignore[method-assign]
-    backward(model, 3)
-    try:
-        optimizer.step()
-    except KeyboardInterrupt:
-        print("interrupted")
-    optimizer.close()
-    print("closed")
-
-
-def checkpoint_within_a_step(directory: str) -> None:
-    """Save when told that the machine is wanted back, as many scripts do."""
-    _call_within_a_step(directory, lambda optimizer: optimizer.checkpoint().result())
-
-
-def restore_within_a_step(directory: str) -> None:
-    """The same with `restore`."""
-    _call_within_a_step(directory, lambda optimizer: optimizer.restore())
-
-
-def step_within_a_step(directory: str) -> None:
-    """The same with `step`."""
-    _call_within_a_step(directory, lambda optimizer: optimizer.step())
-
-
 def end_while_stepping(directory: str) -> None:
     """End with a step beside the model in progress, and a checkpoint behind it."""
     _held_amid_a_step(directory).set()
-
-
-def end_by_an_error_while_stepping(directory: str) -> None:
-    """The same, by an error that nobody catches."""
-    _held_amid_a_step(directory).set()
-    raise RuntimeError("the training script has a bug")
 
 
 def killed_while_stepping(directory: str) -> None:
@@ -281,18 +186,19 @@ def end_amid_a_backward(directory: str) -> None:
     backward(model, 3)
 
 
-def _call_within_a_step(directory: str, call: Callable[[AdamW], object]) -> None:
-    """Call from a signal handler, which runs between two chunks of a step."""
+def called_within_a_step(directory: str) -> None:
+    """Save, when told that the machine is wanted back: between two chunks of a step."""
     backend = GatedBackend()
     backend.gate.set()
     model, optimizer = trained(directory, backend)
     optimizer.checkpoint().result()
 
     def handler(*_: object) -> None:
-        try:
-            print(f"done: {call(optimizer)}")
-        except Exception as error:  # noqa: BLE001  (any is the answer)
-            print(f"{type(error).__name__}: {error}")
+        for call in (optimizer.checkpoint, optimizer.restore, optimizer.step, optimizer.close):
+            try:
+                print(f"{call.__name__}: {call()}")
+            except Exception as error:  # noqa: BLE001  (any is the answer)
+                print(f"{call.__name__}: {type(error).__name__}: {error}")
 
     signal.signal(signal.SIGUSR1, handler)
     backward(model, 3)

@@ -9,12 +9,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from gds import Backend, Buffer, IOFuture, StorageError, WrapperBackend
 from gds.backends.threads import TransferPool
 from gds.backends.wrapper import WrapperFile
-from gds.contract import Capabilities, File, Lock, Stat
+from gds.contract import File
 
 Kind = Literal[
     "read", "write", "read_bytes", "write_bytes", "sync", "sync_dir", "rename", "create",
@@ -38,11 +38,33 @@ When = Literal["at once", "in time", "later"]
 _R = TypeVar("_R")
 
 
+def _may_fail(name: str, kind: Kind) -> Any:
+    """Return a method that does an operation, or fails it."""
+
+    def method(self: FaultBackend, path: str, *rest: Any, **options: Any) -> Any:
+        forward = getattr(super(FaultBackend, self), name)
+        return self.run(kind, path, lambda: forward(path, *rest, **options))
+
+    return method
+
+
 class FaultBackend(WrapperBackend):
     """Forwards everything, but lets the N-th operation of a kind fail, once or from then on.
 
     An operation that fails has no effect. When a transfer fails is within the contract's limits.
     """
+
+    create = _may_fail("create", "create")
+    open = _may_fail("open", "open")
+    make_dir = _may_fail("make_dir", "make_dir")
+    remove = _may_fail("remove", "remove")
+    remove_dir = _may_fail("remove_dir", "remove")
+    sync_dir = _may_fail("sync_dir", "sync_dir")
+    stat = _may_fail("stat", "stat")
+    list_dir = _may_fail("list_dir", "list_dir")
+    capabilities = _may_fail("capabilities", "capabilities")
+    free_bytes = _may_fail("free_bytes", "free_bytes")
+    lock = _may_fail("lock", "lock")
 
     def __init__(self, inner: Backend, when: When = "in time") -> None:
         """Wrap a backend.
@@ -93,25 +115,9 @@ class FaultBackend(WrapperBackend):
             self._protected = {}
 
     def wrap_file(self, file: File) -> File:
-        """Return a file that may fail."""
         return _FaultFile(file, self)
 
-    def create(self, path: str, size_bytes: int) -> File:
-        """Create, or fail."""
-        return self.run("create", path, lambda: super(FaultBackend, self).create(path, size_bytes))
-
-    def open(self, path: str, *, writable: bool = False) -> File:
-        """Open, or fail."""
-        return self.run(
-            "open", path, lambda: super(FaultBackend, self).open(path, writable=writable)
-        )
-
-    def make_dir(self, path: str) -> None:
-        """Make a directory, or fail."""
-        self.run("make_dir", path, lambda: super(FaultBackend, self).make_dir(path))
-
     def rename(self, source: str, target: str) -> None:
-        """Rename, or fail."""
         self.run("rename", source, lambda: super(FaultBackend, self).rename(source, target))
         self._note_sealed(target)
 
@@ -119,46 +125,6 @@ class FaultBackend(WrapperBackend):
         """Exchange, or fail; counted with the renames."""
         self.run("rename", a, lambda: super(FaultBackend, self).exchange(a, b))
         self._note_sealed(b)
-
-    def remove(self, path: str) -> None:
-        """Remove, or fail."""
-        self.run("remove", path, lambda: super(FaultBackend, self).remove(path))
-
-    def remove_dir(self, path: str) -> None:
-        """Remove a directory, or fail; counted with the files."""
-        self.run("remove", path, lambda: super(FaultBackend, self).remove_dir(path))
-
-    def sync_dir(self, path: str) -> None:
-        """Sync a directory, or fail."""
-        self.run("sync_dir", path, lambda: super(FaultBackend, self).sync_dir(path))
-
-    def stat(self, path: str) -> Stat | None:
-        """Look, or fail."""
-        return self.run("stat", path, lambda: super(FaultBackend, self).stat(path))
-
-    def list_dir(self, path: str) -> list[str]:
-        """List, or fail."""
-        return self.run("list_dir", path, lambda: super(FaultBackend, self).list_dir(path))
-
-    def capabilities(self, directory: str) -> Capabilities:
-        """Probe, or fail."""
-        return self.run(
-            "capabilities", directory, lambda: super(FaultBackend, self).capabilities(directory)
-        )
-
-    def free_bytes(self, directory: str) -> int:
-        """Say what is free, or fail."""
-        return self.run(
-            "free_bytes", directory, lambda: super(FaultBackend, self).free_bytes(directory)
-        )
-
-    def lock(self, path: str, *, shared: bool = False, create: bool = False) -> Lock:
-        """Lock, or fail."""
-        return self.run(
-            "lock",
-            path,
-            lambda: super(FaultBackend, self).lock(path, shared=shared, create=create),
-        )
 
     def run(self, kind: Kind, path: str, operation: Callable[[], _R]) -> _R:
         """Count an operation and do it, or fail it."""

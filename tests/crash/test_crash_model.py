@@ -7,103 +7,84 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.crash.crash_backend import PAGE_BYTES, SECTOR_BYTES, CrashBackend, Disk, Image
+from tests.crash.crash_backend import PAGE_BYTES, SECTOR_BYTES, CrashBackend, Disk
 
 NUM_CUTS = 400
 NUM_PAGES = 4
-Bytes = dict[str, bytes]
+OLD, NEW = b"a" * NUM_PAGES * PAGE_BYTES, b"b" * NUM_PAGES * PAGE_BYTES
+Files = dict[str, bytes]
 
 
-def outcomes(prepare: Callable[[CrashBackend], None]) -> list[Image]:
-    """Return what many losses of power at the end of a run have left."""
+def outcomes(prepare: Callable[[CrashBackend], None]) -> list[Files]:
+    """Return the files that many losses of power at the end of a run have left."""
     backend = CrashBackend()
     prepare(backend)
     disk = Disk(backend.log)
     rng = random.Random(1)
-    return [disk.power_cut(rng) for _ in range(NUM_CUTS)]
+    return [dict(disk.power_cut(rng).files) for _ in range(NUM_CUTS)]
 
 
-def durable_file(backend: CrashBackend) -> None:
-    file = backend.create("/file", NUM_PAGES * PAGE_BYTES)
-    file.write_bytes(b"a" * NUM_PAGES * PAGE_BYTES, 0)
-    file.sync()
-    file.close()
+def durable(backend: CrashBackend) -> None:
+    with backend.create("/file", len(OLD)) as file:
+        file.write_bytes(OLD, 0)
+        file.sync()
     backend.sync_dir("/")
 
 
 def rewritten(backend: CrashBackend) -> None:
-    durable_file(backend)
-    file = backend.open("/file", writable=True)
-    file.write_bytes(b"b" * NUM_PAGES * PAGE_BYTES, 0)
-    file.close()
+    durable(backend)
+    with backend.open("/file", writable=True) as file:
+        file.write_bytes(NEW, 0)
 
 
-def parts(image: Image, unit: int) -> str:
+def renamed(backend: CrashBackend) -> None:
+    durable(backend)
+    backend.rename("/file", "/other")
+
+
+def renamed_and_synced(backend: CrashBackend) -> None:
+    renamed(backend)
+    backend.sync_dir("/")
+
+
+def nameless(backend: CrashBackend) -> None:
+    with backend.create("/file", PAGE_BYTES) as file:
+        file.sync()
+
+
+def reserved(backend: CrashBackend) -> None:
+    backend.create("/file", len(OLD)).close()
+    backend.sync_dir("/")
+
+
+def content(files: Files, unit: int = PAGE_BYTES) -> str:
     """Say for each unit of the file whether it is old, new or mixed."""
-    data = dict(image.files)["/file"]
+    data = files["/file"]
     cut = [data[start : start + unit] for start in range(0, len(data), unit)]
     return "".join(chr(part[0]) if len(set(part)) == 1 else "?" for part in cut)
 
 
-def test_what_is_synced_stays() -> None:
-    assert {dict(image.files)["/file"] for image in outcomes(durable_file)} == {
-        b"a" * NUM_PAGES * PAGE_BYTES
-    }
+@pytest.mark.parametrize(
+    ("prepare", "names"),
+    [
+        (durable, {("/file",)}),
+        (renamed, {("/file",), ("/other",)}),
+        (renamed_and_synced, {("/other",)}),
+        (nameless, {(), ("/file",)}),
+    ],
+)
+def test_a_name_is_lost_until_its_directory_is_synced(
+    prepare: Callable[[CrashBackend], None], names: set[tuple[str, ...]]
+) -> None:
+    assert {tuple(files) for files in outcomes(prepare)} == names
 
 
-def test_pages_of_one_write_survive_in_any_subset() -> None:
-    found = {parts(image, PAGE_BYTES) for image in outcomes(rewritten)}
-    assert {f"{number:04b}".translate({48: "a", 49: "b"}) for number in range(16)} <= found
-
-
-def test_pages_are_torn_at_sectors_and_nowhere_else() -> None:
-    images = outcomes(rewritten)
-    torn = [image for image in images if "?" in parts(image, PAGE_BYTES)]
-    assert len(torn) > NUM_CUTS // 20
-    assert all("?" not in parts(image, SECTOR_BYTES) for image in images)
-
-
-def test_writes_are_lost_in_any_order() -> None:
-    def two_files(backend: CrashBackend) -> None:
-        for name in ("/first", "/second"):
-            file = backend.create(name, PAGE_BYTES)
-            file.sync()
-            file.write_bytes(b"b" * PAGE_BYTES, 0)
-            file.close()
-        backend.sync_dir("/")
-
-    found = {
-        tuple(b"b" in dict(image.files)[name] for name in ("/first", "/second"))
-        for image in outcomes(two_files)
-    }
-    assert found == {(False, False), (False, True), (True, False), (True, True)}
-
-
-def test_a_new_file_has_any_length_until_it_is_synced() -> None:
-    def reserved(backend: CrashBackend) -> None:
-        backend.create("/file", NUM_PAGES * PAGE_BYTES).close()
-        backend.sync_dir("/")
-
-    lengths = {len(dict(image.files)["/file"]) for image in outcomes(reserved)}
+def test_pages_are_lost_in_any_subset_and_torn_at_sectors_until_the_file_is_synced() -> None:
+    assert {files["/file"] for files in outcomes(durable)} == {OLD}
+    found = outcomes(rewritten)
+    subsets = {f"{number:04b}".translate({48: "a", 49: "b"}) for number in range(16)}
+    assert subsets <= {content(files) for files in found}
+    assert sum("?" in content(files) for files in found) > NUM_CUTS // 20
+    assert all("?" not in content(files, SECTOR_BYTES) for files in found)
+    lengths = {len(files["/file"]) for files in outcomes(reserved)}
     assert lengths == {n * PAGE_BYTES for n in range(NUM_PAGES + 1)}
-
-
-@pytest.mark.parametrize("synced", [False, True], ids=["not-synced", "synced"])
-def test_a_name_survives_a_rename_as_the_old_or_the_new_one(synced: bool) -> None:
-    def renamed(backend: CrashBackend) -> None:
-        durable_file(backend)
-        backend.rename("/file", "/other")
-        if synced:
-            backend.sync_dir("/")
-
-    names = {tuple(dict(image.files)) for image in outcomes(renamed)}
-    assert names == ({("/other",)} if synced else {("/file",), ("/other",)})
-
-
-def test_a_sync_of_a_file_does_nothing_for_its_name() -> None:
-    def unnamed(backend: CrashBackend) -> None:
-        file = backend.create("/file", PAGE_BYTES)
-        file.sync()
-        file.close()
-
-    assert {tuple(dict(image.files)) for image in outcomes(unnamed)} == {(), ("/file",)}

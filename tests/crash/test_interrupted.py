@@ -1,117 +1,232 @@
-"""Ctrl-C while a seal is in flight, and damage that only the first step after a resume can see."""
+"""Ctrl-C at any moment of a step, a seal, a restore or a close: nothing waits for ever behind it.
+
+The interrupt is raised at once, by the call that it hits. It is not kept for a later call, which
+would blame a drive that has done nothing wrong. `restore()` goes on to the same bits, and `close`
+can be called again.
+
+Python runs handlers of signals between two steps of its code, also while a lock is being acquired
+or released; `tests.fuzz.interrupts` raises at those moments. One in `STRIDE` of them is tried:
+``INTERRUPT_STRIDE=1`` tries all.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
+import signal
+import sys
 import threading
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import offload.engine.seal
-from gds import MemoryBackend, PosixBackend
-from gds.backends.wrapper import WrapperBackend, WrapperFile
-from gds.contract import File
-from offload import open_checkpoint
-from offload.errors import BrokenOptimizerError, CheckpointError
-from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
+from gds import MemoryBackend, PosixBackend, WrapperBackend
+from offload import AdamW, OffloadError, open_checkpoint
+from tests.campaigns import FULL
+from tests.crash.seal_gates import Turnstile, held_checkpoint, started, turnstile, waits
+from tests.eventually import TIMEOUT_S, eventually
+from tests.fuzz.interrupts import interrupted
+from tests.stores.training import (
+    Model,
+    Reference,
+    differences,
+    optimizer_for,
+    options,
+    take_step,
+    train,
+)
+
+__all__ = ["turnstile"]
+
+STRIDE = int(os.environ.get("INTERRUPT_STRIDE", "211" if FULL else "1501"))
 
 
-class GatedSync(WrapperBackend):
-    """Syncs of ``model.safetensors`` wait for `gate`."""
+def in_time(action: Callable[[], object]) -> None:
+    """Run something that must not hang, and raise what it raises."""
+    errors: list[BaseException] = []
 
-    def __init__(self) -> None:
-        super().__init__(MemoryBackend())
-        self.gate = threading.Event()
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            errors.append(error)
 
-    def wrap_file(self, file: File) -> File:
-        return _GatedFile(file, self)
-
-
-class _GatedFile(WrapperFile):
-    def __init__(self, inner: File, backend: GatedSync) -> None:
-        super().__init__(inner)
-        self._backend = backend
-
-    def sync(self) -> None:
-        if self.path.endswith("model.safetensors"):
-            self._backend.gate.wait()
-        super().sync()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    if thread.is_alive():
+        where = traceback.format_stack(sys._current_frames()[thread.ident or 0])
+        pytest.fail("it hangs: " + "".join(where))
+    for error in errors:
+        raise error
 
 
-@pytest.mark.parametrize("then", ["steps", "closes"])
-def test_an_interrupted_wait_leaves_the_seal_in_flight(
-    then: str, monkeypatch: pytest.MonkeyPatch
+def steps_and_seal(model: Model, optimizer: AdamW, first: int) -> None:
+    take_step(model, optimizer, first)
+    optimizer.checkpoint()
+    take_step(model, optimizer, first + 1)
+    optimizer.synchronize()
+
+
+def seals(_: Model, optimizer: AdamW, __: int) -> None:
+    optimizer.checkpoint()
+
+
+def restores(_: Model, optimizer: AdamW, __: int) -> None:
+    optimizer.restore()
+    optimizer.synchronize()
+
+
+def closes(_: Model, optimizer: AdamW, __: int) -> None:
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("action", "overlap", "resident"),
+    [
+        (steps_and_seal, None, 0),
+        (steps_and_seal, None, 20_000),
+        (steps_and_seal, "forward", 0),
+        (steps_and_seal, "backward", 0),
+        (seals, None, 20_000),
+        (restores, None, 0),
+        (restores, "forward", 20_000),
+        (closes, None, 0),
+        (closes, "forward", 0),
+    ],
+)
+def test_nothing_waits_for_ever_behind_an_interrupt(
+    tmp_path: Path,
+    overlap: Any,
+    resident: int,
+    action: Callable[[Model, AdamW, int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    backend = GatedSync()
-    model = Model()
-    optimizer = optimizer_for(model, "/run", options(backend), keep=3)
-    backward(model, 1)
-    optimizer.step()
-    handle = optimizer.checkpoint()
+    swallowed: list[BaseException | None] = []  # where a generator is let go of
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: swallowed.append(raised.exc_value))
+    num_interrupted = 0
+    backend = PosixBackend(direct=False)
+    settings = options(backend, overlap=overlap, host_memory=resident)
+    stride = STRIDE if action is steps_and_seal else max(STRIDE // 5, 1)
+    for at in itertools.count(1 + stride // 3, stride):
+        store = f"{tmp_path}/{at}"
+        model = Model()
+        optimizer = optimizer_for(model, store, settings, keep=2)
+        steps_and_seal(model, optimizer, 1)
+        try:
+            with interrupted(at) as fired:
+                action(model, optimizer, 3)
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        if not fired:
+            in_time(optimizer.close)
+            break
 
-    def interrupted(handle: object) -> None:
-        raise KeyboardInterrupt
+        def goes_on(model: Model = model, optimizer: AdamW = optimizer, store: str = store) -> None:
+            if action is closes:
+                with contextlib.suppress(KeyboardInterrupt):
+                    optimizer.close()
+                optimizer.close()
+                with pytest.raises(OffloadError, match="closed"):
+                    optimizer.step()
+                optimizer = optimizer_for(model, store, settings, keep=2)  # the store is free
+            said = ""
+            try:
+                optimizer.synchronize()  # what came beside the model is raised here
+            except (OffloadError, KeyboardInterrupt) as error:
+                said = str(error)
+            assert "a transfer of state failed" not in said, "no drive has failed"
+            if action is seals:  # the next step must not wait for one that nobody makes
+                train(model, optimizer, optimizer.num_steps + 1, seal=False)
+            found = optimizer.restore()
+            assert found is not None
+            steps_and_seal(model, optimizer, found.step + 1)
+            optimizer.close()
+            with open_checkpoint(f"{store}/step-{found.step + 1:08d}", backend=backend) as sealed:
+                after = Reference().after(found.step + 1)
+                assert differences(sealed, backend, after) == [], (store, found.step)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(offload.engine.seal.SealHandle, "wait", interrupted)
-        for call in (optimizer.synchronize, optimizer.close):
-            with pytest.raises(KeyboardInterrupt):
-                call()
+        in_time(goes_on)
+    assert all(isinstance(error, KeyboardInterrupt) for error in swallowed)
+    assert num_interrupted > (5 if FULL else 0)
+    backend.close()
+
+
+class InterruptedSync(WrapperBackend):
+    """Is interrupted when names in the store are made durable, while it is told to."""
+
+    interrupts = False
+
+    def sync_dir(self, path: str) -> None:
+        if self.interrupts:
+            raise KeyboardInterrupt
+        super().sync_dir(path)
+
+
+def test_what_an_interrupt_has_left_unknown_is_said_with_its_name() -> None:
+    backend, model = InterruptedSync(MemoryBackend()), Model()
+    optimizer = optimizer_for(model, "/run", options(backend), keep=1)
+    train(model, optimizer, 1)
+    backend.interrupts = True
+    with (
+        pytest.raises(KeyboardInterrupt),
+        pytest.warns(RuntimeWarning, match=r"could not be made durable \(KeyboardInterrupt\)"),
+    ):
+        optimizer.pin("best")
+    backend.interrupts = False
+    optimizer.close()
+
+
+@pytest.mark.parametrize("call", ["synchronize", "close"])
+def test_an_interrupted_wait_leaves_the_seal_in_flight(
+    call: str, backend: Turnstile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here by a signal, while the call waits."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        model, optimizer = started(backend, keep=3)
+        handle = held_checkpoint(backend, optimizer)
+        main = threading.get_ident()
+
+        def press() -> None:
+            assert eventually(lambda: waits(main))
+            signal.pthread_kill(main, signal.SIGINT)
+
+        thread = threading.Thread(target=press)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            getattr(optimizer, call)()
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert not handle.done()
-    if then == "steps":
-        backward(model, 2)
-        optimizer.step()
-    backend.gate.set()
-    assert handle.result().step == 1
-    for step in (3, 4) if then == "steps" else ():
-        optimizer.checkpoint().result()
-        backward(model, step)
-        optimizer.step()
-    optimizer.close()
-    with open_checkpoint("/run/step-00000001", backend=backend) as found:
-        assert found.verify().ok
-        assert differences(found, backend, Reference().after(1)) == []
-
-
-@pytest.mark.parametrize("array", ["master", "exp_avg", "exp_avg_sq"])
-def test_damaged_state_is_not_trained_on(tmp_path: Path, array: str) -> None:
-    model = Model()
-    with optimizer_for(model, str(tmp_path), options()) as optimizer:
-        for step in (1, 2):
-            backward(model, step)
+    backend.open_for_all()
+    assert handle.result(60).step == 1
+    if call == "synchronize":
+        for number in (2, 3, 4):
+            model.fill_gradients(number)
             optimizer.step()
-            optimizer.checkpoint().result()
-    damaged = tmp_path / "step-00000002" / f"{array}.safetensors"
-    data = bytearray(damaged.read_bytes())
-    data[-9] ^= 0x10
-    damaged.write_bytes(data)
-
-    model = Model()
-    optimizer = optimizer_for(model, str(tmp_path), options())
-    assert optimizer.restore() is not None
-    backward(model, 3)
-    with pytest.raises(CheckpointError, match=rf"{array}\.safetensors: bytes .* are damaged"):
-        optimizer.step()
-    with pytest.raises(BrokenOptimizerError):
-        optimizer.checkpoint()
-    with pytest.warns(RuntimeWarning, match="not using .*step-00000002"):
-        found = optimizer.restore()
-    assert found is not None
-    backward(model, 2)
-    optimizer.step()
-    sealed = optimizer.checkpoint().result()
-    assert differences(sealed, PosixBackend(), Reference().after(2)) == []
+            optimizer.checkpoint().result(60)
     optimizer.close()
+    with open_checkpoint("/run", backend=backend) as found:
+        assert found.verify().ok
+        assert found.step == (4 if call == "synchronize" else 1)
 
 
 def test_one_collected_on_a_thread_that_is_being_started_is_closed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There no thread can be joined: closing on the spot would wait for ever."""
+    """There no thread can be joined: closing on the spot would wait for ever.
+
+    Nothing but the finalizer's own name leads there: which thread collects cannot be chosen.
+    """
     model = Model()
     optimizer = optimizer_for(model, str(tmp_path), options())
-    backward(model, 1)
-    optimizer.step()
+    take_step(model, optimizer, 1)
     with monkeypatch.context() as patch:
         patch.setattr("offload.engine.finalizer._is_starting_thread", lambda: True)
         optimizer._finalizer()

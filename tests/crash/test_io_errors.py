@@ -1,284 +1,191 @@
 """Every operation of a run fails in turn, once or for ever: what users see, and what remains.
 
-As SQLite does it: the N-th operation of a kind fails, for N = 1, 2, ... until a run ends without
-having had that many. However the user goes on (call again, restore, new process), the run must end
-with the bits that plain torch has, and nothing that was acknowledged may be lost.
+As SQLite does it: the N-th operation of a kind fails, for N = 1, 2, ... until a scene ends without
+having had that many. However the user goes on (call again, restore, new process), the scene must
+end, with the bits that plain torch has, and nothing that was acknowledged may be lost.
+
+A smoke test lets some operations of each kind fail; ``FULL_TESTS=1`` tries one in `FAULT_STRIDE` of
+each scene, and all of the first.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator
+from itertools import count, product
+from typing import Any
 
 import pytest
-import torch
 
 from gds import MemoryBackend
-from offload import AdamW, Checkpoint, OffloadError, SealHandle, open_checkpoint
-from offload.errors import BrokenOptimizerError, SealError
+from offload import BrokenOptimizerError, OffloadError
+from tests.campaigns import FULL
 from tests.crash.fault_backend import KINDS, FaultBackend, Kind, When
-from tests.stores.training import (
-    Model,
-    Reference,
-    backward,
-    differences,
-    optimizer_for,
-    options,
-    same_bits,
-)
+from tests.crash.scenes import Case, Promise, Trainer
+from tests.crash.test_crash_points import check
 
-STORE = "/run"
-OTHER = "/other"
-"""The second directory of a store on two drives."""
-
-STRIDE = int(os.environ.get("FAULT_STRIDE", "8"))
-"""With two drives every so many-th operation fails in turn; 1 for all of them."""
-
-LAST_STEP = 6
-SEALED = (2, 3, 6)
-BEHIND = 4
-"""The step that is taken while a checkpoint is being sealed; then comes another process."""
-
+STRIDE = int(os.environ.get("FAULT_STRIDE", "16"))
 USED_KINDS = tuple(kind for kind in KINDS if kind != "remove")
+FIRST = Case("sealed behind training", 1)
+SMOKE: list[tuple[Kind, Case, bool]] = [
+    ("read", FIRST, False),
+    ("read", Case("two processes", 1, 2), True),
+    ("write", Case("three checkpoints", 2), False),
+    ("read_bytes", Case("two processes", 1, 2), False),
+    ("write_bytes", Case("replaced train state", 1), False),
+    ("sync", Case("pinned", 1), False),
+    ("sync_dir", Case("gone back", 2), True),
+    ("rename", Case("sealed behind training", 2, 3), False),
+    ("create", Case("every second step", 1), False),
+    ("make_dir", Case("resident state", 2), True),
+    ("open", Case("two processes", 1, 2), False),
+]
+"""Kinds, cases, and whether they fail for ever."""
 
-Recovery = Literal["call again", "restore", "new process"]
-RECOVERIES: tuple[Recovery, ...] = ("call again", "restore", "new process")
+CASES = list(dict.fromkeys(case for _, case, _ in SMOKE))
+RECOVERIES = ("call again", "restore", "new process")
 WHEN: tuple[When, ...] = ("in time", "at once", "later")
 
 
-@functools.cache
-def reference() -> Reference:
-    return Reference()
+class Faults(FaultBackend):
+    """Knows how the user goes on, and what has been promised."""
 
-
-class Session:
-    """A user who trains to the last step, whatever happens on the way."""
-
-    def __init__(
-        self, keep: int, recovery: Recovery, when: When, *, forever: bool, drives: int = 1
-    ) -> None:
-        self.backend = FaultBackend(MemoryBackend(), when)
-        self.directories = [STORE, OTHER][:drives]
-        self.keep = keep
+    def __init__(self, when: When, recovery: str, *, forever: bool) -> None:
+        super().__init__(MemoryBackend(), when)
         self.recovery = recovery
         self.forever = forever
-        self.errors: list[Exception] = []
-        self.acknowledged = 0
-        self.handle: SealHandle | None = None
-        self.model = Model()
-        self.optimizer: AdamW | None = None
-        self._gradients_of = 0
-        self._buffers: list[torch.Tensor] = []
-        self._restarted = False
+        self.errors: list[OffloadError] = []
+        self.promise = Promise()
 
-    def run(self) -> None:
-        """Train to the last step, and check what is there in the end."""
-        while error := named_error(self._go_on):
-            self.errors.append(error)
-            assert len(self.errors) < 12, "it does not get on"
-            assert self.backend.num_failed, "there was no fault"
-            self._recover(error)
-        assert self.optimizer is not None
-        self.backend.repair()
-        assert self._newest() == LAST_STEP
-        assert same_bits(self.model.state_dict(), reference().after(LAST_STEP).model)
-        self.optimizer.close()
-        assert self.backend.violations == []
-        self.backend.close()
+    def note(self, promise: Promise) -> None:
+        self.promise = promise
 
-    def _go_on(self) -> None:
-        if self.optimizer is None:
-            self._start()
-        assert self.optimizer is not None
-        while (step := self.optimizer.num_steps) < LAST_STEP:
-            if step in SEALED:
-                self._seal(step)
-            self._step()
-            self._acknowledge()
-            if step + 1 == BEHIND and not self._restarted:
-                self._restarted = True
-                closed, self.optimizer = self.optimizer, None
-                closed.close()
-                self._start()
-        self._seal(LAST_STEP)
-        self._acknowledge()
+    def must_restore(self) -> bool:
+        """Check the last error; returns whether the user does not simply call again."""
+        assert self.num_failed, "there was no fault"
+        assert len(self.errors) < 24, "it does not get on"
+        assert len(str(self.errors[-1])) > 20, "it says something"
+        return self.recovery != "call again" or isinstance(self.errors[-1], BrokenOptimizerError)
 
-    def _start(self) -> None:
+
+class Persistent(Trainer):
+    """A user who goes on, whatever happens on the way."""
+
+    backend: Faults
+    is_open = False
+
+    def open(self, *, fresh: bool = False) -> None:
         self.backend.new_process()
-        self.model = Model()
-        self._gradients_of = 0
-        optimizer = optimizer_for(
-            self.model, self.directories, options(self.backend), keep=self.keep
-        )
+        self._insist(lambda: super(Persistent, self).open(fresh=fresh))
+        self.is_open = True
+
+    def restore(self, step: int | None = None) -> Any:
+        return self._insist(lambda: super(Persistent, self).restore(step))
+
+    def train(self, last: int) -> None:
+        self._insist(lambda: super(Persistent, self).train(last))
+
+    def seal(self, step: int, **given: Any) -> None:
+        def go() -> None:
+            if self.optimizer.num_steps > step:  # it failed behind a step
+                self._start_again()
+            super(Persistent, self).seal(step, **given)
+
+        self._insist(go)
+
+    def pin(self, name: str, step: int | None, how: Callable[[], object]) -> None:
+        self._insist(lambda: super(Persistent, self).pin(name, step, how))
+
+    def close(self) -> None:
+        with contextlib.suppress(OffloadError):
+            super().close()
+
+    def _insist(self, call: Callable[[], Any]) -> Any:
+        while True:
+            with contextlib.suppress(OffloadError), self._noted():
+                return call()
+            if self.is_open and self.backend.forever:  # every call ends, and works or says why not
+                with contextlib.suppress(OffloadError), self._noted():
+                    self.optimizer.synchronize()
+                with contextlib.suppress(OffloadError), self._noted():
+                    return call()
+            self.backend.repair()
+            if self.is_open and self.backend.must_restore():
+                self._start_again()
+
+    def _start_again(self) -> None:
+        """Restore in the same process if it is to be so, or else in a new one."""
+        promised = self.backend.promise.newest
+        if self.backend.recovery != "new process":
+            with contextlib.suppress(OffloadError):  # there may be no checkpoint yet
+                found = super().restore()
+                assert found in promised
+                if found is not None or self.optimizer.num_steps == 0:
+                    return
+        self.close()
+        self.is_open = False
+        self.open()
+        assert super().restore() in promised
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
         try:
-            found = optimizer.restore()
-        except BaseException:
-            optimizer.close()
+            yield
+        except OffloadError as error:
+            self.backend.errors.append(error)
             raise
-        assert (found.step if found else 0) >= self.acknowledged, "what cannot be read stops it"
-        self.optimizer = optimizer
-
-    def _step(self) -> None:
-        assert self.optimizer is not None
-        before = self.optimizer.num_steps
-        if self._gradients_of != before + 1:  # else the last call did not take the step
-            # Only a step that is taken counts, also for the buffers that its forward has changed.
-            present = [buffer.clone() for buffer in self.model.buffers()]
-            backward(self.model, before + 1)
-            self._gradients_of = before + 1
-            self._buffers = [buffer.clone() for buffer in self.model.buffers()]
-            self._set_buffers(present)
-        self.optimizer.step()
-        assert self.optimizer.num_steps == before + 1
-        self._set_buffers(self._buffers)
-
-    def _set_buffers(self, values: Sequence[torch.Tensor]) -> None:
-        for buffer, value in zip(self.model.buffers(), values, strict=True):
-            buffer.copy_(value)
-
-    def _seal(self, step: int) -> None:
-        if step <= self.acknowledged or self.handle is not None:
-            return
-        assert self.optimizer is not None
-        self.handle = self.optimizer.checkpoint({"step": step})
-        if step == SEALED[0]:  # this one is waited for, and then replaced
-            self._acknowledge()
-            self.optimizer.checkpoint({"step": step, "only": "its train state"}).result()
-            self.optimizer.param_groups[0]["note"] = "all of it, under the same name"
-            self.optimizer.checkpoint({"step": step}).result()
-
-    def _acknowledge(self) -> None:
-        handle, self.handle = self.handle, None
-        if handle is not None:
-            self.acknowledged = handle.result().step
-
-    def _recover(self, error: Exception) -> None:
-        self.handle = None
-        if self.forever:
-            self._try_everything_else()
-        self.backend.repair()
-        assert self._newest() >= self.acknowledged
-        optimizer = self.optimizer
-        if optimizer is None:
-            return
-        if self.recovery == "call again" and not isinstance(error, BrokenOptimizerError):
-            return
-        if self.recovery != "new process" and self._restored(optimizer):
-            return
-        with contextlib.suppress(SealError):
-            optimizer.close()
-        self.optimizer = None
-
-    def _restored(self, optimizer: AdamW) -> bool:
-        """Restore in the same process; False if there is nothing to restore."""
-        found: list[Checkpoint | None] = []
-        error = named_error(lambda: found.append(optimizer.restore()))
-        if error is not None:
-            assert self.acknowledged == 0
-            assert "there is no checkpoint yet" in str(error)
-            return False
-        if found[0] is None:
-            assert self.acknowledged == 0
-            return optimizer.num_steps == 0
-        assert found[0].step == optimizer.num_steps >= self.acknowledged
-        assert self._newest() >= self.acknowledged, "whoever comes now must find it too"
-        self._gradients_of = 0
-        return True
-
-    def _try_everything_else(self) -> None:
-        """While the fault lasts: every call ends, and says what is wrong or works."""
-        optimizer = self.optimizer
-        if optimizer is None:
-            return
-        for call in (
-            optimizer.synchronize,
-            lambda: optimizer.checkpoint({"number": 1}).result(),
-            self._step,
-            lambda: optimizer.checkpoint({"number": 2}).result(),
-            self._step,
-        ):
-            if optimizer.num_steps == LAST_STEP and call == self._step:
-                continue
-            error = named_error(call)
-            if isinstance(error, BrokenOptimizerError) and self.acknowledged:
-                assert f"call restore() to continue from {STORE}/" in str(error)
-
-    def _newest(self) -> int:
-        """Check the newest checkpoint, as a reader beside the run; returns its step, 0 if none."""
-        store = self.backend.inner
-        names = store.list_dir(STORE) if store.stat(STORE) else []
-        if not self.acknowledged and not any(name.startswith("step-") for name in names):
-            return 0
-        with open_checkpoint(STORE, backend=store) as found:
-            assert differences(found, store, reference().after(found.step)) == []
-            return found.step
 
 
-def named_error(call: Callable[[], object]) -> Exception | None:
-    """Return the error that a call raises; one that is not meant for users passes through."""
-    try:
-        call()
-    except OffloadError as error:
-        if len(str(error)) < 20:
-            raise
-        return error
-    return None
-
-
-def run_with_fault(
-    kind: Kind, nth: int, keep: int, recovery: Recovery, *, forever: bool, drives: int = 1
-) -> Session:
-    when = WHEN[nth // len(RECOVERIES) % len(WHEN)]
-    session = Session(keep, recovery, when, forever=forever, drives=drives)
-    session.backend.fail(kind, nth, forever=forever)
+def run_with_fault(case: Case, kind: Kind, nth: int, *, forever: bool) -> Faults:
+    recoveries = RECOVERIES[forever:]
+    backend = Faults(
+        WHEN[nth // len(RECOVERIES) % len(WHEN)],
+        recoveries[nth % len(recoveries)],
+        forever=forever,
+    )
+    backend.fail(kind, nth, forever=forever)
     with warnings.catch_warnings():
         # After a failed sync the store says that it reuses no slot, and a restore what it refuses.
         warnings.simplefilter("ignore", RuntimeWarning)
         try:
-            session.run()
+            case.play(backend, Persistent)
+            backend.repair()
+            assert backend.violations == []
+            check(case, backend.inner.reopened(), backend.promise, finish=True)
         except BaseException as error:
             error.add_note(
-                f"{kind} number {nth} failed {'for ever' if forever else 'once'}; keep={keep}; "
-                f"{when}; then: {recovery}; errors so far: {session.errors}"
+                f"{kind} number {nth} failed, forever: {forever}; {backend.when}; "
+                f"then: {backend.recovery}; errors so far: {backend.errors}"
             )
             raise
-    return session
+    backend.close()
+    return backend
+
+
+def numbers(case: Case) -> Iterator[int]:
+    """Yield which operations of a kind fail, counted from 1."""
+    if FULL:
+        yield from count(1, 1 if case == FIRST else STRIDE)
+    nth = 1
+    while True:
+        yield nth
+        nth = 3 * nth + 1
 
 
 @pytest.mark.parametrize(
-    ("forever", "keep", "drives"),
-    [
-        pytest.param(False, 1, 1, id="once-keep=1"),
-        pytest.param(False, 2, 1, id="once-keep=2"),
-        pytest.param(True, 1, 1, id="for-ever-keep=1"),
-        pytest.param(False, 1, 2, id="once-keep=1-drives=2"),
-        pytest.param(True, 2, 2, id="for-ever-keep=2-drives=2"),
-    ],
+    ("kind", "case", "forever"),
+    list(product(USED_KINDS, CASES, [False, True])) if FULL else SMOKE,
+    ids=str,
 )
-@pytest.mark.parametrize("kind", USED_KINDS)
 def test_any_operation_may_fail(
-    kind: Kind,
-    forever: bool,
-    keep: int,
-    drives: int,
-    record_property: Callable[[str, object], None],
+    kind: Kind, case: Case, forever: bool, record_property: Callable[[str, object], None]
 ) -> None:
-    nth = num_faults = num_reported = 0
-    while True:
-        nth += 1 if drives == 1 or not nth else STRIDE
-        recoveries = RECOVERIES if not forever else RECOVERIES[1:]
-        session = run_with_fault(
-            kind, nth, keep, recoveries[nth % len(recoveries)], forever=forever, drives=drives
-        )
-        num_reported += bool(session.errors)
-        if session.backend.num_failed == 0:
+    num_faults = 0
+    for nth in numbers(case):
+        if run_with_fault(case, kind, nth, forever=forever).num_failed == 0:
             break
         num_faults += 1
-    print(f"{kind}: {num_faults} faults, {num_reported} reported to the caller")
     record_property("faults", num_faults)
-    assert nth > 2, "the run has operations of this kind"
-    assert num_reported > 0
+    assert num_faults > 0 or FULL, "the scene has operations of this kind"

@@ -1,6 +1,7 @@
 """Killed with SIGKILL time and again, a run ends with the bits of one that nobody disturbed.
 
-144 kills; NUM_KILLS=120 makes it 360, or as many more as wanted. KILL_SEED chooses the moments.
+With ``FULL_TESTS=1`` there are 144 kills; NUM_KILLS=120 makes it 360, or as many more as wanted.
+KILL_SEED chooses the moments.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import pytest
 
 from gds import PosixBackend
 from offload import open_checkpoint
+from tests.campaigns import FULL
 from tests.crash import killing
 from tests.forking import Children
 from tests.stores.training import Reference, differences
 
 SEED = int(os.environ.get("KILL_SEED", "20260711"))
-NUM_KILLS = int(os.environ.get("NUM_KILLS", "48"))
+NUM_KILLS = int(os.environ.get("NUM_KILLS", "48" if FULL else "0"))
+IS_CAMPAIGN = NUM_KILLS > 0
+CASES = [(1, 1, NUM_KILLS), (2, 1, NUM_KILLS), (1, 3, NUM_KILLS // 2), (2, 2, NUM_KILLS // 2)]
+SMOKE = [(1, 1, 4), (2, 2, 4)]
 
-TIMEOUT_S = 4.0
-"""For one kill; it takes a tenth of one."""
+TIMEOUT_S = 20.0
+"""For one kill, which takes less than a second."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +40,7 @@ def children() -> Iterator[Children]:
 
 @pytest.mark.parametrize(
     ("keep", "drives", "num_kills"),
-    [(1, 1, NUM_KILLS), (2, 1, NUM_KILLS), (1, 3, NUM_KILLS // 2), (2, 2, NUM_KILLS // 2)],
-    ids=["keep=1", "keep=2", "keep=1-drives=3", "keep=2-drives=2"],
+    CASES if IS_CAMPAIGN else SMOKE,
 )
 def test_killed_at_random_moments(
     keep: int,
@@ -49,7 +53,7 @@ def test_killed_at_random_moments(
     plan = {"keep": keep, "drives": drives, "num_kills": num_kills, "seed": SEED}
     (tmp_path / killing.PLAN).write_text(json.dumps(plan))
     pid = children.start(killing.kill_at_random_moments, tmp_path)
-    ended = children.wait(pid, tmp_path, 60.0 + TIMEOUT_S * num_kills)
+    ended = children.wait(pid, tmp_path, 300.0 + TIMEOUT_S * num_kills)
     assert ended.status == 0, ended.output
     assert "Traceback" not in ended.output
     result = json.loads(ended.output.splitlines()[-1])
@@ -57,8 +61,8 @@ def test_killed_at_random_moments(
     record_property("kills", result["killed"])
 
     assert result["killed"] == num_kills == sum(result["phases"].values())
-    assert result["phases"].get("stepping"), "kills must hit steps"
-    assert result["sealing"], "kills must hit seals in progress"
+    if IS_CAMPAIGN:
+        assert result["phases"].keys() >= {"s", "c", "A"}, "kills must hit steps and seals"
     restored = result["restored"]
     assert all(earlier <= later for earlier, later in pairwise(restored))
     assert len(set(restored)) > num_kills // 10, "the run must have got on between the kills"

@@ -3,9 +3,11 @@
 Rules are what a user and the world do to a store: steps, checkpoints, pins, restores, edits, other
 policies, faults, bits that flip, kills and losses of power. After each of them the power is lost in
 thought, and what is left must be a checkpoint that was promised, to the bit, with the pins that
-were. `tests/crash/state_model.py` and `state_policy.py` say what that is.
+were. `state_process.py`, `state_model.py` and `state_policy.py` say what that is.
 
-    STATE_MACHINE_SEED=7 pytest tests/crash/test_state_machine.py          # other examples
+A smoke test makes four short examples; ``FULL_TESTS=1`` makes more, and so does
+
+    STATE_MACHINE_SEED=7 STATE_MACHINE_EXAMPLES=16 pytest tests/crash/test_state_machine.py
     STATE_MACHINE_MINUTES=30 pytest -s tests/crash/test_state_machine.py   # seed after seed
 """
 
@@ -14,12 +16,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import threading
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
@@ -32,78 +31,33 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from gds import Backend, StorageError
-from offload import (
-    AdamW,
-    DriveTuning,
-    OffloadError,
-    SealHandle,
-    list_checkpoints,
-    open_checkpoint,
-    pin,
-    unpin,
-)
-from offload.engine.chunk_pass import STEP_THREAD
-from offload.engine.seal import SEAL_THREAD
-from offload.errors import (
-    BrokenOptimizerError,
-    CheckpointError,
-    CheckpointNotFoundError,
-    DamagedError,
-    MismatchError,
-    PinError,
-    SealError,
-)
-from offload.store.quarantine import remove_mark, verify_and_mark
+from offload import MismatchError, OffloadError, PinError, pin, unpin
+from tests.campaigns import FULL
 from tests.crash.crash_backend import CrashBackend, Disk
-from tests.crash.fault_backend import KINDS, FaultBackend, Kind, When
-from tests.crash.state_damage import Flip, is_state, problems
+from tests.crash.fault_backend import KINDS, Kind
+from tests.crash.state_damage import DamagedStore, Flip
 from tests.crash.state_model import (
     AddHead,
     Edit,
-    Event,
-    Expectation,
-    Forward,
     LayOut,
-    Run,
     SetRate,
     Step,
     Variant,
-    differences,
     edit,
-    forward,
-    new_run,
     set_gradients,
 )
-from tests.crash.state_policy import METRIC, Kept, Policy
-from tests.stores.training import Model, add_head, optimizer_for, options, same_bits
-from tests.threads import since
+from tests.crash.state_policy import METRIC, Policy
+from tests.crash.state_process import STORE, Sealed, ignored, num_done
+from tests.stores.training import add_head
 
 SEED = int(os.environ.get("STATE_MACHINE_SEED", "20261121"))
 MINUTES = float(os.environ.get("STATE_MACHINE_MINUTES", "0"))
-EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "16"))
-STEPS = int(os.environ.get("STATE_MACHINE_STEPS", "30"))
+EXAMPLES = int(os.environ.get("STATE_MACHINE_EXAMPLES", "16" if FULL or MINUTES else "4"))
+STEPS = int(os.environ.get("STATE_MACHINE_STEPS", "30" if FULL or MINUTES else "15"))
 SHRINK = bool(os.environ.get("STATE_MACHINE_SHRINK"))
 """Look for the shortest example that fails, which takes minutes."""
 
-DIRECTORIES = ("/data/run", "/fast/run")
-STORE = DIRECTORIES[0]
-SHARES = (2, 1)
 RESIDENT = (0, 40_000, "1GiB")
-TIMEOUT_S = 60.0
-"""Of each wait: what takes so long hangs."""
-
-_UNUSABLE = (CheckpointError, MismatchError)
-"""What `restore` may say if a checkpoint is damaged: none is left, or it has other groups."""
-
-_IN_A_ROW = "two in a row"
-"""What is said of a damaged checkpoint behind one that has been given up: it is not marked."""
-
-_T = TypeVar("_T")
-Uid = int
-Allowed = frozenset[Uid | None]
-"""What a process may find, as the numbers of checkpoints; None stands for an empty store."""
-
 POLICIES = st.builds(
     Policy,
     last=st.integers(1, 3),
@@ -111,47 +65,9 @@ POLICIES = st.builds(
     best=st.sampled_from([None, None, 1, 2]),
 )
 
-num_done = {
-    "rules": 0,
-    "crashes": 0,
-    "faults": 0,
-    "power cuts": 0,
-    "checkpoints": 0,
-    "pins": 0,
-    "flips": 0,
-    "marks of a person": 0,
-}
-"""Of this process, for the summary."""
 
-
-@dataclass(frozen=True)
-class Sealed:
-    """A checkpoint that was asked for, and what it must hold."""
-
-    expectation: Expectation
-    events: tuple[Event, ...]
-    with_head: bool
-    train_state: dict[str, Any]
-    losses: frozenset[float | None]
-    """Its metric; or that of what it replaced, which is replaced after the train state."""
-
-
-@dataclass(frozen=True)
-class Promise:
-    """What a process may find."""
-
-    newest: Allowed
-    pins: Mapping[str, Allowed]
-    """By name, what it may be on."""
-
-
-class StoreMachine(RuleBasedStateMachine):
+class StoreMachine(DamagedStore, RuleBasedStateMachine):
     """A user and the world; see the module.
-
-    What may be found is kept in three places: `promised` are checkpoints one of which must be
-    there (one, but while newer ones are being withdrawn); `pending` are being sealed; `doubtful`
-    are those whose seal failed, which a later process may find all the same. `pins` says what each
-    name may be on.
 
     What is drawn must not depend on how far a thread has come, so no rule has a precondition: one
     that makes no sense at the moment does nothing.
@@ -170,30 +86,18 @@ class StoreMachine(RuleBasedStateMachine):
         resident=st.sampled_from(RESIDENT),
         overlap=st.sampled_from([None, None, "forward"]),
     )
-    def begin(
-        self,
-        variant: Variant,
-        keep: Policy,
-        when: When,
-        resident: int | str,
-        overlap: str | None,
-    ) -> None:
-        self.variant = variant
-        self.when = when
-        self.keep, self.resident, self.overlap = keep, resident, overlap
-        self.sealed: dict[Uid, Sealed] = {}
-        self.promised: Allowed = frozenset({None})
-        self.pending: list[tuple[SealHandle, Uid]] = []
-        self.doubtful: set[Uid] = set()
-        self.listed: list[Uid] = []
-        """The checkpoints of the store, oldest first, as far as they are known."""
-        self.losses: dict[Uid, float | None] = {}
-        self.pins: dict[str, Allowed] = {}
-        self.damaged: dict[str, Uid] = {}
-        """Checkpoints that are not usable any more, by path."""
-        self.log = CrashBackend()
-        self.others = threading.enumerate()
-        self.open()
+    def begin(self, **settings: Any) -> None:
+        self.begin_store(**settings)
+
+    @invariant()
+    def a_promised_checkpoint_survives(self) -> None:
+        """Lose the power in thought: what is left is usable, and is what it was."""
+        num_done["rules"] += 1
+        self.check_a_power_cut()
+
+    def teardown(self) -> None:
+        if hasattr(self, "optimizer"):
+            self.close()
 
     # What users do.
 
@@ -262,8 +166,7 @@ class StoreMachine(RuleBasedStateMachine):
     def train(self, seed: int, wait: bool, on: int) -> None:
         """What training mostly is: steps, a checkpoint, and steps while it is being sealed.
 
-        With every other seed a weight is edited just before the checkpoint, which has the edit in
-        its FP32 state.
+        With every other seed a weight is edited just before the checkpoint.
         """
         self.step(seed, (), True)
         self.step(seed + 1, (), True)
@@ -273,10 +176,6 @@ class StoreMachine(RuleBasedStateMachine):
         self.checkpoint(wait, None, (0.25, 0.5, 0.75)[seed % 3])
         for number in range(on):
             self.step(seed + 2 + number, (), True)
-
-    @rule()
-    def wait(self) -> None:
-        self.settle()
 
     @rule()
     def synchronize(self) -> None:
@@ -433,7 +332,7 @@ class StoreMachine(RuleBasedStateMachine):
     def crash(self, power: bool, back: int, seed: int) -> None:
         """The process is gone, as of some operations ago; the power too, or the cache stays."""
         log, promise = self.moment(back)
-        with contextlib.suppress(OffloadError, OSError), _ignored():
+        with contextlib.suppress(OffloadError, OSError), ignored():
             self.optimizer.close()  # of no effect on what was copied; ends its threads
         self.end()
         num_done["crashes"] += 1
@@ -454,392 +353,16 @@ class StoreMachine(RuleBasedStateMachine):
             place=st.floats(0, 1, exclude_max=True),
             bit=st.integers(0, 7),
         ),
-        in_a_row=st.sampled_from([1, 1, 2]),
     )
-    def damage(self, which: int, flip: Flip, in_a_row: int) -> None:
-        """A bit of a checkpoint flips while nobody trains: the one before it is taken, or none."""
+    def damage(self, which: int, flip: Flip) -> None:
+        """A bit flips while nobody trains; not two in a row, which are for a person to look at."""
         self.close()
         self.refresh()
-        for _ in range(in_a_row):
-            if len(self.listed) >= -which:
-                self.damage_one(which, flip)
+        if len(self.listed) >= -which:
+            uid = self.listed[which]
+            if all(given_up < uid for given_up in self.damaged.values()):
+                self.damage_one(uid, flip)
         self.open()
-
-    def damage_one(self, which: int, flip: Flip) -> None:
-        uid, path = self.listed[which], self.path_of(self.listed[which])
-        file = flip.path(self.log, path)
-        flip.apply(self.log, file)
-        found = problems(self.log.inner, path)
-        if found:
-            assert file in found
-            num_done["flips"] += 1
-        else:  # where no parameter has state yet nothing was written
-            assert is_state(file), f"{file}: {flip} is not noticed"
-            with open_checkpoint(path, backend=self.log.inner) as checkpoint:
-                self.check(checkpoint, self.log.inner)
-        if found and which == -1 and self.is_refused(uid, file):
-            self.damaged[path] = uid
-            del self.listed[-1]
-            self.promised = frozenset({self.listed[-1]})
-        else:  # of no consequence; or not the newest; or there is none left: it is repaired
-            flip.apply(self.log, file)
-            remove_mark(self.log, path)
-            self.log.sync_dir(path)
-            assert problems(self.log.inner, path) == ""
-
-    def is_refused(self, uid: Uid, file: str) -> bool:
-        """Let a process find out that the newest is damaged; returns whether there is another."""
-        older = self.listed[-2:-1]
-        with_head = self.begin_process()
-        checkpoint, error = self.attempt(lambda: self.optimizer.restore(), refusal=_UNUSABLE)
-        if checkpoint is not None and checkpoint.train_state["uid"] == uid:
-            assert is_state(file), f"{file}: restored, though it is damaged"
-            set_gradients(self.model, Step(0), with_head=with_head)
-            _, error = self.attempt(self.step_and_wait, refusal=(DamagedError,))
-            assert error is not None, f"{file}: trained on, though it is damaged"
-            assert file in str(error)
-            if _IN_A_ROW not in str(error):
-                checkpoint, error = self.attempt(
-                    lambda: self.optimizer.restore(), refusal=_UNUSABLE
-                )
-        if _IN_A_ROW in str(error):
-            with_head = self.let_a_person_mark(uid)
-            checkpoint, error = self.attempt(lambda: self.optimizer.restore(), refusal=_UNUSABLE)
-        if isinstance(error, MismatchError):
-            assert any(self.sealed[u].with_head != with_head for u in older)
-        elif error is not None:
-            assert older == [], error
-        else:
-            assert [checkpoint.train_state["uid"]] == older
-        self.optimizer.close()
-        self.end()
-        return older != []
-
-    def let_a_person_mark(self, uid: Uid) -> bool:
-        """Run `offload verify --quarantine`, and start the program again."""
-        assert self.damaged, "one after it must have been given up already"
-        self.optimizer.close()
-        self.end()
-        path = self.path_of(uid)
-        with open_checkpoint(path, even_quarantined=True, backend=self.log) as opened:
-            assert not opened.quarantined
-            assert verify_and_mark(opened).quarantined
-        num_done["marks of a person"] += 1
-        return self.begin_process()
-
-    def step_and_wait(self) -> None:
-        self.optimizer.step()
-        self.optimizer.synchronize()
-
-    # What must hold.
-
-    @invariant()
-    def a_promised_checkpoint_survives(self) -> None:
-        """Lose the power in thought: what is left is usable, and is what it was."""
-        num_done["rules"] += 1
-        log, promise = self.moment(0)
-        self._disk_after(log)
-        seed = len(log)
-        backend = self._disk.power_cut(random.Random(seed)).backend()
-        num_done["power cuts"] += 1
-        self.check_newest(backend, promise.newest)
-        self.check_pins(backend, promise.pins)
-        assert self.faults.violations == []
-
-    def _disk_after(self, log: Sequence[object]) -> None:
-        if self._disk_of is not self.log:
-            self._disk_of, self._disk, self._num_applied = self.log, Disk(), 0
-        for operation in log[self._num_applied :]:
-            self._disk.apply(operation)
-        self._num_applied = len(log)
-
-    _disk_of: CrashBackend | None = None
-
-    def check_newest(self, backend: Backend, allowed: Allowed) -> Uid | None:
-        """Compare the newest checkpoint with what it must be; returns which it is."""
-        uid: Uid | None = None
-        reason = ""
-        try:
-            with _ignored(), open_checkpoint(STORE, backend=backend) as found:
-                uid = found.train_state["uid"]
-                self.check(found, backend)
-        except (CheckpointNotFoundError, CheckpointError) as error:
-            uid, reason = None, str(error)
-        assert uid in allowed, f"found {uid}, allowed {set(allowed)} {reason}"
-        return uid
-
-    def check_pins(self, backend: Backend, pins: Mapping[str, Allowed]) -> None:
-        """Every name is on what it was given to, which is still there."""
-        if pins:
-            found = self.pinned(backend)
-            for name, allowed in pins.items():
-                assert found.get(name) in allowed, f"{name!r} on {found.get(name)}, not {allowed}"
-
-    def pinned(self, backend: Backend) -> dict[str, Uid]:
-        """Return what each name is on; that must be what it was, or known to be damaged."""
-        found: dict[str, Uid] = {}
-        if backend.stat(f"{STORE}/pins") is None:
-            return found
-        for info in list_checkpoints(STORE, backend=backend):
-            if info.pins and info.valid:
-                with open_checkpoint(info.path, backend=backend) as checkpoint:
-                    self.check(checkpoint, backend)
-                    found |= dict.fromkeys(info.pins, checkpoint.train_state["uid"])
-            elif info.pins:
-                assert info.path in self.damaged, info.reason
-                found |= dict.fromkeys(info.pins, self.damaged[info.path])
-        return found
-
-    def check(self, found: Any, backend: Backend) -> None:
-        expected = self.sealed[found.train_state["uid"]]
-        assert found.train_state == expected.train_state
-        assert differences(found, backend, self.variant, expected.expectation) == []
-
-    def teardown(self) -> None:
-        if not hasattr(self, "optimizer"):
-            return
-        self.close()
-        for thread in since(self.others):
-            if thread.name in (SEAL_THREAD, STEP_THREAD):
-                thread.join(TIMEOUT_S)  # it may have told its result, and be about to end
-                assert not thread.is_alive(), "threads are left"
-
-    # How it is done.
-
-    def open(self) -> None:
-        """Begin a process and restore; what is found must be allowed, and is promised from now."""
-        before = self.log.log[:]
-        allowed = self.allowed()
-        self.note()
-        self.begin_process()
-        checkpoint, error = self.attempt(lambda: self.optimizer.restore())
-        assert error is None, f"{error} after {before[-3:]}"
-        uid = None if checkpoint is None else checkpoint.train_state["uid"]
-        assert uid in allowed, f"found {uid}, allowed {set(allowed)}"
-        self.promised, self.doubtful, self.pending = frozenset({uid}), set(), []
-        self.note()
-        self.opened_at = len(self.log.log)
-        assert self.check_newest(self.log.inner, self.promised) == uid
-        self.check_pins(self.log.inner, self.pins)
-        self.listed = self.present()
-        assert (self.listed[-1:] or [None]) == [uid]
-        if checkpoint is not None:
-            self.restored(checkpoint.train_state)
-
-    def begin_process(self) -> bool:
-        """Construct model and optimizer; returns whether it is told of the head."""
-        self.faults = FaultBackend(self.log, self.when)
-        with_head = self.num_groups() == 2
-        self.model, self.run, self.broken = Model(), new_run(self.variant), False
-        self.optimizer: AdamW = optimizer_for(
-            self.model,
-            list(DIRECTORIES[: self.variant.drives]),
-            options(
-                self.faults,
-                **self.variant.options,
-                drives=DriveTuning(shares=SHARES[: self.variant.drives]),
-                host_memory=self.resident,
-                overlap=self.overlap,
-            ),
-            keep=self.keep.retention(),
-            with_head=with_head,
-        )
-        return with_head
-
-    def close(self) -> None:
-        """End the process in good order."""
-        self.attempt(self.optimizer.close)
-        self.settle()
-        self.end()
-
-    def end(self) -> None:
-        """Take note of the end of a process."""
-        num_done["faults"] += self.faults.num_failed
-        self.faults.close()
-
-    def num_groups(self) -> int:
-        try:
-            with _ignored(), open_checkpoint(STORE, backend=self.log.inner) as newest:
-                return len(newest.hyperparameters)
-        except (CheckpointNotFoundError, CheckpointError):
-            return 0
-
-    def present(self) -> list[Uid]:
-        """Return the checkpoints of the store, oldest first; all must be what they were."""
-        backend = self.log.inner
-        found = list_checkpoints(STORE, backend=backend) if backend.stat(STORE) else []
-        uids = []
-        for info in sorted(found, key=lambda info: info.generation):
-            if not info.valid:
-                assert info.path in self.damaged, info.reason
-                continue
-            with open_checkpoint(info.path, backend=backend) as checkpoint:
-                self.check(checkpoint, backend)
-                uid = checkpoint.train_state["uid"]
-            self.losses[uid] = info.metrics.get(METRIC)
-            assert self.losses[uid] in self.sealed[uid].losses
-            uids.append(uid)
-        return uids
-
-    def refresh(self) -> None:
-        """Take note of what a step has taken since retention changed, or a name was taken away."""
-        if not self.listed or self.pending:
-            return
-        kept, present = self.kept(self.listed), self.present()
-        if not self.faults.num_failed:
-            assert set(kept) <= set(present) <= set(self.listed)
-        self.listed = present
-
-    def kept(self, uids: Sequence[Uid]) -> list[Uid]:
-        """Return what retention must keep of some checkpoints, oldest first."""
-        pinned = set(self.pinned(self.log.inner).values())
-        steps = {uid: self.sealed[uid].expectation.step for uid in uids}
-        return self.keep.kept([Kept(u, steps[u], self.losses[u], u in pinned) for u in uids])
-
-    def path_of(self, uid: Uid) -> str:
-        return f"{STORE}/step-{self.sealed[uid].expectation.step:08d}"
-
-    def allowed(self) -> Allowed:
-        return self.promised | self.doubtful | {uid for _, uid in self.pending}
-
-    def note(self) -> None:
-        self.log.note(Promise(self.allowed(), dict(self.pins)))
-
-    def moment(self, back: int) -> tuple[list[Any], Promise]:
-        """Return the log up to some operations ago, in this process, and what was allowed then."""
-        with self.log.order:
-            log = list(self.log.log)
-        log = log[: max(len(log) - back, self.opened_at)]
-        return log, next(op.label for op in reversed(log) if op.kind == "note")
-
-    def attempt(
-        self, call: Callable[[], _T], *, refusal: tuple[type[Exception], ...] = ()
-    ) -> tuple[Any, Exception | None]:
-        """Call; an error must be a named one, and there must be a reason for it."""
-        try:
-            with _ignored():
-                return call(), None
-        except (OffloadError, StorageError) as error:
-            refused = isinstance(error, refusal)
-            if len(str(error)) < 20 or not (refused or self.faults.num_failed):
-                raise
-            return None, error
-
-    def attempt_twice(
-        self, call: Callable[[], _T], *, refusal: tuple[type[Exception], ...] = ()
-    ) -> tuple[Any, Exception | None]:
-        """Call again if it fails: a fault happens once. What fails for a reason fails again."""
-        value, error = self.attempt(call, refusal=refusal)
-        if error is None or isinstance(error, refusal):
-            return value, error
-        return self.attempt(call, refusal=refusal)
-
-    def persist(
-        self, call: Callable[[], _T], *, refusal: tuple[type[Exception], ...] = ()
-    ) -> tuple[Any, bool]:
-        """Call until it works, or is refused, or until the optimizer asks for `restore`.
-
-        Returns:
-            What the call has returned, or the error; and whether it has worked.
-        """
-        for _ in range(4):
-            value, error = self.attempt(call, refusal=refusal)
-            if error is None:
-                return value, True
-            if isinstance(error, refusal):
-                return error, False
-            if isinstance(error, BrokenOptimizerError):
-                self.broken = True
-                return error, False
-        raise AssertionError(f"it does not get on: {error!r}")
-
-    def forward(self, seed: int) -> None:
-        event = Forward(seed)
-        _, error = self.attempt(lambda: forward(self.model, event))
-        if error is None:
-            self.run.apply(event)
-        else:
-            self.broken = True  # the step beside it has failed: raised here, once
-
-    def wait_for_everything(self) -> None:
-        """Let nothing run beside what comes next, and learn what there is."""
-        if not self.broken:
-            self.persist(self.optimizer.synchronize)
-        self.settle()
-        self.refresh()
-
-    def settle(self) -> None:
-        """Take note of what has become of seals."""
-        while self.pending:
-            handle, uid = self.pending[0]
-            self.pending.pop(0)
-            try:
-                with _ignored():
-                    handle.result(TIMEOUT_S)
-            except SealError:
-                if not self.faults.num_failed:
-                    raise
-                self.doubtful.add(uid)
-            else:
-                self.acknowledged(uid)
-
-    def acknowledged(self, uid: Uid) -> None:
-        """A checkpoint is durable: retention says which others stay."""
-        self.promised = frozenset({uid})
-        self.doubtful = {doubtful for doubtful in self.doubtful if doubtful > uid}
-        self.note()
-        step = self.sealed[uid].expectation.step
-        others = [u for u in self.listed if self.sealed[u].expectation.step != step]
-        replaced = len(others) < len(self.listed)
-        self.listed = [*others, uid]
-        if self.pending:
-            return  # the next seal may have begun to make room
-        untrimmed, present = self.listed, self.present()
-        assert present[-1] == uid
-        kept = self.kept(untrimmed)
-        if self.faults.num_failed:  # one may have been withdrawn for a seal that then failed
-            known = {*self.sealed}
-            assert known.issuperset(present)
-        elif replaced:  # if only the train state was, that is no seal; if all was, best may differ
-            assert {uid, *kept[-self.keep.last :]} <= set(present) <= set(untrimmed)
-        else:
-            assert present == kept
-        self.listed = present
-
-    def restored(self, train_state: dict[str, Any]) -> None:
-        """The live model is what the checkpoint says."""
-        uid = train_state["uid"]
-        assert uid in self.allowed()
-        sealed = self.sealed[uid]
-        assert train_state == sealed.train_state
-        self.run: Run = new_run(self.variant, sealed.events)
-        self.broken = False
-        assert self.optimizer.num_steps == sealed.expectation.step
-        assert same_bits(dict(self.model.state_dict()), sealed.expectation.model)
-        self.compare(waited=True)
-
-    def not_restored(self, error: Exception) -> None:
-        """There must be a reason; whatever it is, a new process can go on."""
-        reasons = (StorageError, BrokenOptimizerError, OSError, CheckpointError, MismatchError)
-        assert isinstance(error, reasons), repr(error)
-        self.broken = True
-
-    def other_groups(self, uid: Uid) -> bool:
-        return self.sealed[uid].with_head != self.run.with_head
-
-    def compare(self, *, waited: bool = False) -> None:
-        """Compare the live parameters, unless a step may be running beside."""
-        if self.broken or (self.overlap is not None and not waited):
-            return
-        assert same_bits(dict(self.model.state_dict()), dict(self.run.model.state_dict()))
-
-
-@contextlib.contextmanager
-def _ignored() -> Any:
-    """Let the store warn of failed syncs, `restore` of failed seals, readers of damage."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        yield
 
 
 def test_nothing_that_was_promised_is_ever_lost(
@@ -872,10 +395,6 @@ def test_nothing_that_was_promised_is_ever_lost(
     print(f"state machine, seeds {SEED} to {seed}: {num_done}")
     record_property("state_machine", dict(num_done))
     # Hypothesis draws from constants that it finds in the library, too: how often a few examples do
-    # what changes with the library's code. A campaign has so many that it must do all of it often.
-    is_campaign = EXAMPLES >= 100
-    for what in ("crashes", "faults", "checkpoints"):
-        assert num_done[what] > (EXAMPLES // 4 if is_campaign else 0), what
-    if is_campaign:
-        assert num_done["pins"] > 0
-        assert num_done["flips"] > 0
+    # what changes with the library's code. A campaign has so many that it must do all of it.
+    if EXAMPLES >= 100:
+        assert all(num_done[what] for what in ("crashes", "faults", "checkpoints", "pins", "flips"))
