@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from gds.backends.threads import TransferPool
 from gds.backends.wrapper import WrapperFile
 from gds.contract import File
 from offload import AdamW
+from tests.dying import live_on
 from tests.forking import serve
 from tests.stores.training import ARRAYS, Model, backward, optimizer_for, options, train
 
@@ -86,10 +88,13 @@ def hold_the_store_and_fork(directory: str) -> None:
     _, optimizer = trained(directory)
     optimizer.checkpoint().result()
     ready, told = os.pipe()
+    server = os.pidfd_open(os.getppid())
     if os.fork() == 0:
+        live_on()
         _announce(directory, str(os.getpid()))
         os.write(told, b".")
-        signal.pause()
+        select.select([server], [], [])  # it may outlive its parent, but not the tests
+        return
     os.read(ready, 1)
     signal.pause()
 

@@ -24,6 +24,7 @@ from offload import (
 )
 from tests.crash import children as child
 from tests.crash.damaging import unheeded
+from tests.crash.test_open_files import open_below
 from tests.crash.trained import STORE, Training
 from tests.eventually import eventually
 from tests.forking import Children
@@ -176,13 +177,13 @@ def test_a_lock_file_that_is_made_again_takes_no_further_descriptor(tmp_path: Pa
     training = Training(PosixBackend(direct=False), str(tmp_path / "run"), keep=1)
     training.steps_and_seal(2)
     training.steps_and_seal()
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(open_below(tmp_path / "run"))
     for _ in range(3):
         (tmp_path / "run" / "LOCK").unlink()
         with unheeded():  # the first time it is said
             training.steps_and_seal()
         assert (tmp_path / "run" / "LOCK").exists()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(open_below(tmp_path / "run")) == before
     training.optimizer.close()
 
 

@@ -17,6 +17,7 @@ from gds import Backend, MemoryBackend, PosixBackend
 from offload import StoreBusyError, open_checkpoint
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.trained import STORE, Training
+from tests.dying import dying
 from tests.stores.training import Reference, differences, same_bits
 
 TIMEOUT_S = 0.02
@@ -52,7 +53,7 @@ def test_training_goes_on_beside_a_reader_that_was_stopped(
     training = Training(backend, directories, keep=keep, reader_timeout_s=TIMEOUT_S)
     read = training.steps_and_seal()
     reader = subprocess.Popen(
-        [sys.executable, "-c", STOPPED_READER, read],
+        dying([sys.executable, "-c", STOPPED_READER, read]),
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         text=True,

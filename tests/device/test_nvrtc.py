@@ -1,6 +1,6 @@
 """The kernels compiled for devices by NVRTC, which needs neither a device nor a driver.
 
-``make test-full`` installs NVRTC, and there a missing one is a failure.
+``make integration`` installs NVRTC, and there a missing one is a failure.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from tests.fuzz.breakages import BREAKAGES
+
 import offload
 from tests.dying import let_forks_die
-from tests.fuzz.breakages import BREAKAGES
 from tests.fuzz.interpret import Outcome, run
 from tests.fuzz.program import Program
 from tests.limits import HANG_S

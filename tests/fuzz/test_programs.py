@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.fuzz.breakages import BREAKAGES
 
 from tests.campaigns import FULL
 from tests.dying import dying
-from tests.fuzz.breakages import BREAKAGES
 from tests.fuzz.program import Program, make
 
 REPOSITORY = Path(__file__).parents[2]

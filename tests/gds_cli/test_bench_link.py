@@ -23,6 +23,7 @@ from gds.bench.screen import show
 from gds.bench.workload import Workload
 from gds.kvikio import KvikioBackend, Used
 from tests.fake_gpu.machine import FakeGpu, installed
+from tests.threads import since
 
 HANDLE = 0x7F00_1234_5678
 RX_KB, TX_KB = 3_000_000, 500_000
@@ -103,6 +104,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 
 def test_both_directions_of_the_gpu_that_is_used_are_sampled(backend, nvml):
+    others = threading.enumerate()
     meter = link_meter(backend, lambda: nvml)
     assert nvml.bus == b"0000:40:00.0"
     with meter.running():
@@ -113,7 +115,7 @@ def test_both_directions_of_the_gpu_that_is_used_are_sampled(backend, nvml):
     meter.close()
     meter.close()
     assert nvml.open == 0
-    assert not [t for t in threading.enumerate() if t.name == "gds-link"]
+    assert not since(others, "gds-link")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tests.crash.fault_backend import FaultBackend
 from tests.eventually import eventually
 from tests.stores.files import flip
 from tests.stores.small import STORE, make_model, make_optimizer, memory_store, step, train
+from tests.threads import since
 
 ROOT = Path(__file__).parent.parent.parent
 SECONDS = r"[\d.,]+ (s|ms|us)"
@@ -188,6 +189,7 @@ def test_a_seal_ends_while_the_lock_of_a_handler_is_held() -> None:
 
     holding = Holding()
     with handled_by(holding):
+        others = threading.enumerate()
         optimizer = make_optimizer(make_model(), MemoryBackend(), keep=1)
         holding.acquire()
         try:
@@ -196,7 +198,7 @@ def test_a_seal_ends_while_the_lock_of_a_handler_is_held() -> None:
                 optimizer.checkpoint().result(timeout=60)
         finally:
             holding.release()
-        sealed = [t for t in threading.enumerate() if t.name == "offload-seal"]
+        sealed = since(others, "offload-seal")
         optimizer.close()
         for thread in sealed:
             thread.join()

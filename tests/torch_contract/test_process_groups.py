@@ -18,6 +18,7 @@ from gds import MemoryBackend, PosixBackend, StorageError, WrapperBackend
 from offload import AdamW, open_checkpoint
 from offload.distributed.launch import require_beside_forward
 from offload.errors import ProcessGroupError, StoreError
+from tests.dying import dying
 from tests.stores.training import Model, Reference, differences, optimizer_for, options
 from tests.threads import one_thread
 from tests.torch_contract.ranks import NUM_RANKS, STEPS
@@ -36,7 +37,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     pipe = subprocess.PIPE
     processes = [
         subprocess.Popen(
-            [*command, str(rank)], stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=environment
+            dying([*command, str(rank)]),
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            cwd=ROOT,
+            env=environment,
         )
         for rank in range(NUM_RANKS)
     ]
