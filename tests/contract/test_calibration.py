@@ -232,11 +232,12 @@ def test_a_ring_has_room_for_what_is_in_flight_in_both_directions(good):
 
 
 def test_the_command_runs_as_a_module(memory_directory, tmp_path):
-    def run(directory):
-        command = [sys.executable, "-W", "error", "-m", "gds.calibration", directory, "--json"]
+    def run(*arguments):
+        command = [sys.executable, "-W", "error", "-m", "gds.calibration", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    done = run(memory_directory)
+    assert "nothing was measured" in run(memory_directory).stdout
+    done = run(memory_directory, "--json")
     found = json.loads(done.stdout)
     depth_bytes = found.pop("depth_bytes")
     assert "memory" in Calibration(**found).reason

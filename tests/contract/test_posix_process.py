@@ -36,6 +36,17 @@ def test_files_get_the_umask_and_every_block_of_their_size(backend, directory):
     assert found.st_blocks * 512 >= NBYTES + 1
 
 
+def test_a_pipe_is_refused_at_once(backend, directory):
+    os.mkfifo(f"{directory}/pipe")
+    with pytest.raises(StorageError, match="regular"):
+        backend.open(f"{directory}/pipe")
+    with pytest.raises(StorageError, match="neither"):
+        backend.lock(f"{directory}/pipe")
+    found = backend.stat(f"{directory}/pipe")
+    assert found is not None
+    assert found.kind == "other"
+
+
 def test_renames_work_where_the_kernel_has_no_flags_for_them(backend, directory, monkeypatch):
     monkeypatch.setattr(libc, "_function", lambda _: None)
     backend.make_dir(f"{directory}/a")

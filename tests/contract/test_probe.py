@@ -126,6 +126,8 @@ def test_the_block_device_or_the_default_decides_if_the_kernel_does_not_tell(tmp
 
 
 def test_an_alignment_above_the_layouts_is_refused_with_its_number(directory, monkeypatch):
+    monkeypatch.setattr(libc, "direct_alignment", lambda _: (0, 0))
+    assert "do not support direct I/O" in probe.direct_io(directory).reason
     monkeypatch.setattr(libc, "direct_alignment", lambda _: (512, 16384))
     assert "16384" in probe.direct_io(directory).reason
     with PosixBackend() as backend:

@@ -156,6 +156,18 @@ def test_a_large_structure_takes_seconds_and_little_memory(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 12 << 10
 
 
+def test_a_file_that_is_cut_or_damaged_anywhere_is_refused(tmp_path):
+    path = tmp_path / "theirs.pt"
+    state = {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"params": [0]}]}
+    torch.save(state, path)
+    written, refused = path.read_bytes(), 0
+    for at in range(0, len(written), 7):
+        for damaged in (written[:at], written[:at] + b"r" + written[at + 1 :]):
+            path.write_bytes(damaged)
+            refused += bool(refusal(path))
+    assert refused > len(written) // 7
+
+
 def test_mutated_files_are_refused_and_nothing_else(tmp_path):
     """Bytes changed, cut out and put in, within the structure and the list of records."""
     draw = random.Random(20261122)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.format import Layout, ModelTensor, ParameterSpec
+from offload.format.boxes import cut_range
 from offload.format.header import parse_header
 from offload.stream.drives import proportional_shares
 
@@ -166,3 +169,14 @@ def test_a_last_chunk_whose_beginning_moves_to_the_end_does_not_exist():
     assert found.num_chunks == 1
     assert (found.plans[0].first, found.plans[0].last) == (0, CHUNK + 6)
     assert layout([10, CHUNK + 30], state_dtype="int8").num_chunks == 2
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (4, 1, 2, 3), (1, 1, 9)], ids=str)
+def test_boxes_tile_every_range_in_order(shape):
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    for start in range(numbers.size):
+        for stop in range(start + 1, numbers.size + 1):
+            found = []
+            for box in cut_range(shape, start, stop):
+                found += numbers[box.slices].flatten().tolist()
+            assert found == list(range(start, stop))
