@@ -13,6 +13,7 @@ import torch
 
 import offload
 from gds import MemoryBackend
+from offload import ambient
 from tests.numerics.conftest import one_thread
 from tests.numerics.reference import (
     Reference,
@@ -267,10 +268,8 @@ def test_denormal_numbers_are_flushed_on_all_threads_if_they_are_on_the_callers(
                 each.weight.grad = None
                 (each() * 1e-20).backward()
             reference.step()
-            torch.set_num_threads(2)  # which the library takes for its own pool of threads
             optimizer.step()
             optimizer.synchronize()
-            torch.set_num_threads(1)  # threads of torch's own do not flush
         assert_same_bits(model.weight, expected.weight, "the weight")
         variance = reference.inner.state[reference.masters[expected.weight]]["exp_avg_sq"]
         found.add((flush, bool(variance.any())))
@@ -279,6 +278,18 @@ def test_denormal_numbers_are_flushed_on_all_threads_if_they_are_on_the_callers(
     state = reference.inner.state_dict()["state"][0]
     assert_same_bits(full["state"][0]["exp_avg_sq"], state["exp_avg_sq"], "the variance")
     optimizer.close()
+
+
+def test_threads_that_have_flushed_denormals_do_not_keep_doing_so() -> None:
+    """By the functions for threads: no face says on which of them a step is taken."""
+    with flush_denormal():
+        told = ambient.for_thread(ambient.flushes_denormals)
+        assert told()
+    assert ambient.flushes_denormals() is False
+    untold = ambient.for_thread(ambient.flushes_denormals)
+    with flush_denormal():
+        assert untold() is False  # and leaves it so: it is for threads of the library's own
+        assert not ambient.flushes_denormals()
 
 
 def test_what_is_only_moved_keeps_its_denormal_numbers() -> None:
