@@ -13,6 +13,7 @@ import torch
 
 import offload
 from gds import MemoryBackend
+from offload import ambient
 from tests.numerics.conftest import one_thread
 from tests.numerics.reference import (
     Reference,
@@ -258,7 +259,7 @@ def test_denormal_numbers_are_flushed_on_all_threads_if_they_are_on_the_callers(
     model, expected = Model(), Model()
     hyper = {"lr": 0.5, "eps": 1e-30}
     reference = Reference(torch.optim.AdamW, expected.parameters(), **hyper)
-    settings = {"overlap": overlap, "chunk_bytes": 1 << 20}
+    settings = {"overlap": overlap, "chunk_bytes": 8 << 20}
     optimizer = make_optimizer(model, MemoryBackend(), settings=settings, **hyper)
     found = set()
     for flush in (True, True, False, True, True):
@@ -277,6 +278,18 @@ def test_denormal_numbers_are_flushed_on_all_threads_if_they_are_on_the_callers(
     state = reference.inner.state_dict()["state"][0]
     assert_same_bits(full["state"][0]["exp_avg_sq"], state["exp_avg_sq"], "the variance")
     optimizer.close()
+
+
+def test_threads_that_have_flushed_denormals_do_not_keep_doing_so() -> None:
+    """By the functions for threads: no face says on which of them a step is taken."""
+    with flush_denormal():
+        told = ambient.for_thread(ambient.flushes_denormals)
+        assert told()
+    assert ambient.flushes_denormals() is False
+    untold = ambient.for_thread(ambient.flushes_denormals)
+    with flush_denormal():
+        assert untold() is False  # and leaves it so: it is for threads of the library's own
+        assert not ambient.flushes_denormals()
 
 
 def test_what_is_only_moved_keeps_its_denormal_numbers() -> None:
