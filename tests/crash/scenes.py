@@ -268,7 +268,9 @@ def two_processes(process: Open) -> None:
 
 def replaced_train_state(process: Open) -> None:
     trainer = process()
-    for version in range(3):
+    for version in range(4):
+        if version == 3:  # then it is all of it, under the same name
+            trainer.optimizer.param_groups[0]["note"] = "changed"
         trainer.seal(2, version=version, measured=version)
     trainer.seal(3)
     trainer.seal(3, version=1, measured=1)

@@ -1,8 +1,8 @@
 """Commands that read a store while a process trains in it: no false alarm, and no damage missed.
 
 A checkpoint that is recycled while somebody looks is no damage. A few runs of ``offload verify``
-beside a real process are made here; VERIFY_RUNS=1000 makes a thousand. Besides, training goes on
-before single operations of a reader: before each of them with ``FULL_TESTS=1``.
+beside a real process are made here, and 52 with ``FULL_TESTS=1``; VERIFY_RUNS=1000 makes a
+thousand. Besides, training goes on before single operations of a reader; in a campaign before each.
 """
 
 from __future__ import annotations
@@ -39,13 +39,18 @@ from tests.forking import Children
 from tests.stores.files import flip_on_disk, remove_tree, steps
 from tests.stores.training import Model
 
+IS_CAMPAIGN = FULL or "VERIFY_RUNS" in os.environ
 RUNS = int(os.environ.get("VERIFY_RUNS", "52" if FULL else "8"))
 """Of ``offload verify`` beside training, in all settings together."""
 
-EACH = (*range(1, 31), *range(31, 1000, 7)) if FULL else (*range(3, 30, 5), *range(31, 1000, 29))
+EACH = (
+    (*range(1, 31), *range(31, 1000, 7))
+    if IS_CAMPAIGN
+    else (*range(3, 30, 5), *range(31, 1000, 29))
+)
 """Operations of a reader before which training goes on. The first ones take no lock yet."""
 
-STORES = [(1, 1), (2, 2), (1, 2), (2, 1)][: 4 if FULL else 2]
+STORES = [(1, 1), (2, 2), (1, 2), (2, 1)][: 4 if IS_CAMPAIGN else 2]
 """How many checkpoints a store keeps, and on how many drives."""
 
 
@@ -91,7 +96,7 @@ def test_verify_beside_a_process_that_trains(
         # Damage of a checkpoint that stays is found every time.
         damaged = store / "step-00000001" / "exp_avg.safetensors"
         flip_on_disk(damaged, 4096 + 8)
-        for _ in range(5 if FULL else 1):
+        for _ in range(5 if IS_CAMPAIGN else 1):
             status, out, _ = run("verify", store, "--json")
             wrong = [result for result in json.loads(out)["checkpoints"] if not result["ok"]]
             assert status == 1
@@ -177,7 +182,7 @@ READERS: dict[str, Callable[[Meanwhile, str], object]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("keep", [1, 2] if FULL else [1])
+@pytest.mark.parametrize("keep", [1, 2] if IS_CAMPAIGN else [1])
 def test_training_goes_on_before_any_operation_of_a_reader(name: str, keep: int) -> None:
     """Nothing is damaged, nor warned of: warnings are errors here."""
     inner = MemoryBackend()

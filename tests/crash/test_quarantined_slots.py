@@ -16,7 +16,6 @@ from tests.crash.damaging import (
     mark,
     part_of,
     store_with,
-    unheeded,
     warned,
 )
 from tests.stores.files import contents
@@ -106,19 +105,3 @@ def test_a_mark_made_beside_the_training_does_not_outlive_its_checkpoint() -> No
         with open_checkpoint(STORE, backend=backend) as newest:
             assert newest.step == step
     optimizer.close()
-
-
-def test_what_is_marked_beside_the_training_is_left_alone() -> None:
-    """For somebody to look at, as what `restore` has marked; each has a part of the space."""
-    backend, model = MemoryBackend(), Model()
-    optimizer = optimizer_for(model, STORE, options(backend), keep=1)
-    for step in (1, 2, 3, 4):
-        with unheeded():
-            train(model, optimizer, step)
-        with open_checkpoint(STORE, backend=backend) as newest:
-            assert newest.step == step
-        if step in (2, 3):
-            mark(backend, f"{STORE}/step-{step:08d}")
-    optimizer.close()
-    names = [name for name in backend.list_dir(STORE) if name.startswith("step-")]
-    assert names == ["step-00000002", "step-00000003", "step-00000004"]
