@@ -27,15 +27,14 @@ TIERS: Final = ("unit", "integration", "all")
 INTEGRATION: Final = (
     "bench/",
     "cli/",
-    "device/test_machine_code.py",
     "device/test_nvrtc.py",
     "install/",
     "integrations/",
     "kernel/",
     "ranks_gather/",
+    "exchange/test_peft.py",
     "ranks_training/",
     "tiers/",
-    "torch_contract/test_published_optimizers.py",
 )
 """Files and folders below `tests` whose tests are of the tier `integration`."""
 
@@ -88,6 +87,7 @@ ONE_IN: Final = {
     "ranks_training/test_elastic.py::test_a_run_goes_on_with_the_nodes_that_are_left": NEVER,
     "ranks_training/test_every_operation.py::test_opening": NEVER,
     "ranks_training/test_every_operation.py::test_restoring": 4,
+    "torch_contract/test_published_optimizers.py::test_its_bits_or_a_refusal": NEVER,
     "tiers/test_faults.py::test_a_killed_pull_offers_nothing_and_goes_on": 16,
     "tiers/test_faults.py::test_a_killed_push_offers_nothing_and_goes_on": 16,
     "tiers/test_faults.py::test_refusals_have_names_and_say_no_secrets": 2,
