@@ -77,9 +77,7 @@ ONE_IN: Final = {
     "integrations/test_transformers_traps.py::test_callbacks_after_a_step_find_its_parameters": 2,
     "kernel/test_copies.py::test_a_copy_goes_on_and_the_original_is_untouched": 4,
     "kernel/test_system_calls.py::test_a_system_call_fails_or_never_returns": 4,
-    "numerics/test_cuts_change_nothing.py::test_no_byte_depends_on_how_the_state_is_cut": 2,
     "numerics/test_memory.py": NEVER,
-    "numerics/test_overlap_forward.py::test_compiled_models": 3,
     "placement/test_device_placement.py::"
     "test_kernels_give_the_bits_of_torchs_arithmetic_on_a_device": 2,
     "ranks_store/test_many_owners.py::"

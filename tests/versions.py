@@ -29,7 +29,7 @@ WITH_TORCH = [
     *WITHOUT_TORCH,
     "tests/format",
     "tests/numerics/test_bit_identity.py",
-    "tests/numerics/test_overlap_forward.py",
+    "tests/numerics/test_overlap_bits.py",
     "tests/crash/test_sealing.py",
     "tests/crash/test_quarantine.py",
     "tests/exchange/test_reference.py",
