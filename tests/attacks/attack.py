@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-FILES = Path(__file__).parent / "files"
-
 Stage = Literal["open", "store", "read", "restore", "writer", "left", "ignored"]
 
 
@@ -17,7 +15,7 @@ class Attack:
     """One attack on one file of a store."""
 
     name: str
-    """Unique in its group; also that of its file under ``files/<group>/``."""
+    """Unique in its group."""
 
     group: str
     """What it attacks: ``manifest``, ``header``, ``train_state``, ``part``, ``small`` (files that
@@ -52,8 +50,3 @@ class Attack:
     def id(self) -> str:
         """What tells it from all others."""
         return f"{self.group}/{self.name}"
-
-    @property
-    def file(self) -> Path:
-        """Where `content` is kept."""
-        return FILES / self.group / self.name

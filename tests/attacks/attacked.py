@@ -1,8 +1,9 @@
 """A process that attacks stores: ``python -m tests.attacks.attacked 0/3 DIRECTORY``.
 
-It makes a store, and for every third attack from the first a copy with the attack in it. Prints
-the name of each before it begins, so that a hang or a death has one, and at the end JSON: for each
-attack what was wrong with how it was refused, and by how many bytes the process grew at most.
+It makes a store, and for every third attack from the first a copy with the attack in it; with
+``some`` for a few attacks of each kind. Prints the name of each before it begins, so that a hang
+or a death has one, and at the end JSON: for each attack what was wrong with how it was refused,
+and by how many bytes the process grew at most.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from offload import OffloadError
 from offload.cli import main as run_command
 from tests.attacks.attack import Attack
 from tests.attacks.good import STORE_ID, WIDTHS
-from tests.attacks.make import all_attacks
+from tests.attacks.make import all_attacks, some_attacks
 from tests.command_line import built_once
 from tests.stores.small import make_model, make_optimizer, step, train
 
@@ -55,7 +56,7 @@ def open_store(model: torch.nn.Module, directories: list[Path]) -> offload.Offlo
 def make_store(directories: list[Path]) -> None:
     """Leave checkpoints of steps 1 and 2, and a slot that was being written.
 
-    The store has the id that the attack files name: they are to be refused for what is wrong with
+    The store has the id that the attacks name: they are to be refused for what is wrong with
     them, not because they belong elsewhere.
     """
     with (
@@ -104,13 +105,13 @@ class Attacked:
         attack, target = self.attack, self.target
         if attack.start_only:
             with target.open("r+b") as file:
-                file.write(attack.file.read_bytes())
+                file.write(attack.content or b"")
             return
         self.outside.mkdir()
         if target.exists():
             target.rename(self.outside / target.name)
         if attack.make is None:
-            target.write_bytes(attack.file.read_bytes())
+            target.write_bytes(attack.content or b"")
         else:
             attack.make(target, self.outside)
 
@@ -266,6 +267,14 @@ def run(attack: Attack, template: Path, scratch: Path, *, thorough: bool) -> lis
     return attacked.complaints
 
 
+def chosen(share: str) -> list[Attack]:
+    """Return the attacks that a process carries out: a share as ``0/3``, or ``some``."""
+    if share == "some":
+        return some_attacks()
+    first, every = map(int, share.split("/"))
+    return all_attacks()[first::every]
+
+
 def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -275,12 +284,11 @@ def mapped_bytes() -> int:
 
 
 def main() -> None:
-    first_attack, every = map(int, sys.argv[1].split("/"))
+    attacks = chosen(sys.argv[1])
     directory = Path(sys.argv[2])
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be searched when this ends, which takes a second
     typer.main.get_command = built_once
-    attacks = all_attacks()[first_attack::every]
     templates = {}
     for number in {attack.num_directories for attack in attacks}:
         templates[number] = directory / f"template-{number}"

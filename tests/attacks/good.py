@@ -1,7 +1,7 @@
-"""What the attack files are variations of: the documents of a small store, as they should be.
+"""What the attacks are variations of: the documents of a small store, as they should be.
 
-Written out here rather than taken from a run, so that they are the same bytes wherever the files
-are made. `test_attacks.py` shows that a real store takes them.
+Written out here rather than taken from a run, so that they are the same bytes in every run.
+`test_attacks.py` shows that the parsers take them.
 """
 
 from __future__ import annotations

@@ -59,72 +59,37 @@ def _renamed(new: str) -> bytes:
 def _starts() -> Iterator[tuple[str, bytes, str]]:
     good_text = _text(_tree())
     damaged = "damaged header"
-    for name, length in (
-        ("zero", 0),
-        ("one", 1),
-        ("odd", _ROOM - 1),
-        ("2-to-63", 2**63),
-        ("minus-one", 2**64 - 1),
-        ("over-the-limit", 100_000_001),
-        ("at-the-limit", 100_000_000),
-        ("past-the-end", 8192),
-    ):
+    for name, length in (("zero", 0), ("2-to-63", 2**63), ("at-the-limit", 100_000_000)):
         yield f"length-{name}", start(good_text, length), damaged
+    yield "length-past-the-end", start(good_text, 8192), damaged
     yield "length-to-the-end", start(good_text, _ROOM + 2 * 1404), "its header takes"
     yield "not-json", start(b"{nope"), damaged
-    yield "list", start(b"[]"), damaged
-    yield "leading-space", start(b" " + good_text), damaged
-    yield "byte-order-mark", start(b"\xef\xbb\xbf" + good_text), damaged
     yield "utf-16", start(good_text[:1000].decode().encode("utf-16-le")), damaged
-    yield "not-utf-8", start(good_text.replace(b"0.weight", b"0.we\xffght")), damaged
     yield "zero-padding", start(good_text.ljust(_ROOM, b"\0")), damaged
     yield "deep", start(b'{"a":' + b"[" * 4000), damaged
     yield "nan", start(good_text.replace(b'"BF16"', b"NaN", 1)), damaged
     yield "tensor-twice", start(good_text[:-1] + b"," + good_text[1:]), "twice"
-    yield "field-twice", start(good_text.replace(b'"shape"', b'"dtype":"U8","shape"', 1)), "twice"
-    yield "metadata-twice", start(b'{"__metadata__":{},' + good_text[1:]), "twice"
-    yield "metadata-number", start({**_tree(), "__metadata__": {"format": 1}}), damaged
     yield "metadata-nested", start({**_tree(), "__metadata__": {"a": {"b": "c"}}}), damaged
-    yield "integer-of-400-digits", start(good_text.replace(b"2400", b"1" * 400, 1)), damaged
     other = "its header lists other tensors than the manifest"
     yield "name-traversal", _renamed("../../../../etc/passwd"), other
-    yield "name-absolute", _renamed("/etc/passwd"), other
     yield "name-zero-byte", _renamed("a\0b"), other
-    yield "name-empty", _renamed(""), other
     yield "name-long", _renamed("x" * 3000), other
     yield "name-surrogate", _renamed("\ud800"), damaged
     yield "name-escapes", _renamed("\x1b]2;owned\x07[/red]"), other
     yield "shape-transposed", start(_changed("0.weight", shape=[30, 40])), other
     yield "dtype-other", start(_changed("0.weight", dtype="F16")), other
     yield "dtype-unknown", start(_changed("0.weight", dtype="os.system")), damaged
-    yield "dtype-list", start(_changed("0.weight", dtype=["BF16"])), damaged
     for name, shape in (
         ("negative", [-40, -30]),
-        ("overflow", [2**40, 2**40]),
         ("wraps", [2**32 + 1, 2**32 - 1]),
         ("zero-times-huge", [0, 2**62, 2**62]),
-        ("1000-dimensions", [1] * 1000),
-        ("float", [40.0, 30.0]),
         ("text", ["40", "30"]),
-        ("bool", [True, 1200]),
-        ("other", [41, 30]),
     ):
         yield f"shape-{name}", start(_changed("0.weight", shape=shape)), damaged
-    for name, offsets in (
-        ("reversed", [2400, 0]),
-        ("negative", [-2400, 0]),
-        ("huge", [2**62, 2**62 + 2400]),
-        ("float", [0.0, 2400.0]),
-        ("bool", [False, 2400]),
-        ("text", ["0", "2400"]),
-        ("three", [0, 1200, 2400]),
-        ("past-the-end", [4096, 6496]),
-    ):
+    for name, offsets in (("huge", [2**62, 2**62 + 2400]), ("past-the-end", [4096, 6496])):
         yield f"offsets-{name}", start(_changed("0.weight", data_offsets=offsets)), damaged
     yield "offsets-overlap", start(_changed("0.bias", data_offsets=[2392, 2472])), damaged
-    yield "offsets-hole", start(_changed("0.bias", data_offsets=[2408, 2488])), damaged
     yield "field-unknown", start(_changed("0.bias", code="import os")), damaged
-    yield "entry-a-list", start({**_tree(), "0.bias": ["BF16", [40], [2400, 2480]]}), damaged
 
 
 def attacks() -> Iterator[Attack]:

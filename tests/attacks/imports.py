@@ -1,25 +1,14 @@
-"""Hostile and odd files for `offload import`, and what each must be refused for.
-
-python -m tests.attacks.imports DIRECTORY     # makes them, tries each in a process of its own
-"""
+"""Hostile and odd files for `offload import`, and what each must be refused for."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import io
-import json
 import os
 import pickle
-import resource
-import signal
 import struct
-import sys
-import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +17,8 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from offload.cli import main
-from tests.dying import let_forks_die
-from tests.limits import HANG_S
-
 ADDRESS_SPACE_BYTES = 3 << 30
+TIMEOUT_S = 60
 
 Make = Callable[[Path], Path]
 
@@ -224,10 +210,6 @@ def step_of_state(value: Any) -> Make:
     return saved(change)
 
 
-def _text(text: str) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text.encode()
-
-
 def _global(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
@@ -247,12 +229,6 @@ def _cases() -> Iterator[Hostile]:
 
     # Pickles that would run something.
     yield Hostile("evil", saved(lambda s: s.update(x=Evil())), r"posix\.mkdir")
-    yield Hostile("evil-raw", content(pickle.dumps(Evil())), "zip format")
-    yield Hostile(
-        "evil-legacy",
-        saved(lambda s: s.update(x=Evil()), _use_new_zipfile_serialization=False),
-        "zip format",
-    )
     yield Hostile("legacy", saved(_use_new_zipfile_serialization=False), "zip format.*since")
     yield Hostile("evil-folder", folder(optimizer=_save({"state": Evil()})), "posix.mkdir")
     yield Hostile("evil-distributed", metadata(pickle.dumps(Evil())), "posix.mkdir")
@@ -260,26 +236,16 @@ def _cases() -> Iterator[Hostile]:
 
     # Memory.
     memo = b"\x80\x02Nr" + struct.pack("<I", 0x08000000) + b"."
-    yield Hostile(
-        "memo-distributed", metadata(memo), "cannot be read as the metadata of a distributed"
-    )
     yield Hostile("memo", structure(memo), "holds a NoneType")
     lists = b"\x80\x02(" + b"]" * (2 << 20) + b"l."
     yield Hostile("many-lists", structure(lists), "more memory", most_bytes=300 << 20)
     yield Hostile("many-lists-distributed", metadata(lists), "more memory", most_bytes=300 << 20)
-    sets = b"\x80\x04(" + b"\x8f" * (2 << 20) + b"l."
-    yield Hostile("many-sets", structure(sets), "more memory", most_bytes=300 << 20)
     copied = b"\x80\x02](" + b"K\x01" * 100_000 + b"eq\x00"
     copied += (_global("builtins", "set") + b"h\x00\x85R") * 100_000 + b"."
     yield Hostile("one-list-copied-often", structure(copied), "more memory", most_bytes=400 << 20)
     yield Hostile(
         "long-text-announced",
         structure(b"\x80\x02X\xff\xff\xff\x7fa."),
-        "cut or damaged",
-    )
-    yield Hostile(
-        "long-bytes-announced",
-        structure(b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"a."),
         "cut or damaged",
     )
     big = b"\x80\x02X" + struct.pack("<I", 1 << 29) + b"a" * (1 << 29) + b"."
@@ -306,23 +272,16 @@ def _cases() -> Iterator[Hostile]:
     )
     yield Hostile("deep", structure(b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."), "holds a")
     yield Hostile("deep-state", optimizer(state={0: _nested(150)}), "is a list")
-    yield Hostile("deep-group", group(lr=_nested(150)), "'lr'")
     yield Hostile("huge-integer", saved(lambda s: s.update(step=1 << 70)), "step")
 
     # Attributes of what is shared by the process.
     pollution = b"\x80\x04" + _global("pathlib", "Path") + b"N}" + b"\x8c\x06exists"
     pollution += _global("torch.serialization", "_get_layout") + b"s\x86b."
     yield Hostile("attributes-of-a-class", metadata(pollution), "sets attributes")
-    yield Hostile("persistent-id", metadata(b"\x80\x02K\x01Q."), "persistent id")
     yield Hostile(
         "a-file-outside",
         edited(lambda m: [_set(i, relative_path="../x") for i in m.storage_data.values()]),
         "outside its directory",
-    )
-    yield Hostile(
-        "a-part-that-is-too-long",
-        edited(lambda m: [_set(i, length=1 << 50) for i in m.storage_data.values()]),
-        "bytes, and",
     )
     yield Hostile(
         "a-huge-shape",
@@ -335,64 +294,33 @@ def _cases() -> Iterator[Hostile]:
         ),
         "a stored part lies outside the tensor",
     )
-    yield Hostile(
-        "a-name-of-many-parts",
-        edited(lambda m: m.planner_data.update(dict.fromkeys(m.planner_data, ("a",) * 5000))),
-        "5000 parts",
-    )
-    yield Hostile("metadata-cut", distributed(_cut), "cut or damaged")
     yield Hostile("metadata-is-a-pipe", distributed(_pipe), "a pipe")
 
     # JSON of other programs.
-    yield Hostile("state-is-a-list", folder(state="[1, 2]"), "trainer_state.json")
-    yield Hostile("state-is-deep", folder(state="[" * 100_000), "trainer_state.json")
     yield Hostile("state-is-no-json", folder(state="not json"), "trainer_state.json")
-    yield Hostile("state-is-binary", folder(state=b"\xff\xfe\x00"), "trainer_state.json")
     yield Hostile("state-is-a-pipe", folder(state=os.mkfifo), "trainer_state.json.*a pipe")
     yield Hostile("state-is-large", folder(state=_hole(1 << 40)), "trainer_state.json")
-    yield Hostile(
-        "state-has-a-long-integer", folder(state='{"global_step": ' + "1" * 5000 + "}"), "json"
-    )
     yield Hostile("state-is-not-finite", folder(state='{"global_step": 1, "loss": NaN}'))
-    yield Hostile("step-is-true", folder(state='{"global_step": true}'), "global_step")
     yield Hostile("step-is-a-fraction", folder(state='{"global_step": 1.5}'), "global_step")
     yield Hostile("step-is-negative", folder(state='{"global_step": -1}'), "global_step")
     yield Hostile("step-is-absurd", folder(state='{"global_step": 10000000000000000000}'), "step")
     yield Hostile("index-escapes", index('{"weight_map": {"a": "../../etc/passwd"}}'), "outside")
-    yield Hostile("index-dots", index('{"weight_map": {"a": ".."}}'), "outside")
-    yield Hostile("index-number", index('{"weight_map": {"a": 5}}'), "weight_map")
-    yield Hostile("index-list", index('{"weight_map": ["a"]}'), "weight_map")
-    yield Hostile("index-empty", index("{}"), "weight_map")
-    yield Hostile("index-no-object", index("7"), "weight_map")
     yield Hostile("index-nul", index('{"weight_map": {"a": "a\\u0000b"}}'), "cannot be opened")
     yield Hostile("index-missing", index('{"weight_map": {"a": "b"}}'), "No such file")
-    yield Hostile("index-itself", index('{"weight_map": {"a": "optimizer.pt"}}'), "safetensors")
-    yield Hostile("index-deep", index("[" * 100_000), "index.json")
     yield Hostile("weights-are-a-pipe", folder(weights=os.mkfifo), "a pipe")
     yield Hostile("weights-are-a-device", folder(weights=_zero), "device")
-    yield Hostile("weights-are-a-directory", folder(weights=os.mkdir), "a directory")
-    yield Hostile("optimizer-is-a-pipe", folder(optimizer=os.mkfifo), "a pipe")
     yield Hostile("a-pipe", _fifo, "a pipe")
 
     # Structures of another shape.
     yield Hostile("groups-int", optimizer(param_groups=5), "param_groups")
-    yield Hostile("groups-of-ints", optimizer(param_groups=[5]), "param_groups")
     yield Hostile("no-groups", optimizer(param_groups=[]), "param_groups")
     yield Hostile("no-params", group(params=None), "params")
-    yield Hostile("params-int", group(params=7), "params")
-    yield Hostile("params-of-lists", group(params=[[0], [1]]), "params")
     yield Hostile("params-twice", group(params=[0, 0]), "two groups|twice|params")
-    yield Hostile("state-list", optimizer(state=[1]), "state")
-    yield Hostile("state-of-lists", optimizer(state={0: [1], 1: [1]}), "state")
     yield Hostile("state-of-others", optimizer(state={0: {"x": 1}}), "keeps")
-    yield Hostile("names-ints", group(param_names=[3, 4]), "param_names")
-    yield Hostile("names-int", group(param_names=3), "param_names")
     yield Hostile("betas-text", group(betas="ab"), "betas")
     yield Hostile("lr-nan", group(lr=float("nan")), "lr")
     yield Hostile("lr-text", group(lr="fast"), "lr")
     yield Hostile("lr-large-tensor", group(lr=torch.zeros(1000)), "lr")
-    yield Hostile("lr-complex", group(lr=torch.zeros((), dtype=torch.complex64)), "lr")
-    yield Hostile("group-has-a-dict", group(more={"a": 1}), "more")
     yield Hostile(
         "group-key",
         saved(lambda s: s["optimizer"]["param_groups"][0].update({7: 1})),
@@ -402,33 +330,16 @@ def _cases() -> Iterator[Hostile]:
     yield Hostile("model-has-other-keys", saved(lambda s: s.update(model={1: torch.ones(2)})), "1")
     expanded = torch.zeros(1).expand(2, 4)
     yield Hostile("expanded", saved(lambda s: s["model"].update(weight=expanded)), "share memory")
-    huge = torch.zeros(1).expand(1 << 40)
-    yield Hostile("expanded-far", saved(lambda s: s["model"].update(weight=huge)), "share memory")
-    sparse = torch.zeros(2, 4).to_sparse()
-    yield Hostile("sparse", saved(lambda s: s["model"].update(weight=sparse)), "sparse tensor")
-    quantized = torch.quantize_per_tensor(torch.zeros(2, 4), 0.1, 0, torch.qint8)
-    yield Hostile("quantized", saved(lambda s: s["model"].update(weight=quantized)), "quantized|Q")
-    buffer = torch.zeros(3, dtype=torch.complex128)
-    yield Hostile("complex-buffer", saved(lambda s: s["model"].update(table=buffer)), "complex128")
-    meta = torch.zeros(2, 4, device="meta")
-    yield Hostile("meta", saved(lambda s: s["model"].update(weight=meta)), "without data|meta")
     complex_ = torch.zeros(2, 4, dtype=torch.complex64)
     yield Hostile("complex", saved(lambda s: s["model"].update(weight=complex_)), "complex64")
-    yield Hostile(
-        "double",
-        saved(lambda s: s["model"].update(weight=torch.zeros(2, 4).double())),
-        "F64|float64",
-    )
-    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
-    yield Hostile("nested", saved(lambda s: s["model"].update(weight=nested)), "nested|share|which")
     yield Hostile("name-with-a-surrogate", saved(_surrogate), "Unicode|surrogate|UTF-8")
 
     # Steps.
     yield Hostile("step-in-a-tensor", saved(lambda s: s.update(step=torch.tensor(3))))
-    for value in (-5, True, 1.5, float("nan"), 1 << 62, "7", torch.tensor(-3), torch.ones(2)):
+    for value in (-5, True, float("nan"), 1 << 62, "7", torch.ones(2)):
         label = "".join(c if c.isalnum() else "-" for c in str(value))
         yield Hostile(f"step={label}", saved(lambda s, v=value: s.update(step=v)), "step")
-    for value in (-5.0, float("nan"), float("inf"), 1e30, 2.5):
+    for value in (float("nan"), 1e30, 2.5):
         yield Hostile(f"state-step={value}", step_of_state(torch.tensor(value)), "step")
     yield Hostile("step-given-negative", saved(), "", ("--step", "-3"))
     yield Hostile("step-given-absurd", saved(), "step", ("--step", str(1 << 62)))
@@ -441,11 +352,6 @@ def _save(value: Any) -> Callable[[Path], object]:
 def _set(record: Any, **values: Any) -> None:
     for name, value in values.items():
         object.__setattr__(record, name, value)
-
-
-def _cut(path: Path) -> None:
-    data = (path / ".metadata").read_bytes()
-    (path / ".metadata").write_bytes(data[: len(data) // 2])
 
 
 def _pipe(path: Path) -> None:
@@ -491,78 +397,3 @@ def _surrogate(state: dict[str, Any]) -> None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's, of kinds of tensors that it is to give up
     CASES = list(_cases())
-
-
-def attempt(case: Hostile, directory: Path) -> dict[str, Any]:
-    """Import in a forked process, whose memory and time are limited; say how it went."""
-    work = directory / case.name.replace("=", "-")
-    work.mkdir()
-    source = case.make(work)
-    gc.collect()
-    reading, writing = os.pipe()
-    before = _resident_bytes()
-    started = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        os.chdir(work)
-        signal.alarm(int(HANG_S))
-        limit = _mapped_bytes() + ADDRESS_SPACE_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        with os.fdopen(writing, "w") as pipe:
-            json.dump(_run(["import", str(source), str(work / "store"), *case.arguments]), pipe)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    _, status, used = os.wait4(pid, 0)
-    found = json.loads(text) if text else {"code": None, "err": f"died with status {status}"}
-    found |= {
-        "name": case.name,
-        "seconds": time.monotonic() - started,
-        "grown_bytes": max(used.ru_maxrss * 1024 - before, 0),
-        "pwned": (work / "PWNED").exists(),
-    }
-    sealed = [p.name for p in work.glob("store/step-*")]
-    found["sealed"] = sealed
-    if sealed:
-        listed = _run(["ls", str(work / "store"), "--json"])
-        found["listed"] = [Path(i["path"]).name for i in json.loads(listed["out"]) if i["valid"]]
-    return found
-
-
-def _run(arguments: list[str]) -> dict[str, Any]:
-    out, err = io.StringIO(), io.StringIO()
-    sys.argv = ["offload", *arguments, *(["--quiet"] if arguments[0] == "import" else [])]
-    code: object = None
-    try:
-        with redirect_stdout(out), redirect_stderr(err):
-            main()
-    except SystemExit as ended:
-        code = 0 if ended.code is None else ended.code
-    except BaseException as error:  # noqa: BLE001  (would be a traceback)
-        err.write(f"TRACEBACK {type(error).__name__}: {error}")
-    return {"code": code, "out": out.getvalue(), "err": err.getvalue()[:2000]}
-
-
-def _resident_bytes() -> int:
-    return resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[1])
-
-
-def _mapped_bytes() -> int:
-    return resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
-
-
-if __name__ == "__main__":
-    let_forks_die()
-    torch.set_num_threads(1)
-    directory = Path(sys.argv[1])
-    first, every = map(int, sys.argv[2].split("/"))
-    warnings.simplefilter("ignore")
-    # What an import needs is imported once, and not by each of the processes.
-    (directory / "first").mkdir()
-    for make in (saved(), distributed(lambda _: None)):
-        source = make(directory / "first")
-        _run(["import", str(source), str(directory / "first" / f"store-{source.name}")])
-    for case in CASES[first::every]:
-        print(json.dumps(attempt(case, directory)), flush=True)

@@ -1,11 +1,12 @@
-"""Makes the attack files: ``python -m tests.attacks.make``. Equal bytes wherever it is run."""
+"""All attacks on a store, and the few of each kind that a short run carries out."""
 
 from __future__ import annotations
 
-import shutil
-
 from tests.attacks import headers, manifests, names, parts, train_states
-from tests.attacks.attack import FILES, Attack
+from tests.attacks.attack import Attack
+
+ONE_IN = 24
+"""How many attacks there are to each of a short run, beside the first of each kind."""
 
 
 def all_attacks() -> list[Attack]:
@@ -14,15 +15,9 @@ def all_attacks() -> list[Attack]:
     return [attack for module in modules for attack in module.attacks()]
 
 
-def write_files() -> int:
-    """Write the file of every attack that has one; return how many there are."""
-    shutil.rmtree(FILES, ignore_errors=True)
-    made = [attack for attack in all_attacks() if attack.content is not None]
-    for attack in made:
-        attack.file.parent.mkdir(parents=True, exist_ok=True)
-        attack.file.write_bytes(attack.content or b"")
-    return len(made)
-
-
-if __name__ == "__main__":
-    print(f"attack files made: {write_files()}")
+def some_attacks() -> list[Attack]:
+    """Return the first attack on each file at each stage, and one in `ONE_IN` of all."""
+    attacks = all_attacks()
+    first = {(a.group, a.target, a.stage): a for a in reversed(attacks)}
+    chosen = {attack.id for attack in [*first.values(), *attacks[::ONE_IN]]}
+    return [attack for attack in attacks if attack.id in chosen]

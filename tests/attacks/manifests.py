@@ -28,49 +28,31 @@ def _replaced(old: str, new: str) -> bytes:
 def _text() -> Iterator[tuple[str, bytes, str]]:
     """Yield name, content and reason of what is not the JSON of a manifest."""
     yield "empty", b"", _NOT_JSON
-    yield "one-brace", b"{", _NOT_JSON
-    yield "nothing-but-spaces", b" " * 4096, _NOT_JSON
     yield "byte-order-mark", b"\xef\xbb\xbf" + _GOOD, _NOT_JSON
     yield "utf-16", _GOOD.decode().encode("utf-16"), "not a JSON document.*(UTF-8|zero bytes)"
-    yield "utf-32", _GOOD.decode().encode("utf-32-le"), "not a JSON document.*(UTF-8|zero bytes)"
     yield "not-utf-8", _replaced("0.weight", "0.w\x00").replace(b"\0", b"\xff"), "not UTF-8"
-    yield "surrogate-in-utf-8", _GOOD.replace(b"2.13.0", b"\xed\xa0\x80"), "not UTF-8"
     yield "gzip", b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + _GOOD, _NOT_JSON
     yield "pickle", _PICKLE, _NOT_JSON
     yield "python-literal", repr(good.signed(good.BODY)).encode(), _NOT_JSON
     yield "zero-bytes", b"\0" * 8192, "not a JSON document.*zero bytes"
-    yield "zero-byte-after-it", _GOOD + b" " * 4096 + b"\0", _NOT_JSON
     yield "cut-short", _GOOD[: len(_GOOD) // 2], _NOT_JSON
     yield "two-documents", _GOOD + _GOOD, _NOT_JSON
     yield "nan", _replaced("0.001", "NaN"), "NaN is not a JSON number"
-    yield "infinity", _replaced("0.001", "Infinity"), "Infinity is not a JSON number"
-    yield "minus-infinity", _replaced("0.001", "-Infinity"), "-Infinity is not a JSON number"
     yield "number-that-overflows", _replaced("0.001", "1e999"), "not finite"
-    yield "integer-of-400-digits", _replaced("0.001", "1" + "0" * 400), "401 digits"
     yield "integer-of-10000-digits", _replaced("0.001", "9" * 10_000), "10000 digits"
     yield "nested-100000-lists", b'{"format":' + b"[" * 100_000, "nested too deeply"
-    yield "nested-100000-objects", b'{"format":' + b'{"a":' * 100_000, "nested too deeply"
-    yield (
-        "nested-900-lists",
-        b'{"format":' + b"[" * 900 + b"]" * 900 + b"}",
-        "(format version|too deeply)",
-    )
     yield "key-twice", _replaced('"step":2', '"step":2,"step":3'), "a key twice: 'step'"
-    yield "body-twice", _GOOD[:-2] + b',"body":{}}', "a key twice: 'body'"
     yield "key-twice-by-escape", _replaced('"step":2', '"step":2,"\\u0073tep":3'), "a key twice"
 
 
 def _documents() -> Iterator[tuple[str, object, str]]:
     """Yield name, document and reason of JSON that is no manifest of this version."""
     yield "list", [good.signed(good.BODY)], "it has no 'format'"
-    yield "null", None, "it has no 'format'"
     yield "no-format", {"body": {}}, "it has no 'format'"
     for name, version in (
-        ("float", 2.0),
         ("bool", True),
         ("text", "2"),
         ("future", 6),
-        ("negative", -2),
         ("long-text", "2" * 50_000),
     ):
         document = {**good.signed(good.BODY), "format": version}
@@ -89,9 +71,6 @@ def _documents() -> Iterator[tuple[str, object, str]]:
     yield "no-body", {"format": 2, "digest": good.blake2b(None)}, "does not match its digest"
     yield "body-a-list", good.signed([good.BODY]), "does not match its digest"
     for name, digest in (
-        ("number", 5),
-        ("null", None),
-        ("short", "00"),
         ("list", ["0" * 32]),
         ("wrong", "0" * 32),
         ("upper-case", good.blake2b(good.BODY).upper()),
@@ -157,25 +136,19 @@ _DEEP = json.loads('{"tuple":[' * 60 + "1" + "]}" * 60)
 LIES: dict[str, Callable[[Body], None]] = {
     "store-id-traversal": put("store_id", value="../../../../tmp/other"),
     "store-id-surrogate": put("store_id", value="\ud800" * 32),
-    "store-id-number": put("store_id", value=7),
-    "generation-negative": put("generation", value=-1),
     "generation-2-to-63": put("generation", value=2**63),
     "generation-bool": put("generation", value=True),
     "generation-float": put("generation", value=9.0),
-    "generation-missing": _drop("generation"),
     "step-negative": put("step", value=-1),
     "step-2-to-63": put("step", value=2**63),
-    "step-null": put("step", value=None),
     "created-not-a-time": put("created", value="[/bold]\x1b[2J"),
     "created-long": put("created", value="2026-01-01" * 1000),
-    "created-list": put("created", value=[]),
     "torch-version-list": put("torch_version", value=["2"]),
     "optimizer-surrogate": put("optimizer", value="\udfff"),
     "optimizer-with-escapes": put("optimizer", value="\x1b]2;owned\x07[/red][bold]\n"),
     "torch-version-long": put("torch_version", value="2" * 5000),
     "optimizer-object": put("optimizer", value={"$": "os.system"}),
     "groups-object": put("groups", value={"0": {}}),
-    "groups-empty": put("groups", value=[]),
     "group-a-list": put("groups", 0, value=[["lr", 1.0]]),
     "group-params": put("groups", 0, "params", value=["0.weight"]),
     "group-param-names": put("groups", 0, "param_names", value=["x"]),
@@ -189,9 +162,6 @@ LIES: dict[str, Callable[[Body], None]] = {
     "hyper-tensor-huge": put(
         "groups", 0, "lr", value={"tensor": "0.1", "dtype": "float32", "shape": [1 << 50]}
     ),
-    "hyper-tensor-deep-shape": put(
-        "groups", 0, "lr", value={"tensor": "0.5", "dtype": "float32", "shape": [1] * 5000}
-    ),
     "hyper-tensor-overflow": put(
         "groups", 0, "lr", value={"tensor": "300", "dtype": "int8", "shape": []}
     ),
@@ -202,16 +172,12 @@ LIES: dict[str, Callable[[Body], None]] = {
     "hyper-dtype-a-module": put(
         "groups", 0, "lr", value={"tensor": "0.5", "dtype": "_dynamo", "shape": []}
     ),
-    "hyper-dtype-quantized": put(
-        "groups", 0, "lr", value={"tensor": "1", "dtype": "quint8", "shape": []}
-    ),
     "hyper-dtype-complex": put(
         "groups", 0, "lr", value={"tensor": "1", "dtype": "complex64", "shape": []}
     ),
     "hyper-dtype-a-list": put(
         "groups", 0, "lr", value={"tensor": "1", "dtype": ["float32"], "shape": []}
     ),
-    "scalars-too-few": put("scalars", value=[None]),
     "scalar-kind": put("scalars", 0, 0, 1, value="f16"),
     "scalar-number": put("scalars", 0, 0, 2, value=2.0),
     "scalar-long": put("scalars", 0, 0, value=["step", "int", "9" * 4000]),
@@ -219,22 +185,16 @@ LIES: dict[str, Callable[[Body], None]] = {
     "scalar-code": put("scalars", 0, 0, value=["step", "f32", "__import__('os')"]),
     "chunk-zero": put("chunk_elements", value=0),
     "chunk-odd": put("chunk_elements", value=1000),
-    "chunk-negative": put("chunk_elements", value=-1024),
-    "chunk-float": put("chunk_elements", value=1024.0),
     "chunk-2-to-80": put("chunk_elements", value=2**66),
     "state-dtype-unknown": put("state_dtype", value="float4"),
     "state-dtype-list": put("state_dtype", value=["float32"]),
     "shares-empty": put("shares", value=[]),
     "shares-zero": put("shares", value=[0]),
-    "shares-negative": put("shares", value=[-1]),
     "shares-huge": put("shares", value=[2**62]),
     "shares-of-60000": put("shares", value=[1] * 60_000),
-    "shares-bool": put("shares", value=[True]),
     "shares-without-parts": put("shares", value=[1, 1]),
     "array-traversal": _array_called("../../../../etc/passwd"),
-    "array-absolute": _array_called("/etc/passwd"),
     "array-zero-byte": _array_called("exp\0avg"),
-    "array-surrogate": _array_called("exp\ud800avg"),
     "array-empty": _array_called(""),
     "array-called-model": _array_called("model"),
     "array-called-train-state": _array_called("train_state"),
@@ -244,17 +204,14 @@ LIES: dict[str, Callable[[Body], None]] = {
     "arrays-differ": put("arrays", 0, 1, value="F64"),
     "arrays-text": put("parameters", 0, 4, value="abc"),
     "parameters-object": put("parameters", value={"0.weight": []}),
-    "parameter-short": put("parameters", 0, value=["0.weight", "BF16"]),
     "parameter-text": put("parameters", 0, value="abcde"),
     "parameter-name-surrogate": put("parameters", 0, 0, value="\ud83d"),
     "parameter-not-in-model": put("parameters", 0, 0, value="../../0.weight"),
     "parameter-dtype": put("parameters", 0, 1, value="F31"),
-    "parameter-dtype-a-list": put("parameters", 0, 1, value=["BF16"]),
     "parameter-group-not-there": put("parameters", 0, 3, value=7),
     "parameter-group-negative": put("parameters", 0, 3, value=-1),
     "parameter-twice": lambda body: body["parameters"].append(body["parameters"][0]),
     "shape-negative": put("parameters", 0, 2, value=[-40, -30]),
-    "shape-float": put("parameters", 0, 2, value=[40.0, 30]),
     "shape-object": put("parameters", 0, 2, value={"40": 30}),
     "shape-overflows": _sized(2**62, chunk=1024, chunks=2, blocks=1),
     "shape-of-1000-dimensions": put("model", 0, 2, value=[1] * 1000),
@@ -265,11 +222,8 @@ LIES: dict[str, Callable[[Body], None]] = {
     "digests-too-few": put("digests", "exp_avg", value=["0" * 16]),
     "digests-too-many": put("digests", "exp_avg", value=["0" * 16] * 1000),
     "digests-of-another-array": put("digests", "exec", value=["0" * 16] * 2),
-    "digest-of-a-chunk-short": put("digests", "exp_avg", 0, value="00"),
     "digest-of-a-chunk-not-hex": put("digests", "exp_avg", 0, value="g" * 16),
-    "digest-of-a-chunk-number": put("digests", "exp_avg", 0, value=10**15),
     "model-digests-missing": put("model_digests", value=[]),
-    "model-block-zero": put("model_block_bytes", value=0),
     "model-block-huge": put("model_block_bytes", value=2**62),
     "parts-for-one-directory": lambda body: body.update(parts=good.two_drives()["parts"]),
 }
@@ -317,38 +271,13 @@ LATER: dict[str, tuple[Callable[[Body], None], str, Stage]] = {
         "'lr'.* is '0.001', expected a number",
         "restore",
     ),
-    "lr-null": (
-        put("groups", 0, "lr", value=None),
-        "'lr'.* is None, expected a number",
-        "restore",
-    ),
-    "lr-bool": (
-        put("groups", 0, "lr", value=True),
-        "'lr'.* is True, expected a number",
-        "restore",
-    ),
     "lr-nan": (
         put("groups", 0, "lr", value={"float": "nan"}),
         "'lr'.* is nan, expected a number",
         "restore",
     ),
-    "lr-tensor-nan": (
-        put("groups", 0, "lr", value={"tensor": "nan", "dtype": "float32", "shape": []}),
-        "'lr'.* is tensor.nan.*, expected a number",
-        "restore",
-    ),
     "betas-number": (
         put("groups", 0, "betas", value=0.9),
-        "'betas'.*expected 2 numbers",
-        "restore",
-    ),
-    "betas-of-text": (
-        put("groups", 0, "betas", value={"tuple": ["a", "b"]}),
-        "'betas'.*expected 2 numbers",
-        "restore",
-    ),
-    "betas-three": (
-        put("groups", 0, "betas", value={"tuple": [0.9, 0.9, 0.9]}),
         "'betas'.*expected 2 numbers",
         "restore",
     ),
@@ -367,11 +296,6 @@ LATER: dict[str, tuple[Callable[[Body], None], str, Stage]] = {
     "step-count-negative": (
         put("scalars", 0, 0, 2, value="-1.0"),
         "step count .* is -1",
-        "restore",
-    ),
-    "step-count-infinite": (
-        put("scalars", 0, 0, 2, value="inf"),
-        "step count .* is inf",
         "restore",
     ),
     "step-count-a-plain-number": (

@@ -18,23 +18,15 @@ from tests.fuzz import program as programs
 from tests.fuzz.runner import isolated, kind_of, prepare, shorten
 
 
-def find_faults(seed: int, count: int) -> int:
-    """Print, for each of `BREAKAGES`, how many programs it takes to find it."""
-    found = {}
-    for fault in BREAKAGES:
-        outcomes = (isolated(programs.make(seed, n), fault=fault) for n in range(count))
-        found[fault] = next((n for n, o in enumerate(outcomes, 1) if o.finding), None)
-    print(json.dumps(found))
-    return 1 if None in found.values() else 0
-
-
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first program")
     parser.add_argument("--count", type=int, default=50)
-    parser.add_argument("--only", type=Path, help="run the program in this file instead")
+    parser.add_argument(
+        "--also", type=Path, action="append", default=[], help="run the program in this file first"
+    )
     parser.add_argument("--shorten", type=float, default=60.0, help="seconds for each finding")
     parser.add_argument("--stop", action="store_true", help="stop at the first finding")
     parser.add_argument(
@@ -45,22 +37,16 @@ def main() -> int:
     )
     parser.add_argument("--record", type=Path, help="write the result to this file")
     parser.add_argument("--keep", type=Path, help="write short failing programs to this folder")
-    parser.add_argument(
-        "--faults", action="store_true", help="say which program finds each fault that is put in"
-    )
     args = parser.parse_args()
     prepare()
-    if args.faults:
-        return find_faults(args.seed, args.count)
     began = time.monotonic()
     ran: collections.Counter[str] = collections.Counter()
     kinds: dict[str, list[str]] = {}
-    count = 1 if args.only else args.count
-    for number in range(args.first, args.first + count):
-        if args.only:
-            program = programs.Program.from_json(args.only.read_text())
-        else:
-            program = programs.make(args.seed, number).without(args.without)
+    numbers = range(args.first, args.first + args.count)
+    listed = [programs.Program.from_json(path.read_text()) for path in args.also]
+    listed += [programs.make(args.seed, number).without(args.without) for number in numbers]
+    count = len(listed)
+    for program in listed:
         outcome = isolated(program)
         ran.update(outcome.ran)
         if outcome.finding is None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import offload
+from gds import MemoryBackend
 from offload.cli import main
 from offload.update.kernel import find_library, torchs_root
 from offload.update.kernel_check import choose_kernel
@@ -18,24 +19,38 @@ class Derived(torch.optim.AdamW):
     """A class of the user's, which may compute anything."""
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
 def test_the_kernel_is_chosen_wherever_it_was_built(
-    optimizer: type[torch.optim.Optimizer], state_dtype: str
+    optimizer: type[torch.optim.Optimizer],
 ) -> None:
     library = find_library()
     if isinstance(library, str):
         pytest.skip(library)
     if torchs_root(library) is None and optimizer is not torch.optim.SGD:
         pytest.skip("this library does not have the square root of this torch")
-    assert choose_kernel(optimizer, state_dtype).code == f"kernel ({library.instructions})"
+    for state_dtype in ("float32", "bfloat16", "int8"):
+        assert choose_kernel(optimizer, state_dtype).code == f"kernel ({library.instructions})"
 
 
 @pytest.mark.parametrize("optimizer", [Derived, torch.optim.NAdam])
-def test_other_classes_run_torchs_code(optimizer: type[torch.optim.Optimizer]) -> None:
-    chosen = choose_kernel(optimizer, "float32")
-    assert chosen.kernel is None
-    assert chosen.code == f"torch ({optimizer.__name__} has no kernel)"
+def test_other_classes_run_torchs_code_with_the_same_bits(
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    found = []
+    for optimizer_class in (optimizer, torch.optim.AdamW) if optimizer is Derived else (optimizer,):
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 3000))
+        options = offload.Options(backend=MemoryBackend(), allow_volatile=True)
+        with offload.OffloadedOptimizer(
+            optimizer_class, [parameter], lr=0.1, directory="/s", options=options
+        ) as offloaded:
+            if optimizer_class is optimizer:
+                code = f"torch ({optimizer.__name__} has no kernel)"
+                assert offloaded.stats().update_code == code
+            for step in range(3):
+                parameter.grad = torch.linspace(-step, 2, 3000)
+                offloaded.step()
+        found.append(parameter.detach())
+    assert torch.equal(found[0], found[-1])
 
 
 def test_stats_and_checkpoints_say_which_code_it_was(tmp_path) -> None:

@@ -122,12 +122,3 @@ def test_avx2_gives_torchs_bits_to_many_parameters_of_every_form() -> None:
     found = in_process(["-m", "pytest", *options, *chosen], AVX2)
     assert " passed" in found
     assert "torch's code" not in found
-
-
-@pytest.mark.slow
-def test_avx2_passes_all_tests_of_one_step() -> None:
-    names = ("test_fp32_state.py", "test_compressed_state.py", "test_leaf_digests.py")
-    chosen = [f"{TESTS}/{name}" for name in names]
-    found = in_process(["-m", "pytest", "-p", "no:cacheprovider", "-q", "-n", "0", *chosen], AVX2)
-    assert " passed" in found
-    assert "torch's code" not in found

@@ -18,7 +18,6 @@ from offload.update.kernel import KernelCall
 from offload.update.kernel.kernel_step import PART_ELEMENTS
 from offload.update.pool import default_num_threads
 from offload.update.torch_step import TorchCall
-from tests.dying import dying
 from tests.eventually import TIMEOUT_S
 from tests.update_kernel.chunk_steps import ChunkStep, Parameter
 from tests.update_kernel.steps import kernel_for
@@ -57,44 +56,33 @@ def environment(**changes: str) -> dict[str, str]:
     return {**ours, "PYTHONPATH": str(ROOT), **changes}
 
 
-def found_by_ranks(directory: Path, *, met: int, **changes: str) -> list[dict[str, Any]]:
-    """Let torchrun start two ranks, and return what each of them finds.
-
-    Args:
-        directory: Empty directory.
-        met: Number of threads of the pool that must work at the same time.
-        **changes: Variables that are set in the environment.
-    """
-    script, found = directory / "rank.py", directory / "found"
+@pytest.mark.parametrize("given", ["", "2"], ids=["not-set", "set-by-the-user"])
+def test_each_rank_of_torchrun_takes_its_share_of_the_cores(given: str, tmp_path: Path) -> None:
+    script, found = tmp_path / "rank.py", tmp_path / "found"
     script.write_text(RANK)
     found.mkdir()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    rank = [sys.executable, "-u", str(script), str(found), str(met)]
     done = subprocess.run(
-        dying([*command, "--no-python", *dying(rank, parent=0)]),
-        env=environment(**changes),
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node=2", str(script), str(found), given or "4"),
+        ],
+        env=environment(**({"OMP_NUM_THREADS": given} if given else {})),
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads((found / str(rank)).read_text()) for rank in range(2)]
-
-
-def test_each_rank_of_torchrun_takes_its_share_of_the_cores(tmp_path: Path) -> None:
     nproc = subprocess.run(["nproc"], env=environment(), capture_output=True, check=True).stdout
-    for found in found_by_ranks(tmp_path, met=4):
-        assert found["omp"] == "1", "torchrun has set it"
-        assert found["own"] == max(1, int(nproc) // 2)
-        assert (found["of 1"], found["of 7"], found["of 8"]) == (1, 3, 4)
-        assert found["chosen"] == 3
-
-
-def test_a_number_that_the_user_gives_torchrun_counts(tmp_path: Path) -> None:
-    for found in found_by_ranks(tmp_path, met=2, OMP_NUM_THREADS="2"):
-        assert found["own"] == found["of 1"] == found["of 8"] == 2
-        assert found["chosen"] == 3
+    for rank in ("0", "1"):
+        told = json.loads((found / rank).read_text())
+        assert told["chosen"] == 3
+        if given:
+            assert told["own"] == told["of 1"] == told["of 8"] == 2
+        else:
+            assert told["omp"] == "1", "torchrun has set it"
+            assert told["own"] == max(1, int(nproc) // 2)
+            assert (told["of 1"], told["of 7"], told["of 8"]) == (1, 3, 4)
 
 
 @pytest.mark.parametrize(
