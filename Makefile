@@ -178,9 +178,9 @@ endif
 	$(say_if_slow)
 	@touch $@
 
-# The compiler of the CUDA kernels and a disassembler: neither needs a GPU or a driver.
+# The compiler of the CUDA kernels, which needs neither a GPU nor a driver.
 $(VENV)/.machine-code: $(VENV)/.dev constraints.txt
-	$(INSTALL) --no-deps nvidia-cuda-nvrtc nvidia-cuda-nvdisasm
+	$(INSTALL) --no-deps nvidia-cuda-nvrtc
 	@touch $@
 
 # Microsoft's emulator of Azure Blob Storage, for the tests of az://. Where it cannot be had, they

@@ -91,7 +91,6 @@ CAMPAIGNS: Final = {
         "random training programs, compared to the bit with plain torch",
         commands=(
             ("tests.fuzz", "--seed", "SEED", "--count", "300", "--record", "FOLDER/fuzz.json"),
-            ("tests.fuzz", "--seed", "SEED", "--faults"),
         ),
     ),
     "ranks": Campaign(

@@ -40,7 +40,7 @@ from tests.attacks.make import all_attacks, some_attacks
 from tests.command_line import built_once
 from tests.stores.small import make_model, make_optimizer, step, train
 
-TIMEOUT_S = 120
+TIMEOUT_S = 200
 """Seconds for one attack; a handful of steps on a tiny model takes a fraction of one."""
 
 ADDRESS_SPACE_BYTES = 2 << 30

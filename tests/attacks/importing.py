@@ -23,6 +23,7 @@ import torch
 
 from offload.cli import main
 from tests.attacks.imports import CASES, Hostile, distributed, saved
+from tests.dying import let_forks_die
 
 ADDRESS_SPACE_BYTES = 3 << 30
 TIMEOUT_S = 300
@@ -50,6 +51,7 @@ def attempt(case: Hostile, directory: Path) -> dict[str, Any]:
     reading, writing = os.pipe()
     before = _resident_bytes()
     started = time.monotonic()
+    let_forks_die()
     pid = os.fork()
     if pid == 0:
         os.close(reading)

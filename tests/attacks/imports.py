@@ -18,7 +18,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 ADDRESS_SPACE_BYTES = 3 << 30
-TIMEOUT_S = 60
 
 Make = Callable[[Path], Path]
 

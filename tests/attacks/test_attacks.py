@@ -19,6 +19,7 @@ from tests.attacks import good
 from tests.attacks.attacked import chosen
 from tests.attacks.make import all_attacks
 from tests.campaigns import FULL
+from tests.dying import dying
 
 SHARES = ["0/3", "1/3", "2/3"] if FULL else ["some"]
 """Each process takes seconds to import torch, and then a tenth of one for an attack."""
@@ -40,7 +41,7 @@ def test_every_attack_is_refused(
 ) -> None:
     attacks = chosen(share)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.attacks.attacked", share, str(tmp_path)],
+        dying([sys.executable, "-m", "tests.attacks.attacked", share, str(tmp_path)]),
         capture_output=True,
         text=True,
         timeout=280,

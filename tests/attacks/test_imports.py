@@ -17,6 +17,7 @@ import pytest
 from tests.attacks.importing import SOME, chosen
 from tests.attacks.imports import CASES, Hostile
 from tests.campaigns import FULL
+from tests.dying import dying
 
 SHARES = ["0/3", "1/3", "2/3"] if FULL else ["some"]
 
@@ -54,7 +55,7 @@ def test_every_file_is_refused_or_imported(
     assert {case.name for case in CASES} >= SOME
     cases = chosen(share)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.attacks.importing", str(tmp_path), share],
+        dying([sys.executable, "-m", "tests.attacks.importing", str(tmp_path), share]),
         capture_output=True,
         text=True,
         timeout=280,

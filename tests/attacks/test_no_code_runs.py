@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 from tests.campaigns import FULL
+from tests.dying import dying
 
 
 def test_reading_hostile_stores_executes_imports_and_unpickles_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.attacks.audited", str(tmp_path), "1" if FULL else "12"],
+        dying(
+            [sys.executable, "-m", "tests.attacks.audited", str(tmp_path), "1" if FULL else "12"]
+        ),
         capture_output=True,
         text=True,
         timeout=280,

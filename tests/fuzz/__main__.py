@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import torch
-from tests.fuzz.breakages import BREAKAGES
 
 from tests.fuzz import program as programs
 from tests.fuzz.runner import isolated, kind_of, prepare, shorten

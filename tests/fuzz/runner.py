@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import offload
+from tests.dying import let_forks_die
 from tests.fuzz.interpret import Outcome, run
 from tests.fuzz.program import Program
 
@@ -25,6 +26,7 @@ LATER = ("torch._dynamo", "torch.utils.data", "torch.func", "torch.optim.swa_uti
 
 def prepare() -> None:
     """Import what programs will import; no tensor is touched, as children are forked from this."""
+    let_forks_die()
     for name in LATER:
         importlib.import_module(name)
     for name in offload.__all__:

@@ -18,6 +18,7 @@ from offload.update.kernel import KernelCall
 from offload.update.kernel.kernel_step import PART_ELEMENTS
 from offload.update.pool import default_num_threads
 from offload.update.torch_step import TorchCall
+from tests.dying import dying
 from tests.eventually import TIMEOUT_S
 from tests.update_kernel.chunk_steps import ChunkStep, Parameter
 from tests.update_kernel.steps import kernel_for
@@ -61,11 +62,10 @@ def test_each_rank_of_torchrun_takes_its_share_of_the_cores(given: str, tmp_path
     script, found = tmp_path / "rank.py", tmp_path / "found"
     script.write_text(RANK)
     found.mkdir()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    rank = [sys.executable, "-u", str(script), str(found), given or "4"]
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node=2", str(script), str(found), given or "4"),
-        ],
+        dying([*command, "--no-python", *dying(rank, parent=0)]),
         env=environment(**({"OMP_NUM_THREADS": given} if given else {})),
         capture_output=True,
         text=True,
