@@ -16,12 +16,13 @@ import offload.store.slots.free as waiting_for_readers
 from gds import Backend, MemoryBackend, WrapperBackend
 from gds.contract import Stat
 from offload import open_checkpoint
-from offload.errors import CheckpointError, StoreBusyError, StoreError
+from offload.errors import CheckpointError, PinError, StoreBusyError, StoreError
 from offload.store import Slot, Store
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.opened import (
     acquire,
     free_paths,
+    is_open,
     made,
     newest,
     opened,
@@ -85,6 +86,26 @@ class TestExpired:
 
 class TestGoingBack:
     """A restore of an older checkpoint withdraws those that are newer."""
+
+    @pytest.mark.parametrize("num_drives", [1, 2])
+    def test_one_that_was_removed_by_hand_is_closed_and_not_listed(self, num_drives: int) -> None:
+        backend = made(3, num_drives)
+        with opened(backend, num_drives=num_drives) as store:
+            slot = store.slot_of(store.find(3))
+            remove_tree(backend, path_of(3))
+            store.withdraw_newer(store.find(2))
+            assert (steps(store), free_paths(store)) == ([1, 2], [])
+            assert not is_open(slot)
+            if num_drives == 2:
+                assert [part.name for part in acquire(store).parts] == [slot.parts[0].name]
+
+    def test_a_pinned_one_keeps_all_that_are_newer(self) -> None:
+        backend = made(4)
+        pin(backend, 2)
+        with opened(backend) as store:
+            with pytest.raises(PinError, match="'kept'"):
+                store.withdraw_newer(store.find(1))
+            assert steps(store) == [1, 2, 3, 4]
 
     def test_one_that_is_being_read_ends_it(self) -> None:
         """Those that are newer than that one are withdrawn already."""
