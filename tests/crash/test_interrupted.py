@@ -111,7 +111,7 @@ def test_nothing_waits_for_ever_behind_an_interrupt(
     num_interrupted = 0
     backend = PosixBackend(direct=False)
     settings = options(backend, overlap=overlap, host_memory=resident)
-    stride = STRIDE if action is steps_and_seal else max(STRIDE // 5, 1)
+    stride = max(STRIDE // {steps_and_seal: 1, seals: 15}.get(action, 5), 1)
     for at in itertools.count(1 + stride // 3, stride):
         store = f"{tmp_path}/{at}"
         model = Model()
