@@ -128,7 +128,7 @@ MUTATIONS = (
                 "if not isinstance(body, dict):",
             ),
         ),
-        ("tests/torch_contract/test_damaged_checkpoints.py", "tests/crash/test_lost_writes.py"),
+        ("tests/torch_contract/test_damaged_checkpoints.py", "tests/crash/test_flipped_bits.py"),
     ),
     Mutation(
         "part-digest-not-checked",
@@ -236,7 +236,7 @@ MUTATIONS = (
 """,
             ),
         ),
-        ("tests/torch_contract/test_damaged_checkpoints.py", "tests/crash/test_lost_writes.py"),
+        ("tests/torch_contract/test_damaged_checkpoints.py", "tests/crash/test_flipped_bits.py"),
     ),
     Mutation(
         "first-pass-unchecked",
