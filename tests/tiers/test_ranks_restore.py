@@ -165,8 +165,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_fetched(
         assert "offload pull" in message
     for _, message in refused(jobs, tmp_path, "two", 2, case(hosts, single, last=3)):
         assert "one process made this checkpoint" in message
-    for now, kind in ((1, "one"), (3, "replicas")):
-        for _, message in refused(jobs, tmp_path, kind, now, case(kind, s3, last=3, width=80)):
+    for now, kind in ((1, "one"), (2, "replicas")):
+        other = case(kind, s3, last=3, width=80)
+        for _, message in refused(jobs, tmp_path, f"other-{now}", now, other):
             assert "has the shape [96, 64], and the model has [80, 64]" in message
     for _, message in refused(jobs, tmp_path, "new", 2, case("replicas", s3, last=1, without=[1])):
         assert "give the same Options(tier=...) to all ranks" in message
