@@ -14,19 +14,15 @@ from accelerate.utils import ProjectConfiguration
 import offload
 from offload.integrations.accelerate import follow
 from tests.integrations import fsdp_on_cpu
-from tests.limits import AGREEMENT_S
-
-OPTIONS = offload.Options(
-    chunk_bytes=4096, drives=offload.DriveTuning(calibrate=False), agreement_timeout_s=AGREEMENT_S
-)
+from tests.integrations.rank_jobs import OPTIONS, whole_sum
 
 
 def run(
     root: Path,
     *,
     kind: str = "ddp",
-    steps: tuple[int, int] = (0, 6),
-    load: str | bool = False,
+    stop_after: int = 6,
+    resume: int | None = None,
     save_every: int = 2,
     total_limit: int | None = None,
     in_memory: bool = False,
@@ -41,8 +37,8 @@ def run(
     Args:
         root: Directory of the folders and of the store.
         kind: ``ddp``; or the type of FSDP2's state dicts.
-        steps: First step, and the one after the last.
-        load: Folder to load first; True for the newest.
+        stop_after: Number of steps.
+        resume: Step whose folder is loaded first.
         save_every: Steps from one folder to the next.
         total_limit: Number of folders that accelerate keeps.
         in_memory: Whether to train with torch's own AdamW.
@@ -74,23 +70,24 @@ def run(
         group = offload.SEPARATE if separate else None
         optimizer = offload.AdamW(
             model.parameters(), lr=0.02, directory=directory, model=model, keep=1,
-            options=OPTIONS, process_group=group,
+            options=offload.Options(**OPTIONS), process_group=group,
         )  # fmt: skip
     scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
     own = optimizer
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     if not in_memory and follows:
         follow(accelerator, optimizer, discard_newer=discard_newer)
-    if load:
-        accelerator.load_state(None if load is True else load)
+    if resume:
+        number = resume // save_every - 1
+        accelerator.load_state(str(root / f"out/checkpoints/checkpoint_{number}"))
         names = (root / "out/checkpoints").iterdir()
         config.iteration = 1 + max(int(name.name.rpartition("_")[2]) for name in names)
     else:
         torch.manual_seed(50 + accelerator.process_index)  # dropout differs between the ranks
     if kill_at:
         _kill_within_save(accelerator, own, kill_at)
-    losses = []
-    for step in range(*steps):
+    losses: dict[int, list[float]] = {}
+    for step in range(resume or 0, stop_after):
         for part in range(2):
             seed = 100 * step + 10 * part + accelerator.process_index
             x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
@@ -102,22 +99,17 @@ def run(
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            losses.append(loss.item())
-        if (step + 1) % save_every == 0:
+            losses.setdefault(step + 1, []).append(loss.item())
+        if (step + 1) % save_every == 0 and not in_memory:
             accelerator.save_state()
             if twice:
                 own.param_groups[0]["lr"] *= 0.5
                 accelerator.save_state()
-    parameters = [float(_whole(p).double().sum()) for p in model.parameters()]
+    parameters = [whole_sum(p) for p in model.parameters()]
     if not in_memory:
         own.close()
     accelerator.end_training()
     return {"losses": losses, "parameters": parameters}
-
-
-def _whole(parameter: Any) -> torch.Tensor:
-    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return torch.as_tensor(whole).detach()
 
 
 def _kill_within_save(accelerator: Accelerator, optimizer: Any, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Two processes of a library's training, forked from one that has imported the library.
+"""Processes of a library's training, forked from one that has imported the library.
 
 Importing a library takes longer than all that a small training does. The program of a library is a
 module with `run`, which each rank calls with the arguments of the job.
@@ -22,9 +22,13 @@ import warnings
 from pathlib import Path
 from typing import Any, Final
 
+import offload
 from tests.dying import dying, let_forks_die
+from tests.limits import AGREEMENT_S
 
-RANKS: Final = 2
+OPTIONS: Final = {"chunk_bytes": 4096, "drives": offload.DriveTuning(calibrate=False),
+                  "agreement_timeout_s": AGREEMENT_S}  # fmt: skip
+"""Settings of `offload.Options` of the ranks."""
 
 TIMEOUT_S: Final = 120.0
 """For a job, which takes seconds: what takes so long hangs, and is killed."""
@@ -47,12 +51,13 @@ class RankJobs:
             text=True,
         )
 
-    def ask(self, root: Path, **job: Any) -> list[dict[str, Any]]:
+    def ask(self, root: Path, *, num_ranks: int = 2, **job: Any) -> list[dict[str, Any]]:
         """Run a job to its end, and return what each rank has said.
 
         Args:
             root: Directory of the job.
-            job: Arguments of the program's ``run``.
+            num_ranks: Number of processes; one is told nothing of ranks.
+            job: Arguments of the program's ``run``; and ``of_host``, the ranks on each host.
 
         Returns:
             For each rank its ``result``, ``error``, ``message`` and ``warnings``. A rank that was
@@ -61,7 +66,7 @@ class RankJobs:
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         root.mkdir(parents=True, exist_ok=True)
-        self._server.stdin.write(json.dumps([str(root), job]) + "\n")
+        self._server.stdin.write(json.dumps([str(root), num_ranks, job]) + "\n")
         self._server.stdin.flush()
         answer: list[dict[str, Any]] = json.loads(self._server.stdout.readline())
         return answer
@@ -88,23 +93,25 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
-        root, job = json.loads(line)
+        root, num_ranks, job = json.loads(line)
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        said = [Path(root, f"said-{rank}.json") for rank in range(RANKS)]
+        said = [Path(root, f"said-{rank}.json") for rank in range(num_ranks)]
         pids = []
         for rank, path in enumerate(said):
             path.unlink(missing_ok=True)
             if (pid := os.fork()) == 0:
                 _redirect(Path(root, f"output-{rank}"))
-                os.environ |= {
-                    "WORLD_SIZE": str(RANKS),
-                    "LOCAL_WORLD_SIZE": str(job.pop("of_host", RANKS)),
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
+                names = {
+                    "WORLD_SIZE": num_ranks,
+                    "LOCAL_WORLD_SIZE": job.pop("of_host", num_ranks),
+                    "RANK": rank,
+                    "LOCAL_RANK": rank,
                     "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
+                    "MASTER_PORT": port,
                 }
+                if num_ranks > 1:
+                    os.environ |= {name: str(value) for name, value in names.items()}
                 path.write_text(json.dumps(_outcome(program, Path(root), job)))
                 os._exit(0)
             pids.append(pid)
@@ -125,6 +132,12 @@ def _outcome(program: Any, root: Path, job: dict[str, Any]) -> dict[str, Any]:
                 "trace": traceback.format_exc(),
             }
     return outcome | {"warnings": [str(one.message) for one in caught]}
+
+
+def whole_sum(parameter: Any) -> float:
+    """Return the sum of a parameter, of which this rank may have a shard."""
+    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return float(whole.detach().double().sum())
 
 
 def _redirect(path: Path) -> None:

@@ -15,11 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import offload
 from offload.integrations.lightning import OffloadCallback
 from tests.integrations import lightning_runs
-from tests.limits import AGREEMENT_S
-
-OPTIONS = offload.Options(
-    chunk_bytes=4096, drives=offload.DriveTuning(calibrate=False), agreement_timeout_s=AGREEMENT_S
-)
+from tests.integrations.rank_jobs import OPTIONS, whole_sum
 
 
 class Network(lightning_runs.Model):
@@ -49,7 +45,7 @@ class Network(lightning_runs.Model):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.losses[self.global_step] = loss.item()
+        self.losses[self.global_step + 1] = loss.item()
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -77,7 +73,7 @@ def run(
     *,
     kind: str = "ddp",
     in_memory: bool = False,
-    ckpt: str | None = None,
+    resume: int | None = None,
     stop_after: int = 0,
     kill_at: int = 0,
     discard_newer: bool = False,
@@ -90,7 +86,7 @@ def run(
         root: Directory of the files and of the store.
         kind: ``ddp``; or how files have the model of FSDP2: in ``shards``, or as a ``whole``.
         in_memory: Whether to train with torch's own AdamW.
-        ckpt: Name of the file to continue from.
+        resume: Step of the file to continue from.
         stop_after: Steps after which the training fails.
         kill_at: Step within whose save the processes are killed.
         discard_newer: As for `OffloadCallback`.
@@ -106,7 +102,7 @@ def run(
         )
     extra: dict[str, Any] = {"process_group": offload.SEPARATE} if separate else {}
     store = root / (f"run-{os.environ['RANK']}" if separate else "run")
-    make = lightning_runs.on_ssd(store, options=OPTIONS, **extra)
+    make = lightning_runs.on_ssd(store, options=offload.Options(**OPTIONS), **extra)
     pl.seed_everything(1, verbose=False)
     torch.manual_seed(5)
     model = Network(lightning_runs.in_memory if in_memory else make, kind)
@@ -126,17 +122,12 @@ def run(
         torch.utils.data.DataLoader(data, batch_size=4, shuffle=True),
         torch.utils.data.DataLoader(data, batch_size=8),
     )
-    path = None if ckpt is None else str(root / "files" / ckpt)
+    path = next((root / "files").glob(f"*step={resume}.ckpt")) if resume else None
     try:
-        trainer.fit(model, *loaders, ckpt_path=path)
+        trainer.fit(model, *loaders, ckpt_path=path and str(path))
     except lightning_runs.Stop:
         return {"losses": model.losses, "parameters": []}
-    parameters = [_sum(p) for p in model.parameters()]
+    parameters = [whole_sum(p) for p in model.parameters()]
     if not in_memory:
         trainer.optimizers[0].close()
     return {"losses": model.losses, "parameters": parameters}
-
-
-def _sum(parameter: Any) -> float:
-    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return float(whole.detach().double().sum())

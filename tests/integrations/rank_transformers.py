@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
 
 import offload
 from offload.integrations.transformers import OffloadCallback, create_optimizer, latest_checkpoint
 from tests.integrations import fsdp_on_cpu
+from tests.integrations.rank_jobs import OPTIONS, whole_sum
 from tests.integrations.training import (
     COMPARED,
     Sentences,
@@ -21,11 +23,6 @@ from tests.integrations.training import (
     StoppedError,
     arguments,
     make_model,
-)
-from tests.limits import AGREEMENT_S
-
-OPTIONS = offload.Options(
-    chunk_bytes=4096, drives=offload.DriveTuning(calibrate=False), agreement_timeout_s=AGREEMENT_S
 )
 
 
@@ -35,9 +32,12 @@ def run(
     kind: str = "ddp",
     dtype: str = "bfloat16",
     settings: dict[str, Any] | None = None,
-    stop_before: int = 0,
+    stop_after: int = 0,
     kill_at: int = 0,
-    resume: bool = False,
+    kill_after: int = 0,
+    resume: int | bool = False,
+    in_memory: bool = False,
+    discard_newer: bool = False,
     how: str = "factory",
     overlap: str | None = None,
 ) -> dict[str, Any]:
@@ -48,10 +48,13 @@ def run(
         kind: ``ddp``, ``fsdp1``, or the type of FSDP2's state dicts.
         dtype: Of the parameters.
         settings: Further arguments of the Trainer.
-        stop_before: Step before which the training fails.
+        stop_after: Step after which the training fails.
         kill_at: Step whose save never ends: all processes are killed, when it has been sealed.
-        resume: Whether to continue from the newest folder.
-        how: How the optimizer is made: ``factory``, ``given``, ``class`` or ``memory``.
+        kill_after: Step after which all processes are killed.
+        resume: Step of the folder to continue from, or True for the newest.
+        in_memory: Whether to train with torch's own AdamW.
+        discard_newer: As for `OffloadCallback`.
+        how: How the optimizer is made: ``factory``, ``given`` or ``class``.
         overlap: As in `offload.Options`.
     """
     sharding: dict[str, Any] = {}
@@ -69,16 +72,19 @@ def run(
             "save_total_limit": 2,
             "optim": "adamw_torch",
             "ddp_find_unused_parameters": False,
+            **({"save_strategy": "no"} if in_memory else {}),
             **sharding,
             **(settings or {}),
         },
     )
     model = make_model(getattr(torch, dtype))
-    offloading = OffloadCallback(close=True)
+    offloading = OffloadCallback(close=True, discard_newer=discard_newer)
     directory = root / "run"
     made: dict[str, Any] = {}
-    chosen = offload.Options(**{**_fields(OPTIONS), "overlap": overlap})
-    if how == "factory":
+    chosen = offload.Options(**OPTIONS, overlap=overlap)
+    if in_memory:
+        pass
+    elif how == "factory":
         made["optimizer_cls_and_kwargs"] = offloading.optimizer_cls_and_kwargs(
             directory=directory, options=chosen
         )
@@ -88,9 +94,11 @@ def run(
     elif how == "class":
         kwargs = {"directory": directory, "options": chosen, "lr": args.learning_rate}
         made["optimizer_cls_and_kwargs"] = (offload.AdamW, kwargs)
-    callbacks: list[Any] = [] if how == "memory" else [offloading]
-    if stop_before:
-        callbacks.append(StopBefore(stop_before))
+    callbacks: list[Any] = [] if in_memory else [offloading]
+    if stop_after:
+        callbacks.append(StopBefore(stop_after + 1))
+    if kill_after:
+        callbacks.append(_KillAfter(kill_after))
     if kill_at:
         _kill_within_save(args.process_index, kill_at)
     trainer = Trainer(
@@ -101,33 +109,32 @@ def run(
         callbacks=callbacks,
         **made,
     )
-    newest = latest_checkpoint(args.output_dir or "", directory) if resume else None
-    stopped = False
-    try:
+    newest: str | None = None
+    if resume is True:
+        newest = latest_checkpoint(args.output_dir or "", directory)
+    elif resume:
+        newest = f"{args.output_dir}/checkpoint-{resume}"
+    with contextlib.suppress(StoppedError):
         trainer.train(resume_from_checkpoint=newest)
-    except StoppedError:
-        stopped = True
-    history = [
-        {key: entry[key] for key in COMPARED if key in entry}
-        for entry in trainer.state.log_history
-        if "loss" in entry or "eval_loss" in entry
-    ]
+    losses: dict[int, list[dict[str, float]]] = {}
+    for entry in trainer.state.log_history:
+        if "loss" in entry or "eval_loss" in entry:
+            found = {key: entry[key] for key in COMPARED if key in entry}
+            losses.setdefault(entry["step"], []).append(found)
     return {
-        "history": history,
-        "stopped": stopped,
+        "losses": losses,
         "resumed": newest and Path(newest).name,
-        "parameters": [_sum(p) for p in trainer.model.parameters()],
+        "parameters": [whole_sum(p) for p in trainer.model.parameters()],
     }
 
 
-def _fields(options: offload.Options) -> dict[str, Any]:
-    names = ("chunk_bytes", "drives", "agreement_timeout_s")
-    return {name: getattr(options, name) for name in names}
+class _KillAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
 
-
-def _sum(parameter: Any) -> float:
-    whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return float(whole.detach().double().sum())
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _kill_within_save(rank: int, step: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,11 +49,6 @@ def assert_goes_on(root: Path, whole: Run) -> None:
         assert_same_bits(found.parameters[name], parameter, name)
 
 
-def pushed_by_hand(root: Path, tier: str) -> None:
-    stopped(root)
-    offload.tiers.push(root / "run", tier)
-
-
 def uploaded_in_training(root: Path, tier: str) -> None:
     stopped(root, tier=tier)
     copies = offload.tiers.list_tier(tier)
@@ -62,11 +56,8 @@ def uploaded_in_training(root: Path, tier: str) -> None:
     assert len(copies) == 2
 
 
-@pytest.mark.parametrize("bring", [pushed_by_hand, uploaded_in_training])
-def test_the_trainer_goes_on_from_a_pull(
-    bring: Callable[[Path, str], None], whole: Run, tmp_path: Path
-) -> None:
-    bring(tmp_path / "a", f"file://{tmp_path}/tier")
+def test_the_trainer_goes_on_from_a_pull(whole: Run, tmp_path: Path) -> None:
+    uploaded_in_training(tmp_path / "a", f"file://{tmp_path}/tier")
     (tmp_path / "b").mkdir()
     offload.tiers.pull(f"file://{tmp_path}/tier", tmp_path / "b/run")
     assert_goes_on(tmp_path / "b", whole)
@@ -88,12 +79,6 @@ def test_the_trainer_goes_on_from_an_optimizer_that_was_restored_from_the_tier(
     ) as optimizer:
         assert optimizer.restore() is not None
     assert_goes_on(b, whole)
-
-
-def test_a_folder_that_is_lost_is_written_anew(whole: Run, tmp_path: Path) -> None:
-    stopped(tmp_path)
-    shutil.rmtree(tmp_path / "out")
-    assert_goes_on(tmp_path, whole)
 
 
 def test_a_folder_that_is_saved_on_a_signal_is_carried_as_well(tmp_path: Path) -> None:

@@ -47,20 +47,14 @@ def test_statistics_are_written_to_tensorboard_from_a_plain_loop(tmp_path: Path)
     assert shown["offload/steps"] == [(0, 1.0), (1, 2.0), (2, 3.0)]
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_lightnings_loggers_get_statistics_where_they_get_losses(
-    every: int, tmp_path: Path
-) -> None:
-    loggers = [
-        CSVLogger(tmp_path, name=""),
-        TensorBoardLogger(tmp_path, name="", version="board"),
-    ]
+def test_lightnings_loggers_get_statistics_where_they_get_losses(tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, name=""), TensorBoardLogger(tmp_path, name="", version="board")]
     fit(
         tmp_path, on_ssd(tmp_path / "run"), callback=OffloadCallback(), max_epochs=2,
-        logger=loggers, log_every_n_steps=every, save=False,
+        logger=loggers, log_every_n_steps=3, save=False,
     )  # fmt: skip
     losses, steps = logged(tmp_path), logged(tmp_path, "offload/steps")
-    assert list(losses) == list(range(every - 1, 2 * BATCHES, every))
+    assert list(losses) == list(range(2, 2 * BATCHES, 3))
     assert {step: float(value) for step, value in steps.items()} == {n: n + 1.0 for n in losses}
     shown = events(tmp_path / "board")
     assert shown["offload/steps"] == [(n, n + 1.0) for n in losses]

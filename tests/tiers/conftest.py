@@ -9,21 +9,15 @@ from pathlib import Path
 
 import pytest
 
-import offload
 from offload.cli import main
+from offload.tiers import arriving, background
 from tests.campaigns import FULL
 from tests.command_line import Run, runner
 from tests.ranks_training.rank_server import Jobs
-from tests.stores.small import make_model, make_optimizer, train
+from tests.stores.small import train
 from tests.tiers import servers
+from tests.tiers.copies import optimizer_in
 from tests.tiers.proxy import Proxy
-
-SETTINGS = {"drives": offload.DriveTuning(calibrate=False)}
-
-
-def optimizer_in(directory: Path | list[Path], **changes: object) -> offload.OffloadedOptimizer:
-    arguments = {"directory": directory, "keep": 3, **changes}
-    return make_optimizer(make_model(64, 40), settings=SETTINGS, **arguments)
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +40,13 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment that a user of S3 has."""
     for name, value in servers.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests beside training that fail are given up soon."""
+    monkeypatch.setattr(background, "RETRY_S", 0.2)
+    monkeypatch.setattr(arriving, "_RETRY_S", 0.2)
 
 
 @pytest.fixture(scope="session")
@@ -81,6 +82,13 @@ def s3(moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """URL of an empty tier on a mounted drive."""
+    (tmp_path / "mounted" / "lost+found").mkdir(parents=True)
+    return f"file://{tmp_path}/mounted/tier"
+
+
+@pytest.fixture
 def proxy(s3: str, moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """A proxy before moto, by way of which `s3` is reached."""
     proxy = Proxy(*moto)
@@ -89,35 +97,29 @@ def proxy(s3: str, moto: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> It
     proxy.close()
 
 
-def _tier(request: pytest.FixtureRequest, kind: str) -> str:
-    if kind == "file":
-        folder = request.getfixturevalue("tmp_path") / "mounted"
-        (folder / "lost+found").mkdir(parents=True)
-        return f"file://{folder}/tier"
-    if kind == "moto":
-        return str(request.getfixturevalue("s3"))
-    name = request.node.name.replace("[", "-").replace("]", "")
-    host, port = request.getfixturevalue(kind)
-    monkeypatch = request.getfixturevalue("monkeypatch")
-    if kind == "azurite":
-        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", servers.AZURE_ACCOUNT)
-        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", servers.AZURE_KEY)
-        endpoint = f"http://{host}:{port}/{servers.AZURE_ACCOUNT}"
-        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
-        return f"az://bucket/{name}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-    return f"s3://tier/{name}"
+@pytest.fixture(params=["folder", "s3", *(["juicefs", "azurite"] if FULL else [])])
+def tier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """URL of an empty tier of each kind; JuiceFS's gateway and Azurite in the full run only.
 
-
-@pytest.fixture(params=["file", "moto", *(["juicefs", "azurite"] if FULL else [])])
-def tier(request: pytest.FixtureRequest) -> str:
-    """URL of an empty tier of each kind; JuiceFS's gateway and Azurite in the full run only."""
-    return _tier(request, request.param)
+    It is for what each kind must do. All else is shown on one of them.
+    """
+    given = request.getfixturevalue(request.param)
+    if isinstance(given, str):
+        return given
+    name, (host, port) = uuid.uuid4().hex, given
+    if request.param == "juicefs":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        return f"s3://tier/{name}"
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", servers.AZURE_ACCOUNT)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", servers.AZURE_KEY)
+    endpoint = f"http://{host}:{port}/{servers.AZURE_ACCOUNT}"
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
+    return f"az://bucket/{name}"
 
 
 @pytest.fixture(scope="session")
 def jobs() -> Iterator[Jobs]:
-    """A server that forks ranks."""
+    """A server that forks ranks, and processes that tests kill."""
     server = Jobs()
     yield server
     server.close()

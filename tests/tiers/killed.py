@@ -1,37 +1,49 @@
-"""Does one thing with a tier, in a process that a test kills.
-
-killed.py push|pull FROM TO     uploads or downloads a checkpoint
-killed.py restore FROM TO       restores from the tier FROM into the directory TO, and waits
-"""
+"""Processes that tests kill: a server forks them, so that none of them imports torch."""
 
 from __future__ import annotations
 
-import sys
-import threading
+import os
+from pathlib import Path
+from typing import Any
 
 from offload.tiers import pull, push
+from tests.eventually import eventually
+from tests.ranks_training.calls import record, record_into
+from tests.ranks_training.rank_server import Job, Jobs
+from tests.tiers.copies import SMALL, new_in
+from tests.tiers.rank_jobs import environment
 
 
-def restore(tier: str, directory: str) -> None:
-    """Restore from a tier, say so, and wait for the signal."""
-    from tests.stores.small import make_model, make_optimizer
-    from tests.tiers.conftest import SETTINGS
-
-    optimizer = make_optimizer(
-        make_model(64, 40), settings={**SETTINGS, "tier": tier}, directory=directory, keep=3
+def start(jobs: Jobs, folder: Path, what: str, source: str, target: str) -> Job:
+    """Start a process that pushes, pulls, or restores from a tier, in the folder of a test."""
+    program = "tests.tiers.killed"
+    return jobs.start(
+        folder, [[[what, source, target]]], program=program, environment=environment()
     )
-    optimizer.restore()
-    print("restored", flush=True)
-    threading.Event().wait()
 
 
-if __name__ == "__main__":
-    command, source, target = sys.argv[1:]
-    if command == "restore":
-        restore(source, target)
-    elif command == "push":
-        push(source, target, object_bytes=8192, num_transfers=2, retry_s=0)
-    else:
+def kill(job: Job) -> None:
+    """Kill a process, and wait until none of its threads runs."""
+    job.kill(0)
+    place = Path(f"/proc/{job.pids[0]}/stat")
+    assert eventually(lambda: place.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def run_calls(
+    folder: Path, rank: int, size: int, calls: list[Any], setting: dict[str, Any]
+) -> None:
+    """Run one process; see `tests.ranks_training.rank_server`."""
+    del rank, size
+    os.environ.update(setting["environment"])
+    record_into(folder)
+    ((what, source, target),) = calls
+    if what == "push":
+        push(source, target, object_bytes=SMALL, num_transfers=2, retry_s=0)
+    elif what == "pull":
         pull(source, target, num_transfers=2, retry_s=0)
-    if "torch" in sys.modules:
-        sys.exit("torch was imported")
+    else:
+        optimizer = new_in(Path(target), source)
+        optimizer.restore()
+        record("restored")
+        optimizer.synchronize()
+    record("main")

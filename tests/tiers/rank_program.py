@@ -1,4 +1,4 @@
-"""One rank of a training with a tier: ``rank_program.py DIRECTORY CASE``; CASE is a JSON object.
+"""One rank of a training with a tier, which does what a case of `rank_jobs` says.
 
 With ``"hosts": "ab"`` rank 0 is on a host a, which sees the directory ``a`` in DIRECTORY, and rank
 1 on a host b, which sees ``b``. Neither sees the directory of the other.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 import os
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -272,11 +270,4 @@ def run_calls(
     dist.init_process_group("gloo")
     (case,) = calls
     record("main", value=main(str(folder / case.pop("into")), case))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    found = main(sys.argv[1], json.loads(sys.argv[2]))
-    print(json.dumps(found), flush=True)
     dist.destroy_process_group()

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
-import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -18,36 +14,24 @@ import pytest
 import torch
 
 import offload
+from gds import PosixBackend, WrapperBackend
 from offload.errors import (
     BrokenOptimizerError,
-    CheckpointError,
     DamagedError,
     MismatchError,
     TierError,
     TierNotFoundError,
     TierUnavailableError,
 )
-from offload.format.digests import DigestContext
-from offload.options import Tier
-from offload.tiers import arriving, push
-from offload.tiers.filling import Download
-from tests.dying import dying
+from offload.tiers import push
 from tests.eventually import eventually
-from tests.stores.files import tree
-from tests.stores.small import make_model, make_optimizer, step, train
+from tests.limits import HANG_S
+from tests.stores.small import make_model, step, train
 from tests.threads import since
-from tests.tiers.conftest import SETTINGS, optimizer_in
+from tests.tiers.copies import DOCUMENTS, WIDTHS, change, files, new_in, optimizer_in
 from tests.tiers.proxy import Proxy, Request
 
-WIDTHS = (64, 40)
-
-
-def optimizer_with(
-    store: Path | list[Path], tier: str, model: torch.nn.Module | None = None, **changes: Any
-) -> offload.OffloadedOptimizer:
-    settings = {**SETTINGS, "tier": Tier(tier, finish_s=0), **changes.pop("settings", {})}
-    arguments = {"directory": store, "keep": 3, **changes}
-    return make_optimizer(model or make_model(*WIDTHS, seed=5), settings=settings, **arguments)
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def names(store: Path) -> list[str]:
@@ -57,64 +41,74 @@ def names(store: Path) -> list[str]:
     return [os.path.basename(found.path) for found in offload.list_checkpoints(store)]
 
 
-def sealed(path: Path) -> dict[str, bytes]:
-    """The files of a checkpoint without those that say when it was made."""
-    return {p.name: data for p, data in tree(path).items() if p.suffix == ".safetensors"}
-
-
 @pytest.fixture
 def went_on(store: Path) -> dict[str, bytes]:
     """The checkpoint of step 6 of the training that was never interrupted."""
     with optimizer_in(store, keep=9) as optimizer:
         optimizer.restore()
         train(optimizer, 3)
-    return sealed(store / "step-00000006")
+    return files(store / "step-00000006", *DOCUMENTS)
 
 
-@pytest.mark.parametrize("num_drives", [1, 2])
 def test_training_goes_on_bit_by_bit(
-    store: Path, tier: str, tmp_path: Path, went_on: dict[str, bytes], num_drives: int
+    store: Path, tier: str, tmp_path: Path, went_on: dict[str, bytes]
 ) -> None:
     push(store / "step-00000003", tier)
-    drives = [tmp_path / f"new{number}" for number in range(num_drives)]
-    with optimizer_with(drives, tier) as optimizer:
+    new = tmp_path / "new"
+    with new_in(new, tier) as optimizer:
         restored = optimizer.restore()
         assert restored is not None
         assert (restored.step, restored.train_state) == (3, {"step": 3})
-        assert restored.path == str(drives[0] / "step-00000003")
+        assert restored.path == str(new / "step-00000003")
         train(optimizer, 3)
-        assert optimizer._uploads is not None
-        assert [*names(drives[0])] == ["step-00000004", "step-00000005", "step-00000006"]
-    found = sealed(drives[0] / "step-00000006")
-    if num_drives == 1:
-        assert {n: d for n, d in found.items() if n != "train_state.safetensors"} == {
-            n: d for n, d in went_on.items() if n != "train_state.safetensors"
-        }
-    found_state = offload.open_checkpoint(drives[0] / "step-00000006", parts=drives[1:] or None)
-    before = offload.open_checkpoint(store / "step-00000006")
-    with found_state, before:
-        assert found_state.generation == before.generation
-        assert found_state.verify().ok
+        assert names(new) == ["step-00000004", "step-00000005", "step-00000006"]
+    assert files(new / "step-00000006", *DOCUMENTS) == went_on
+
+
+def test_state_arrives_on_several_drives(
+    store: Path, s3: str, tmp_path: Path, went_on: dict[str, bytes]
+) -> None:
+    push(store / "step-00000003", s3)
+    drives = [tmp_path / "first", tmp_path / "second"]
+    with new_in(drives, s3) as optimizer:
+        assert optimizer.restore() is not None
+        train(optimizer, 3)
+    found = offload.open_checkpoint(drives[0] / "step-00000006", parts=drives[1:])
+    with found, offload.open_checkpoint(store / "step-00000006") as before:
+        assert found.generation == before.generation
+        assert found.verify().ok
         for name in before.state_arrays:
             for key in ("0.weight", "0.bias"):
-                one = offload.read_state(found_state, key)[name]
+                one = offload.read_state(found, key)[name]
                 assert torch.equal(one, offload.read_state(before, key)[name])
 
 
 def test_what_has_arrived_is_the_checkpoint_that_was_sent(
-    store: Path, tier: str, tmp_path: Path
+    store: Path, s3: str, tmp_path: Path
 ) -> None:
-    push(store, tier)
-    with optimizer_with(tmp_path / "new", tier) as optimizer:
+    push(store, s3)
+    with new_in(tmp_path / "new", s3) as optimizer:
+        optimizer.restore()
+        assert optimizer.checkpoint({"other": 1}).result().train_state == {"other": 1}
+        assert names(tmp_path / "new") == ["step-00000003"]
+    with new_in(tmp_path / "newer", s3, settings={"train_state_bytes": 65536}) as optimizer:
+        restored = optimizer.restore()
+        assert restored is not None
+        assert restored.train_state == {"step": 3}
+        optimizer.synchronize()
+        assert names(tmp_path / "newer") == ["step-00000003"]
+        assert optimizer.position.sealed
+    with offload.open_checkpoint(tmp_path / "newer") as checkpoint:
+        assert checkpoint.train_state == {"step": 3}
+        assert checkpoint.verify().ok
+    with new_in(tmp_path / "newest", s3) as optimizer:
         optimizer.restore()
         optimizer.synchronize()
-        assert names(tmp_path / "new") == ["step-00000003"]
-        assert optimizer.position.sealed
-    sent, arrived = (tree(p / "step-00000003") for p in (store, tmp_path / "new"))
-    assert [*sent.values()] == [*arrived.values()]
+    sent, arrived = (files(tmp_path / name / "step-00000003") for name in ("store", "newest"))
+    assert sent == arrived
 
 
-@pytest.mark.parametrize("overlap", [None, "forward", "backward"])
+@pytest.mark.parametrize("overlap", [None, "forward"])
 def test_the_first_forward_needs_the_parameters_only(
     store: Path, s3: str, proxy: Proxy, tmp_path: Path, overlap: str | None
 ) -> None:
@@ -131,7 +125,7 @@ def test_the_first_forward_needs_the_parameters_only(
     proxy.requests.clear()
     proxy.rule = rule
     model = make_model(*WIDTHS, seed=5)
-    with optimizer_with(tmp_path / "new", s3, model, settings={"overlap": overlap}) as optimizer:
+    with new_in(tmp_path / "new", s3, model, settings={"overlap": overlap}) as optimizer:
         optimizer.restore()
         assert asked.wait(60)
         loss = model(torch.ones(2, WIDTHS[0], dtype=torch.bfloat16)).float().sum()
@@ -174,14 +168,12 @@ def test_the_first_step_takes_chunks_as_they_arrive(
         return ""
 
     proxy.rule = rule
-    with optimizer_with(tmp_path / "new", s3, model) as optimizer:
+    with new_in(tmp_path / "new", s3, model) as optimizer:
         optimizer.restore()
         seen.append(weight.detach()[0].clone())
         restored.set()
         train(optimizer, 3)
-    found = sealed(tmp_path / "new" / "step-00000006")
-    assert found.keys() == went_on.keys()
-    assert {name for name in found if found[name] != went_on[name]} <= {"train_state.safetensors"}
+    assert files(tmp_path / "new" / "step-00000006", *DOCUMENTS) == went_on
 
 
 def test_a_download_that_was_closed_half_way_goes_on(
@@ -190,13 +182,13 @@ def test_a_download_that_was_closed_half_way_goes_on(
     push(store, s3, object_bytes=1)
     done = arrived_objects(proxy)
     proxy.rule = lambda r: "hang" if "/state/exp_avg_sq" in r.path and r.method == "GET" else ""
-    with optimizer_with(tmp_path / "new", s3) as optimizer:
+    with new_in(tmp_path / "new", s3) as optimizer:
         optimizer.restore()
         assert eventually(lambda: sum("/state/" in name for name in done()) >= 3)
     assert names(tmp_path / "new") == []
     first = done()
     proxy.rule = lambda _: ""
-    with optimizer_with(tmp_path / "new", s3) as optimizer:
+    with new_in(tmp_path / "new", s3) as optimizer:
         optimizer.restore()
         optimizer.synchronize()
         assert names(tmp_path / "new") == ["step-00000003"]
@@ -207,37 +199,45 @@ def test_a_download_that_was_closed_half_way_goes_on(
         assert checkpoint.verify().ok
 
 
+class Collecting(WrapperBackend):
+    """A drive on which the thread of the arrival waits, and begins a collection.
+
+    Any allocation there may begin one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PosixBackend())
+        self.dropped, self.collected = threading.Event(), threading.Event()
+
+    def rename(self, source: str, target: str, *arguments: Any, **more: Any) -> None:
+        if threading.current_thread().name == "offload-arrival":
+            assert self.dropped.wait(HANG_S)
+            gc.collect()
+            self.collected.set()
+        super().rename(source, target, *arguments, **more)
+
+
 def test_an_optimizer_that_is_collected_on_the_thread_of_its_arrival_is_closed(
-    store: Path, tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, folder: str, tmp_path: Path
 ) -> None:
-    """Any allocation there may begin a collection."""
-    push(store, tier, object_bytes=1)
-    dropped, collected = threading.Event(), threading.Event()
-    publish = Download.publish
-
-    def collect(download: Download, *arguments: Any) -> Any:
-        dropped.wait(60)
-        gc.collect()
-        collected.set()
-        return publish(download, *arguments)
-
-    monkeypatch.setattr(Download, "publish", collect)
+    push(store, folder, object_bytes=1)
+    drive = Collecting()
     gc.disable()
     try:
         others = threading.enumerate()
-        optimizer = optimizer_with(tmp_path / "new", tier)
+        optimizer = new_in(tmp_path / "new", folder, backend=drive)
         optimizer.restore()
         optimizer.itself = optimizer
         (thread,) = since(others, "offload-arrival")
         del optimizer
-        dropped.set()
-        assert collected.wait(60)
-        thread.join(60)
+        drive.dropped.set()
+        assert drive.collected.wait(HANG_S)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     finally:
         gc.enable()
     assert eventually(lambda: not since(others, "offload-close"))
-    with optimizer_with(tmp_path / "new", tier) as successor:  # the store is not locked
+    with new_in(tmp_path / "new", folder) as successor:  # the store is not locked
         assert successor.restore() is not None
 
 
@@ -255,123 +255,34 @@ def arrived_objects(proxy: Proxy) -> Callable[[], Counter[str]]:
     return count
 
 
-@pytest.mark.parametrize("place", ["parameters", "a chunk of three", "all but one piece"])
-def test_a_process_that_is_killed_half_way_leaves_what_it_has(
-    store: Path, s3: str, proxy: Proxy, tmp_path: Path, went_on: dict[str, bytes], place: str
-) -> None:
-    """SIGKILL; the next process goes on, and asks for nothing twice that was written."""
-    push(store / "step-00000003", s3, object_bytes=1)
-    hung = threading.Event()
-    proxy.requests.clear()
-    kept_back, wanted = {
-        "parameters": ("/state/", 0),
-        "a chunk of three": ("/state/[a-z_]*.00000[12]", 3),
-        "all but one piece": ("/state/exp_avg_sq.000002", 8),
-    }[place]
-
-    def rule(request: Request) -> str:
-        if request.method == "GET" and re.search(kept_back, request.path):
-            hung.set()
-            return "hang"
-        return ""
-
-    proxy.rule = rule
-    command = [sys.executable, "-m", "tests.tiers.killed", "restore", s3, str(tmp_path / "new")]
-    with subprocess.Popen(dying(command), stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"restored\n"
-            assert hung.wait(60)
-            assert eventually(lambda: len(state_in(tmp_path / "new", store)) == wanted)
-        finally:
-            process.kill()
-    assert process.returncode == -signal.SIGKILL
-    assert names(tmp_path / "new") == []
-    with pytest.raises(CheckpointError):
-        offload.open_checkpoint(tmp_path / "new")
-    written = state_in(tmp_path / "new", store)
-    proxy.requests.clear()
-    proxy.rule = lambda _: ""
-    with optimizer_with(tmp_path / "new", s3) as optimizer:
-        optimizer.restore()
-        train(optimizer, 3)
-    # Not what uploads of the next checkpoints read back.
-    asked = [r.path for r in proxy.requests if r.method == "GET" and "/gen-00000003/" in r.path]
-    assert not any("model.safetensors" in path for path in asked)
-    for name in written:
-        assert not any(name in path for path in asked)
-    found = sealed(tmp_path / "new" / "step-00000006")
-    assert {name for name in found if found[name] != went_on[name]} <= {"train_state.safetensors"}
-
-
-def state_in(directory: Path, store: Path) -> set[str]:
-    """Names of the objects of state, one chunk each, whose bytes are in a slot of a directory."""
-    with offload.open_checkpoint(store / "step-00000003") as sent:
-        manifest = sent.manifest
-    found = set[str]()
-    for slot in directory.glob(".slot-*"):
-        for array, digests in manifest.digests.items():
-            file = slot / f"{array}.safetensors"
-            if not file.exists():
-                continue
-            whole = file.read_bytes()
-            for chunk, digest in enumerate(digests):
-                start, nbytes = manifest.layout.byte_range(array, chunk)
-                context = DigestContext(manifest.store_id, manifest.generation)
-                data = memoryview(whole[start : start + nbytes])
-                if digest is not None and context.digest(array, chunk, data) == digest:
-                    found.add(f"state/{array}.{chunk:06d}")
-    return found
-
-
-def damage(tier: str, name: str) -> None:
-    """Change a byte of an object in a folder."""
-    (path,) = Path(tier.removeprefix("file://")).rglob(name)
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_wrong_byte_is_found_and_named(store: Path, tmp_path: Path) -> None:
-    tier = f"file://{tmp_path}/tier"
-    push(store, tier, object_bytes=1)
-    damage(tier, "exp_avg.000001")
-    model = make_model(*WIDTHS, seed=5)
-    with optimizer_with(tmp_path / "new", tier, model) as optimizer:
+def test_a_wrong_byte_is_found_and_named(store: Path, folder: str, tmp_path: Path) -> None:
+    push(store, folder, object_bytes=1)
+    change(folder, "model.safetensors", "last")
+    with new_in(tmp_path / "new", folder) as optimizer:
+        with pytest.raises(DamagedError, match=r"model\.safetensors: bytes"):
+            optimizer.restore()
+        assert names(tmp_path / "new") == []
+        change(folder, "model.safetensors", "last")  # the same bit again
+        change(folder, "state/exp_avg.000001", "last")
         optimizer.restore()
         with pytest.raises(DamagedError, match=r"state/exp_avg\.000001: bytes 0 to"):
             train(optimizer, 1)
         with pytest.raises(BrokenOptimizerError, match="to go on from the newest checkpoint in"):
             step(optimizer)
         assert names(tmp_path / "new") == []
-        damage(tier, "exp_avg.000001")  # the same bit again
+        change(folder, "state/exp_avg.000001", "last")
         with pytest.warns(RuntimeWarning, match="are not those that were sent"):
             assert optimizer.restore() is not None
         train(optimizer, 1)
     assert names(tmp_path / "new") == ["step-00000003", "step-00000004"]
 
 
-def test_a_wrong_byte_of_the_parameters_changes_nothing_on_the_drive(
-    store: Path, tmp_path: Path
-) -> None:
-    tier = f"file://{tmp_path}/tier"
-    push(store, tier)
-    damage(tier, "model.safetensors")
-    with (
-        optimizer_with(tmp_path / "new", tier) as optimizer,
-        pytest.raises(DamagedError, match=r"model\.safetensors: bytes"),
-    ):
-        optimizer.restore()
-    assert names(tmp_path / "new") == []
-
-
 def test_a_link_that_dies_is_named_and_what_has_arrived_stays(
-    store: Path, s3: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Path, s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(arriving, "_RETRY_S", 0.2)
     push(store, s3, object_bytes=1)
     proxy.rule = lambda r: "503" if "/state/exp_avg_sq" in r.path else ""
-    with optimizer_with(tmp_path / "new", s3) as optimizer:
+    with new_in(tmp_path / "new", s3) as optimizer:
         optimizer.restore()
         with pytest.raises(TierUnavailableError, match="exp_avg_sq"):
             train(optimizer, 1)
@@ -382,42 +293,27 @@ def test_a_link_that_dies_is_named_and_what_has_arrived_stays(
     assert names(tmp_path / "new") == ["step-00000003", "step-00000004"]
 
 
-def test_a_checkpoint_before_the_first_step_waits_for_the_state(
-    store: Path, tmp_path: Path
+def test_a_run_begins_without_a_copy_and_a_tier_that_cannot_be_reached_is_no_empty_one(
+    store: Path, s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
-    tier = f"file://{tmp_path}/tier"
-    push(store, tier)
-    with optimizer_with(tmp_path / "new", tier) as optimizer:
-        optimizer.restore()
-        handle = optimizer.checkpoint({"other": 1})
-        assert handle.result().train_state == {"other": 1}
-        assert names(tmp_path / "new") == ["step-00000003"]
-        assert optimizer.restore() is not None
-
-
-def test_an_empty_tier_means_the_beginning(tmp_path: Path, tier: str) -> None:
-    with optimizer_with(tmp_path / "new", tier) as optimizer:
+    with new_in(tmp_path / "first", f"{s3}-of-the-first") as optimizer:
         assert optimizer.restore() is None
         train(optimizer, 1)
-    assert names(tmp_path / "new") == ["step-00000001"]
-
-
-def test_a_tier_with_nothing_complete_is_mentioned(store: Path, s3: str, proxy: Proxy) -> None:
+    assert names(tmp_path / "first") == ["step-00000001"]
     proxy.rule = lambda r: "403" if "COMPLETE" in r.path and r.method == "PUT" else ""
     with pytest.raises(TierError):
         push(store, s3, retry_s=0)
     with (
-        optimizer_with(store.parent / "new", s3) as optimizer,
+        new_in(tmp_path / "new", s3) as optimizer,
         pytest.warns(RuntimeWarning, match=r"no complete copy.*from the beginning"),
     ):
         assert optimizer.restore() is None
-
-
-def test_a_store_with_checkpoints_does_not_need_the_tier(
-    store: Path, s3: str, proxy: Proxy
-) -> None:
-    proxy.rule = lambda _: "503"
-    with optimizer_with(store, s3) as optimizer:
+    for fault, error in (("503", TierUnavailableError), ("404:NoSuchBucket", TierNotFoundError)):
+        proxy.rule = lambda _, fault=fault: fault
+        with new_in(tmp_path / "newer", s3) as optimizer, pytest.raises(error):
+            optimizer.restore()
+    proxy.requests.clear()
+    with new_in(store, s3) as optimizer:  # which has checkpoints, and does not need the tier
         restored = optimizer.restore()
         assert restored is not None
         assert restored.step == 3
@@ -425,62 +321,26 @@ def test_a_store_with_checkpoints_does_not_need_the_tier(
     assert not any(r.method == "GET" and "safetensors" in r.path for r in proxy.requests)
 
 
-def test_starting_over_does_not_ask_the_tier(store: Path, tmp_path: Path) -> None:
-    tier = f"file://{tmp_path}/tier"
-    push(store, tier)
-    with optimizer_with(tmp_path / "new", tier, fresh=True) as optimizer:
-        assert optimizer.restore() is None
-
-
-def test_copies_of_several_stores_are_refused_until_one_is_named(
-    store: Path, tmp_path: Path
+def test_what_is_no_checkpoint_of_this_run_is_refused_before_anything_is_fetched(
+    store: Path, s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
-    tier = f"file://{tmp_path}/tier"
-    push(store, tier)
-    with optimizer_in(tmp_path / "other") as optimizer:
-        train(optimizer, 1)
-    push(tmp_path / "other", tier)
-    with (
-        optimizer_with(tmp_path / "new", tier) as optimizer,
-        pytest.raises(TierError, match="copies of 2 stores are here; name one of them"),
-    ):
-        optimizer.restore()
-
-
-def test_another_model_is_refused_before_anything_is_fetched(store: Path, tmp_path: Path) -> None:
-    tier = f"file://{tmp_path}/tier"
-    push(store, tier)
+    push(store, s3)
     other = make_model(30, 20)
     before = [p.detach().clone() for p in other.parameters()]
-    with optimizer_with(tmp_path / "new", tier, other) as optimizer:
-        with pytest.raises(MismatchError, match="/tier/"):
+    with new_in(tmp_path / "new", s3, other) as optimizer:
+        with pytest.raises(MismatchError, match="/run/"):
             optimizer.restore()
         assert all(map(torch.equal, before, other.parameters()))
         train(optimizer, 1)
     assert names(tmp_path / "new") == ["step-00000001"]
-
-
-def test_another_size_of_train_states_is_taken(store: Path, tmp_path: Path) -> None:
-    tier = f"file://{tmp_path}/tier"
-    push(store, tier)
-    settings = {"train_state_bytes": 65536}
-    with optimizer_with(tmp_path / "new", tier, settings=settings) as optimizer:
-        restored = optimizer.restore()
-        assert restored is not None
-        assert restored.train_state == {"step": 3}
+    with optimizer_in(tmp_path / "other") as optimizer:
         train(optimizer, 1)
-    with offload.open_checkpoint(tmp_path / "new" / "step-00000003") as checkpoint:
-        assert checkpoint.train_state == {"step": 3}
-        assert checkpoint.verify().ok
-
-
-@pytest.mark.parametrize(
-    ("fault", "error"), [("503", TierUnavailableError), ("404:NoSuchBucket", TierNotFoundError)]
-)
-def test_a_tier_that_cannot_be_reached_is_not_an_empty_one(
-    tmp_path: Path, s3: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, fault: str, error: type
-) -> None:
-    monkeypatch.setattr(arriving, "_RETRY_S", 0.2)
-    proxy.rule = lambda _: fault
-    with optimizer_with(tmp_path / "new", s3) as optimizer, pytest.raises(error):
+    for one in (store, tmp_path / "other"):
+        push(one, f"{s3}-of-two")
+    with (
+        new_in(tmp_path / "newer", f"{s3}-of-two") as optimizer,
+        pytest.raises(TierError, match="copies of 2 stores are here; name one of them"),
+    ):
         optimizer.restore()
+    with new_in(tmp_path / "newest", s3, fresh=True) as optimizer:  # which does not ask the tier
+        assert optimizer.restore() is None

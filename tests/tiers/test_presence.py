@@ -13,24 +13,20 @@ import pytest
 
 import offload
 from offload.errors import TierError, TierNotFoundError
-from offload.tiers import list_tier, pull, push, verify_tier
+from offload.tiers import list_tier, pull, push
 from offload.tiers.services.opening import open_objects
-from tests.stores.small import train
+from tests.tiers.copies import new_in, train_and_send, whole
 from tests.tiers.proxy import Proxy
-from tests.tiers.test_arriving import optimizer_with
-
-PAGES = {
-    "html": (200, b"<html><body>please log in</body></html>"),
-    "empty": (200, b""),
-    "json": (200, b'{"error": "no"}'),
-    "not found": (404, b"<html>no such page</html>"),
-}
 
 
-@pytest.fixture(params=PAGES)
+@pytest.fixture(params=["html", "empty", "not found"])
 def portal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """URL of a tier at whose endpoint a server has the same answer to everything."""
-    status, page = PAGES[request.param]
+    status, page = {
+        "html": (200, b"<html><body>please log in</body></html>"),
+        "empty": (200, b""),
+        "not found": (404, b"<html>no such page</html>"),
+    }[request.param]
 
     class Answer(http.server.BaseHTTPRequestHandler):
         def go(self) -> None:
@@ -54,7 +50,7 @@ def portal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def test_a_page_of_a_proxy_is_no_empty_tier(portal: str, store: Path, tmp_path: Path) -> None:
-    with optimizer_with(tmp_path / "new", portal) as optimizer:
+    with new_in(tmp_path / "new", portal) as optimizer:
         for _ in range(2):  # nor is it one later
             with pytest.raises(TierError):
                 optimizer.restore()
@@ -64,17 +60,17 @@ def test_a_page_of_a_proxy_is_no_empty_tier(portal: str, store: Path, tmp_path: 
         pull(portal, tmp_path / "back", retry_s=0)
 
 
-@pytest.mark.parametrize("first", range(6))
 def test_a_tier_that_becomes_a_page_of_a_proxy_meanwhile_has_not_lost_its_copies(
-    store: Path, s3: str, proxy: Proxy, tmp_path: Path, first: int
+    store: Path, s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     """The first requests of a restore are answered, and the others with another page."""
     push(store, s3)
-    before = len(proxy.requests)
-    proxy.rule = lambda r: "200:Page" if r.number >= before + first else ""
-    with optimizer_with(tmp_path / "new", s3) as optimizer:
-        with pytest.raises((TierError, offload.OffloadError)):
-            optimizer.restore()
+    with new_in(tmp_path / "new", s3) as optimizer:
+        for first in range(6):
+            before = len(proxy.requests) + first
+            proxy.rule = lambda r, n=before: "200:Page" if r.number >= n else ""
+            with pytest.raises(offload.OffloadError):
+                optimizer.restore()
         proxy.rule = lambda _: ""
         restored = optimizer.restore()
         assert restored is not None
@@ -84,11 +80,9 @@ def test_a_tier_that_becomes_a_page_of_a_proxy_meanwhile_has_not_lost_its_copies
 def test_a_new_tier_needs_no_ceremony_and_is_known_from_then_on(
     s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
-    with optimizer_with(tmp_path / "store", s3) as optimizer:
+    with new_in(tmp_path / "store", s3) as optimizer:
         assert optimizer.restore() is None
-        train(optimizer, 1)
-        assert optimizer._uploads is not None
-        assert optimizer._uploads.wait(60)
+        train_and_send(optimizer, 1)
     with open_objects(s3) as objects:
         marker = objects.get("TIER.json", 1 << 20)
         objects.delete([*objects.sizes_below("")])
@@ -102,21 +96,21 @@ def test_a_new_tier_needs_no_ceremony_and_is_known_from_then_on(
         assert objects.get("TIER.json", 1 << 20) != marker
 
 
-@pytest.mark.parametrize("marker", [None, b"", b'{"format": 1, "digest": "'])
+@pytest.mark.parametrize("marker", [None, b'{"format": 1, "digest": "'])
 def test_copies_of_a_tier_without_a_whole_marker_are_found_and_it_gets_one(
-    store: Path, tier: str, tmp_path: Path, marker: bytes | None
+    store: Path, s3: str, tmp_path: Path, marker: bytes | None
 ) -> None:
-    push(store / "step-00000002", tier)
-    with open_objects(tier) as objects:
+    push(store / "step-00000002", s3)
+    with open_objects(s3) as objects:
         objects.delete(["TIER.json"])
         if marker is not None:
             objects.put("TIER.json", marker)
-    with optimizer_with(tmp_path / "new", tier) as optimizer:
+    with new_in(tmp_path / "new", s3) as optimizer:
         restored = optimizer.restore()
         assert restored is not None
         assert restored.step == 2
-    push(store / "step-00000003", tier)
-    with open_objects(tier) as objects:
+    push(store / "step-00000003", s3)
+    with open_objects(s3) as objects:
         assert b"tier_id" in objects.get("TIER.json", 1 << 20)
 
 
@@ -134,19 +128,15 @@ def test_a_drive_that_is_not_mounted_is_no_new_tier(
     with pytest.raises(TierNotFoundError, match="is its drive mounted"):
         push(store, tier)
     with pytest.raises(TierNotFoundError, match="is its drive mounted"):
-        optimizer_with(tmp_path / "new", tier)  # and so one that has other checkpoints
-    with optimizer_with(store, tier) as optimizer:  # training goes on, and says what is wrong
+        new_in(tmp_path / "new", tier)  # and so one that has other checkpoints
+    with new_in(store, tier) as optimizer:  # training goes on, and says what is wrong
         assert optimizer.restore() is not None
-        train(optimizer, 1)
-        assert optimizer._uploads is not None
-        assert optimizer._uploads.wait(60)
-        stats = optimizer.stats().tier
-        assert stats is not None
+        stats = train_and_send(optimizer, 1)
         assert {event.outcome for event in stats.events} == {"failed"}
     assert [*mount.iterdir()] == []
     mount.rmdir()
     (tmp_path / "unplugged").rename(mount)
-    with optimizer_with(tmp_path / "new", tier) as optimizer:
+    with new_in(tmp_path / "new", tier) as optimizer:
         assert optimizer.restore() is not None
 
 
@@ -159,26 +149,26 @@ def test_a_new_tier_in_an_empty_folder_is_made_by_name(store: Path, tmp_path: Pa
     advice = str(caught.value).rpartition("run: ")[2]
     assert os.system(advice) == 0
     push(store, tier)
-    assert [report.ok for report in verify_tier(tier)] == [True]
+    assert whole(tier) == [True]
     shutil.rmtree(tmp_path / "mnt")  # by somebody, who then makes the folder above it again
     (tmp_path / "mnt" / "x").mkdir(parents=True)
     push(store, tier)
     assert len(list_tier(tier)) == 1
 
 
-@pytest.mark.parametrize("how", ["options", "push", "pull"])
-@pytest.mark.parametrize("place", ["store", "store/tier", "store/step-00000003", "link/x", "."])
+@pytest.mark.parametrize("place", ["store/tier", "store/step-00000003", "link/x", "."])
 def test_a_tier_that_shares_a_directory_with_its_store_is_refused(
-    store: Path, tmp_path: Path, how: str, place: str
+    store: Path, tmp_path: Path, place: str
 ) -> None:
     (tmp_path / "link").symlink_to(store)
     before = sorted(str(path) for path in tmp_path.rglob("*"))
     tier = f"file://{tmp_path / place}"
-    calls: dict[str, Callable[[], object]] = {
-        "options": lambda: optimizer_with(store, tier),
-        "push": lambda: push(store / "step-00000003", tier),
-        "pull": lambda: pull(tier, store),
-    }
-    with pytest.raises(TierError, match=r"this tier (is in|contains) the store's directory"):
-        calls[how]()
+    calls: list[Callable[[], object]] = [
+        lambda: new_in(store, tier),
+        lambda: push(store / "step-00000003", tier),
+        lambda: pull(tier, store),
+    ]
+    for call in calls:
+        with pytest.raises(TierError, match=r"this tier (is in|contains) the store's directory"):
+            call()
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
