@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import offload
+from offload.distributed.recut_rooms import Room, first_lacking
 from tests.numerics.reference import bits
 from tests.ranks_training.cases import (
     SEAL,
@@ -259,6 +260,23 @@ def test_what_is_missing_damaged_or_too_large_is_an_error_before_anything_is_los
         assert [step for step, _ in of_each(again, "restore")] == [2] * size
     ranks = play(jobs, tmp_path, 1, {"full": (go_on(), "one")})["full"]
     require_success(ranks)
+
+
+ROOMS: dict[str, tuple[list[tuple[str, str, int, int, int]], tuple[str, int, int] | None]] = {
+    # Drive, directory, what is needed, free and spare there, of each rank; and what is lacking.
+    "own drives": ([("x", "a", 5, 5, 0), ("y", "b", 5, 5, 0)], None),
+    "one drive": ([("x", "a", 5, 9, 0), ("x", "b", 5, 9, 0)], ("a", 10, 9)),
+    "second drive": ([("x", "a", 5, 9, 0), ("y", "b", 5, 4, 0)], ("b", 5, 4)),
+    "spare counts once": ([("x", "a", 5, 3, 4), ("x", "a", 5, 3, 4)], ("a", 10, 7)),
+    "spare of two": ([("x", "a", 5, 3, 4), ("x", "b", 5, 3, 3)], None),
+}
+
+
+@pytest.mark.parametrize(("rooms", "lacking"), ROOMS.values(), ids=ROOMS)
+def test_what_ranks_need_on_one_drive_is_added_up(rooms: Any, lacking: Any) -> None:
+    """Of the function itself: a test has one drive, whose space other programs use as well."""
+    made = [Room(drive, f"place of {name}", name, *sizes) for drive, name, *sizes in rooms]
+    assert first_lacking(made) == lacking
 
 
 @pytest.mark.parametrize("full", [0, 1])
