@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from bench._elastic_job import ElasticJob, contents
 from bench._ranks_jobs import Tally
-from tests.ranks_training.elastic_job import ElasticJob, contents
 
 _EVERY: Final = 3
 """Steps from checkpoint to checkpoint."""

@@ -10,146 +10,74 @@ import hashlib
 import importlib
 import json
 import os
-import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor
 
 import offload
 from gds import PosixBackend
 from offload import DriveTuning, Options
 from offload.distributed import node
 from tests.crash.fault_backend import FaultBackend
-from tests.crash.test_open_files import open_below
 from tests.hurry import flag, hurry_after
-from tests.limits import AGREEMENT_S
 from tests.numerics.reference import bits
-from tests.process_memory import reset_peak, resident_bytes
+from tests.ranks_training.faulty_calls import FaultyCalls
 from tests.ranks_training.host_backend import HostBackend
-from tests.ranks_training.program import Case, Masters, local
-from tests.ranks_training.protocol_steps import ProtocolSteps, kill
+from tests.ranks_training.models import Masters, Model, Setting, local, make_model, set_gradients
+
+__all__ = ["Calls", "Model", "Setting"]
+
+_this_node = node.this_node
 
 
-@dataclass
-class Setting:
-    """What all calls of a rank have in common."""
-
-    kind: str = "ddp"
-    """``ddp``, ``fsdp2``, ``mixed`` for FP32 shards with a mixed-precision policy, ``hybrid`` for
-    shards that are replicated once, ``tp`` for layers that are divided in either dimension,
-    ``grid`` for such layers that are sharded as well, or ``one`` for a model that is not
-    wrapped."""
-
-    dtype: str = "bfloat16"
-    widths: Sequence[int] = (5, 7, 3)
-    frozen_elements: int = 5
-    find_unused: bool = False
-    hyper: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-2})
-    options: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = AGREEMENT_S
-    given: bool = False
-    """Whether gradients are given, so that they do not depend on the number of ranks."""
-    group_timeout_s: float = 1800.0
-    """Seconds for which torch itself waits for a rank; torchrun would end the others at once."""
-
-    is_plain: bool = False
-    """Whether steps are taken in memory; nothing is stored."""
-
-    store_port: int = 0
-    """Port of a key-value store that outlives the ranks, as torchrun has one; 0 for one of rank
-    0."""
-
-
-class Model(torch.nn.Module):
-    """Layers of a few odd sizes, a frozen parameter, and a buffer that counts forwards."""
-
-    def __init__(self, widths: Sequence[int], frozen_elements: int = 5) -> None:
-        super().__init__()
-        pairs = pairwise(widths)
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(a, b) for a, b in pairs])
-        self.maybe = torch.nn.Linear(widths[-1], widths[-1], bias=False)
-        self.frozen = torch.nn.Parameter(torch.randn(frozen_elements), requires_grad=False)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor, *, uses_all: bool = True) -> torch.Tensor:
-        """Return the output."""
-        self.seen += 1
-        for layer in self.layers:
-            x = torch.nn.functional.gelu(layer(x))
-        return self.maybe(x) if uses_all else x
-
-
-class Calls:
+class Calls(FaultyCalls):
     """The calls, with what they work on."""
 
     def __init__(self, folder: Path, rank: int, size: int, setting: Setting) -> None:
-        self.directory = folder / "run"
-        self.rank, self.size, self.setting = rank, size, setting
-        self.num_steps = 0
-        self.before_bytes = 0
-        self.backend = FaultBackend(PosixBackend())
-        self.model = self._wrapped() if setting.kind else None
+        self.folder = folder
+        self.rank, self.size, self.job_setting = rank, size, setting
         self.optimizer: Any = None
+        self._begin(folder, setting)
+
+    def begin(self, name: str, **changes: Any) -> None:
+        """Begin another case when all ranks are here: in a folder of its own, with a new model."""
+        self._wait_for_all()
+        if self.optimizer is not None:
+            with suppress(Exception), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.optimizer.close()
+            self.optimizer = None
+        (self.folder / name).mkdir(exist_ok=True)
+        setting = replace(self.job_setting, options=dict(self.job_setting.options))
+        self._begin(self.folder / name, replace(setting, **changes))
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def _begin(self, folder: Path, setting: Setting) -> None:
+        node.this_node = _this_node
+        self.directory, self.setting = folder / "run", setting
+        self.num_steps = 0
+        self.backend = FaultBackend(PosixBackend())
+        self.model = make_model(setting, self.size) if setting.kind else None
         self.masters: Masters | None = None
         self.handle: Any = None
-        self.scaler: Any = None
         self.call = ""
         """Name of the call that is being made."""
         self.errors: list[Exception] = []
         """Errors that are kept."""
-        self._steps: ProtocolSteps | None = None
-
-    def _wrapped(self) -> Any:
-        torch.manual_seed(7)
-        setting = self.setting
-        model = Model(setting.widths, setting.frozen_elements).to(getattr(torch, setting.dtype))
-        if setting.kind == "one":
-            return model
-        if setting.kind == "ddp":
-            return DistributedDataParallel(model, find_unused_parameters=setting.find_unused)
-        if setting.kind in ("tp", "grid"):
-            shape = (self.size,) if setting.kind == "tp" else (self.size // 2, 2)
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
-            styles = (ColwiseParallel(), RowwiseParallel())
-            for number, layer in enumerate(model.layers):
-                parallelize_module(layer, mesh["tp"], styles[number % 2])
-            if setting.kind == "grid":
-                for layer in (*model.layers, model):
-                    fully_shard(layer, mesh=mesh["dp"])
-            return model
-        policy = MixedPrecisionPolicy()
-        if setting.kind == "mixed":
-            model.float()
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-            )
-        if setting.kind == "hybrid":
-            mesh = init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=("hosts", "ranks"))
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh)
-            return fully_shard(model, mesh=mesh)
-        for layer in model.layers:
-            fully_shard(layer, mp_policy=policy)
-        return fully_shard(model, mp_policy=policy)
 
     def host(self, name: str) -> None:
         """Be on a host of this name from now on, as far as the ranks can tell.
@@ -164,7 +92,7 @@ class Calls:
         """Make the optimizer."""
         setting = self.setting
         if setting.is_plain:
-            self.masters = Masters(self.model, Case(hyper=setting.hyper))
+            self.masters = Masters("AdamW", [{"params": [*self.model.parameters()]}], setting.hyper)
             return
         options = {
             "allow_volatile": True,
@@ -198,55 +126,19 @@ class Calls:
         self.num_steps = found.step if found else 0
         return found and [found.step, found.train_state]
 
-    def backward(self, uses_all: bool = True, synced: bool = True) -> None:
+    def encode_anew(self) -> None:
+        """Restore 8-bit state into a cut that may divide its blocks."""
+        self.optimizer.restore(reencode=True)
+
+    def backward(self) -> None:
         """Compute gradients from data that differ between the ranks."""
         generator = torch.Generator().manual_seed(1000 * (self.num_steps + 1) + self.rank)
         if self.setting.given:
-            self._give_gradients()
+            set_gradients(self.model, self.num_steps + 1)
             return
         dtype = next(self.model.parameters()).dtype
         x = torch.randn(4, self.setting.widths[0], generator=generator).to(dtype)
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.require_backward_grad_sync = synced
-        elif self.setting.kind != "one":
-            self.model.set_requires_gradient_sync(synced)
-        loss = self.model(x, uses_all=uses_all).float().square().mean()
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-
-    def _give_gradients(self) -> None:
-        """Set gradients that are the same for any number of ranks and any sharding."""
-        generator = torch.Generator().manual_seed(self.num_steps + 1)
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                whole = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-                if isinstance(parameter, DTensor):
-                    mesh, placements = parameter.device_mesh, parameter.placements
-                    parameter.grad = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-                else:
-                    parameter.grad = whole
-
-    def at(self, step: int) -> None:
-        """Count as if so many steps had been taken, for the gradients that are given."""
-        self.num_steps = step
-
-    def reset_peak(self) -> None:
-        """Begin to measure how much memory is needed."""
-        self.before_bytes = resident_bytes("VmRSS")
-        if not reset_peak():
-            raise RuntimeError("the kernel does not reset the peak of memory")
-
-    def grown(self) -> int:
-        """Return by how many bytes memory has grown at most since `reset_peak`."""
-        return resident_bytes("VmHWM") - self.before_bytes
-
-    def fill_drive(self, free_bytes: int) -> None:
-        """Let the drive have so little free space from now on."""
-
-        def free(directory: str) -> int:
-            del directory
-            return free_bytes
-
-        self.backend.free_bytes = free  # type: ignore[method-assign]
+        self.model(x).float().square().mean().backward()
 
     def whole(self) -> dict[str, str]:
         """Return a digest of each parameter as a whole; with shards, all ranks call this."""
@@ -260,11 +152,7 @@ class Calls:
     def update(self) -> None:
         """Call `step` with the gradients that there are."""
         optimizer = self.optimizer or self.masters
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            self.scaler.step(optimizer)
-            self.scaler.update()
+        optimizer.step()
         self.num_steps += 1
         self.model.zero_grad()
 
@@ -272,10 +160,10 @@ class Calls:
         """Call `step` without any record of it, as it is expected to fail."""
         self.optimizer.step()
 
-    def step(self, times: int = 1, **how: Any) -> str:
+    def step(self, times: int = 1) -> str:
         """Take steps; the value is the bits afterwards."""
         for _ in range(times):
-            self.backward(**how)
+            self.backward()
             self.update()
         return self.bits()
 
@@ -355,10 +243,6 @@ class Calls:
             record("sealed", value=self.handle.result().step)
             self.handle = None
 
-    def fail(self, kind: str, text: str, number: int | None = None) -> None:
-        """Let the next operation of a kind fail whose path contains a text."""
-        self.backend.fail_if(lambda one, path: one == kind and text in path, number)
-
     def keep_error(self, name: str, *arguments: Any) -> str:
         """Make a call that fails; return the name of its error, and keep all that it refers to."""
         try:
@@ -373,64 +257,6 @@ class Calls:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return getattr(self, name)(*arguments)
-
-    def open_files(self, text: str) -> list[str]:
-        """Return the paths of the store's files that this process has open, if they have a text."""
-        return [path for path in open_below(self.directory) if text in path]
-
-    def num_failed(self) -> int:
-        """Return how many operations have failed."""
-        return self.backend.num_failed
-
-    def kill_at(self, kind: str, text: str, nth: int = 1) -> None:
-        """Kill this rank before the n-th operation of a kind whose path contains a text."""
-        seen = 0
-
-        def chosen(one: str, path: str) -> bool:
-            nonlocal seen
-            seen += one == kind and text in path
-            if seen == nth:
-                self.hurry()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return False
-
-        self.backend.fail_if(chosen)
-
-    def hurry(self) -> None:
-        """Say that from now on ranks only wait for one that does not come."""
-        flag(self.directory.parent).touch()
-
-    def say_pid(self) -> None:
-        """Tell the other ranks the process of this one, and wait until all have done so."""
-        folder = self.directory.parent
-        (folder / f"pid-{self.rank}").write_text(str(os.getpid()))
-        dist.barrier()
-
-    def at_step(self, label: str, action: str, victims: Sequence[int] = ()) -> None:
-        """Kill ranks, or stop this one, before a step of the protocol that this rank takes.
-
-        Args:
-            label: Label of the step, see `ProtocolSteps`; empty to do nothing.
-            action: ``kill`` or ``stop``.
-            victims: Ranks to kill, which have called `say_pid`.
-        """
-        folder = self.directory.parent
-        self._steps = ProtocolSteps(self.backend, folder, lambda: self.call)
-
-        def act() -> None:
-            self.hurry()
-            if action == "kill":
-                kill(folder, victims)
-            else:
-                # To this thread: a signal for the process may come after the step.
-                signal.pthread_kill(get_ident(), signal.SIGSTOP)
-
-        self._steps.before(label, act)
-
-    def steps_seen(self) -> list[str]:
-        """Return the labels of the steps of the protocol since `at_step`."""
-        assert self._steps is not None
-        return self._steps.seen
 
     def write_values(self, name: str) -> None:
         """Write the model's present values with the safetensors library, on rank 0."""
@@ -455,21 +281,6 @@ class Calls:
         for group in self.optimizer.param_groups:
             group.update(hyper)
 
-    def scale(self, ours: bool) -> None:
-        """Use a gradient scaler from now on: torch's, or offload's own."""
-        made = offload.GradScaler if ours else torch.amp.GradScaler
-        self.scaler = made("cpu", init_scale=2.0**8, growth_interval=100)
-
-    def infinite(self) -> None:
-        """Make one gradient of this rank's memory infinite."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        next(local(g) for g in gradients if local(g).numel()).view(-1)[0] = float("inf")
-
-    def freeze(self) -> None:
-        """Train the first layer no more."""
-        for parameter in self.model.module.layers[0].parameters():
-            parameter.requires_grad_(False)
-
     def sleep(self, seconds: float) -> None:
         """Wait."""
         time.sleep(seconds)
@@ -491,29 +302,9 @@ class Calls:
         """Close the optimizer."""
         self.optimizer.close()
 
-    def compare(self, training: str) -> list[Any]:
-        """Do a training in memory and with its state on storage; the value is the differences."""
-        from tests.ranks_training.trainings import compare_here
-
-        return compare_here(training, self.directory.parent)
-
-    def scene(self, name: str) -> None:
-        """Play a scene."""
-        from tests.ranks_training import scenes
-
-        getattr(scenes, name)(self.directory.parent, name)
-
     def destroy(self) -> None:
         """Leave the ranks of torch."""
         dist.destroy_process_group()
-
-    def kill(self) -> None:
-        """End by SIGKILL."""
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def leave(self) -> None:
-        """End with an exception."""
-        raise SystemExit("this rank was told to fail")
 
 
 _record: Callable[[dict[str, Any]], None]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import offload
 from tests.ranks_training.trainings import Model, Training
 
 
@@ -155,63 +154,6 @@ class TorchScaler(Ddp):
     scaler = torch.amp.GradScaler
     infinite = 2
     clip = 0.1
-
-
-class OurScaler(Ddp):
-    """fp16 parameters with our gradient scaler."""
-
-    dtype = torch.float16
-    scaler = offload.GradScaler
-    infinite = 2
-    clip = 0.1
-
-
-class Split(Ddp):
-    """Masters of which only the lower 16 bits are stored."""
-
-    options: Mapping[str, Any] = {"master": "split"}
-
-
-class Alone(Ddp):
-    """State in another form than FP32, as one process stores it that steps the whole model."""
-
-    arguments: Mapping[str, Any] = {"gradient_as_bucket_view": True}
-
-    def build(self) -> torch.nn.Module:
-        return Model((12, 70, 33)).to(self.dtype)
-
-    def in_memory(self, model: Any, directory: Path) -> Any:
-        return Single(
-            self.offloaded(
-                self.groups(model), directory, model.module, process_group=offload.SEPARATE
-            )
-        )
-
-
-class Single:
-    """An optimizer of one process."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self.step, self.close = optimizer.step, optimizer.close
-        self.param_groups = optimizer.param_groups
-
-
-class Bf16State(Alone):
-    """Moments in bf16, with stochastic rounding."""
-
-    options: Mapping[str, Any] = {"state_dtype": "bfloat16", "rounding_seed": 3}
-
-
-class Int8State(Alone):
-    """Moments in blocks of 8 bits."""
-
-    options: Mapping[str, Any] = {"state_dtype": "int8"}
-
-
-class Int8SplitState(Alone):
-    """All state as small as it can be."""
-
-    options: Mapping[str, Any] = {"state_dtype": "int8", "master": "split"}
 
 
 class Dropout(Ddp):

@@ -93,28 +93,34 @@ class Meta(Fsdp2):
     """A model that is made without memory, gets it after sharding, and is then initialised."""
 
     def wrap(self, model: Any) -> torch.nn.Module:
-        with torch.device("meta"):
-            empty = Model(self.widths).to(self.dtype)
-        empty = self.shard(empty)
-        empty.to_empty(device="cpu")
+        empty = self.empty().to_empty(device="cpu")
         torch.manual_seed(11)
-        for name, tensor in empty.state_dict().items():
-            source = model.state_dict()[name]
-            if isinstance(tensor, DTensor):
-                source = distribute_tensor(source, tensor.device_mesh, tensor.placements)
-            tensor.copy_(source)
-        return empty  # type: ignore[no-any-return]
+        for name, value in self.spread(empty, model).items():
+            empty.state_dict()[name].copy_(value)
+        return empty
+
+    def empty(self) -> Any:
+        """Return a sharded model on the meta device."""
+        with torch.device("meta"):
+            model = Model(self.widths).to(self.dtype)
+        return self.shard(model)
+
+    def spread(self, empty: Any, model: Any) -> dict[str, torch.Tensor]:
+        """Return the values of a model, sharded as an empty one is."""
+        values, held = model.state_dict(), empty.state_dict()
+        return {
+            name: distribute_tensor(value, held[name].device_mesh, held[name].placements)
+            if isinstance(held[name], DTensor)
+            else value
+            for name, value in values.items()
+        }
 
 
-class Reset(Fsdp2):
+class Reset(Meta):
     """The optimizer is made while the parameters have no values yet; then they are initialised."""
 
     def wrap(self, model: Any) -> torch.nn.Module:
-        with torch.device("meta"):
-            empty = Model(self.widths).to(self.dtype)
-        empty = self.shard(empty)
-        empty.to_empty(device="cpu")
-        return empty  # type: ignore[no-any-return]
+        return self.empty().to_empty(device="cpu")  # type: ignore[no-any-return]
 
     def _reset(self, model: Any) -> None:
         torch.manual_seed(11)
@@ -132,21 +138,12 @@ class Reset(Fsdp2):
         return optimizer
 
 
-class Assigned(Fsdp2):
+class Assigned(Meta):
     """Weights are put in the place of those on the meta device, before the first forward."""
 
     def wrap(self, model: Any) -> torch.nn.Module:
-        with torch.device("meta"):
-            empty = Model(self.widths).to(self.dtype)
-        empty = self.shard(empty)
-        sharded = {}
-        held = empty.state_dict()
-        for name, source in model.state_dict().items():
-            tensor = held[name]
-            sharded[name] = source
-            if isinstance(tensor, DTensor):
-                sharded[name] = distribute_tensor(source, tensor.device_mesh, tensor.placements)
-        empty.load_state_dict(sharded, assign=True)
+        empty = self.empty()
+        empty.load_state_dict(self.spread(empty, model), assign=True)
         empty.frozen.requires_grad_(requires_grad=False)
         return empty  # type: ignore[no-any-return]
 
@@ -216,93 +213,10 @@ class Half(Fsdp2):
     clip = 0.1
 
 
-class Groups(Fsdp2):
-    """Groups with hyper-parameters of their own."""
-
-    optimizer = "Adam"
-    dtype = torch.float32
-    policy = MIXED
-
-    def groups(self, model: torch.nn.Module) -> list[dict[str, Any]]:
-        vectors = [p for p in model.parameters() if p.ndim < 2]
-        matrices = [p for p in model.parameters() if p.ndim >= 2]
-        return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-2}]
-
-
-class Sgd(Fsdp2):
-    """SGD with momentum."""
-
-    optimizer = "SGD"
-    hyper: Mapping[str, Any] = {"lr": 0.1, "momentum": 0.9}
-
-
-class Freezing(Fsdp2):
-    """A layer that is frozen for two steps, and another one that is trained only later."""
-
-    last = 5
-
-    def build(self) -> torch.nn.Module:
-        model = super().build()
-        model.maybe.requires_grad_(requires_grad=False)  # type: ignore[union-attr]
-        return model
-
-    def wrap(self, model: Any) -> torch.nn.Module:
-        fully_shard(model.maybe)
-        return self.shard(model)  # type: ignore[no-any-return]
-
-    def before(self, step: int, model: Any, optimizer: Any) -> Any:
-        if step in (3, 5):
-            model.layers[0].requires_grad_(requires_grad=step == 5)
-        if step == 4:
-            model.maybe.requires_grad_(requires_grad=True)
-        return model
-
-
 class Split(Fsdp2):
     """Masters of which only the lower 16 bits are stored."""
 
     options: Mapping[str, Any] = {"master": "split"}
-
-
-class Alone(Fsdp2):
-    """State in another form than FP32, as one process stores it that steps the local shards."""
-
-    widths = (12, 70, 33)
-
-    def in_memory(self, model: Any, directory: Path) -> Any:
-        return Locals(self, model, directory)
-
-
-class Locals:
-    """An optimizer of one process, of the local memory of all parameters."""
-
-    def __init__(self, training: Training, model: Any, directory: Path) -> None:
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        self._pairs = [
-            (p, torch.nn.Parameter(p.to_local().detach())) for _, p in named if p.to_local().numel()
-        ]
-        self.inner = training.offloaded(
-            [own for _, own in self._pairs],
-            directory,
-            None,
-            process_group=offload.SEPARATE,
-        )
-        self.close = self.inner.close
-
-    def step(self) -> None:
-        """Step with the present gradients."""
-        with torch.no_grad():
-            for parameter, own in self._pairs:
-                own.grad = None if parameter.grad is None else parameter.grad.to_local()
-            self.inner.step()
-            for parameter, own in self._pairs:
-                parameter.to_local().copy_(own)
-
-
-class Int8State(Alone):
-    """Moments in blocks of 8 bits."""
-
-    options: Mapping[str, Any] = {"state_dtype": "int8"}
 
 
 class ShardedLater(Fsdp2):

@@ -131,24 +131,6 @@ class Jobs:
         """Start a job and wait for its end."""
         return self.start(folder, calls, **case).wait()
 
-    def compare(self, folder: Path, module: str, trainings: Sequence[str], num_ranks: int) -> None:
-        """Let ranks do trainings in memory and with state on storage; fail if they differ.
-
-        Args:
-            folder: Folder of the test.
-            module: Module of this folder; see `tests.ranks_training.trainings`.
-            trainings: Classes of the module.
-            num_ranks: Number of ranks.
-        """
-        calls: list[list[Any]] = [["compare", f"{module}:{name}"] for name in trainings]
-        for rank in self.run(folder, [calls] * num_ranks, kind=""):
-            found = {
-                name: (one["error"], one["message"], one["value"])
-                for name, one in zip(trainings, rank.outcomes, strict=False)
-            }
-            assert found == dict.fromkeys(trainings, ("", "", [])), rank.errors
-            assert rank.has_come_to_its_end, rank.errors
-
     def ask(self, *request: Any) -> Any:
         """Send a request to the server, and return its answer."""
         assert self._server.stdin is not None

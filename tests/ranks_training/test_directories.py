@@ -1,126 +1,126 @@
-"""Ranks of one host whose parts are on several drives: found again, or an error on all ranks."""
+"""Ranks of one host whose parts are on several drives, or in memory: found, or an error on all."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import offload
-from tests.ranks_training.rank_server import Jobs, Rank
+from gds import probe
+from tests.ranks_training.cases import (
+    ROUND,
+    Calls,
+    Case,
+    do,
+    errors,
+    in_memory,
+    names,
+    of_each,
+    opened,
+    refused,
+    require_success,
+    run_all,
+    run_cases,
+    values,
+)
+from tests.ranks_training.rank_server import Jobs
 
-LIST = ["a", "b"]
-
-
-def opened(*directories: str, **how: Any) -> list[Any]:
-    return ["open", {"directory": list(directories or LIST), **how}]
-
-
-def begin(*directories: str) -> list[Any]:
-    return [opened(*directories), ["step"], ["checkpoint"], ["result"]]
-
-
-def again(*directories: str) -> list[Any]:
-    return [opened(*directories), ["restore"], ["step"], ["checkpoint"], ["result"]]
-
-
-def run_all(jobs: Jobs, folder: Path, calls: list[Any], size: int = 2, **case: Any) -> list[Rank]:
-    """Run the same calls on all ranks; all must succeed."""
-    ranks = jobs.run(folder, [calls] * size, **case)
-    assert [rank.failed() for rank in ranks] == [[]] * size, [
-        (one["call"], one["message"]) for rank in ranks for one in rank.outcomes if one["error"]
-    ]
-    assert [rank.status for rank in ranks] == [0] * size, [rank.errors for rank in ranks]
-    return ranks
+OPEN = opened("a", "b")
+OTHER_ORDER = opened("b", "a")
 
 
-def refused(jobs: Jobs, folder: Path, *calls: list[Any], **case: Any) -> list[str]:
-    """Let ranks open a store, which must fail on all of them in time; return the messages."""
-    ranks = jobs.run(folder, [[one] for one in calls], **case)
-    assert [rank.status for rank in ranks] == [0] * len(calls), [rank.errors for rank in ranks]
-    assert all(rank.failed() for rank in ranks), [rank.outcomes for rank in ranks]
-    return [rank.of("open")["message"] for rank in ranks]
-
-
-def names(folder: Path) -> list[str]:
-    """Return the owners and checkpoints in all directories of a test."""
-    found = [*folder.glob("*/owner-*"), *folder.glob("*/step-*")]
-    return sorted(str(path.relative_to(folder)) for path in found)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_owners_are_dealt_over_the_drives_and_the_bits_are_those_of_one(
-    jobs: Jobs, tmp_path: Path, kind: str
+    jobs: Jobs, tmp_path: Path
 ) -> None:
-    one, several = tmp_path / "one", tmp_path / "several"
-    one.mkdir()
-    several.mkdir()
-    run_all(jobs, one, [["open"], *begin()[1:]], 3, kind=kind)
-    expected = run_all(jobs, one, [["open"], *again()[1:]], 3, kind=kind)
-    run_all(jobs, several, begin(), 3, kind=kind)
-    assert names(several) == ["a/owner-2", "a/step-00000001", "b/owner-1"]
-    # The order of the list says nothing of where a store is.
-    found = run_all(jobs, several, again("b", "a"), 3, kind=kind)
-    assert [rank.of("restore")["value"] for rank in found] == [
-        [1, {"step": 1, "rank": number}] for number in range(3)
-    ]
-    bits = [rank.of("step")["value"] for rank in found]
-    assert bits == [rank.of("step")["value"] for rank in expected]
-    assert names(several) == ["a/owner-2", "a/step-00000001", "a/step-00000002", "b/owner-1"]
-    with offload.open_checkpoint(several / "a") as checkpoint:
-        assert checkpoint.step == 2
-        assert checkpoint.verify().ok
-        assert [Path(part.path).parts[-3] for part in checkpoint.owners] == ["b", "a"]
+    """The order of the list says nothing of where a store is."""
+    cases: dict[str, Case] = {}
+    for kind in ("ddp", "fsdp2"):
+        for name, first, then in (("one", ["open"], ["open"]), ("several", OPEN, OTHER_ORDER)):
+            cases[f"{name}-{kind}"] = ([[first, *ROUND]] * 3, {"kind": kind})
+            cases[f"{name}-{kind}/again"] = ([[then, ["restore"], *ROUND]] * 3, {"kind": kind})
+    played = run_cases(jobs, tmp_path, cases)
+    for ranks in played.values():
+        require_success(ranks)
+    for kind in ("ddp", "fsdp2"):
+        found = played[f"several-{kind}/again"]
+        assert of_each(found, "restore") == [[1, {"step": 1, "rank": n}] for n in range(3)]
+        assert of_each(found, "step") == of_each(played[f"one-{kind}/again"], "step")
+        several = tmp_path / f"several-{kind}"
+        assert names(several) == ["a/owner-2", "a/step-00000001", "a/step-00000002", "b/owner-1"]
+        with offload.open_checkpoint(several / "a") as checkpoint:
+            assert checkpoint.step == 2
+            assert checkpoint.verify().ok
+            assert [Path(part.path).parts[-3] for part in checkpoint.owners] == ["b", "a"]
 
 
 def test_each_directory_is_measured_by_one_rank_and_no_two_at_a_time(
     jobs: Jobs, tmp_path: Path
 ) -> None:
-    """Rank 3 reads what rank 1 has measured in the directory that both have."""
-    measure = ["do", "tests.ranks_training.drive_calls:measure_drives"]
-    run_all(jobs, tmp_path, [measure, *begin()], 4)
-    assert (tmp_path / "measured").read_text() == "0 a\n1 b\n"
-    run_all(jobs, tmp_path, [measure, *again("b", "a")], 4)
-    assert (tmp_path / "measured").read_text() == "0 a\n1 b\n"
+    """Rank 2 reads what rank 0 has measured in the directory that both have."""
+    measure = do("odd_calls:measure_drives")
+    for then in ([OPEN, *ROUND], [OTHER_ORDER, ["restore"], *ROUND]):
+        run_all(jobs, tmp_path, [[measure, *then]] * 3)
+        assert (tmp_path / "measured").read_text() == "0 a\n1 b\n"
 
 
-def test_drives_that_have_changed_their_places_are_found_by_what_is_on_them(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    run_all(jobs, tmp_path, begin())
-    (tmp_path / "a").rename(tmp_path / "c")
-    (tmp_path / "b").rename(tmp_path / "a")
-    (tmp_path / "c").rename(tmp_path / "b")
-    found = run_all(jobs, tmp_path, again())
-    assert [rank.of("result")["value"] for rank in found] == [2, 2]
-    assert names(tmp_path) == ["a/owner-1", "b/step-00000001", "b/step-00000002"]
-    with offload.open_checkpoint(tmp_path / "b", parts=[tmp_path / "a"]) as checkpoint:
+LOST = [("a", False), ("a", True), ("b", False), ("b", True)]
+"""Drives that are missing, or mounted and empty."""
+
+
+def test_drives_that_change_places_or_are_lost_or_damaged(jobs: Jobs, tmp_path: Path) -> None:
+    """Every part is found by what is in it; what no rank sees is one error, and no new store."""
+    cases: dict[str, Case] = {
+        "changed": ([[OPEN, *ROUND]] * 2, {}),
+        "damaged": ([[OPEN, *ROUND, *ROUND]] * 2, {}),
+        "fresh": ([[OPEN, *ROUND]] * 2, {}),
+        "fresh/again": ([[opened("b", "a", fresh=True), *ROUND]] * 2, {}),
+        "no checkpoint": ([[OPEN]] * 2, {}),
+        "no checkpoint/again": ([[OTHER_ORDER, *ROUND]] * 2, {}),
+        **{f"lost {lost}": ([[OPEN, *ROUND]] * 2, {}) for lost in LOST},
+    }
+    for ranks in run_cases(jobs, tmp_path, cases).values():
+        require_success(ranks)
+    assert names(tmp_path / "fresh") == ["a/step-00000001", "b/owner-1"], "owners stay"
+    nothing = tmp_path / "no checkpoint"
+    assert names(nothing) == ["a/owner-1", "b/owner-1", "b/step-00000001"]
+    changed = tmp_path / "changed"
+    for source, target in ("ac", "ba", "cb"):
+        (changed / source).rename(changed / target)
+    part = max((tmp_path / "damaged/b/owner-1").glob("part-*"), key=lambda p: p.stat().st_mtime)
+    next(part.glob("*exp_avg.safetensors")).unlink()
+    cases, before = {}, {}
+    for lost, is_mounted in LOST:
+        folder = tmp_path / f"lost {(lost, is_mounted)}"
+        (folder / lost).rename(folder / "elsewhere")
+        if is_mounted:
+            (folder / lost).mkdir()
+        before[folder] = names(folder)
+        cases[folder.name] = ([[OPEN, OTHER_ORDER]] * 2, {})
+    for name, ranks in run_cases(jobs, tmp_path, cases).items():
+        missing = "the first directory" if "'a'" in name else "parts of owner 1"
+        for rank in ranks:
+            messages = [one["message"] for one in errors(rank)]
+            assert len(messages) == 2, name
+            assert all(missing in said and "no rank sees" in said for said in messages), name
+    for (lost, _), folder in zip(LOST, before, strict=True):
+        assert names(folder) == before[folder]
+        shutil.rmtree(folder / lost, ignore_errors=True)
+        (folder / "elsewhere").rename(folder / lost)
+    again: Calls = [OPEN, ["restore"], *ROUND]
+    there = ["changed", "damaged", "fresh", "no checkpoint", *[folder.name for folder in before]]
+    for name, ranks in run_cases(jobs, tmp_path, {n: ([again] * 2, {}) for n in there}).items():
+        require_success(ranks)
+        assert [step for step, _ in of_each(ranks, "restore")] == [1, 1], name
+    assert not [*(nothing / "b/owner-1").glob("part-*")], "what was left is no copy"
+    assert names(changed) == ["a/owner-1", "b/step-00000001", "b/step-00000002"]
+    with offload.open_checkpoint(changed / "b", parts=[changed / "a"]) as checkpoint:
         assert checkpoint.verify().ok
-
-
-@pytest.mark.parametrize("lost", ["a", "b"])
-@pytest.mark.parametrize("is_mounted", [False, True], ids=["missing", "empty"])
-def test_a_drive_that_is_empty_or_missing_is_one_named_error_and_no_new_store(
-    jobs: Jobs, tmp_path: Path, lost: str, *, is_mounted: bool
-) -> None:
-    run_all(jobs, tmp_path, begin())
-    (tmp_path / lost).rename(tmp_path / "elsewhere")
-    if is_mounted:
-        (tmp_path / lost).mkdir()
-    before = names(tmp_path)
-    for order in (LIST, LIST[::-1]):
-        for message in refused(jobs, tmp_path, opened(*order), opened(*order)):
-            missing = "the first directory" if lost == "a" else "parts of owner 1"
-            assert missing in message
-            assert "no rank sees" in message
-    assert names(tmp_path) == before
-    shutil.rmtree(tmp_path / lost, ignore_errors=True)
-    (tmp_path / "elsewhere").rename(tmp_path / lost)
-    run_all(jobs, tmp_path, again())
 
 
 def test_what_does_not_belong_to_the_store_is_refused_and_left_alone(
@@ -128,87 +128,31 @@ def test_what_does_not_belong_to_the_store_is_refused_and_left_alone(
 ) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b/thesis.txt").touch()
-    for message in refused(jobs, tmp_path, opened(), opened()):
-        assert "holds other files: 'thesis.txt'" in message
+    lists: Calls = [opened("e", "f"), opened("e", "f")]
+    other: Calls = [opened("e", "g"), opened("e")]
+    first, second = run_cases(jobs, tmp_path, {"": ([[OPEN, *lists], [OPEN, *other]], {})})[""]
+    for rank in (first, second):
+        files, elsewhere, number = (one["message"] for one in errors(rank))
+        assert "holds other files: 'thesis.txt'" in files
+        assert "is not the directory of rank 0" in elsewhere
+        assert "was given 1 directories and rank 0 2" in number
     (tmp_path / "b/thesis.txt").unlink()
-    for message in refused(jobs, tmp_path, opened(), opened("a", "c")):
-        assert "is not the directory of rank 0" in message
-    for message in refused(jobs, tmp_path, opened(), opened("a")):
-        assert "was given 1 directories and rank 0 2" in message
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["b"]
-    run_all(jobs, tmp_path, begin())
-    run_all(jobs, tmp_path, begin("c", "d"))
-    for message in refused(jobs, tmp_path, opened("a", "d"), opened("a", "d")):
-        assert "sees parts of several stores" in message
-    for message in refused(jobs, tmp_path, opened("a", "c"), opened("a", "c")):
-        assert "sees parts of several stores" in message
+    begun: Calls = [OPEN, *ROUND, ["close"], opened("c", "d"), *ROUND, ["close"]]
+    run_all(jobs, tmp_path, [begun] * 2)
     shutil.copytree(tmp_path / "b", tmp_path / "e")
-    for message in refused(jobs, tmp_path, opened("a", "b", "e"), opened("a", "b", "e")):
-        assert "2 copies of the directory of owner 1" in message
     shutil.copytree(tmp_path / "a", tmp_path / "f")
-    for message in refused(jobs, tmp_path, opened("a", "b", "f"), opened("a", "b", "f")):
-        assert "2 copies of the first directory" in message
-    run_all(jobs, tmp_path, again())
-
-
-def test_what_a_run_without_a_checkpoint_has_left_is_no_copy(jobs: Jobs, tmp_path: Path) -> None:
-    run_all(jobs, tmp_path, [opened()])
-    assert names(tmp_path) == ["b/owner-1"]
-    run_all(jobs, tmp_path, begin("b", "a"))
-    assert names(tmp_path) == ["a/owner-1", "b/owner-1", "b/step-00000001"]
-    run_all(jobs, tmp_path, again())
-    assert not [*(tmp_path / "b/owner-1").glob("part-*")]
-
-
-def test_a_fresh_start_keeps_the_owners_where_they_are(jobs: Jobs, tmp_path: Path) -> None:
-    run_all(jobs, tmp_path, begin())
-    calls = [opened("b", "a", fresh=True), *begin()[1:]]
-    run_all(jobs, tmp_path, calls)
-    assert names(tmp_path) == ["a/step-00000001", "b/owner-1"]
-
-
-def test_a_damaged_part_on_another_drive_costs_that_checkpoint_only(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    run_all(jobs, tmp_path, begin())
-    run_all(jobs, tmp_path, again())
-    newest = max((tmp_path / "b/owner-1").glob("part-*"), key=lambda path: path.stat().st_mtime)
-    next(newest.glob("*exp_avg.safetensors")).unlink()
-    for rank in run_all(jobs, tmp_path, again()):
+    wrong = {
+        ("a", "d"): "sees parts of several stores",
+        ("a", "c"): "sees parts of several stores",
+        ("a", "b", "e"): "2 copies of the directory of owner 1",
+        ("a", "b", "f"): "2 copies of the first directory",
+    }
+    calls: Calls = [*[opened(*drives) for drives in wrong], OPEN, ["restore"], *ROUND]
+    for rank in run_cases(jobs, tmp_path, {"": ([calls] * 2, {})})[""]:
+        messages = [one["message"] for one in errors(rank)]
+        assert [s in m for s, m in zip(wrong.values(), messages, strict=True)] == [True] * 4
         assert rank.of("restore")["value"][0] == 1
-        assert rank.of("result")["value"] == 2
-
-
-def test_a_drive_of_another_store_of_one_process_is_refused(jobs: Jobs, tmp_path: Path) -> None:
-    run_all(jobs, tmp_path, begin(), 1, kind="one")
-    for message in refused(jobs, tmp_path, opened("c", "b"), opened("c", "b")):
-        assert "number 2 of" in message
-    run_all(jobs, tmp_path, again(), 1, kind="one")
-
-
-def test_ranks_with_several_drives_go_on_from_one_process_with_one(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    """Its store is the first directory; other drives get their parts with the first step."""
-    run_all(jobs, tmp_path, begin("a"), 1, kind="one")
-    for rank in run_all(jobs, tmp_path, again()):
-        assert rank.of("restore")["value"][0] == 1
-    assert (tmp_path / "b" / "owner-1").is_dir()
-    for rank in run_all(jobs, tmp_path, again()):
-        assert rank.of("restore")["value"][0] == 2
-
-
-def test_parts_of_former_owners_are_removed_from_all_drives(jobs: Jobs, tmp_path: Path) -> None:
-    """Checkpoints of four ranks stay until retention withdraws them; then their parts go."""
-    run_all(jobs, tmp_path, begin(), 4)
-    assert [*(tmp_path / "b/owner-3").glob("part-*")]
-    run_all(jobs, tmp_path, again(), 2)
-    with offload.open_checkpoint(tmp_path / "a" / "step-00000001", parts=[tmp_path / "b"]) as one:
-        assert one.verify().ok
-    run_all(jobs, tmp_path, [*again(), *[["step"], ["checkpoint"], ["result"]] * 2], 2)
-    parts = [*tmp_path.glob("*/owner-*/part-*")]
-    assert {str(path.parent.relative_to(tmp_path)) for path in parts} == {"b/owner-1"}
-    run_all(jobs, tmp_path, again(), 3)
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -216,44 +160,61 @@ def test_a_stopped_rank_of_an_earlier_job_keeps_its_part(
     jobs: Jobs, tmp_path: Path, stopped: int
 ) -> None:
     """A new job says who holds what, and writes nothing there; when it is gone, all resume."""
-    stays = [*begin(), ["await_file", "never"]]
+    stays = [OPEN, *ROUND, ["await_file", "never"]]
     job = jobs.start(tmp_path, [stays, stays])
     for rank in range(2):
-        job.until(rank, len(begin()))
+        job.until(rank, len(stays) - 1)
     os.kill(job.pids[stopped], signal.SIGSTOP)
     job.kill(1 - stopped)
     try:
-        for message in refused(jobs, tmp_path, opened(), opened()):
+        for message in refused(jobs, tmp_path, [[OPEN], [OPEN]]):
             assert "another process is writing" in message
             assert str(tmp_path / ("a" if stopped == 0 else "b/owner-1")) in message
     finally:
         job.kill(stopped)
     assert [rank.status for rank in job.wait()] == [-9, -9]
-    for rank in run_all(jobs, tmp_path, again()):
-        assert rank.of("restore")["value"][0] == 1
+    again = run_all(jobs, tmp_path, [[OPEN, ["restore"], *ROUND]] * 2)
+    assert [step for step, _ in of_each(again, "restore")] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("victim", "kind", "text"),
-    [
-        (1, "sync", "b/owner-1/"),
-        (1, "write_bytes", "b/owner-1/part-2/table.json"),
-        (0, "rename", "step-"),
-        (0, "sync_dir", "a"),
-    ],
-)
-def test_a_rank_is_killed_and_all_resume_the_newest_durable_checkpoint(
-    jobs: Jobs, tmp_path: Path, victim: int, kind: str, text: str
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A directory in memory."""
+    try:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+            yield Path(path)
+    except OSError as error:
+        pytest.skip(f"no writable /dev/shm: {error}")
+
+
+def test_a_memory_directory_that_one_rank_cannot_use_is_refused_by_all(
+    jobs: Jobs, tmp_path: Path, shm: Path
 ) -> None:
-    begun = [*begin(), ["kill_at", kind, text, 2], ["train", 9, 1]]
-    calls = [[one for one in begun if rank == victim or one[0] != "kill_at"] for rank in range(2)]
-    ranks = jobs.run(tmp_path, calls)
-    assert ranks[victim].status == -9
-    assert ranks[1 - victim].has_come_to_its_end, ranks[1 - victim].errors
-    durable = [one["value"] for rank in ranks for one in rank.outcomes if one["call"] == "sealed"]
-    found = run_all(jobs, tmp_path, again("b", "a"))
-    steps = {rank.of("restore")["value"][0] for rank in found}
-    assert len(steps) == 1
-    assert steps.pop() >= max(durable, default=1)
-    with offload.open_checkpoint(tmp_path / "a") as checkpoint:
-        assert checkpoint.verify().ok
+    """Then they go on with the same bits; several ranks must say how much each of them takes."""
+    if probe.mount_of(str(tmp_path)).filesystem in probe.MEMORY_FILESYSTEMS:
+        pytest.skip(f"{tmp_path} is memory")
+    store = tmp_path / "store"
+    store.mkdir()
+    good, bad, unsized = (
+        do("odd_calls:open_in_memory", str(path), size)
+        for path, size in ((shm, 1 << 20), (tmp_path, 1 << 20), (shm, None))
+    )
+    then = [good, ["step"], ["step"], do("odd_calls:kept_bytes"), *ROUND[1:], ["verify"]]
+    cases: dict[str, Case] = {}
+    for kind in ("ddp", "fsdp2"):
+        cases[kind] = ([[good, *then], [bad, *then]], {"kind": kind})
+        cases[f"memory-{kind}"] = in_memory(2, kind=kind)
+    cases["unsized"] = ([[unsized]] * 2, {})
+    played = run_cases(jobs, store, cases)
+    for kind in ("ddp", "fsdp2"):
+        for number, rank in enumerate(played[kind]):
+            (failed,) = errors(rank)
+            assert failed is rank.outcomes[0]
+            assert failed["error"] == ("RefusedError" if number else "RanksError")
+            assert "whose files are not memory" in failed["message"]
+            assert ("rank 1" in failed["message"]) == (number == 0)
+            assert values(rank, "do")[-1] > 0
+            assert rank.of("verify")["value"] == []
+        assert of_each(played[kind], "step") == of_each(played[f"memory-{kind}"], "step")
+    for rank in played["unsized"]:
+        assert "2 ranks take memory" in rank.outcomes[0]["message"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bench._elastic_job import ElasticJob, contents
 from bench._ranks_elastic import kill_elastic
-from tests.ranks_training.elastic_job import ElasticJob, contents
 
 
 def test_an_elastic_run_whose_ranks_are_killed_has_the_bits_of_one_without(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
-"""The examples of several ranks, run small by `torchrun`: to the end, and stopped and run again."""
+"""The examples of several ranks, run small: to the end, and stopped and run again.
+
+`test_elastic` runs one under torchrun; here the ranks are forked, with what torchrun tells them.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,10 @@ import pytest
 import torch
 
 import offload
-from tests.dying import dying
-from tests.limits import HANG_S
+from tests.eventually import eventually
+from tests.ranks_training.rank_server import Jobs
 
-ROOT = Path(__file__).parents[2]
+EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 STEPS, EVERY = 7, 2
 
 STOPPED_AT = 5
@@ -25,39 +29,37 @@ STOPPED_AT = 5
 durable: a checkpoint waits for the one before it."""
 
 
-def launched(example: Path, *arguments: str) -> list[str]:
-    """Return the command that runs an example on two ranks, which die with their torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    rank = dying([sys.executable, "-u", str(example), *arguments], parent=0)
-    return [*command, "--no-python", *rank]
+def run_calls(folder: Path, rank: int, size: int, calls: Sequence[str], setting: Any) -> None:
+    """Run an example: its name, and its arguments."""
+    del folder, rank, setting
+    os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    sys.argv[:] = [*calls]
+    runpy.run_path(str(EXAMPLES / calls[0]), run_name="__main__")
 
 
-def torchrun(example: Path, directory: Path, *, stop_at: str | None = None) -> list[str]:
-    """Return the lines that two ranks of an example print.
+def run(jobs: Jobs, folder: Path, name: str, *how: str, stop_at: str = "") -> list[str]:
+    """Return the lines that rank 0 of two prints.
 
     Args:
-        example: Path of the script.
-        directory: Directory of its store.
-        stop_at: Beginning of the line after which torchrun is told to stop all ranks.
+        jobs: Server of ranks.
+        folder: Folder of the test.
+        name: Name of the example.
+        how: Its arguments.
+        stop_at: Beginning of the line after which all ranks are told to stop.
     """
-    command = launched(example, f"--directory={directory}", f"--steps={STEPS}", f"--every={EVERY}")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    errors = directory.with_name(f"{directory.name}.errors")
-    lines = []
-    with (
-        errors.open("a") as stderr,
-        subprocess.Popen(
-            dying(["timeout", f"--kill-after={HANG_S}", str(HANG_S), *dying(command, 0)]),
-            cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=stderr,
-        ) as process,
-    ):  # fmt: skip
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line.rstrip("\n"))
-            if stop_at is not None and line.startswith(stop_at):
-                process.send_signal(signal.SIGTERM)  # `timeout` and torchrun pass it on
-    assert (process.returncode == 0) is (stop_at is None), errors.read_text()
-    return lines
+    job = jobs.start(folder, [[name, *how]] * 2, program="tests.ranks_training.test_examples")
+    printed = folder / f"errors-{job.pids[0]}"
+
+    def has_come() -> bool:
+        return printed.exists() and f"\n{stop_at}" in printed.read_text()
+
+    if stop_at:
+        assert eventually(has_come), printed.read_text()
+        for rank in range(2):
+            job.kill(rank)
+    for rank in job.wait():
+        assert rank.status == (-signal.SIGKILL if stop_at else 0), rank.errors
+    return printed.read_text().splitlines()
 
 
 def losses(lines: list[str]) -> dict[int, str]:
@@ -68,14 +70,15 @@ def losses(lines: list[str]) -> dict[int, str]:
 
 @pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py", "accelerate_ddp.py"])
 def test_an_example_that_is_stopped_and_run_again_prints_the_same_losses(
-    name: str, tmp_path: Path
+    jobs: Jobs, tmp_path: Path, name: str
 ) -> None:
-    example = ROOT / "docs/examples" / name
-    whole = losses(torchrun(example, tmp_path / "whole"))
+    how = [f"--steps={STEPS}", f"--every={EVERY}"]
+    whole = losses(run(jobs, tmp_path, name, f"--directory={tmp_path / 'whole'}", *how))
     assert list(whole) == list(range(1, STEPS + 1))
-    stopped = losses(torchrun(example, tmp_path / "parts", stop_at=f"step {STOPPED_AT} "))
+    parts = [f"--directory={tmp_path / 'parts'}", *how]
+    stopped = losses(run(jobs, tmp_path, name, *parts, stop_at=f"step {STOPPED_AT} "))
     assert stopped == {step: whole[step] for step in stopped}
-    lines = torchrun(example, tmp_path / "parts")
+    lines = run(jobs, tmp_path, name, *parts)
     again = losses(lines)
     first = STEPS + 1 - len(again)
     assert f"continuing after step {first - 1}" in lines
@@ -83,25 +86,17 @@ def test_an_example_that_is_stopped_and_run_again_prints_the_same_losses(
     assert again == {step: whole[step] for step in range(first, STEPS + 1)}
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "elastic"])
-def test_the_page_about_ranks_shows_the_scripts_that_are_run(name: str) -> None:
-    """The page has the lines of the examples that concern ranks, as they are there."""
-    page = (ROOT / "docs/ranks.md").read_text()
-    assert f"(examples/{name}.py)" in page
-
-
-def test_the_example_of_plain_torch_goes_on_from_the_masters(tmp_path: Path) -> None:
+def test_the_example_of_plain_torch_goes_on_from_the_masters(jobs: Jobs, tmp_path: Path) -> None:
     """Two ranks of the example have the losses of one process that goes on in torch."""
-    example = ROOT / "docs/examples/dcp_load.py"
+    example, store = EXAMPLES / "dcp_load.py", tmp_path / "run"
     found: dict[str, Any] = {}
     exec(compile(example.read_text(), str(example), "exec"), found)
     torch.manual_seed(3)
     live = found["make_model"]().bfloat16()
-    drives = offload.DriveTuning(calibrate=False)
+    options = offload.Options(drives=offload.DriveTuning(calibrate=False))
     with offload.AdamW(
-        live.named_parameters(), lr=1e-3, directory=tmp_path / "run", model=live,
-        options=offload.Options(drives=drives),
-    ) as optimizer:  # fmt: skip
+        live.named_parameters(), lr=1e-3, directory=store, model=live, options=options
+    ) as optimizer:
         for _ in range(3):
             live(torch.randn(16, found["WIDTH"]).bfloat16()).square().mean().backward()
             optimizer.step()
@@ -122,13 +117,8 @@ def test_the_example_of_plain_torch_goes_on_from_the_masters(tmp_path: Path) -> 
         plain.step()
         plain.zero_grad()
         expected.append(loss.item())
-    ended = subprocess.run(
-        dying(launched(example, f"--directory={tmp_path / 'run'}", "--steps=3")),
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        text=True, capture_output=True, timeout=HANG_S, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines()[0] == "loaded step 3"
-    found_losses = losses(ended.stdout.splitlines())
+    lines = run(jobs, tmp_path, "dcp_load.py", f"--directory={store}", "--steps=3")
+    assert "loaded step 3" in lines
+    found_losses = losses(lines)
     assert list(found_losses) == [4, 5, 6]
     assert [float(loss) for loss in found_losses.values()] == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""A rank that closes its optimizer, or cannot make it, is named by the others at once."""
+"""Ranks that close, cannot begin, go back to a checkpoint, or end without waiting for a seal."""
 
 from __future__ import annotations
 
@@ -7,69 +7,52 @@ from typing import Any
 
 import pytest
 
-from tests.limits import UNREACHED_AGREEMENT_S, UNREACHED_S
-from tests.ranks_training.rank_server import Jobs, Rank
+from tests.ranks_training.cases import (
+    BEGIN,
+    ROUND,
+    Calls,
+    Case,
+    do,
+    errors,
+    in_memory,
+    of_each,
+    require_success,
+    run_all,
+    run_cases,
+    values,
+)
+from tests.ranks_training.rank_server import Jobs
 
 RANKS_ERRORS = ("RanksError", "OutOfStepError")
 """The class, and one of its own classes."""
 
-Calls = list[list[Any]]
-SEAL: Calls = [["step"], ["checkpoint"], ["result"]]
-BEGIN: Calls = [["open"], *SEAL]
+ATTEMPT: Calls = [["backward"], ["attempt"]]
+LEFT: dict[str, tuple[str, int, Calls, tuple[str, ...]]] = {
+    # Kind, rank that has closed, calls of the other one, and the error of the last of them.
+    "step-0": ("ddp", 0, ATTEMPT, RANKS_ERRORS),
+    "step-1": ("ddp", 1, ATTEMPT, RANKS_ERRORS),
+    "restore": ("ddp", 1, [["restore"]], RANKS_ERRORS),
+    "pin": ("fsdp2", 0, [["pin", "best"]], RANKS_ERRORS),
+    "checkpoint-0": ("fsdp2", 0, [["step"], *ROUND[1:]], ("InDoubtError",)),
+    "checkpoint-1": ("fsdp2", 1, [["step"], *ROUND[1:]], ("SealError",)),
+}
 
 
-def run(jobs: Jobs, folder: Path, kind: str, *calls: Calls) -> list[Rank]:
-    """Run ranks, none of which may wait for the limit."""
-    job = jobs.start(folder, [*calls], kind=kind, given=True, timeout_s=UNREACHED_AGREEMENT_S)
-    ranks = job.wait(UNREACHED_S)
-    assert [rank.status for rank in ranks] == [0] * len(calls), [
-        rank.errors[-3000:] for rank in ranks
-    ]
-    return ranks
-
-
-def leave(
-    jobs: Jobs, folder: Path, kind: str, leaver: int, before: Calls, calls: Calls
-) -> list[dict[str, Any]]:
-    """Close one of three ranks, whose process goes on; return how the last call of others ended."""
-    others = [rank for rank in range(3) if rank != leaver]
-    own = [*before, ["close"], ["touch", "closed"]]
-    own += [["await_file", f"done-{rank}"] for rank in others]
-    made: list[Calls] = [
-        [*before, ["await_file", "closed"], *calls, ["touch", f"done-{rank}"]] for rank in range(3)
-    ]
-    made[leaver] = own
-    ranks = run(jobs, folder, kind, *made)
-    assert ranks[leaver].failed() == []
-    return [ranks[rank].of(calls[-1][0]) for rank in others]
-
-
-@pytest.mark.parametrize("leaver", [0, 2])
-@pytest.mark.parametrize(
-    ("kind", "call"),
-    [
-        ("ddp", ["attempt"]),
-        ("ddp", ["restore"]),
-        ("fsdp2", ["pin", "best"]),
-    ],
-)
-def test_a_rank_that_has_closed_is_named_by_the_next_call(
-    jobs: Jobs, tmp_path: Path, kind: str, call: list[Any], leaver: int
-) -> None:
-    calls = [["backward"], call] if call == ["attempt"] else [call]
-    for found in leave(jobs, tmp_path, kind, leaver, BEGIN, calls):
-        assert found["error"] in RANKS_ERRORS
-        assert f"rank {leaver} has closed its optimizer" in found["message"]
-
-
-@pytest.mark.parametrize(("leaver", "error"), [(0, "InDoubtError"), (1, "SealError")])
-def test_a_rank_that_has_closed_is_named_by_a_checkpoint(
-    jobs: Jobs, tmp_path: Path, leaver: int, error: str
-) -> None:
-    before: Calls = [*BEGIN, ["step"]]
-    calls: Calls = [["checkpoint"], ["result"]]
-    for found in leave(jobs, tmp_path, "fsdp2", leaver, before, calls):
-        assert found["error"] == error
+def test_a_rank_that_has_closed_is_named_by_the_next_call(jobs: Jobs, tmp_path: Path) -> None:
+    cases: dict[str, Case] = {}
+    for name, (kind, leaver, after, _) in LEFT.items():
+        begin, rest = BEGIN, after
+        if after[0] == ["step"]:
+            begin, rest = [*BEGIN, ["step"]], after[1:]
+        calls: list[Calls] = [[*begin, ["await_file", "closed"], *rest, ["touch", "done"]]] * 2
+        calls[leaver] = [*begin, ["close"], ["touch", "closed"], ["await_file", "done"]]
+        cases[name] = (calls, {"kind": kind})
+    played = run_cases(jobs, tmp_path, cases, given=True)
+    for name, (_, leaver, after, expected) in LEFT.items():
+        ranks = played[name]
+        assert ranks[leaver].failed() == []
+        found = ranks[1 - leaver].of(after[-1][0])
+        assert found["error"] in expected, (name, found)
         assert f"rank {leaver} has closed its optimizer" in found["message"]
 
 
@@ -78,59 +61,91 @@ def test_a_rank_that_closes_is_named_by_a_step_that_waits_for_it(
 ) -> None:
     """The step has a slot, so the ranks wait in a collective of torch."""
     before: Calls = [*BEGIN, ["step"], ["backward"]]
-    waits: list[Calls] = [
-        [*before, ["touch", f"begun-{rank}"], ["attempt"], ["attempt"], ["touch", f"done-{rank}"]]
-        for rank in (0, 2)
-    ]
-    files = [["await_file", f"begun-{rank}"] for rank in (0, 2)]
-    ends = [["await_file", f"done-{rank}"] for rank in (0, 2)]
-    closes: Calls = [*before, *files, ["sleep", 0.5], ["close"], *ends]
-    first, _, last = run(jobs, tmp_path, "ddp", waits[0], closes, waits[1])
-    for rank in (first, last):
-        assert rank.failed() == ["RanksError"] * 2
-        said, again = [one["message"] for one in rank.outcomes if one["error"]]
-        assert said == "step(): rank 1 has closed its optimizer. Restart the job"
-        assert again.startswith("step(): rank")
+    waits: Calls = [*before, ["touch", "begun"], ["attempt"], ["attempt"], ["touch", "done"]]
+    closes: Calls = [*before, ["await_file", "begun"], ["sleep", 0.5], ["close"]]
+    calls = [waits, [*closes, ["await_file", "done"]]]
+    first, _ = run_cases(jobs, tmp_path, {"": (calls, {})}, given=True)[""]
+    assert first.failed() == ["RanksError"] * 2
+    said, again = [one["message"] for one in errors(first)]
+    assert said == "step(): rank 1 has closed its optimizer. Restart the job"
+    assert again.startswith("step(): rank")
 
 
-def test_a_constructor_that_fails_on_one_rank_fails_on_all(jobs: Jobs, tmp_path: Path) -> None:
-    fails = ["do", "tests.ranks_training.leaving:fail_alone"]
-    first, second = run(jobs, tmp_path, "ddp", [["open"], *BEGIN], [fails, ["open"], *BEGIN])
+def test_a_constructor_that_fails_on_one_rank_fails_on_all_and_leaves_no_thread(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """The error is kept, with all that it refers to."""
+    alone, pins = do("odd_calls:fail_alone"), ["fail", "stat", "/pins"]
+    after: Calls = [["keep_error", "open"], do("odd_calls:threads")]
+    differs = ["keep_error", *do("odd_calls:open_otherwise", "layer")]
+    cases: dict[str, Case] = {
+        "goes on": ([[["open"], *BEGIN], [alone, ["open"], *BEGIN]], {}),
+        "other models": ([[differs, after[1]], after], {}),
+        "pins": ([[*BEGIN, ["close"], pins, *after], [*BEGIN, ["close"], *after]], {}),
+        "alone": ([[alone, *after], after], {}),
+    }
+    played = run_cases(jobs, tmp_path, cases, given=True)
+    first, second = played.pop("goes on")
     own, other = second.outcomes[1], first.outcomes[0]
     assert (own["error"], own["message"]) == ("OSError", "injected before an exchange")
     assert other["error"] in RANKS_ERRORS
     assert "rank 1 could not make the optimizer: injected before an exchange" in other["message"]
-    assert [rank.of("result")["value"] for rank in (first, second)] == [1, 1]
+    assert of_each([first, second], "result") == [1, 1]
+    for name, ranks in played.items():
+        assert all(of_each(ranks, "keep_error")), name
+        assert of_each(ranks, "do") == [[], []], name
 
 
 def test_rank_0_stays_until_all_have_read_how_the_last_exchange_has_ended(
     jobs: Jobs, tmp_path: Path
 ) -> None:
     """Its process serves the key-value store."""
-    late = ["do", "tests.ranks_training.leaving:read_late"]
     ends: Calls = [["open"], ["restore"], ["close"], ["kill"]]
-    job = jobs.start(tmp_path, [ends, [["open"], [*late, 0.5], *ends[1:]]], kind="ddp", given=True)
-    for rank in job.wait(UNREACHED_S):
+    late = [["open"], do("odd_calls:read_late", 0.5), *ends[1:]]
+    for rank in jobs.run(tmp_path, [ends, late], given=True):
         assert [one["call"] for one in rank.outcomes if one["call"] != "do"] == [
             one[0] for one in ends[:-1]
         ]
         assert rank.failed() == []
 
 
-@pytest.mark.parametrize(
-    ("before", "broken"),
-    [
-        ([], ["freeze"]),
-        ([*BEGIN, ["close"]], ["fail", "stat", "/pins"]),
-        ([], ["do", "tests.ranks_training.leaving:fail_alone"]),
-    ],
-    ids=["other-models", "unreadable-pins", "alone"],
-)
-def test_a_constructor_that_fails_leaves_no_thread(
-    jobs: Jobs, tmp_path: Path, before: Calls, broken: list[Any]
+def test_a_restore_and_more_steps_in_one_process_and_what_each_rank_lists(
+    jobs: Jobs, tmp_path: Path
 ) -> None:
-    """The error is kept, with all that it refers to."""
-    after: Calls = [["keep_error", "open"], ["do", "tests.ranks_training.leaving:threads"]]
-    for rank in run(jobs, tmp_path, "ddp", [*before, broken, *after], [*before, *after]):
-        assert rank.of("keep_error")["value"]
-        assert rank.of("do")["value"] == []
+    """The writer goes on with the layout that it has, and every other rank with one it has read.
+
+    A checkpoint whose slot is given out again is in the list of no rank.
+    """
+    back: Calls = [["step"], ["restore"], ["bits"]]
+    calls: Calls = [["open"], *ROUND, *back, *ROUND, *ROUND, ["step"], *back, ["step"]]
+    listed: Calls = [["open", {"keep": 1}], do("odd_calls:listed_while_pins_move", 5)]
+    cases: dict[str, Case] = {}
+    for kind in ("ddp", "fsdp2"):
+        cases[f"memory-{kind}"] = in_memory(5, kind=kind)
+        cases[kind] = ([calls] * 2, {"kind": kind})
+        cases[f"listed-{kind}"] = ([listed] * 2, {"kind": kind})
+    played = run_cases(jobs, tmp_path, cases)
+    for kind in ("ddp", "fsdp2"):
+        require_success(played[kind])
+        require_success(played[f"listed-{kind}"])
+        for plain, rank in zip(played[f"memory-{kind}"], played[kind], strict=True):
+            expected = values(plain, "step")
+            bits = [one["value"] for one in rank.outcomes if one["call"] in ("step", "bits")]
+            assert bits == [expected[step - 1] for step in (1, 2, 1, 2, 3, 4, 5, 3, 4)], kind
+        assert of_each(played[f"listed-{kind}"], "do") == [[[], [1], [1, 2], [2, 3], [3, 4]]] * 2
+
+
+@pytest.mark.parametrize("end", [[], [["destroy"]], [["leave"]]], ids=["end", "destroy", "raise"])
+def test_scripts_whose_last_call_is_checkpoint_have_sealed(
+    jobs: Jobs, tmp_path: Path, end: list[list[Any]]
+) -> None:
+    """Nothing waits for the seal, and one rank has ended its script before the others do."""
+    last: Calls = [["open"], ["step"], ["checkpoint"]]
+    ranks = jobs.run(tmp_path, [[*last, ["sleep", 0.5]], [*last, *end]], kind="fsdp2")
+    assert [bool(rank.status) for rank in ranks] == [False, end == [["leave"]]]
+    assert [rank.failed() for rank in ranks] == [[], []]
+    again: Calls = [["open"], ["restore"], ["bits"], ["verify"]]
+    found = run_all(jobs, tmp_path, [again] * 2, kind="fsdp2")
+    assert [step for step, _ in of_each(found, "restore")] == [1, 1]
+    assert of_each(found, "bits") == of_each(ranks, "step")
+    assert of_each(found, "verify") == [[], []]

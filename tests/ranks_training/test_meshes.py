@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 import offload
+from tests.ranks_training.cases import compare, do, newest, require_success
 from tests.ranks_training.rank_server import Jobs
+from tests.stores.files import flip_on_disk
 
 
 @pytest.mark.parametrize(
@@ -23,31 +25,26 @@ def test_a_stopped_and_resumed_run_has_the_bits_of_one_in_memory(
     jobs: Jobs, tmp_path: Path, num_ranks: int, trainings: Sequence[str]
 ) -> None:
     """Layers are cut by columns as well; each checkpoint has one whole `model.safetensors`."""
-    jobs.compare(tmp_path, "mesh_trainings", trainings, num_ranks)
+    compare(jobs, tmp_path, [f"mesh_trainings:{one}" for one in trainings], num_ranks)
 
 
 def test_a_rank_that_cannot_write_its_columns_fails_the_seal_on_all(
     jobs: Jobs, tmp_path: Path
 ) -> None:
     """The next checkpoint is whole; damage in a column is found, and no rank continues from it."""
-    name = "columns_that_cannot_be_written"
-    for rank in jobs.run(tmp_path, [[["scene", name]]] * 2, kind=""):
-        assert rank.failed() == [], rank.outcomes
-    directory = (tmp_path / name).rename(tmp_path / "damaged_columns")
+    calls = [do("scenes:columns_that_cannot_be_written")]
+    require_success(jobs.run(tmp_path, [calls] * 2, kind=""))
+    directory = tmp_path / "run"
     with offload.open_checkpoint(directory) as checkpoint:
         assert checkpoint.step == 2
         assert checkpoint.verify().ok
-        path = Path(checkpoint.path) / "model.safetensors"
-    place = _last_byte(path, "blocks.0.down.weight")
-    with path.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)
-        file.seek(place)
-        file.write(bytes([byte[0] ^ 1]))
+    path = newest(directory) / "model.safetensors"
+    flip_on_disk(path, _last_byte(path, "blocks.0.down.weight"))
     with offload.open_checkpoint(directory) as checkpoint:
         (problem,) = checkpoint.verify().problems
         assert "model.safetensors" in problem
-    for rank in jobs.run(tmp_path, [[["scene", "damaged_columns"]]] * 2, kind=""):
+    restore = [do("scenes:restore_columns", str(directory))]
+    for rank in jobs.run(tmp_path, [restore] * 2, kind=""):
         assert rank.failed() == ["DamagedError"], rank.outcomes
 
 

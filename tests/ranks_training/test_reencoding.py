@@ -10,58 +10,51 @@ import pytest
 
 import offload
 from tests.ranks_training.blocks_of import eight_bit_state, encoded_anew
+from tests.ranks_training.cases import (
+    SEAL,
+    Calls,
+    contents,
+    newest,
+    of_each,
+    require_success,
+    run_all,
+    run_cases,
+)
 from tests.ranks_training.rank_server import Jobs, Rank
 
-WIDTHS = (40, 60, 50, 30)
-"""Layers of about 7,000 elements together, so that there are several chunks of 1024."""
-
-INT8 = {"state_dtype": "int8"}
+RUN: dict[str, Any] = {
+    "given": True,
+    "widths": (40, 60, 50, 30),  # about 7,000 elements, so that there are several chunks of 1024
+    "options": {"state_dtype": "int8"},
+}
 ASKED = ["restore", {"reencode": True}]
-SEAL: list[list[Any]] = [["checkpoint"], ["result"], ["whole"], ["close"]]
+END: Calls = [*SEAL, ["whole"], ["close"]]
+BEGUN: Calls = [["open"], ["step", 3], *END]
+OPTION = {"options": {"state_dtype": "int8", "reencode": True}}
 
 
-def run(jobs: Jobs, folder: Path, num: int, kind: str, *calls: Any, **options: Any) -> list[Rank]:
+def run(jobs: Jobs, folder: Path, num: int, kind: str, *calls: Any, **how: Any) -> list[Rank]:
     """Run calls on some ranks, which must all succeed."""
-    ranks = jobs.run(
-        folder,
-        [[["open"], *calls]] * num,
-        given=True,
-        kind=kind,
-        widths=WIDTHS,
-        options={**INT8, **options},
-    )
-    for rank in ranks:
-        assert not rank.failed(), [one for one in rank.outcomes if one["error"]]
-        assert rank.has_come_to_its_end, rank.errors
-    return ranks
-
-
-def newest(folder: Path) -> Path:
-    return max((folder / "run").glob("step-*"))
+    return run_all(jobs, folder, [[["open"], *calls]] * num, kind=kind, **{**RUN, **how})
 
 
 def warnings_of(rank: Rank) -> list[str]:
+    """Return what a rank has warned of state that is encoded anew."""
     return [said for one in rank.outcomes for said in one["warnings"] if "encoded anew" in said]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ((2, "fsdp2"), (1, "one")),
-        ((1, "one"), (2, "fsdp2")),
-        ((2, "fsdp2"), (3, "fsdp2")),
-        ((2, "tp"), (3, "ddp")),
-        ((3, "ddp"), (2, "tp")),
-    ],
+    [((2, "fsdp2"), (1, "one")), ((1, "one"), (2, "fsdp2")), ((2, "tp"), (3, "ddp"))],
     ids=lambda ranks: f"{ranks[0]}-{ranks[1]}",
 )
 def test_each_value_changes_by_at_most_one_rounding_in_its_new_block(
     jobs: Jobs, tmp_path: Path, before: tuple[int, str], after: tuple[int, str]
 ) -> None:
-    first = run(jobs, tmp_path, *before, ["step", 3], *SEAL)
-    old = eight_bit_state(newest(tmp_path))
-    ranks = run(jobs, tmp_path, *after, ASKED, *SEAL)
-    names = encoded_anew(old, eight_bit_state(newest(tmp_path)))
+    first = run(jobs, tmp_path, *before, *BEGUN[1:])
+    old = eight_bit_state(newest(tmp_path / "run"))
+    ranks = run(jobs, tmp_path, *after, ASKED, *END)
+    names = encoded_anew(old, eight_bit_state(newest(tmp_path / "run")))
     assert names, "this change divides blocks"
     assert ranks[0].of("whole")["value"] == first[0].of("whole")["value"]
     (said,) = warnings_of(ranks[0])
@@ -70,115 +63,110 @@ def test_each_value_changes_by_at_most_one_rounding_in_its_new_block(
     assert not any(map(warnings_of, ranks[1:])), "said once"
     with offload.open_checkpoint(tmp_path / "run") as checkpoint:
         assert checkpoint.verify().ok
-    again = run(jobs, tmp_path, *after, ["restore"], ["step", 2], *SEAL)
+    again = run(jobs, tmp_path, *after, ["restore"], ["step", 2], *END)
     assert not any(map(warnings_of, again)), "this is its cut now"
     assert again[0].of("result")["value"] == 5
 
 
-def test_a_first_step_encodes_what_a_checkpoint_would(jobs: Jobs, tmp_path: Path) -> None:
-    """Whether the new cut is sealed before the next step or not makes no difference to it."""
-    run(jobs, tmp_path, 2, "fsdp2", ["step", 3], *SEAL)
-    shutil.copytree(tmp_path, tmp_path / "other")
-    run(jobs, tmp_path, 1, "one", ASKED, ["step"], *SEAL)
-    run(jobs, tmp_path / "other", 1, "one", ASKED, *SEAL)
-    run(jobs, tmp_path / "other", 1, "one", ["restore"], ["step"], *SEAL)
-    names = [path.name for path in newest(tmp_path).glob("exp*.safetensors")]
+def test_who_does_not_ask_is_refused_and_who_asks_gets_the_same_at_once_or_later(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """The option allows it where no argument is given. A warning that is an error refuses it.
+
+    Whether the new cut is sealed before the next step or not makes no difference to it.
+    """
+    cases = ("refused", "strict", "sealed", "stepped")
+    begun = run_cases(jobs, tmp_path, {n: ([BEGUN] * 2, {"kind": "fsdp2"}) for n in cases}, **RUN)
+    for ranks in begun.values():
+        require_success(ranks)
+    before = {name: contents(tmp_path / name) for name in ("refused", "strict")}
+    plain: Calls = [["open"], ["restore"], ["close"]]
+    told: Calls = [["open"], ["restore", {"reencode": False}], ["close"]]
+    strict: Calls = [["open"], ["keep_error", "strict", "encode_anew"], ["close"]]
+    played = run_cases(
+        jobs,
+        tmp_path,
+        {
+            "refused": ([plain], {}),
+            "refused/option": ([told], OPTION),
+            "strict": ([strict], {}),
+            "sealed": ([[["open"], ASKED, *END]], {}),
+            "sealed/again": ([[["open"], ["restore"], ["step"], *END]], {}),
+            "stepped": ([[["open"], ["restore"], ["step"], *END]], OPTION),
+        },
+        **{**RUN, "kind": "one"},
+    )
+    for name in ("refused", "refused/option"):
+        found = played[name][0].of("restore")
+        assert found["error"] == "MismatchError"
+        assert "8-bit state has one scale for 32" in found["message"]
+        assert "call restore(reencode=True) on every rank" in found["message"]
+    assert of_each(played["strict"], "keep_error") == ["RuntimeWarning"]
+    for name, files in before.items():
+        assert contents(tmp_path / name) == files, name
+    for name in ("sealed", "stepped"):
+        require_success(played[name])
+        assert len(warnings_of(played[name][0])) == 1
+    require_success(played["sealed/again"])
+    left, right = (newest(tmp_path / name / "run") for name in ("sealed", "stepped"))
+    names = [path.name for path in left.glob("exp*.safetensors")]
     assert len(names) == 4
     for name in [*names, "model.safetensors", "master.safetensors"]:
-        left, right = (newest(folder) / name for folder in (tmp_path, tmp_path / "other"))
-        assert left.read_bytes() == right.read_bytes(), name
-
-
-@pytest.mark.parametrize("how", ["argument", "option"])
-def test_blocks_that_are_not_divided_keep_their_bytes(jobs: Jobs, tmp_path: Path, how: str) -> None:
-    """Ranks with replicas divide state between blocks, so there is nothing to encode anew."""
-    restore = ASKED if how == "argument" else ["restore"]
-    options = {} if how == "argument" else {"reencode": True}
-    run(jobs, tmp_path, 3, "ddp", ["step", 2], *SEAL)
-    for first, (num, kind) in ((2, (1, "one")), (4, (2, "ddp")), (6, (1, "one"))):
-        ranks = run(jobs, tmp_path, num, kind, restore, ["step", 2], *SEAL, **options)
-        assert not any(map(warnings_of, ranks))
-        assert ranks[0].of("restore")["value"][0] == first
-    (tmp_path / "alone").mkdir()
-    run(jobs, tmp_path / "alone", 1, "one", ["step", 8], *SEAL)
-    for path in newest(tmp_path / "alone").glob("*.safetensors"):
-        if path.name != "train_state.safetensors":
-            assert path.read_bytes() == (newest(tmp_path) / path.name).read_bytes(), path.name
-
-
-def test_the_option_allows_it_where_no_argument_is_given(jobs: Jobs, tmp_path: Path) -> None:
-    run(jobs, tmp_path, 2, "fsdp2", ["step", 2], *SEAL)
-    before = contents(tmp_path)
-    refused = [["open"], ["restore", {"reencode": False}], ["close"]]
-    setting: dict[str, Any] = {"given": True, "widths": WIDTHS}
-    options = {**INT8, "reencode": True}
-    (rank,) = jobs.run(tmp_path, [refused], kind="one", options=options, **setting)
-    assert rank.of("restore")["error"] == "MismatchError"
-    assert contents(tmp_path) == before
-    (rank,) = run(jobs, tmp_path, 1, "one", ["restore"], *SEAL, reencode=True)
-    assert len(warnings_of(rank)) == 1
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    """Return all files of checkpoints and parts."""
-    run = folder / "run"
-    return {path: path.read_bytes() for path in run.rglob("*/*.*") if path.is_file()}
+        assert (left / name).read_bytes() == (right / name).read_bytes(), name
 
 
 def test_ranks_that_ask_for_different_things_change_nothing(jobs: Jobs, tmp_path: Path) -> None:
-    run(jobs, tmp_path, 3, "fsdp2", ["step", 2], *SEAL)
-    before = contents(tmp_path)
-    calls = [[["open"], ["restore", {"reencode": rank == 1}], ["close"]] for rank in range(2)]
-    ranks = jobs.run(tmp_path, calls, given=True, kind="fsdp2", widths=WIDTHS, options=INT8)
-    for rank in ranks:
+    """A warning that is an error on one rank refuses it on all; the same ranks can ask again."""
+    begun = {name: ([BEGUN] * 3, {"kind": "fsdp2"}) for name in ("differ", "strict")}
+    for ranks in run_cases(jobs, tmp_path, begun, **RUN).values():
+        require_success(ranks)
+    before = {name: contents(tmp_path / name) for name in begun}
+    asked = [[["open"], ["restore", {"reencode": rank == 1}], ["close"]] for rank in range(2)]
+    strict: Calls = [["open"], ["keep_error", "strict", "encode_anew"], ASKED, *END]
+    cases = {"differ": (asked, {}), "strict": ([strict] * 2, {})}
+    played = run_cases(jobs, tmp_path, cases, kind="fsdp2", **RUN)
+    for rank in played["differ"]:
         assert rank.of("restore")["error"] == "RanksError"
         assert "rank 1 for" in rank.of("restore")["message"]
         assert "with reencode=True" in rank.of("restore")["message"]
-    assert contents(tmp_path) == before
-    run(jobs, tmp_path, 2, "fsdp2", ASKED, ["step"], *SEAL)
+    assert contents(tmp_path / "differ") == before["differ"]
+    require_success(played["strict"])
+    assert of_each(played["strict"], "keep_error") == ["RuntimeWarning", "RanksError"]
+    assert of_each(played["strict"], "result") == [3, 3]
+    assert contents(tmp_path / "strict") != before["strict"]
 
 
-@pytest.mark.parametrize(("num", "kind"), [(3, "fsdp2"), (1, "one")])
-def test_a_warning_that_is_an_error_refuses_it_on_all_ranks(
-    jobs: Jobs, tmp_path: Path, num: int, kind: str
-) -> None:
-    run(jobs, tmp_path, 2, "fsdp2", ["step", 2], *SEAL)
-    before = contents(tmp_path)
-    strictly = ["do", "tests.ranks_training.reencoding_calls:restore_strictly"]
-    ranks = jobs.run(
-        tmp_path,
-        [[["open"], strictly, ASKED, *SEAL[:2], ["close"]]] * num,
-        given=True,
-        kind=kind,
-        widths=WIDTHS,
-        options=INT8,
-    )
-    errors = [rank.of("do")["value"] for rank in ranks]
-    assert errors == ["RuntimeWarning", *["RanksError"] * (num - 1)]
-    for rank in ranks:
-        assert rank.failed() == []
-        assert rank.of("result")["value"] == 2
-    assert contents(tmp_path) != before
+def test_blocks_that_are_not_divided_keep_their_bytes(jobs: Jobs, tmp_path: Path) -> None:
+    """Ranks with replicas divide state between blocks, so there is nothing to encode anew."""
+    run(jobs, tmp_path, 3, "ddp", ["step", 2], *END)
+    for first, num, kind, restore, how in (
+        (2, 1, "one", ASKED, {}),
+        (4, 2, "ddp", ["restore"], OPTION),
+        (6, 1, "one", ASKED, {}),
+    ):
+        ranks = run(jobs, tmp_path, num, kind, restore, ["step", 2], *END, **how)
+        assert not any(map(warnings_of, ranks))
+        assert ranks[0].of("restore")["value"][0] == first
+    run(jobs, tmp_path / "alone", 1, "one", ["step", 8], *END)
+    for path in newest(tmp_path / "alone/run").glob("*.safetensors"):
+        if path.name != "train_state.safetensors":
+            other = newest(tmp_path / "run") / path.name
+            assert path.read_bytes() == other.read_bytes(), path.name
 
 
-@pytest.mark.parametrize(
-    ("num", "kind", "what", "path"),
-    [(1, "one", "write", "exp_avg.safetensors"), (3, "fsdp2", "rename", "")],
-)
-def test_a_rank_is_killed_while_state_is_encoded_anew(
-    jobs: Jobs, tmp_path: Path, num: int, kind: str, what: str, path: str
-) -> None:
-    run(jobs, tmp_path, 2, "fsdp2", ["step", 2], ["checkpoint"], ["result"], ["step"], *SEAL)
+def test_a_rank_is_killed_while_state_is_encoded_anew(jobs: Jobs, tmp_path: Path) -> None:
+    run(jobs, tmp_path, 2, "fsdp2", ["step", 2], *SEAL, ["step"], *END)
     shutil.copytree(tmp_path, tmp_path / "undisturbed")
-    done = run(jobs, tmp_path / "undisturbed", num, kind, ASKED, ["step"], *SEAL)
-    go_on: list[list[Any]] = [["open"], ASKED, ["step"], *SEAL]
-    killed = [["open"], ASKED, ["kill_at", what, path], *go_on[2:]]
-    setting: dict[str, Any] = {"given": True, "kind": kind, "widths": WIDTHS, "options": INT8}
-    ranks = jobs.run(tmp_path, [killed, *[go_on] * (num - 1)], **setting)
+    go_on: Calls = [["open"], ASKED, ["step"], *END]
+    done = run(jobs, tmp_path / "undisturbed", 3, "fsdp2", *go_on[1:])
+    killed = [["open"], ASKED, ["kill_at", "rename", ""], *go_on[2:]]
+    ranks = jobs.run(tmp_path, [killed, go_on, go_on], kind="fsdp2", **RUN)
     assert ranks[0].status == -9, ranks[0].outcomes
-    assert newest(tmp_path).name == "step-00000003"
-    again = run(jobs, tmp_path, num, kind, *go_on[1:])
+    assert newest(tmp_path / "run").name == "step-00000003"
+    again = run(jobs, tmp_path, 3, "fsdp2", *go_on[1:])
     assert again[0].of("whole")["value"] == done[0].of("whole")["value"]
-    left, right = (eight_bit_state(newest(at)) for at in (tmp_path, tmp_path / "undisturbed"))
+    left, right = (
+        eight_bit_state(newest(at / "run")) for at in (tmp_path, tmp_path / "undisturbed")
+    )
     for key, elements in left.items():
         assert (elements.values == right[key].values).all(), key

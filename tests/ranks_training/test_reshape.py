@@ -16,97 +16,99 @@ import torch
 from safetensors.torch import load_file
 
 import offload
+from offload.distributed.recut_rooms import Room, first_lacking
 from tests.numerics.reference import bits
-from tests.ranks_training.calls import Model
+from tests.ranks_training.cases import (
+    SEAL,
+    Calls,
+    Case,
+    contents,
+    do,
+    errors,
+    newest,
+    of_each,
+    on,
+    opened,
+    require_success,
+    run_all,
+    run_cases,
+    values,
+)
+from tests.ranks_training.models import Model
 from tests.ranks_training.rank_server import Jobs, Rank
 from tests.stores.files import flip_on_disk
-
-STEPS = 2
-"""Steps that each job of a chain takes."""
 
 WIDTHS = (40, 60, 50, 30)
 """Layers of about 7,000 elements together, so that there are several chunks of 1024."""
 
-CHAIN = [(4, "ddp"), (2, "ddp"), (1, "one"), (3, "ddp"), (4, "fsdp2"), (2, "fsdp2"), (1, "one")]
-TENSORS = [(2, "tp"), (3, "ddp"), (2, "tp"), (2, "fsdp2"), (1, "one")]
-GRID = [(4, "ddp"), (2, "fsdp2"), (1, "one"), (4, "grid"), (1, "one")]
-SHARDS = [(2, "fsdp2"), (3, "ddp"), (1, "one")]
-REPLICAS = [(3, "ddp"), (1, "one"), (2, "ddp"), (1, "one")]
+RUN: dict[str, Any] = {"given": True, "widths": WIDTHS}
+STEPS = 2
+"""Steps that each job of a chain takes."""
 
-GO_ON = [
-    ["open"],
-    ["restore"],
-    ["step", STEPS],
-    ["checkpoint"],
-    ["result"],
-    ["whole"],
-    ["close"],
-]
+Link = tuple[int, str, list[str]]
+"""Number of ranks, kind, and directories."""
 
-
-def job(jobs: Jobs, folder: Path, num: int, kind: str, calls: Any, **setting: Any) -> list[Rank]:
-    """Run calls on some ranks."""
-    return jobs.run(folder, [calls] * num, given=True, kind=kind, **{"widths": WIDTHS, **setting})
-
-
-def succeeded(ranks: list[Rank]) -> list[Rank]:
-    for rank in ranks:
-        assert not rank.failed(), [one for one in rank.outcomes if one["error"]]
-        assert rank.has_come_to_its_end, rank.errors
-    return ranks
+ONE: list[str] = []
+CHAIN: list[Link] = [
+    (4, "ddp", ONE), (2, "fsdp2", ONE), (3, "ddp", ONE), (1, "one", ONE),
+]  # fmt: skip
+TENSORS: list[Link] = [(2, "fsdp2", ONE), (4, "grid", ONE), (2, "tp", ONE), (1, "one", ONE)]
+SPLIT: list[Link] = [(2, "fsdp2", ONE), (3, "ddp", ONE), (1, "one", ONE)]
+REPLICAS: list[Link] = [(3, "ddp", ONE), (1, "one", ONE), (2, "ddp", ONE), (1, "one", ONE)]
+DRIVES: list[Link] = [
+    (3, "ddp", ["a", "b", "c"]), (1, "one", ["a", "c", "b"]),
+    (2, "fsdp2", ["c", "b", "a"]),
+]  # fmt: skip
+CHAINS: dict[str, tuple[list[Link], dict[str, Any]]] = {
+    "exact": (CHAIN, {}),
+    "tensor parallel": (TENSORS, {}),
+    "split": (SPLIT, {"master": "split"}),
+    "int8, split": (REPLICAS, {"state_dtype": "int8", "master": "split"}),
+    "drives, bfloat16": (DRIVES, {"state_dtype": "bfloat16"}),
+}
 
 
-def go_on(jobs: Jobs, folder: Path, num: int, kind: str, first: int, **setting: Any) -> Any:
-    """Let ranks continue from the newest checkpoint, step, and seal; return their parameters."""
-    ranks = succeeded(job(jobs, folder, num, kind, GO_ON, **setting))
-    for rank in ranks:
-        restored = rank.of("restore")["value"]
-        assert (restored and restored[0]) == (first or None)
-        assert rank.of("result")["value"] == first + STEPS
-        assert rank.of("whole")["value"] == ranks[0].of("whole")["value"]
-    return ranks[0].of("whole")["value"]
+def go_on(num_steps: int = STEPS, directories: list[str] = ONE) -> Calls:
+    """Return the calls of a rank that goes on from the newest checkpoint, steps, and seals."""
+    here = opened(*directories) if directories else ["open"]
+    return [here, ["restore"], ["step", num_steps], *SEAL, ["whole"], ["close"]]
+
+
+def seals(number: int) -> Calls:
+    """Return the calls of a rank that begins, and seals so many times after `STEPS` steps."""
+    return [["open"], *[["step", STEPS], *SEAL] * number, ["whole"], ["close"]]
 
 
 def expected(jobs: Jobs, folder: Path, last: int, **setting: Any) -> list[Any]:
     """Return what parameters are after each step in one process, which is not interrupted."""
-    folder.mkdir()
-    calls = [["open"], *[["step"], ["whole"]] * last]
+    calls: Calls = [["open"], *[["step"], ["whole"]] * last]
     if not setting.get("is_plain"):
-        calls += [["checkpoint"], ["result"]]
-    (rank,) = succeeded(job(jobs, folder, 1, "one", calls, **setting))
-    return [one["value"] for one in rank.outcomes if one["call"] == "whole"]
+        calls += SEAL
+    (rank,) = run_all(jobs, folder, [calls], kind="one", **RUN, **setting)
+    return values(rank, "whole")
 
 
-@pytest.mark.parametrize(
-    ("chain", "options"),
-    [
-        (CHAIN, {}),
-        (TENSORS, {}),
-        (GRID, {}),
-        (SHARDS, {"master": "split"}),
-        (SHARDS, {"state_dtype": "bfloat16"}),
-        (REPLICAS, {"state_dtype": "int8"}),
-    ],
-    ids=["exact", "tensor-parallel", "tensor-parallel-and-fsdp2", "split", "bfloat16", "int8"],
-)
+@pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_has_the_bits_of_one_process_that_was_never_interrupted(
-    jobs: Jobs, tmp_path: Path, chain: list[tuple[int, str]], options: dict[str, Any]
+    jobs: Jobs, tmp_path: Path, name: str
 ) -> None:
-    last = STEPS * len(chain)
+    chain, options = CHAINS[name]
     is_plain = "state_dtype" not in options
+    last = STEPS * len(chain)
     steps = expected(jobs, tmp_path / "whole", last, is_plain=is_plain, options=options)
-    if is_plain:
-        assert steps == expected(jobs, tmp_path / "offloaded", last, options=options)
-    for number, (num, kind) in enumerate(chain):
-        found = go_on(jobs, tmp_path, num, kind, STEPS * number, options=options)
-        assert found == steps[STEPS * (number + 1) - 1], (number, num, kind)
-        with offload.open_checkpoint(tmp_path / "run") as checkpoint:
-            assert checkpoint.verify().ok
-    assert_same_state(newest(tmp_path), newest(tmp_path / ("offloaded" if is_plain else "whole")))
-
-
-def newest(folder: Path) -> Path:
-    return max((folder / "run").glob("step-*"))
+    for number, (num, kind, drives) in enumerate(chain):
+        calls, first = go_on(directories=drives), STEPS * number
+        ranks = run_all(jobs, tmp_path, [calls] * num, kind=kind, options=options, **RUN)
+        for rank in ranks:
+            assert (rank.of("restore")["value"] or [None])[0] == (first or None)
+            assert rank.of("result")["value"] == first + STEPS
+            assert rank.of("whole")["value"] == steps[first + STEPS - 1], (number, num, kind)
+        others = [tmp_path / drive for drive in drives if drive != "a"]
+        with offload.open_checkpoint(tmp_path / ("a" if drives else "run"), parts=others) as one:
+            assert one.verify().ok
+    if not options:
+        expected(jobs, tmp_path / "offloaded", last)
+        assert_same_state(newest(tmp_path / "run"), newest(tmp_path / "offloaded/run"))
 
 
 def assert_same_state(left: Path, right: Path) -> None:
@@ -120,174 +122,233 @@ def assert_same_state(left: Path, right: Path) -> None:
             assert bits(tensor).equal(bits(other[key])), (name, key)
 
 
-def test_each_rank_gets_the_train_state_of_rank_0(jobs: Jobs, tmp_path: Path) -> None:
-    go_on(jobs, tmp_path, 3, "ddp", 0)
-    for num, kind in ((2, "ddp"), (1, "one")):
-        for rank in succeeded(job(jobs, tmp_path, num, kind, [["open"], ["restore"]])):
-            assert rank.of("restore")["value"] == [2, {"step": 2, "rank": 0}]
-    with offload.open_checkpoint(tmp_path / "run") as checkpoint:
-        assert checkpoint.train_states == [{"step": 2, "rank": rank} for rank in range(3)]
+def play(
+    jobs: Jobs, folder: Path, size: int, cases: dict[str, tuple[Calls, str]], **setting: Any
+) -> dict[str, list[Rank]]:
+    """Let ranks play cases: calls of all of them, and the kind."""
+    made: dict[str, Case] = {
+        name: ([calls] * size, {"kind": kind}) for name, (calls, kind) in cases.items()
+    }
+    if size == 1:
+        setting["kind"] = "one"
+    return run_cases(jobs, folder, made, **RUN, **setting)
 
 
-def test_old_checkpoints_stay_and_parts_of_former_owners_go(jobs: Jobs, tmp_path: Path) -> None:
-    go_on(jobs, tmp_path, 3, "ddp", 0)
-    go_on(jobs, tmp_path, 3, "ddp", 2)
-    go_on(jobs, tmp_path, 1, "one", 4)
-    run = tmp_path / "run"
+def test_train_states_models_and_old_parts(jobs: Jobs, tmp_path: Path) -> None:
+    """Other ranks get the train state of rank 0; old checkpoints stay, parts of former owners go.
+
+    A checkpoint before any step stores the new cut.
+    """
+    listed, drives = do("odd_calls:listed"), ["a", "b"]
+    played = play(
+        jobs,
+        tmp_path,
+        3,
+        {"states": (seals(1), "fsdp2"), "old": (seals(2), "ddp"), "cut": (seals(1), "fsdp2")},
+    )
+    for ranks in played.values():
+        require_success(ranks)
+    model = Model(WIDTHS).bfloat16()
+    with torch.no_grad():
+        model.layers[0].weight.zero_()
+    assert offload.load_parameters(model, tmp_path / "states/run") == 2
+    found = load_file(newest(tmp_path / "states/run") / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert bits(tensor).equal(bits(found[name])), name
+
+    look: Calls = [["open"], ["restore"], ["close"]]
+    unstepped: Calls = [["open"], ["restore"], *SEAL, ["whole"], ["close"]]
+    one = {
+        "states": (look, "one"),
+        "old": (go_on(), "one"),
+        "cut": (unstepped, "one"),
+        "alone": (seals(1), "one"),
+        "drives": (go_on(directories=drives), "one"),
+        "more drives": (go_on(directories=["a"]), "one"),
+    }
+    alone = play(jobs, tmp_path, 1, one)
+    for ranks in alone.values():
+        require_success(ranks)
+    assert alone["cut"][0].of("whole")["value"] == played["cut"][0].of("whole")["value"]
+    assert_same_state(newest(tmp_path / "cut/run"), newest(tmp_path / "alone/run"))
+    run = tmp_path / "old/run"
     assert sorted(path.name for path in run.glob("step-*")) == ["step-00000004", "step-00000006"]
     assert [*run.glob("owner-*/part-*/exp_avg.safetensors")], "step 4 has state of all ranks"
     with offload.open_checkpoint(run / "step-00000004") as checkpoint:
         assert checkpoint.verify().ok
-    calls = [["open"], ["restore"], *[["step"], ["checkpoint"], ["result"]] * 3, ["close"]]
-    succeeded(job(jobs, tmp_path, 1, "one", calls))
+
+    seen: Calls = [opened("b", "a"), ["restore"], listed, ["step"], *SEAL, listed, ["close"]]
+    more_drives: Calls = go_on(directories=drives)  # they get their parts with the first step
+    cases = {"states": (look, "ddp"), "drives": (seen, "ddp"), "more drives": (more_drives, "ddp")}
+    two = play(jobs, tmp_path, 2, cases)
+    assert [step for step, _ in of_each(two["more drives"], "restore")] == [2, 2]
+    assert (tmp_path / "more drives/b/owner-1").is_dir()
+    states = [*two["states"], *alone["states"]]
+    assert of_each(states, "restore") == [[2, {"step": 2, "rank": 0}]] * 3
+    for rank in two["drives"]:  # ranks list what one process has spread over the drives
+        lists = values(rank, "do")
+        assert [[step for step, _ in each] for each in lists] == [[2], [2, 3]]
+        assert all(nbytes for each in lists for _, nbytes in each)
+    more: Calls = [["open"], ["restore"], *[["step"], *SEAL] * 3, ["close"]]
+    spread: Calls = [opened("a", "b"), ["restore"], *[["step"], *SEAL] * 3, ["close"]]
+    for ranks in play(
+        jobs, tmp_path, 1, {"old": (more, "one"), "drives": (spread, "one")}
+    ).values():
+        require_success(ranks)
     assert not [*run.glob("owner-*/part-*")]
-    assert len([*run.glob("step-*")]) == 2
-    go_on(jobs, tmp_path, 2, "fsdp2", 9)
+    assert not [*(tmp_path / "drives").glob("*/owner-*/part-*")]
+    assert [*(tmp_path / "drives").glob("b/part-*")]
 
 
-def test_a_checkpoint_before_any_step_stores_the_new_cut(jobs: Jobs, tmp_path: Path) -> None:
-    before = go_on(jobs, tmp_path, 2, "fsdp2", 0)
-    calls = [["open"], ["restore"], ["checkpoint"], ["result"], ["whole"], ["close"]]
-    (rank,) = succeeded(job(jobs, tmp_path, 1, "one", calls))
-    assert rank.of("whole")["value"] == before
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    go_on(jobs, alone, 1, "one", 0)
-    assert_same_state(newest(tmp_path), newest(alone))
-
-
-def test_int8_state_is_not_cut_within_a_block(jobs: Jobs, tmp_path: Path) -> None:
-    options = {"options": {"state_dtype": "int8"}}
-    go_on(jobs, tmp_path, 2, "fsdp2", 0, **options)
-    before = {path: path.read_bytes() for path in newest(tmp_path).iterdir()}
-    for rank in job(jobs, tmp_path, 3, "fsdp2", [["open"], ["restore"]], **options):
-        found = rank.of("restore")
-        assert found["error"] == "MismatchError"
-        assert "8-bit state has one scale for 32" in found["message"]
-        assert "call restore(reencode=True) on every rank" in found["message"]
-    assert before == {path: path.read_bytes() for path in newest(tmp_path).iterdir()}
-    go_on(jobs, tmp_path, 2, "fsdp2", 2, **options)
-
-
-def test_a_part_that_is_missing_is_named(jobs: Jobs, tmp_path: Path) -> None:
-    go_on(jobs, tmp_path, 3, "ddp", 0)
-    shutil.rmtree(tmp_path / "run" / "owner-2")
-    (rank,) = job(jobs, tmp_path, 1, "one", [["open"]])
-    assert "owner-2" in rank.of("open")["message"]
-    for rank in job(jobs, tmp_path, 2, "ddp", [["open"]]):
-        assert "owner 2" in rank.of("open")["message"]
-
-
-@pytest.mark.parametrize(("num", "kind"), [(2, "fsdp2"), (1, "one")])
-def test_a_damaged_part_of_another_owner_is_found_in_the_first_step(
-    jobs: Jobs, tmp_path: Path, num: int, kind: str
+def test_what_is_missing_damaged_or_too_large_is_an_error_before_anything_is_lost(
+    jobs: Jobs, tmp_path: Path
 ) -> None:
-    for first in (0, 2):
-        go_on(jobs, tmp_path, 3, "ddp", first)
-    with offload.open_checkpoint(tmp_path / "run") as checkpoint:
-        file = Path(checkpoint.owners[1].path) / "exp_avg.safetensors"
-    assert file.parent.parent == tmp_path / "run/owner-2"
-    data = bytearray(file.read_bytes())
-    data[-100] ^= 1
-    file.write_bytes(data)
-    ranks = job(jobs, tmp_path, num, kind, [["open"], ["restore"], ["step"]])
-    said = [one["message"] for rank in ranks for one in rank.outcomes]
-    assert any(f"{file}: bytes" in message and "damaged" in message for message in said), said
-    with pytest.raises(offload.CheckpointError, match="quarantined"):
-        offload.open_checkpoint(newest(tmp_path))
-    again = succeeded(job(jobs, tmp_path, num, kind, GO_ON))
-    assert all(rank.of("restore")["value"][0] == 2 for rank in again)
+    """Damage in the part of another owner is found in the first step.
+
+    A restore that fails leaves no file open: a lock on a part that stays would keep others from
+    ever writing it again.
+    """
+    begun = {name: (seals(1), "ddp") for name in ("missing", "full", "model 1", "model 2")}
+    begun["full drives"] = (go_on(directories=["a", "b"]), "ddp")
+    begun |= {name: (seals(2), "ddp") for name in ("damaged", "damaged in one")}
+    for ranks in play(jobs, tmp_path, 3, begun).values():
+        require_success(ranks)
+    shutil.rmtree(tmp_path / "missing/run/owner-2")
+    for name in ("model 1", "model 2"):
+        file = newest(tmp_path / name / "run") / "model.safetensors"
+        flip_on_disk(file, file.stat().st_size - 100)
+    flipped = {}
+    for name in ("damaged", "damaged in one"):
+        with offload.open_checkpoint(tmp_path / name / "run") as checkpoint:
+            path = flipped[name] = Path(checkpoint.owners[1].path) / "exp_avg.safetensors"
+        assert path.parent.parent == tmp_path / name / "run/owner-2"
+        flip_on_disk(path, path.stat().st_size - 100)
+    before = {name: contents(tmp_path / name) for name in ("full", "full drives")}
+    full: Calls = [["fill_drive", 4096], ["restore"]]
+    calls: dict[str, Calls] = {
+        "missing": [["open"]],
+        "full": [["open"], *full],
+        "full drives": [opened("a", "b"), *full],
+    }
+    model: Calls = [["open"], ["keep_error", "restore"], ["open_files", "owner-2"]]
+    damaged: Calls = [["open"], ["restore"], ["step"]]
+    kinds = ((2, "fsdp2", "damaged"), (1, "one", "damaged in one"))
+    for size, kind, name in kinds:
+        own_calls = calls | {name: damaged, f"model {size}": model}
+        cases = {case: (own, kind) for case, own in own_calls.items()}
+        played = play(jobs, tmp_path, size, cases)
+        for rank in played["missing"]:
+            assert (
+                "owner-2" in rank.of("open")["message"] or "owner 2" in rank.of("open")["message"]
+            )
+        for case, where in (("full", "run"), ("full drives", "")):
+            for rank in played[case]:
+                assert rank.of("restore")["error"] == "StoreFullError"
+                assert "new slot of" in rank.of("restore")["message"]
+                assert f"{tmp_path / case / where}" in rank.of("restore")["message"]
+            assert contents(tmp_path / case) == before[case]
+        assert of_each(played[f"model {size}"], "keep_error") == ["DamagedError"] * size
+        assert of_each(played[f"model {size}"], "open_files") == [[]] * size
+        said = [one["message"] for rank in played[name] for one in rank.outcomes]
+        file = flipped[name]
+        assert any(f"{file}: bytes" in message and "damaged" in message for message in said), said
+        with pytest.raises(offload.CheckpointError, match="quarantined"):
+            offload.open_checkpoint(newest(tmp_path / name / "run"))
+    for size, kind, name in kinds:
+        again = play(jobs, tmp_path, size, {name: (go_on(), kind)})[name]
+        require_success(again)
+        assert [step for step, _ in of_each(again, "restore")] == [2] * size
+    ranks = play(jobs, tmp_path, 1, {"full": (go_on(), "one")})["full"]
+    require_success(ranks)
 
 
-@pytest.mark.parametrize(("num", "kind"), [(2, "fsdp2"), (1, "one")])
-def test_a_restore_into_another_cut_that_fails_leaves_no_file_open(
-    jobs: Jobs, tmp_path: Path, num: int, kind: str
+ROOMS: dict[str, tuple[list[tuple[str, str, int, int, int]], tuple[str, int, int] | None]] = {
+    # Drive, directory, what is needed, free and spare there, of each rank; and what is lacking.
+    "own drives": ([("x", "a", 5, 5, 0), ("y", "b", 5, 5, 0)], None),
+    "one drive": ([("x", "a", 5, 9, 0), ("x", "b", 5, 9, 0)], ("a", 10, 9)),
+    "second drive": ([("x", "a", 5, 9, 0), ("y", "b", 5, 4, 0)], ("b", 5, 4)),
+    "spare counts once": ([("x", "a", 5, 3, 4), ("x", "a", 5, 3, 4)], ("a", 10, 7)),
+    "spare of two": ([("x", "a", 5, 3, 4), ("x", "b", 5, 3, 3)], None),
+}
+
+
+@pytest.mark.parametrize(("rooms", "lacking"), ROOMS.values(), ids=ROOMS)
+def test_what_ranks_need_on_one_drive_is_added_up(rooms: Any, lacking: Any) -> None:
+    """Of the function itself: a test has one drive, whose space other programs use as well."""
+    made = [Room(drive, f"place of {name}", name, *sizes) for drive, name, *sizes in rooms]
+    assert first_lacking(made) == lacking
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_drive_of_any_host_is_noticed_before_anything_is_written(
+    jobs: Jobs, tmp_path: Path, full: int
 ) -> None:
-    """A lock on a part that stays would keep others from ever writing it again."""
-    go_on(jobs, tmp_path, 3, "ddp", 0)
-    file = newest(tmp_path) / "model.safetensors"
-    flip_on_disk(file, file.stat().st_size - 100)
-    calls: Any = [["open"], ["keep_error", "restore"], ["open_files", "owner-2"]]
-    for rank in job(jobs, tmp_path, num, kind, calls):
-        assert rank.of("keep_error")["value"] == "DamagedError"
-        assert rank.of("open_files")["value"] == []
+    """The directories are on one drive of the machine; on one of two hosts, it says it is full."""
+    setting: dict[str, Any] = {"kind": "fsdp2", "given": True, "widths": (8, 16, 4)}
+    setting["frozen_elements"] = 4
+    four = [on("a"), on("a"), on("b"), on("b")]
+    run_all(jobs, tmp_path, [[*host, ["step"], *SEAL] for host in four], **setting)
+    before = contents(tmp_path)
+    two = [on("a"), on("b")]
+    calls = [
+        [*host, *[["fill_drive", 100]] * (n == full), ["restore"]] for n, host in enumerate(two)
+    ]
+    for rank in jobs.run(tmp_path, calls, **setting):
+        (failed,) = errors(rank)
+        assert failed["error"] == "StoreFullError"
+        assert "new slot of" in failed["message"]
+        assert f"{tmp_path}/{'ab'[full]}" in failed["message"]
+    assert contents(tmp_path) == before
+    run_all(jobs, tmp_path, [[*host, ["restore"], ["step"], *SEAL] for host in two], **setting)
 
 
-def test_a_full_drive_is_noticed_before_anything_is_written(jobs: Jobs, tmp_path: Path) -> None:
-    go_on(jobs, tmp_path, 2, "ddp", 0)
-    before = contents(tmp_path / "run")
-    for num, kind in ((3, "ddp"), (1, "one")):
-        calls = [["open"], ["fill_drive", 8192], ["restore"]]
-        for rank in job(jobs, tmp_path, num, kind, calls):
-            assert rank.of("restore")["error"] == "StoreFullError"
-            assert "new slot of" in rank.of("restore")["message"]
-        assert contents(tmp_path / "run") == before
-    go_on(jobs, tmp_path, 1, "one", 2)
-
-
-def contents(run: Path) -> dict[Path, bytes]:
-    """Return all files of checkpoints and parts."""
-    return {path: path.read_bytes() for path in run.rglob("*/*.*") if path.is_file()}
+@pytest.mark.parametrize(("first", "then"), [((2, "ddp"), (1, "one")), ((1, "one"), (2, "ddp"))])
+def test_a_directory_that_is_missing_or_damaged_is_named(
+    jobs: Jobs, tmp_path: Path, first: tuple[int, str], then: tuple[int, str]
+) -> None:
+    """A job that ends after a step, without a checkpoint, has changed nothing that counts."""
+    both, (num, kind) = ["a", "b"], then
+    calls: Calls = [opened(*both), ["step", STEPS], *SEAL, ["step"], *SEAL, ["close"]]
+    require_success(play(jobs, tmp_path, first[0], {"run": (calls, first[1])})["run"])
+    lists: Calls = [opened("a"), opened("b", "a"), ["restore"], ["step"], ["close"]]
+    for rank in play(jobs, tmp_path, num, {"run": (lists, kind)})["run"]:
+        failed = errors(rank)
+        assert failed[0]["error"] in ("StoreError", "RanksError")
+        assert "owner-1" in failed[0]["message"] or "/b" in failed[0]["message"]
+        if kind == "one":
+            assert "put that one first" in failed[1]["message"]
+        else:
+            assert len(failed) == 1
+            assert rank.of("restore")["value"][0] == STEPS + 1
+    first_drive, other = (tmp_path / "run" / name for name in both)
+    with offload.open_checkpoint(first_drive, parts=[other]) as checkpoint:
+        own = [other / part.name for part in checkpoint.manifest.parts]
+        (part,) = [Path(owner.path) for owner in checkpoint.owners] or own
+    file = part / "exp_avg.safetensors"
+    flip_on_disk(file, file.stat().st_size - 5)
+    damaged: Calls = [opened(*both), ["restore"], ["step"]]
+    ranks = play(jobs, tmp_path, num, {"run": (damaged, kind)})["run"]
+    said = [one["message"] for rank in ranks for one in errors(rank)]
+    assert any(str(file) in message and "damaged" in message for message in said), said
+    again = play(jobs, tmp_path, num, {"run": (go_on(directories=both), kind)})["run"]
+    require_success(again)
+    assert [step for step, _ in of_each(again, "restore")] == [STEPS] * num
 
 
 def test_memory_is_that_of_the_ring_and_a_constant(jobs: Jobs, tmp_path: Path) -> None:
     """The state is 192 MiB, the ring 18, and the chunks that are read have 2 leaves."""
-    setting = {
+    setting: dict[str, Any] = {
+        "given": True,
         "widths": (2048, 4096, 2048),
-        "options": {"chunk_bytes": 2 << 20, "ring_chunks": 3, "allow_volatile": True},
+        "options": {"chunk_bytes": 2 << 20, "ring_chunks": 3},
     }
-    steps = expected(jobs, tmp_path / "whole", 4, is_plain=True, widths=setting["widths"])
-    calls = [["open"], ["step"], ["checkpoint"], ["result"], ["close"]]
-    succeeded(job(jobs, tmp_path, 2, "fsdp2", calls, **setting))
+    calls: Calls = [["open"], ["step"], *SEAL, ["close"]]
+    run_all(jobs, tmp_path, [calls] * 2, kind="fsdp2", **setting)
     grown = []
-    for done, (num, kind) in enumerate([(1, "one"), (2, "ddp"), (2, "ddp")], 1):
-        calls = [["open"], ["at", done], ["backward"], ["reset_peak"], ["restore"], ["update"]]
-        calls += [["grown"], ["whole"], ["checkpoint"], ["result"], ["close"]]
-        ranks = succeeded(job(jobs, tmp_path, num, kind, calls, **setting))
-        grown.append(max(rank.of("grown")["value"] for rank in ranks))
-        assert all(rank.of("whole")["value"] == steps[done] for rank in ranks)
+    for num, kind in ((1, "one"), (2, "ddp"), (2, "ddp")):
+        calls = [["open"], ["backward"], ["reset_peak"], ["restore"], ["update"], ["grown"]]
+        ranks = run_all(jobs, tmp_path, [[*calls, *SEAL, ["close"]]] * num, kind=kind, **setting)
+        grown.append(max(of_each(ranks, "grown")))
     into_one, into_ranks, as_before = grown
     assert into_one < (18 + 64) << 20
     assert into_ranks < as_before + (64 << 20)
-
-
-def test_load_parameters_reads_what_several_ranks_have_written(jobs: Jobs, tmp_path: Path) -> None:
-    go_on(jobs, tmp_path, 3, "fsdp2", 0)
-    torch.manual_seed(99)
-    model = Model(WIDTHS).bfloat16()
-    assert offload.load_parameters(model, tmp_path / "run") == 2
-    found = load_file(newest(tmp_path) / "model.safetensors")
-    for name, tensor in model.state_dict().items():
-        assert bits(tensor).equal(bits(found[name])), name
-
-
-@pytest.mark.parametrize(
-    ("num", "kind", "what", "path", "nth"),
-    [
-        (1, "one", "create", "exp_avg.safetensors", 1),
-        (2, "fsdp2", "write", "exp_avg.safetensors", 2),
-        (1, "one", "sync", "exp_avg.safetensors", 1),
-        (2, "fsdp2", "rename", "", 1),
-        (1, "one", "rename", "", 2),
-    ],
-)
-def test_a_rank_is_killed_while_the_new_cut_is_written(
-    jobs: Jobs, tmp_path: Path, num: int, kind: str, what: str, path: str, nth: int
-) -> None:
-    steps = expected(jobs, tmp_path / "whole", 8, is_plain=True)
-    go_on(jobs, tmp_path, 3, "ddp", 0)
-    go_on(jobs, tmp_path, 3, "ddp", 2)
-    calls = [["open"], ["restore"], ["kill_at", what, path, nth], *GO_ON[2:]]
-    ranks = jobs.run(
-        tmp_path,
-        [calls, *[[*GO_ON]] * (num - 1)],
-        given=True,
-        kind=kind,
-        widths=WIDTHS,
-    )
-    assert ranks[0].status == -9, ranks[0].outcomes
-    first = int(newest(tmp_path).name.removeprefix("step-"))
-    assert first in (4, 6), "nothing that was sealed is lost"
-    assert go_on(jobs, tmp_path, 2, "ddp", first) == steps[first + 1]
-    with offload.open_checkpoint(tmp_path / "run") as checkpoint:
-        assert checkpoint.verify().ok

@@ -1,12 +1,14 @@
 """FSDP2 over several hosts: each rank has its shard of the model on its own host.
 
-The hosts are directories of one machine, as in `test_hosts`.
+The hosts are directories of one machine, as in `test_hosts`. Other ranks go on if each sees the
+directories that it needs.
 """
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,28 +19,45 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 import offload
 from offload.errors import CheckpointError, DamagedError
 from tests.numerics.reference import bits
-from tests.ranks_training.calls import Model
+from tests.ranks_training.cases import (
+    ROUND,
+    Calls,
+    Case,
+    contents,
+    durable,
+    errors,
+    in_memory,
+    names,
+    newest,
+    of_each,
+    on,
+    opened,
+    refused,
+    require_success,
+    run_all,
+    run_cases,
+    values,
+)
+from tests.ranks_training.models import Model
 from tests.ranks_training.rank_server import Jobs
-from tests.ranks_training.test_hosts import ROUND, names, on, refused, run_all
 from tests.ranks_training.test_readers import content
+from tests.stores.files import flip_on_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 WIDTHS = (5, 7, 3)
 SHARD = "model/shard-{:05}-model-00001-of-00001.safetensors"
+AGAIN: Calls = [["restore"], *ROUND]
+BEGUN = [[*on(host), *ROUND] for host in "ab"]
+GO_ON = [[*on(host), *AGAIN] for host in "ab"]
 
 
-def flip(path: Path) -> None:
-    """Change the last byte of a file."""
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def newest_shard(folder: Path, owner: int) -> Path:
-    """Return the shard file of the part that an owner on host b has written last."""
-    tables = (folder / f"b/owner-{owner}").glob("part-*/table.json")
-    return max(tables, key=lambda path: path.stat().st_mtime_ns).parent / SHARD.format(owner + 1)
+def verified(first: Path, *parts: Path) -> int:
+    """Return the step of a checkpoint, all of which is seen and whole."""
+    with offload.open_checkpoint(first, parts=parts) as checkpoint:
+        report = checkpoint.verify()
+        assert (report.ok, report.not_seen) == (True, ())
+        return int(checkpoint.step)
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
@@ -48,92 +67,112 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("hosts", "kind"), [("ab", "fsdp2"), ("aabb", "fsdp2"), ("ab", "mixed")])
+@pytest.mark.parametrize(
+    ("hosts", "kinds"), [("ab", ["fsdp2", "mixed", "tp"]), ("aabb", ["fsdp2"])]
+)
 def test_stopped_and_resumed_they_have_the_bits_of_memory(
-    jobs: Jobs, tmp_path: Path, hosts: str, kind: str
+    jobs: Jobs, tmp_path: Path, hosts: str, kinds: list[str]
 ) -> None:
-    plain, several = tmp_path / "plain", tmp_path / "several"
-    plain.mkdir()
-    several.mkdir()
-    size, setting = len(hosts), {"kind": kind, "given": kind == "mixed"}
-    in_memory = [["open"], ["step"], ["step"], ["step"], ["write_values", "values.safetensors"]]
-    expected = run_all(jobs, plain, [in_memory] * size, **setting, is_plain=True)
-    begin, again = [*ROUND, *ROUND], [["restore"], *ROUND]
-    run_all(jobs, several, [[*on(host), *begin] for host in hosts], **setting)
-    found = run_all(jobs, several, [[*on(host), *again] for host in hosts], **setting)
-    assert [rank.of("restore")["value"] for rank in found] == [
-        [2, {"step": 2, "rank": number}] for number in range(size)
-    ]
-    wanted = [[o["value"] for o in rank.outcomes if o["call"] == "step"][-1] for rank in expected]
-    assert [rank.of("step")["value"] for rank in found] == wanted
-    assert names(several) == sorted(
-        [f"{host}/owner-{rank}" for rank, host in enumerate(hosts) if rank]
-        + ["a/step-00000002", "a/step-00000003"]
-    )
+    """With tensor parallelism, columns of one host alternate with those of another."""
+    size, write = len(hosts), ["write_values", "values.safetensors"]
+    cases: dict[str, Case] = {}
+    for kind in kinds:
+        setting: dict[str, Any] = {"kind": kind, "given": kind != "fsdp2"}
+        if kind == "tp":
+            setting["widths"] = (6, 8, 4)
+        plain, how = in_memory(3, size, **setting)
+        cases[f"memory-{kind}"] = ([[*calls, write] for calls in plain], how)
+        cases[kind] = ([[*on(host), *ROUND, *ROUND] for host in hosts], setting)
+        cases[f"{kind}/again"] = ([[*on(host), *AGAIN] for host in hosts], setting)
+    played = run_cases(jobs, tmp_path, cases)
+    for ranks in played.values():
+        require_success(ranks)
+    for kind in kinds:
+        found, several = played[f"{kind}/again"], tmp_path / kind
+        assert of_each(found, "restore") == [[2, {"step": 2, "rank": n}] for n in range(size)]
+        assert of_each(found, "step") == of_each(played[f"memory-{kind}"], "step")
+        assert names(several) == sorted(
+            [f"{host}/owner-{rank}" for rank, host in enumerate(hosts) if rank]
+            + ["a/step-00000002", "a/step-00000003"]
+        )
+        step = several / "a/step-00000003"
+        assert not (step / "model.safetensors").exists()
+        assert (step / SHARD.format(1)).exists()
+        verified(several / "a", several / "b")
+        with offload.open_checkpoint(several / "a", parts=[several / "b"]) as checkpoint:
+            assert checkpoint.train_states == [{"step": 3, "rank": rank} for rank in range(size)]
+            offload.export_checkpoint(checkpoint, several / "hf", "hf")
+        expected = load_file(tmp_path / f"memory-{kind}/values.safetensors")
+        assert same(load_file(several / "hf/model.safetensors"), expected), kind
+    if size == 4:
+        require_torch_reads_shard_files(several)
+
+
+def require_torch_reads_shard_files(several: Path) -> None:
+    """Let torch read the shard files in one folder; some ranks have none of a small parameter."""
+    folder = several / "joined"
+    folder.mkdir()
     step = several / "a/step-00000003"
-    assert not (step / "model.safetensors").exists()
-    assert (step / SHARD.format(1)).exists()
-    with offload.open_checkpoint(several / "a", parts=[several / "b"]) as checkpoint:
-        report = checkpoint.verify()
-        assert (report.ok, report.not_seen) == (True, ())
-        assert checkpoint.train_states == [{"step": 3, "rank": rank} for rank in range(size)]
-        offload.export_checkpoint(checkpoint, tmp_path / "hf", "hf")
-    assert same(
-        load_file(tmp_path / "hf/model.safetensors"), load_file(plain / "values.safetensors")
-    )
+    with offload.open_checkpoint(step, parts=[several / "b"]) as checkpoint:
+        found = [step / "model", *[Path(owner.path) / "model" for owner in checkpoint.owners]]
+    for path in found:
+        shutil.copy(next(path.iterdir()), folder)
+    assert len([*folder.iterdir()]) == 4
+    model = Model(WIDTHS).bfloat16()
+    offload.load_parameters(model, several / "a", parts=[several / "b"])
+    read = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
+    dcp.load(read, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert same(read, dict(model.state_dict()))
 
 
 def test_exports_are_byte_for_byte_those_of_one_host(jobs: Jobs, tmp_path: Path) -> None:
-    """Also of copies of the directories, which one host sees; and the model is loaded from them."""
-    one, several = tmp_path / "one", tmp_path / "several"
-    one.mkdir()
-    several.mkdir()
-    run_all(jobs, one, [[["open"], *ROUND]] * 2, kind="fsdp2")
-    run_all(jobs, several, [[*on(host), *ROUND] for host in "ab"], kind="fsdp2")
-    for name in "ab":
-        shutil.copytree(several / name, tmp_path / "copies" / name)
-    shutil.rmtree(several)
-    store, parts = tmp_path / "copies/a", [tmp_path / "copies/b"]
+    """Also of copies of the directories, which one host sees; and the model is loaded from them.
+
+    Each host says what it sees.
+    """
+    cases: dict[str, Case] = {"one": ([[["open"], *ROUND]] * 2, {}), "several": (BEGUN, {})}
+    for ranks in run_cases(jobs, tmp_path, cases, kind="fsdp2").values():
+        require_success(ranks)
+    shutil.copytree(tmp_path / "several", tmp_path / "copies")
+    store, other = tmp_path / "copies/a", tmp_path / "copies/b"
+    shutil.rmtree(tmp_path / "several")
     for kind in ("pt", "hf", "safetensors", "dcp"):
         found = []
-        for path, given in ((one / "run", []), (store, parts)):
+        for path, given in ((tmp_path / "one/run", []), (store, [other])):
             with offload.open_checkpoint(path, parts=given) as checkpoint:
                 offload.export_checkpoint(checkpoint, path.parent / kind, kind)
             found.append(content(path.parent / kind))
             found[-1].pop(".metadata", None)  # torch puts a random number into the file
         assert found[0] == found[1], kind
-    values = load_file(one / "hf/model.safetensors")
     model = Model(WIDTHS).bfloat16()
     with pytest.raises(CheckpointError, match=r"the part of owner 1 .* not seen here"):
         offload.load_parameters(model, store)
-    assert offload.load_parameters(model, store, parts=parts) == 1
-    assert same(dict(model.state_dict()), values)
+    assert offload.load_parameters(model, store, parts=[other]) == 1
+    assert same(dict(model.state_dict()), load_file(tmp_path / "one/hf/model.safetensors"))
+
+    (info,) = offload.list_checkpoints(store, parts=[])
+    assert info.valid
+    (part,) = info.not_seen
+    assert part.endswith("b/owner-1/part-1")
     lacking = pytest.raises(CheckpointError, match=r"owner 1 \(sealed at .*parts=")
-    with offload.open_checkpoint(store) as checkpoint, lacking:
-        offload.export_checkpoint(checkpoint, tmp_path / "out", "hf")
+    with offload.open_checkpoint(store, parts=[]) as checkpoint:
+        assert (checkpoint.verify().ok, checkpoint.verify().not_seen) == (True, (part,))
+        with lacking:
+            offload.export_checkpoint(checkpoint, tmp_path / "out", "hf")
     assert not (tmp_path / "out").exists()
-
-
-def test_torch_reads_the_shard_files_if_they_are_in_one_folder(jobs: Jobs, tmp_path: Path) -> None:
-    """With four ranks, some of them have no elements of a small parameter."""
-    run_all(jobs, tmp_path, [[*on(host), *ROUND] for host in "aabb"], kind="fsdp2")
-    folder = tmp_path / "joined"
-    folder.mkdir()
-    for path in [*tmp_path.glob("*/step-*/model/*"), *tmp_path.glob("*/owner-*/part-*/model/*")]:
-        shutil.copy(path, folder)
-    assert len([*folder.iterdir()]) == 4
-    model = Model(WIDTHS).bfloat16()
-    offload.load_parameters(model, tmp_path / "a", parts=[tmp_path / "b"])
-    found = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
-    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    assert same(found, dict(model.state_dict()))
+    with offload.open_checkpoint(store, parts=[other]) as checkpoint:
+        shards = [name for name in checkpoint.files if "shard-" in name]
+        assert len(shards) == 2
+    with pytest.raises(CheckpointError, match=r"owner-1/part-1 of generation 1\).*look there"):
+        offload.open_checkpoint(other)
 
 
 def test_a_flipped_byte_in_a_shard_file_is_found_and_named(jobs: Jobs, tmp_path: Path) -> None:
     """By verification, and by restore(), which goes on from the checkpoint before."""
     run_all(jobs, tmp_path, [[*on(host), *ROUND, *ROUND] for host in "ab"], kind="fsdp2")
-    path = newest_shard(tmp_path, 1)
-    flip(path)
+    with offload.open_checkpoint(tmp_path / "a", parts=[tmp_path / "b"]) as checkpoint:
+        path = Path(checkpoint.owners[0].path) / SHARD.format(2)
+    flip_on_disk(path, path.stat().st_size - 1)
     with offload.open_checkpoint(tmp_path / "a", parts=[tmp_path / "b"]) as checkpoint:
         report = checkpoint.verify()
         assert [str(path) in problem for problem in report.problems] == [True]
@@ -142,26 +181,14 @@ def test_a_flipped_byte_in_a_shard_file_is_found_and_named(jobs: Jobs, tmp_path:
             offload.export_checkpoint(checkpoint, tmp_path / "out", "hf")
     with pytest.raises(DamagedError, match=str(path)):
         offload.load_parameters(Model(WIDTHS).bfloat16(), tmp_path / "a", parts=[tmp_path / "b"])
-    for rank in run_all(
-        jobs, tmp_path, [[*on(host), ["restore"], *ROUND] for host in "ab"], kind="fsdp2"
-    ):
-        assert rank.of("restore")["value"][0] == 1
-        assert rank.of("result")["value"] == 2
-    with offload.open_checkpoint(tmp_path / "a", parts=[tmp_path / "b"]) as checkpoint:
-        assert (checkpoint.step, checkpoint.verify().ok) == (2, True)
+    ranks = run_all(jobs, tmp_path, GO_ON, kind="fsdp2")
+    assert [step for step, _ in of_each(ranks, "restore")] == [1, 1]
+    assert verified(tmp_path / "a", tmp_path / "b") == 2
 
 
 @pytest.mark.parametrize(
     ("victim", "kind", "text"),
-    [
-        (1, "sync", "b/owner-1/part-2/model"),
-        (0, "rename", "step-"),
-        pytest.param(1, "write_bytes", "b/owner-1/part-2/model", marks=pytest.mark.slow),
-        pytest.param(1, "sync_dir", "b/owner-1/part-2/model", marks=pytest.mark.slow),
-        pytest.param(1, "write_bytes", "b/owner-1/part-2/table.json", marks=pytest.mark.slow),
-        pytest.param(0, "sync_dir", "model", marks=pytest.mark.slow),
-        pytest.param(0, "sync_dir", "a", marks=pytest.mark.slow),
-    ],
+    [(1, "sync", "b/owner-1/part-2/model"), (0, "rename", "step-")],
 )
 def test_a_rank_is_killed_in_a_seal_and_the_hosts_resume_one_step(
     jobs: Jobs, tmp_path: Path, victim: int, kind: str, text: str
@@ -174,150 +201,179 @@ def test_a_rank_is_killed_in_a_seal_and_the_hosts_resume_one_step(
     ranks = jobs.run(tmp_path, calls, kind="fsdp2")
     assert ranks[victim].status == -9
     assert ranks[1 - victim].has_come_to_its_end, ranks[1 - victim].errors
-    durable = [one["value"] for rank in ranks for one in rank.outcomes if one["call"] == "sealed"]
-    again = [["restore"], *ROUND, *ROUND]
-    found = run_all(jobs, tmp_path, [[*on(host), *again] for host in "ab"], kind="fsdp2")
-    (step,) = {rank.of("restore")["value"][0] for rank in found}
-    assert step >= max(durable, default=1)
-    with offload.open_checkpoint(tmp_path / "a", parts=[tmp_path / "b"]) as checkpoint:
-        assert checkpoint.verify().ok
-    expected = tmp_path / "plain"
-    expected.mkdir()
-    in_memory = [["open"], *[["step"]] * (step + 2)]
-    plain = run_all(jobs, expected, [in_memory] * 2, kind="fsdp2", is_plain=True)
-    last = [[o["value"] for o in rank.outcomes if o["call"] == "step"][-1] for rank in plain]
-    assert [[o["value"] for o in r.outcomes if o["call"] == "step"][-1] for r in found] == last
+    cases: dict[str, Case] = {"": (GO_ON, {}), "memory": in_memory(4)}
+    played = run_cases(jobs, tmp_path, cases, kind="fsdp2")
+    require_success(played[""])
+    (step,) = {step for step, _ in of_each(played[""], "restore")}
+    assert step >= durable(ranks)
+    verified(tmp_path / "a", tmp_path / "b")
+    plain = [values(rank, "step")[step] for rank in played["memory"]]
+    assert of_each(played[""], "step") == plain
 
 
-def test_a_seal_that_fails_on_one_host_leaves_the_checkpoints_whole(
+def test_failed_seals_and_pins_leave_whole_checkpoints_and_few_parts(
     jobs: Jobs, tmp_path: Path
 ) -> None:
-    """The next seal goes into the same part; no checkpoint named it."""
-    calls = []
-    for host in "ab":
-        failing = [["fail", "sync", "owner-1/part-2/model", 1]] if host == "b" else []
-        calls.append([*on(host), *ROUND, *failing, ["step"], ["checkpoint"], ["settle"], ["close"]])
-    ranks = jobs.run(tmp_path, calls, kind="fsdp2")
-    for rank in ranks:
-        assert "owner-1/part-2/model" in rank.of("settle")["value"], rank.outcomes
-    with offload.open_checkpoint(tmp_path / "a", parts=[tmp_path / "b"]) as checkpoint:
-        assert (checkpoint.step, checkpoint.verify().ok) == (1, True)
-    found = run_all(jobs, tmp_path, [[*on(h), ["restore"], *ROUND] for h in "ab"], kind="fsdp2")
-    assert [rank.of("result")["value"] for rank in found] == [2, 2]
+    """After a seal that failed on one host, the next one goes into the same part.
 
-
-def test_parts_with_shard_files_are_used_again_and_pinned_ones_are_kept(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    """Each host keeps two checkpoints, a pinned one, and one part to write; unchanged: none."""
-    calls = [*ROUND, ["pin", "first"], *ROUND, *ROUND, *ROUND, ["checkpoint"], ["result"]]
-    run_all(jobs, tmp_path, [[*on(host), *calls] for host in "ab"], kind="fsdp2")
-    steps = [1, 3, 4]
-    assert [path.name for path in sorted((tmp_path / "a").glob("step-*"))] == [
-        f"step-{step:08}" for step in steps
-    ]
-    for step in steps:
-        path = tmp_path / f"a/step-{step:08}"
-        with offload.open_checkpoint(path, parts=[tmp_path / "b"]) as checkpoint:
-            assert checkpoint.verify().ok
-    assert len([*(tmp_path / "b/owner-1").glob("part-*")]) <= 4
-    restored = [["restore", 1], ["bits"], ["unpin", "first"], *ROUND, *ROUND]
-    run_all(
-        jobs,
-        tmp_path,
-        [[*on(host), ["restore", 1, {"discard_newer": True}], *restored[1:]] for host in "ab"],
-        kind="fsdp2",
-    )
-    with offload.open_checkpoint(tmp_path / "a", parts=[tmp_path / "b"]) as checkpoint:
-        assert (checkpoint.step, checkpoint.verify().ok) == (3, True)
-
-
-def test_each_host_says_what_it_sees_of_a_sharded_checkpoint(jobs: Jobs, tmp_path: Path) -> None:
-    run_all(jobs, tmp_path, [[*on(host), *ROUND] for host in "ab"], kind="fsdp2")
-    part = str(tmp_path / "b/owner-1/part-1")
-    (info,) = offload.list_checkpoints(tmp_path / "a", parts=[])
-    assert (info.valid, info.not_seen) == (True, (part,))
-    with offload.open_checkpoint(tmp_path / "a", parts=[]) as checkpoint:
-        report = checkpoint.verify()
-        assert (report.ok, report.not_seen) == (True, (part,))
-        with pytest.raises(CheckpointError, match="owner 1"):
-            offload.export_checkpoint(checkpoint, tmp_path / "out", "safetensors")
-    with offload.open_checkpoint(tmp_path / "a", parts=[tmp_path / "b"]) as checkpoint:
-        sizes = checkpoint.files
-        assert sizes[SHARD.format(1)] == (Path(checkpoint.path) / SHARD.format(1)).stat().st_size
-        assert sizes[f"{part}/{SHARD.format(2)}"] == Path(part, SHARD.format(2)).stat().st_size
-    with pytest.raises(CheckpointError, match=r"owner-1/part-1 of generation 1\).*look there"):
-        offload.open_checkpoint(tmp_path / "b")
-
-
-def test_tensor_parallel_layers_over_hosts(jobs: Jobs, tmp_path: Path) -> None:
-    """Columns of one host alternate with those of another; shard files have any box."""
-    one, several = tmp_path / "one", tmp_path / "several"
-    one.mkdir()
-    several.mkdir()
-    setting = {"kind": "tp", "widths": (6, 8, 4), "given": True}
-    run_all(jobs, one, [[["open"], *ROUND]] * 2, **setting)
-    expected = run_all(jobs, one, [[["open"], ["restore"], *ROUND]] * 2, **setting)
-    run_all(jobs, several, [[*on(host), *ROUND] for host in "ab"], **setting)
-    again = [["restore"], *ROUND]
-    found = run_all(jobs, several, [[*on(host), *again] for host in "ab"], **setting)
-    assert [r.of("step")["value"] for r in found] == [r.of("step")["value"] for r in expected]
-    for kind in ("hf", "safetensors"):
-        for path, given in ((one / "run", []), (several / "a", [several / "b"])):
-            with offload.open_checkpoint(path, parts=given) as checkpoint:
-                assert checkpoint.verify().ok
-                offload.export_checkpoint(checkpoint, path.parent / kind, kind)
-        assert content(one / kind) == content(several / kind)
+    Each host keeps two checkpoints, a pinned one, and one part to write; unchanged: none.
+    """
+    pinned: Calls = [*ROUND, ["pin", "first"], *ROUND, *ROUND, *ROUND, *ROUND[1:]]
+    fails = ["fail", "sync", "owner-1/part-2/model", 1]
+    failed: Calls = [["step"], ["checkpoint"], ["settle"], ["close"]]
+    back: Calls = [["restore", 1, {"discard_newer": True}], ["unpin", "first"], *ROUND, *ROUND]
+    cases: dict[str, Case] = {
+        "failed": ([[*BEGUN[0], *failed], [*BEGUN[1], fails, *failed]], {}),
+        "pinned": ([[*on(host), *pinned] for host in "ab"], {}),
+    }
+    played = run_cases(jobs, tmp_path, cases, kind="fsdp2")
+    require_success(played["pinned"])
+    assert all("owner-1/part-2/model" in said for said in of_each(played["failed"], "settle"))
+    assert verified(tmp_path / "failed/a", tmp_path / "failed/b") == 1
+    folder = tmp_path / "pinned"
+    found = sorted((folder / "a").glob("step-*"))
+    assert [verified(path, folder / "b") for path in found] == [1, 3, 4]
+    assert len([*(folder / "b/owner-1").glob("part-*")]) <= 4
+    cases = {"failed": (GO_ON, {}), "pinned": ([[*on(host), *back] for host in "ab"], {})}
+    played = run_cases(jobs, tmp_path, cases, kind="fsdp2")
+    for ranks in played.values():
+        require_success(ranks)
+    assert of_each(played["failed"], "result") == [2, 2]
+    assert verified(folder / "a", folder / "b") == 3
 
 
 def test_a_sharded_checkpoint_goes_on_where_all_parts_are_seen(jobs: Jobs, tmp_path: Path) -> None:
     """In the same sharding, with other ranks, and by one process; then there is one model file."""
-    run_all(jobs, tmp_path, [[*on(host), *ROUND] for host in "ab"], kind="fsdp2", given=True)
+    run_all(jobs, tmp_path, BEGUN, kind="fsdp2", given=True)
     shutil.move(tmp_path / "b/owner-1", tmp_path / "a/owner-1")
     shutil.rmtree(tmp_path / "b")
-    (tmp_path / "a").rename(tmp_path / "run")
-    store = tmp_path / "run"
-    go_on = [["open"], ["restore"], *ROUND, ["whole"], ["close"]]
-    whole = [["open"], *[["step"]] * 5, ["whole"]]
-    (tmp_path / "plain").mkdir()
-    for step, (num, kind) in enumerate([(2, "fsdp2"), (3, "ddp"), (1, "one"), (2, "fsdp2")], 2):
+    store = (tmp_path / "a").rename(tmp_path / "run")
+    go_on: Calls = [["open"], ["restore"], *ROUND, ["whole"], ["close"]]
+    for step, (num, kind) in enumerate([(2, "fsdp2"), (3, "ddp"), (1, "one")], 2):
         found = run_all(jobs, tmp_path, [go_on] * num, kind=kind, given=True)
         assert found[0].of("result")["value"] == step
-        assert (store / f"step-{step:08}/model.safetensors").exists()
-        with offload.open_checkpoint(store) as checkpoint:
-            assert checkpoint.verify().ok
+        assert (newest(store) / "model.safetensors").exists()
+        assert verified(store) == step
+    whole = [["open"], *[["step"]] * 4, ["whole"]]
     (plain,) = run_all(jobs, tmp_path / "plain", [whole], kind="one", given=True, is_plain=True)
     assert found[0].of("whole")["value"] == plain.of("whole")["value"]
 
 
-def test_other_ranks_on_the_hosts_are_refused_by_name(jobs: Jobs, tmp_path: Path) -> None:
-    run_all(jobs, tmp_path, [[*on(host), *ROUND] for host in "ab"], kind="fsdp2")
-    before = names(tmp_path)
-    for message in refused_restores(jobs, tmp_path, "abb"):
-        assert "several hosts" in message
-    for message in refused(jobs, tmp_path, [on(host) for host in "ac"]):
-        assert "has parts of owner 1, and no rank sees them" in message
-    assert [name for name in names(tmp_path) if "step" in name] == [
-        n for n in before if "step" in n
-    ]
-    found = run_all(jobs, tmp_path, [[*on(h), ["restore"], *ROUND] for h in "ab"], kind="fsdp2")
-    assert [rank.of("result")["value"] for rank in found] == [2, 2]
+FOUR = [on("a"), on("a"), on("b"), on("bc")]
+"""Four ranks on three hosts."""
+
+TWO = [on("a"), on("b", "b", "bc")]
+"""Two ranks on two hosts; the drive of the third is mounted on the second."""
+
+MORE = [on("a"), on("a"), on("b", "b", "bc"), on("b", "b", "bc")]
+"""Four ranks on these two hosts."""
+
+HERE = [opened("a", "b", "bc")]
+"""A rank on a host that sees all directories."""
+
+SETTING: dict[str, Any] = {
+    "kind": "fsdp2",
+    "given": True,
+    "widths": (8, 16, 4),
+    "frozen_elements": 4,
+}
+"""All sizes are multiples of 4, so two shards of four ranks are one of two ranks."""
+
+
+def expected(jobs: Jobs, folder: Path, last: int, **setting: Any) -> list[Any]:
+    """Return what parameters are after each step in one process, in memory if state is exact."""
+    calls = [["open"], ["whole"], *[["step"], ["whole"]] * last]
+    setting = {"is_plain": not setting.get("options"), **setting}
+    (rank,) = run_all(jobs, folder, [calls], **{**SETTING, "kind": "one", **setting})
+    return values(rank, "whole")
+
+
+def go_on(jobs: Jobs, folder: Path, hosts: list[Any], last: int, **setting: Any) -> Any:
+    """Let ranks continue, take a step and seal it; return their parameters."""
+    calls = [[*host, *AGAIN, ["whole"], ["close"]] for host in hosts]
+    ranks = run_all(jobs, folder, calls, **{**SETTING, **setting})
+    for rank in ranks:
+        assert (rank.of("restore")["value"] or [0])[0] == last - 1
+        assert rank.of("result")["value"] == last
+        assert rank.of("whole")["value"] == ranks[0].of("whole")["value"]
+    return ranks[0].of("whole")["value"]
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}], ids=["exact", "bfloat16"])
+def test_fewer_ranks_on_fewer_hosts_and_more_again(
+    jobs: Jobs, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Parts that no checkpoint names are removed from all hosts; then one host sees them all."""
+    store = tmp_path / "hosts"
+    steps = expected(jobs, tmp_path / "plain", 6, options=options)
+    chain = [FOUR, TWO, TWO, MORE, TWO, HERE * 3][: 6 if not options else 3]
+    for last, hosts in enumerate(chain, 1):
+        assert go_on(jobs, store, hosts, last, options=options) == steps[last], last
+        verified(store / "a", store / "b", store / "bc")
+        if last == 2:
+            assert [*store.glob("bc/owner-3/part-*")], "the checkpoint of step 1 needs it"
+            verified(store / "a/step-00000001", store / "b", store / "bc")
+    assert not [*store.glob("bc/owner-3/part-*")]
+
+
+def test_other_ranks_that_lack_what_they_need_are_named_and_nothing_changes(
+    jobs: Jobs, tmp_path: Path
+) -> None:
+    """State of another rank, a frozen parameter, or a host that is lost for good."""
+    store = tmp_path / "hosts"
+    go_on(jobs, store, FOUR, 1, frozen_elements=5)
+    before, setting = contents(store), {**SETTING, "frozen_elements": 5}
+    three = [on("a"), on("b", "b", "bc"), on("b", "b", "bc")]
+    for message in refused(jobs, store, [[*host, ["restore"]] for host in three], **setting):
+        assert "of these" in message
+        assert "name them in directory=" in message
+    # All state is seen. Of five frozen elements, the second of two ranks needs the fourth.
+    calls = [[*host, ["whole"], ["restore"], ["whole"], ["step"], ["close"]] for host in TWO]
+    for rank in jobs.run(store, calls, **setting):
+        restore, step = errors(rank)
+        assert restore["error"] == "RanksError"
+        assert (
+            "this one needs 'frozen' [3:5,], and its host sees 1 of these 2" in (restore["message"])
+        )
+        assert "restore" in step["message"], "it would begin anew"
+        first, last = values(rank, "whole")
+        assert first == last
+    assert contents(store) == before
+    go_on(jobs, store, FOUR, 2, frozen_elements=5)
+    shutil.rmtree(store / "bc")
+    for message in refused(jobs, store, [on("a"), on("b")], **setting):
+        assert "owner 3, and no rank sees them" in message
 
 
 def test_a_model_in_one_file_does_not_go_on_in_shards_of_several_hosts(
     jobs: Jobs, tmp_path: Path
 ) -> None:
     """The state of both ranks would be seen; the model of the second one would not."""
-    run_all(jobs, tmp_path, [[*on("a", "a"), *ROUND], [*on("a", "a"), *ROUND]], kind="fsdp2")
+    run_all(jobs, tmp_path, [[*on("a"), *ROUND]] * 2, kind="fsdp2")
     (tmp_path / "b").mkdir()
     shutil.move(tmp_path / "a/owner-1", tmp_path / "b/owner-1")
-    for message in refused_restores(jobs, tmp_path, "ab"):
+    calls = [[*on(host), ["restore"]] for host in "ab"]
+    for message in refused(jobs, tmp_path, calls, kind="fsdp2"):
         assert "has its model in one file on one host" in message
 
 
-def refused_restores(jobs: Jobs, folder: Path, hosts: str) -> list[str]:
-    """Let ranks with shards restore, which must fail on all of them; return the messages."""
-    calls = [[*on(host), ["restore"]] for host in hosts]
-    ranks = jobs.run(folder, calls, kind="fsdp2")
-    assert all(rank.of("restore")["error"] for rank in ranks), [rank.outcomes for rank in ranks]
-    return [rank.of("restore")["message"] for rank in ranks]
+@pytest.mark.parametrize(
+    ("victim", "what", "path", "hosts"),
+    [(1, "create", "owner-2", MORE), (0, "rename", "", TWO)],
+    ids=["create", "rename"],
+)
+def test_a_rank_is_killed_while_the_new_cut_is_written(
+    jobs: Jobs, tmp_path: Path, victim: int, what: str, path: str, hosts: list[Any]
+) -> None:
+    store = tmp_path / "hosts"
+    steps = expected(jobs, tmp_path / "plain", 4)
+    go_on(jobs, store, FOUR, 1)
+    go_on(jobs, store, FOUR, 2)
+    calls = [[*host, *AGAIN, ["close"]] for host in TWO]
+    calls[victim].insert(3, ["kill_at", what, path])
+    ranks = jobs.run(store, calls, **SETTING)
+    assert ranks[victim].status == -9, ranks[victim].outcomes
+    first = int(newest(store / "a").name.removeprefix("step-"))
+    assert first in (2, 3), "nothing that was sealed is lost"
+    assert go_on(jobs, store, hosts, first + 1) == steps[first + 1]
+    verified(store / "a", store / "b", store / "bc")

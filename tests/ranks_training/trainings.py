@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import offload
 from offload import DriveTuning, Options
 from tests.limits import AGREEMENT_S
 from tests.numerics.reference import bits
-
-Groups = Sequence[Mapping[str, Any]]
+from tests.ranks_training.calls import Calls
+from tests.ranks_training.models import Masters, local
 
 
 class Model(torch.nn.Module):
@@ -150,75 +150,11 @@ class Training:
         return Masters(self.optimizer, self.groups(model), self.hyper)
 
 
-class Masters:
-    """A torch optimizer of FP32 masters of this rank's memory of each parameter."""
-
-    def __init__(self, name: str, groups: Groups, hyper: Mapping[str, Any]) -> None:
-        self._masters: dict[torch.Tensor, torch.Tensor] = {}
-        self.inner = getattr(torch.optim, name)([self._on_masters(g) for g in groups], **hyper)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the optimizer."""
-        return self.inner.param_groups  # type: ignore[no-any-return]
-
-    def add_param_group(self, group: Mapping[str, Any]) -> None:
-        """Add parameters."""
-        self.inner.add_param_group(self._on_masters(group))
-
-    def _on_masters(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        own = {p: local(p).detach().clone().float() for p in group["params"]}
-        self._masters |= own
-        return {**group, "params": [*own.values()]}
-
-    def take_gradients(self, factor: float = 1.0) -> None:
-        """Upcast the gradients of the parameters, and multiply them."""
-        for parameter, master in self._masters.items():
-            gradient = parameter.grad
-            master.grad = None
-            if gradient is not None:
-                master.grad = local(gradient).detach().clone().float() * factor
-
-    def step(self) -> None:
-        """Step the masters, and round them into the parameters."""
-        self.inner.step()
-        with torch.no_grad():
-            for parameter, master in self._masters.items():
-                if master.grad is not None:
-                    local(parameter).copy_(master)
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return masters with the gradients that were taken; those of DTensors are DTensors."""
-        found = []
-        for parameter, master in self._masters.items():
-            if master.grad is not None:
-                held = master.clone()
-                held.grad = master.grad
-                if isinstance(parameter.grad, DTensor):
-                    held = like(held, parameter)
-                    held.grad = like(master.grad, parameter)
-                found.append(held)
-        return found
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-def like(tensor: torch.Tensor, parameter: DTensor) -> DTensor:
-    """Return a DTensor of a local tensor, which is divided as a parameter is."""
-    mesh, shape, strides = parameter.device_mesh, parameter.shape, parameter.stride()
-    return DTensor.from_local(
-        tensor, mesh, parameter.placements, run_check=False, shape=shape, stride=strides
-    )
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the bits of this rank's memory, by name."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation may have left gathered parameters
     named = [*model.named_parameters(), *model.named_buffers()]
     return {name: bits(local(p)).clone() for name, p in named}
 
@@ -262,14 +198,33 @@ def _step_masters(
     if is_fp32 and training.clip is not None:
         training.clip_gradients(optimizer.gradients())
     if step != training.infinite:
-        optimizer.step()
+        optimizer.step_taken()
     elif scaler is not None:
         scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
 
 
-def compare(training: Training, folder: Path) -> list[Any]:
-    """Train in both ways; return where they differ."""
+def evaluate(training: Training, model: Any, step: int) -> float:
+    """Run the model as a validation does; return the loss."""
+    model.eval()
+    with torch.no_grad():
+        found = training.loss(model(training.data(1000 + step).to(training.dtype))).item()
+    model.train()
+    return float(found)
+
+
+def compare(training: Training, folder: Path, *, beside: bool = False) -> list[Any]:
+    """Train in both ways; return where they differ.
+
+    Args:
+        training: The training.
+        folder: New folder.
+        beside: Whether steps run beside the forward. Then nothing reads a parameter after a step
+            but the forward, an evaluation, and a checkpoint that nobody waits for.
+    """
     different: list[Any] = []
+    losses: dict[int, float] = {}
+    if beside:
+        training.options = {**training.options, "overlap": "forward"}
     expected: dict[int, dict[str, torch.Tensor]] = {}
     training.begin()
     model = training.wrap(training.build())
@@ -280,6 +235,8 @@ def compare(training: Training, folder: Path) -> list[Any]:
             model = training.wrap(model.module)
         model = training.before(step, model, optimizer)
         take_step(training, model, optimizer, step, scaler)
+        if beside:
+            losses[step] = evaluate(training, model, step)
         expected[step] = values(model)
     optimizer.close()
 
@@ -303,7 +260,12 @@ def compare(training: Training, folder: Path) -> list[Any]:
         for step in range(first, last + 1):
             model = training.before(step, model, optimizer)
             take_step(training, model, optimizer, step, scaler)
-            different += _differences(values(model), expected[step], step)
+            if beside:
+                optimizer.checkpoint({"step": step})
+                if evaluate(training, model, step) != losses[step]:
+                    different.append([step, "loss"])
+            if not beside or step == last:
+                different += _differences(values(model), expected[step], step)
         state = {"own": training.state(), "scaler": scaler and scaler.state_dict()}
         sealed = optimizer.checkpoint(state).result()
         if optimizer.checkpoint(state).result().generation != sealed.generation:
@@ -360,14 +322,8 @@ def _plain(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def find_training(name: str) -> type[Training]:
-    """Return a training by the module and the class that it is defined as, ``module:class``."""
+def compare_here(calls: Calls, name: str, **how: Any) -> list[Any]:
+    """Compare a training, ``module:class``, on this rank; see `compare`."""
     module, _, found = name.partition(":")
-    return getattr(importlib.import_module(f"tests.ranks_training.{module}"), found)  # type: ignore[no-any-return]
-
-
-def compare_here(name: str, folder: Path) -> list[Any]:
-    """Compare a training on this rank; see `compare`."""
-    folder = folder / name.partition(":")[2]
-    folder.mkdir(exist_ok=True)
-    return compare(find_training(name)(dist.get_rank(), dist.get_world_size()), folder)
+    training = getattr(importlib.import_module(f"tests.ranks_training.{module}"), found)
+    return compare(training(calls.rank, calls.size), calls.directory.parent, **how)

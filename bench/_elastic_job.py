@@ -20,7 +20,7 @@ import offload
 from tests.dying import dying
 from tests.numerics.reference import bits
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "docs/examples/elastic.py"
 
 TIMEOUT_S = 240.0
@@ -95,8 +95,7 @@ class ElasticJob:
         self._num_speaking = nodes
 
     def _listen(self, node: subprocess.Popen[str]) -> None:
-        assert node.stdout is not None
-        for line in node.stdout:
+        for line in node.stdout or ():
             self._said.put(line.rstrip("\n"))
         self._said.put(None)
 
@@ -166,8 +165,8 @@ class ElasticJob:
         for node, listener in zip(self.nodes, self._listeners, strict=True):
             node.wait()
             listener.join()
-            assert node.stdout is not None
-            node.stdout.close()
+            if node.stdout is not None:
+                node.stdout.close()
 
     def losses(self) -> dict[int, set[str]]:
         """Return the losses that were printed for each step, by all starts."""
