@@ -42,7 +42,9 @@ UNIT: Final = (
     "ranks_training/test_ddp.py",
     "ranks_training/test_fsdp2.py",
     "ranks_training/test_kills.py",
+    "tiers/test_arriving.py",
     "tiers/test_background.py",
+    "tiers/test_kills.py",
     "tiers/test_push_pull.py",
 )
 """Those of `INTEGRATION` that are of the tier `unit` all the same."""
@@ -62,8 +64,6 @@ ONE_IN: Final = {
     "bench/test_ranks.py::test_step": NEVER,
     "cli/test_demo.py::test_losses_that_differ_after_the_resume_fail_the_demo": NEVER,
     "exchange/test_exchange_memory.py": NEVER,
-    "integrations/test_transformers_resume.py::test_killed_between_saves_and_within_a_save": NEVER,
-    "integrations/test_transformers_traps.py::test_callbacks_after_a_step_find_its_parameters": 2,
     "kernel/test_copies.py::test_a_copy_goes_on_and_the_original_is_untouched": 4,
     "kernel/test_system_calls.py::test_a_system_call_fails_or_never_returns": 4,
     "numerics/test_memory.py": NEVER,
@@ -73,9 +73,8 @@ ONE_IN: Final = {
     "ranks_training/test_every_operation.py::test_opening": NEVER,
     "ranks_training/test_every_operation.py::test_restoring": 4,
     "torch_contract/test_published_optimizers.py::test_its_bits_or_a_refusal": NEVER,
-    "tiers/test_faults.py::test_a_killed_pull_offers_nothing_and_goes_on": 16,
-    "tiers/test_faults.py::test_a_killed_push_offers_nothing_and_goes_on": 16,
-    "tiers/test_faults.py::test_refusals_have_names_and_say_no_secrets": 2,
+    "tiers/test_kills.py::test_a_killed_pull_offers_nothing_and_goes_on": 24,
+    "tiers/test_kills.py::test_a_killed_push_offers_nothing_and_goes_on": 40,
 }
 """How many tests of a file below `tests`, or of a function, there are to each that is run."""
 
