@@ -284,7 +284,9 @@ def _full(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("call", "fails"), [("update", _full), ("update", _lost), ("wait", _lost)], ids=str
+    ("call", "fails"),
+    [("update", _full), ("update", _lost), ("wait", _lost)],
+    ids=["a full update", "a lost update", "a lost wait"],
 )
 def test_a_device_that_fails_in_a_step_leaves_the_checkpoint_whole(
     call, fails, device, compute, monkeypatch
