@@ -41,7 +41,8 @@ INTEGRATION: Final = (
 UNIT: Final = (
     "ranks_training/test_ddp.py",
     "ranks_training/test_fsdp2.py",
-    "ranks_training/test_kills.py",
+    "ranks_training/test_different_ranks.py::test_what_differs_is_named_by_the_constructor",
+    "ranks_training/test_kills.py::test_a_rank_is_killed",
     "tiers/test_arriving.py",
     "tiers/test_background.py",
     "tiers/test_kills.py",
@@ -72,6 +73,7 @@ ONE_IN: Final = {
     "ranks_training/test_elastic.py::test_a_run_goes_on_with_the_nodes_that_are_left": NEVER,
     "ranks_training/test_every_operation.py::test_opening": NEVER,
     "ranks_training/test_every_operation.py::test_restoring": 4,
+    "ranks_training/test_killed_recuts.py": 2,
     "torch_contract/test_published_optimizers.py::test_its_bits_or_a_refusal": NEVER,
     "tiers/test_kills.py::test_a_killed_pull_offers_nothing_and_goes_on": 24,
     "tiers/test_kills.py::test_a_killed_push_offers_nothing_and_goes_on": 40,

@@ -50,8 +50,9 @@ class Library:
 
 def of_accelerate(root: Path, kind: str) -> Positions:
     name = "optimizer.bin" if kind == "ddp" else "offload_reference.bin"
-    written = (root / "out/checkpoints").glob(f"*/{name}")  # none where a process was killed
-    found = [in_dict(path.parent, name) for path in written]
+    written = (root / "out/checkpoints").glob(f"*/{name}")
+    # A save that was killed may have left a folder too, whose checkpoint has been withdrawn since.
+    found = sorted(in_dict(path.parent, name) for path in written)
     return {f"accelerate-{step}": (step, generation) for step, generation in found}
 
 
