@@ -59,7 +59,7 @@ _NEAR = 16
 decorators."""
 
 
-def warn_unsealed(directory: str, step: int) -> None:
+def warn_unsealed(directory: str, step: int) -> bool:
     """Warn that `state_dict` returns a reference to a state that has not been sealed.
 
     The warning points at the caller of `state_dict`, two calls above the caller of this function.
@@ -68,6 +68,9 @@ def warn_unsealed(directory: str, step: int) -> None:
     Args:
         directory: The store's first directory.
         step: Optimizer steps taken.
+
+    Returns:
+        Whether it has warned.
     """
     lost = "the reference that state_dict() has returned cannot be resumed from"
     remedy = (
@@ -75,7 +78,7 @@ def warn_unsealed(directory: str, step: int) -> None:
     )
     for caller in islice(_callers(), _NEAR):
         if caller == _TAKES_BACK:
-            return
+            return False
         if caller in _SAVES:
             lost, do = _SAVES[caller]
             remedy = f"To seal it with each save, {do}"
@@ -86,6 +89,7 @@ def warn_unsealed(directory: str, step: int) -> None:
         RuntimeWarning,
         stacklevel=4,
     )
+    return True
 
 
 def how_to_resume() -> str:

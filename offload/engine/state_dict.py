@@ -56,10 +56,8 @@ def make_reference(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool)
         warn: Whether to warn if the state is not sealed.
     """
     position = engine.position
-    if warn and position.step and not position.sealed:
-        if not engine.has_warned:
-            warn_unsealed(engine.store.directory, position.step)
-        engine.has_warned = True
+    if warn and position.step and not position.sealed and not engine.has_warned:
+        engine.has_warned = warn_unsealed(engine.store.directory, position.step)
     return reference_to(position, torch_dict)
 
 
