@@ -12,6 +12,7 @@ nothing has to be recorded again because the library has changed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -78,10 +79,9 @@ CAMPAIGNS: Final = {
         ),
     ),
     "damage": Campaign(
-        "bits flipped in every file of a checkpoint, pages lost or torn, and hostile files",
+        "bits flipped and pages lost in every file of a checkpoint, and hostile files",
         (
             "tests/crash/test_flipped_bits.py",
-            "tests/crash/test_lost_writes.py",
             "tests/attacks",
         ),
         {"FLIPS_EVERY": "7"},
@@ -253,7 +253,8 @@ def _ran(
         except subprocess.TimeoutExpired:
             stopped = True
             process.send_signal(signal.SIGINT)  # pytest then reports what it has tried so far
-            status = process.wait(_GRACE_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(_GRACE_S)
         finally:
             process.kill()
     lines = said.read_text(errors="replace").replace(str(folder), "FOLDER").splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -42,6 +43,7 @@ from bench._harness import BenchError, Result, scratch
 from bench._model import Stack
 from bench._peer_protocol import Peer, PeerError
 from bench._statistics import MIN_PAIRS, alternate, judge, median_interval
+from bench.campaign import CAMPAIGNS
 from bench.replay import Plan, Replay
 from gds import PosixBackend, probe
 from offload.format.digests import ChunkDigests
@@ -115,6 +117,14 @@ def test_make_bench_runs_every_script_that_needs_nothing_special(quick: list[str
     assert {name for name, _ in commands} == scripts - by_hand
     assert commands[-1][0] == "report"
     assert all(("--quick --output" in rest) == bool(quick) for _, rest in commands[:-1])
+
+
+@pytest.mark.parametrize("name", CAMPAIGNS)
+def test_a_campaign_runs_what_is_there(name: str) -> None:
+    campaign = CAMPAIGNS[name]
+    assert campaign.tests or campaign.commands
+    assert [path for path in campaign.tests if not (ROOT / path).exists()] == []
+    assert [one for one, *_ in campaign.commands if importlib.util.find_spec(one) is None] == []
 
 
 @pytest.mark.parametrize("fio", ["with fio", "without fio"])
