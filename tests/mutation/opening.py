@@ -200,7 +200,7 @@ MUTATIONS = (
         except CheckpointError as error:
 """,
                 """\
-        except (CheckpointError, StorageError) as error:
+        except (CheckpointError, OSError) as error:
 """,
             ),
         ),

@@ -171,7 +171,7 @@ with leaving:
             if name != MANIFEST_NAME:
 """,
                 """\
-            if name not in (MANIFEST_NAME, MODEL_NAME):
+            if name not in (MANIFEST_NAME, "model.safetensors"):
 """,
             ),
         ),
@@ -322,7 +322,7 @@ with leaving:
 """,
             ),
         ),
-        ("tests/crash/test_concurrency.py",),
+        ("tests/crash/test_sealed_behind_training.py", "tests/crash/test_waiting_for_a_seal.py"),
     ),
     Mutation(
         "seal-same-generation",
