@@ -286,6 +286,16 @@ class TestOrder:
             train(model, optimizer, 1, 2, 3)
         return [str(op) for op in backend.log]
 
+    def test_parts_are_sealed_before_the_rename(self, log: list[str]) -> None:
+        commit = next(n for n, op in enumerate(log) if "to /first/run/step-00000001" in op)
+        own = [n for n, op in enumerate(log[:commit]) if "part-1/part.json" in op]
+        data = [n for n, op in enumerate(log[:commit]) if TWO in op and ".safetensors" in op]
+        assert log[own[-1]].startswith("sync ")
+        assert log[own[-2]].startswith("write ")
+        assert max(data) < own[-2], "written, then synced, before the part says that it is whole"
+        assert f"sync_dir {TWO}/part-1" in log[own[-1] : commit]
+        assert f"sync_dir {TWO}" in log[own[-1] : commit]
+
     def test_withdrawn_in_the_first_directory_first(self, log: list[str]) -> None:
         withdrawn = next(
             n for n, op in enumerate(log) if op.startswith("rename /first/run/step-00000001 to")

@@ -123,6 +123,7 @@ def _failed(copy: Path, tests: Sequence[str], timeout_s: float) -> str | None:
     """Return the first test that fails; an empty text if all pass, None if they do not end."""
     # Without compiled files: within a second, Python takes an edit for no edit.
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["FULL_TESTS"] = "1"  # not only the samples of the enumerations
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", "-rfE"]
     command += ["-p", "no:cacheprovider", f"--basetemp={copy.parent / 'tmp'}", *tests]
     with subprocess.Popen(

@@ -104,7 +104,11 @@ MUTATIONS = (
                 "            backend",
             ),
         ),
-        ("tests/crash/test_drives.py",),
+        (
+            "tests/crash/test_drives.py",
+            "tests/crash/test_store_directories.py",
+            "tests/crash/test_crash_points.py",
+        ),
     ),
     Mutation(
         "size-not-checked",
@@ -174,7 +178,7 @@ MUTATIONS = (
 """,
             ),
         ),
-        ("tests/crash/test_concurrency.py",),
+        ("tests/crash/test_readers_meanwhile.py", "tests/crash/test_what_readers_check.py"),
     ),
     Mutation(
         "lock-not-looked-at-before-the-commit",
@@ -252,7 +256,7 @@ pass
 """,
             ),
         ),
-        ("tests/crash/test_interrupted.py",),
+        ("tests/crash/test_verify_at_restore.py", "tests/crash/test_quarantine.py"),
     ),
     Mutation(
         "restore-half-way-goes-on",
