@@ -12,13 +12,7 @@ _COMMANDS = ("gds", "offload")
 
 
 def require_linux() -> None:
-    """Raise an error unless this Python runs on Linux.
-
-    Raises:
-        ImportError: The system is not Linux.
-        SystemExit: The system is not Linux, and a command of this package is running. Only the
-            message is printed then, without a traceback.
-    """
+    """Raise an error unless this Python runs on Linux."""
     if sys.platform.startswith("linux"):
         return
     message = (

@@ -50,12 +50,7 @@ class CuFileLibrary:
     """The functions of cuFile that transfer files."""
 
     def __init__(self) -> None:
-        """Load the library and open its driver.
-
-        Raises:
-            OSError: The library is missing.
-            RuntimeError: cuFile does not open its driver.
-        """
+        """Load the library and open its driver."""
         self._library = library = load()
         for name in ("cuFileDriverOpen", "cuFileHandleRegister"):
             getattr(library, name).restype = _Error

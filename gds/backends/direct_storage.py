@@ -85,17 +85,6 @@ class DirectStorage:
         """Open the file of a descriptor once more.
 
         Call this only if a child process has shown that cuFile does not hang.
-
-        Args:
-            library: KvikIO.
-            streams: Streams of the device.
-            path: Path of the file, for messages.
-            fd: Descriptor of the file.
-            writable: Whether to open the file for writing as well.
-            way: Way of the transfers; see the module.
-
-        Raises:
-            StorageError: cuFile does not take the file, or it cannot be loaded.
         """
         with library.cufile():
             self._calls: _Calls = (

@@ -164,14 +164,7 @@ class Hybrid:
         read_text: Callable[[str], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with a policy.
-
-        Args:
-            policy: Limits of the choice; None is the default policy.
-            read_text: Function that returns the text of a file in ``/proc``, or "" if it cannot
-                be read.
-            clock: Function that returns the current time in seconds.
-        """
+        """Start with a policy."""
         self.policy = policy or HybridPolicy()
         self._read_text = read_text or _read_text
         self._clock = clock
@@ -197,11 +190,7 @@ class Hybrid:
             return self._pressed
 
     def claim_memory(self, nbytes: int) -> bool:
-        """Claim memory for a file that is read repeatedly; returns whether it fits the share.
-
-        Args:
-            nbytes: Size of the file, in bytes.
-        """
+        """Claim memory for a file that is read repeatedly; returns whether it fits the share."""
         with self._lock:
             most = self.policy.reread_share * self._memory_bytes
             fits = self._claimed_bytes + nbytes <= most
@@ -405,11 +394,7 @@ class HybridFile:
 
 
 def _memory(text: str) -> tuple[int, int]:
-    """Return the machine's memory and the available memory, in bytes; 0 for a value not known.
-
-    Args:
-        text: Text of ``/proc/meminfo``.
-    """
+    """Return the machine's memory and the available memory, in bytes; 0 for a value not known."""
     found = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -420,11 +405,7 @@ def _memory(text: str) -> tuple[int, int]:
 
 
 def _stalled(text: str) -> float:
-    """Return the percentage of the last ten seconds in which a task waited for memory.
-
-    Args:
-        text: Text of ``/proc/pressure/memory``; the result is 0 if it holds no percentage.
-    """
+    """Return the percentage of the last ten seconds in which a task waited for memory."""
     for line in text.splitlines():
         words = line.split()
         if words[:1] == ["some"]:

@@ -247,17 +247,7 @@ class KvikioBackend(PosixBackend):
         return KvikioFile(self, path, descriptors, size_bytes, writable)
 
     def open_handles(self, path: str, fd: int, *, writable: bool) -> Handles:
-        """Decide on the path of each direction, and open the file for it.
-
-        Args:
-            path: Path of the file, for messages.
-            fd: Descriptor of the file.
-            writable: Whether the file is open for writing.
-
-        Raises:
-            StorageError: GPUDirect Storage is demanded and does not work, or KvikIO does not take
-                the file.
-        """
+        """Decide on the path of each direction, and open the file for it."""
         if self._path == "compat" and self._library is not None:
             compat = CompatibilityMode(
                 self._library, path, fd, writable=writable, task_bytes=lambda: self.request_bytes
@@ -294,16 +284,7 @@ class KvikioBackend(PosixBackend):
     def _paths_on(
         self, device: int, directory: Callable[[], str], path: str
     ) -> dict[Direction, Used]:
-        """Return the path of each direction on a file system, which is examined once.
-
-        Args:
-            device: Number of the file system.
-            directory: Function that returns a directory on the file system.
-            path: File or directory to use, for messages.
-
-        Raises:
-            StorageError: GPUDirect Storage is demanded and does not work.
-        """
+        """Return the path of each direction on a file system, which is examined once."""
         if self._path in ("compat", "bounce"):
             used = Used(self._path, f"asked for by path={self._path!r}")
             return {"read": used, "write": used}

@@ -73,13 +73,7 @@ class DeviceTransfers(Transfers, Protocol):
         ...
 
     def open_handles(self, path: str, fd: int, *, writable: bool) -> Handles:
-        """Decide on the path of each direction, and open the file for it.
-
-        Args:
-            path: Path of the file, for messages.
-            fd: Descriptor of the file.
-            writable: Whether the file is open for writing.
-        """
+        """Decide on the path of each direction, and open the file for it."""
         ...
 
     def count_path(self, direction: Direction, path: DevicePath, nbytes: int) -> None:
@@ -172,17 +166,7 @@ class _DeviceTransfer:
         events: list[Event],
         uncached_mode: Mode | None,
     ) -> None:
-        """Describe a request.
-
-        Args:
-            file: File of the request.
-            direction: Direction of the request.
-            buffer: Device memory of the request.
-            offset: Start of the request in the file, in bytes.
-            events: Events that the transfer waits for.
-            uncached_mode: Mode of a read that must come from the device; such a read is copied
-                through host memory as a whole. None for a usual transfer.
-        """
+        """Describe a request."""
         self._uncached_mode = uncached_mode
         self._file = file
         self._backend = file._device_backend
@@ -246,11 +230,6 @@ class _DeviceTransfer:
 
         After a short count, the transfer continues. If the library moves less than a block, the
         caller moves the rest through host memory, which succeeds or gives the true error.
-
-        Args:
-            handle: The file as the library has opened it.
-            done: Start of the blocks, in bytes from the request's start.
-            stop: End of the blocks, in bytes from the request's start.
         """
         while done < stop:
             memory = self._buffer.slice(done, stop - done)

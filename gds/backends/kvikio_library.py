@@ -115,12 +115,7 @@ class Library:
         self._plain: CuFileLibrary | None = None
 
     def plain_calls(self) -> CuFileLibrary:
-        """Return cuFile's plain calls, within a block of `cufile`; loaded once.
-
-        Raises:
-            OSError: The library is missing.
-            RuntimeError: cuFile does not open its driver.
-        """
+        """Return cuFile's plain calls, within a block of `cufile`; loaded once."""
         if self._plain is None:
             self._plain = CuFileLibrary()
         return self._plain
@@ -130,9 +125,6 @@ class Library:
 
         KvikIO has one pool of threads. It gets the sum of the numbers that all backends ask for, so
         that no backend takes the threads of another. A change waits for the running tasks.
-
-        Args:
-            num_threads: Number of threads that this backend asks for.
         """
         with _settings:
             _num_threads[self] = num_threads
@@ -254,16 +246,7 @@ class CompatibilityMode:
         writable: bool,
         task_bytes: Callable[[], int | None],
     ) -> None:
-        """Open the file of a descriptor once more; see `Library.open`.
-
-        Args:
-            library: KvikIO.
-            path: Path of the file, for messages.
-            fd: Descriptor of the file.
-            writable: Whether to open the file for writing as well.
-            task_bytes: Function that returns the bytes that one thread moves at a time; None
-                stands for `TASK_BYTES`.
-        """
+        """Open the file of a descriptor once more; see `Library.open`."""
         self._task_bytes = task_bytes
         self._handle = library.open(path, fd, writable=writable, compat=True)
         self.bypasses_cache = self._handle.is_direct_io_supported()
@@ -284,17 +267,7 @@ class CompatibilityMode:
 
 
 def open_again(path: str, fd: int, flags: int) -> int:
-    """Return a new descriptor for the file of a descriptor.
-
-    Args:
-        path: Path of the file, for messages; also used to open the file if ``/proc`` is missing.
-        fd: Descriptor of the file, which may have been renamed since it was opened.
-        flags: Flags to open it with.
-
-    Raises:
-        OSError: The file cannot be opened with these flags.
-        StorageError: `path` names another file now (ESTALE).
-    """
+    """Return a new descriptor for the file of a descriptor."""
     again = os.open(_name_of(path, fd), flags)
     if not os.path.samestat(os.fstat(again), os.fstat(fd)):
         os.close(again)
@@ -328,12 +301,6 @@ def storage_error(
     """Return a `StorageError` for an error of KvikIO, cuFile or CUDA.
 
     The error number is that of an `OSError`, or the one whose text is in the message, or EIO.
-
-    Args:
-        error: Error to translate.
-        what: Operation that failed, for the message.
-        path: Path of the file.
-        offset: Position in the file, in bytes, if the operation has one.
     """
     if isinstance(error, StorageError):
         return error

@@ -94,18 +94,7 @@ class MemoryFile(Closing):
         closed: Callable[[MemoryFile, RegularNode], None],
         clones: bool,
     ) -> None:
-        """Open `node`.
-
-        Args:
-            path: Path of the file, for messages.
-            node: Node with the file's bytes.
-            writable: Whether the file is open for writing.
-            meters: Meters that count the transfers.
-            sync_meter: Meter that counts the calls of `sync`.
-            check_usable: Function that raises `StorageError` if the backend is closed.
-            closed: Function that is called once, when this file is closed.
-            clones: Whether `clone` works.
-        """
+        """Open `node`."""
         self.path = path
         self._node = node
         self._writable = writable
@@ -246,15 +235,7 @@ class MemoryLock:
         held: set[MemoryLock],
         guard: threading.RLock,
     ) -> None:
-        """Lock a node.
-
-        Args:
-            node: Node to lock, without a conflicting lock.
-            named: Function that returns the node that the locked path names now, or None.
-            shared: Whether the lock is shared.
-            held: Set of all held locks; this lock is added.
-            guard: Lock that protects `node` and `held`; the caller holds it.
-        """
+        """Lock a node."""
         self._node = node
         self._named = named
         self._shared = shared

@@ -191,14 +191,7 @@ class FileLock:
     """A held `flock`. A forked child closes its copy at once, so that it cannot keep the lock."""
 
     def __init__(self, fd: int, path: str, held: set[FileLock]) -> None:
-        """Take over a locked descriptor.
-
-        Args:
-            fd: The locked descriptor.
-            path: Path that was locked.
-            held: Set of held locks. The caller adds this object, which keeps it alive; `release`
-                removes it.
-        """
+        """Take over a locked descriptor."""
         self.path = path
         self._fd = fd
         self._pid = os.getpid()
@@ -250,9 +243,6 @@ def overwrite_in_place(fd: int) -> bool:
 
     Otherwise an overwrite would take new space, and could fail on a full disk although the file's
     space was reserved. File systems that do not know the flag overwrite in place anyway.
-
-    Returns:
-        Whether the file system knows the flag.
     """
     with contextlib.suppress(OSError):
         flags = bytearray(8)

@@ -290,28 +290,11 @@ class PosixBackend(Closing, PosixNames):
     def make_file(
         self, path: str, descriptors: Descriptors, size_bytes: int, writable: bool
     ) -> PosixFile:
-        """Return the object for an open file; a derived backend overrides this.
-
-        Args:
-            path: Path of the file, for messages.
-            descriptors: Descriptors of the file, which the object takes over.
-            size_bytes: Size of the file, in bytes.
-            writable: Whether the file is open for writing.
-        """
+        """Return the object for an open file; a derived backend overrides this."""
         return PosixFile(self, path, descriptors, size_bytes, writable)
 
     def _open_direct(self, path: str, fd: int, flags: int) -> tuple[str, int, int]:
-        """Open a file for direct transfers, if it supports them.
-
-        Args:
-            path: Path of the file.
-            fd: Descriptor of the open file.
-            flags: Flags that it was opened with.
-
-        Returns:
-            Reason why direct transfers do not work, or ""; a descriptor for direct transfers, or
-            -1; the required alignment of memory, in bytes.
-        """
+        """Open a file for direct transfers, if it supports them."""
         found = os.fstat(fd)
         reason = self._direct_refusals.get(found.st_dev)
         untried = reason is None
@@ -370,15 +353,7 @@ def _metered(meter: Meter, move: Part) -> int:
 
 
 def _reserve(fd: int, size_bytes: int, piece_bytes: int | None) -> None:
-    """Reserve a file's space.
-
-    Args:
-        fd: Descriptor of the file, which is empty.
-        size_bytes: Size that the file gets, in bytes.
-        piece_bytes: Size of one reservation, in bytes; None reserves everything at once. btrfs
-            tracks shared space by reservation: it cannot overwrite any part of a reservation in
-            place while another file shares any part of it.
-    """
+    """Reserve a file's space."""
     piece_bytes = piece_bytes or size_bytes
     for start in range(0, size_bytes, piece_bytes):
         os.posix_fallocate(fd, start, min(piece_bytes, size_bytes - start))

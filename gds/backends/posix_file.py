@@ -243,15 +243,7 @@ class PosixFile(Closing):
     def _moves(
         self, direction: Direction, buffer: Buffer, offset: int, uncached_mode: Mode | None
     ) -> list[Part]:
-        """Return the parts of a transfer, to run on threads; at least one.
-
-        Args:
-            direction: Direction of the transfer.
-            buffer: Memory to transfer.
-            offset: Start of the range in the file, in bytes.
-            uncached_mode: Mode of a read that must come from the device (see `read_again`); None
-                for a usual transfer.
-        """
+        """Return the parts of a transfer, to run on threads; at least one."""
         if buffer.kind == "device":
             raise TypeError(
                 f"{direction} {self.path!r}: the posix backend transfers host memory only, not "

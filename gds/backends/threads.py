@@ -88,10 +88,6 @@ class TransferPool:
 
         Additional threads start at once. Excess threads end after all parts queued by now have
         begun, each after the part that it is running.
-
-        Raises:
-            RuntimeError: The pool is closed.
-            ValueError: `num_threads` is less than 1.
         """
         check_threads(self._name, num_threads)
         with self._lock:

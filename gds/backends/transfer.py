@@ -31,20 +31,7 @@ _ANY_TIME: Final = contextlib.nullcontext()
 
 
 def direct_part(offset: int, nbytes: int, address: int, memory_alignment: int) -> tuple[int, int]:
-    """Return the part of a request that can be a direct transfer.
-
-    Args:
-        offset: Start of the request in the file, in bytes.
-        nbytes: Length of the request, in bytes.
-        address: Address of the request's memory.
-        memory_alignment: Required alignment of the memory, in bytes.
-
-    Returns:
-        Start and stop of the part, in bytes from the request's start. The part consists of the
-        whole blocks of `ALIGNMENT` bytes, if their memory starts at a multiple of
-        `memory_alignment`; otherwise it is empty, ``(0, 0)``. With pages of 4 KiB, a block is a
-        page, so that a direct and a buffered transfer never touch the same page.
-    """
+    """Return the part of a request that can be a direct transfer."""
     start = -offset % ALIGNMENT
     stop = (offset + nbytes) // ALIGNMENT * ALIGNMENT - offset
     if stop <= start or (address + start) % memory_alignment:
@@ -96,19 +83,6 @@ def check_request(
     """Refuse an invalid request before any byte is moved.
 
     A read past the end of the file is not refused here.
-
-    Args:
-        what: Operation, for messages; only a ``"write"`` is checked against the file.
-        path: Path of the file, for messages.
-        offset: Start of the request in the file, in bytes.
-        nbytes: Length of the request, in bytes.
-        writable: Whether the file is open for writing.
-        size_bytes: Size of the file, in bytes.
-
-    Raises:
-        ValueError: `offset` is negative.
-        StorageError: A write to a file that is open for reading only (EBADF), or a write past the
-            end of the file (EFBIG).
     """
     if offset < 0:
         raise ValueError(f"{what} {path!r}: offset {offset} is negative")

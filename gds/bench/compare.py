@@ -147,14 +147,6 @@ def fio_arguments(workload: Workload, name: str, engine: str) -> list[str]:
     fio keeps as many requests in the kernel as the backend would. Asynchronous engines are not
     asynchronous through the page cache. So a buffered job has threads instead, each with its own
     part of the file.
-
-    Args:
-        workload: Requests to run.
-        name: Name of an existing file in fio's directory.
-        engine: Asynchronous engine that works in the directory, for direct I/O.
-
-    Raises:
-        FioError: fio has no such path, or there are fewer requests than threads.
     """
     in_kernel = min(
         workload.in_flight, workload.threads * (2 if workload.reads and workload.writes else 1)

@@ -14,11 +14,7 @@ _AXES: Final = ("size", "threads", "depth", "mix", "rw", "path", "cache")
 
 
 def plot_axis(workloads: Sequence[Workload]) -> str:
-    """Return the property for the x axis of a figure: the first numeric one that differs.
-
-    Raises:
-        RefusedError: No numeric property differs between the workloads.
-    """
+    """Return the property for the x axis of a figure: the first numeric one that differs."""
     for name in ("size", "threads", "depth", "mix"):
         if len({getattr(workload, name) for workload in workloads}) > 1:
             return name
@@ -66,11 +62,7 @@ def plot(report: Report, path: str) -> None:
 
 
 def new_figure() -> tuple[Any, Any]:
-    """Return an empty figure of matplotlib and its axes; no window is opened.
-
-    Raises:
-        RefusedError: matplotlib is not installed.
-    """
+    """Return an empty figure of matplotlib and its axes; no window is opened."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

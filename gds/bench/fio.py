@@ -34,12 +34,7 @@ class FioRunner:
     """
 
     def __init__(self, directory: str) -> None:
-        """Find fio, and an asynchronous engine that works in `directory`.
-
-        Raises:
-            FioMissingError: fio is not installed.
-            FioError: fio runs with neither io_uring nor libaio.
-        """
+        """Find fio, and an asynchronous engine that works in `directory`."""
         path = shutil.which("fio")
         if path is None:
             raise FioMissingError("fio is not installed (apt-get install fio)")

@@ -64,11 +64,7 @@ class Latency:
 
 
 def latency_of(values_s: np.ndarray[Any, Any]) -> Latency:
-    """Return the distribution of latencies.
-
-    Args:
-        values_s: Latencies in seconds, in any order, shape (requests,); at least one.
-    """
+    """Return the distribution of latencies."""
     ordered = np.sort(values_s)
     return Latency(
         mean_s=float(ordered.mean()),
@@ -85,12 +81,7 @@ def latency_of(values_s: np.ndarray[Any, Any]) -> Latency:
 
 
 def percentile(ordered: Sequence[float] | np.ndarray[Any, Any], percent: float) -> float:
-    """Return a percentile: the smallest value that at least `percent` % of all do not exceed.
-
-    Args:
-        ordered: Values in ascending order; at least one.
-        percent: Percentage, more than 0 and at most 100.
-    """
+    """Return a percentile: the smallest value that at least `percent` % of all do not exceed."""
     rank = math.ceil(round(len(ordered) * percent / 100, 6))  # 99.9 % of 1000 is 999, not 1000
     return float(ordered[max(rank, 1) - 1])
 

@@ -100,12 +100,7 @@ class NvmlMeter:
     """A meter that samples both directions in turns through NVML, on its own thread."""
 
     def __init__(self, library: Any, device: ctypes.c_void_p) -> None:
-        """Measure a device.
-
-        Args:
-            library: NVML, initialized; `close` shuts it down.
-            device: Handle of the GPU.
-        """
+        """Measure a device."""
         self._library = library
         self._device = device
         self._sums = {_RX: 0.0, _TX: 0.0}
@@ -164,10 +159,6 @@ def link_meter(backend: object, load: LoadLibrary | None = None) -> LinkMeter:
     """Return a meter of the link of a backend's GPU.
 
     If the traffic cannot be read, the meter reports the reason; this function does not raise.
-
-    Args:
-        backend: Backend of any kind. A backend of host memory has no link to measure.
-        load: Function that loads NVML; None loads the library of the driver.
     """
     if not isinstance(backend, HasGpu):
         return Unreadable("no memory of a GPU is moved")

@@ -40,13 +40,7 @@ class Lane:
     """
 
     def __init__(self, backend: Backend, workload: Workload, targets: Sequence[Target]) -> None:
-        """Open the files, unless each request is to open its own.
-
-        Args:
-            backend: Backend for the transfers; the caller closes it.
-            workload: Workload to prepare for.
-            targets: Files of the directory, all of the same size; at least one.
-        """
+        """Open the files, unless each request is to open its own."""
         self.targets = targets
         self._backend = backend
         self._workload = workload
@@ -112,13 +106,7 @@ class Pass:
     """One pass of a workload, which makes each request once, in all lanes at once."""
 
     def __init__(self, workload: Workload, lanes: Sequence[Lane], *, verify: bool) -> None:
-        """Prepare a pass.
-
-        Args:
-            workload: Workload of the pass.
-            lanes: Files to transfer to and from, by directory.
-            verify: Whether to compare the data of reads with the expected data.
-        """
+        """Prepare a pass."""
         self._size = workload.size
         self._lanes = lanes
         self._verify = verify
@@ -283,11 +271,7 @@ def _fill(buffer: Buffer, target: Target, offset: int, generations: Words) -> No
 
 
 def _compare(buffer: Buffer, target: Target, offset: int, generations: Words) -> None:
-    """Compare a buffer with the data that belongs at `offset`; device memory is copied to the host.
-
-    Raises:
-        WrongDataError: The buffer holds other data.
-    """
+    """Compare a buffer with the data that belongs at `offset`, on the host."""
     view = memoryview(
         buffer.download() if isinstance(buffer, DeviceBuffer) else buffer.memoryview()
     )

@@ -62,12 +62,7 @@ class Point:
         return [each.bytes_per_s for each in self.parts(part)]
 
     def latency(self, name: str, part: Part = "total") -> float:
-        """Return a latency in seconds: the largest of all runs for ``max_s``, else the median.
-
-        Args:
-            name: Attribute of `Latency`.
-            part: Requests to look at.
-        """
+        """Return a latency in seconds: the largest of all runs for ``max_s``, else the median."""
         values = [float(getattr(each.latency, name)) for each in self.parts(part)]
         return max(values) if name == "max_s" else median(values)
 

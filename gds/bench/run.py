@@ -176,13 +176,7 @@ def _compare_all(
 
 
 def duration_text(plan: Plan, target: Target, filled_s: float) -> str:
-    """Return how long the measurement will take, for people.
-
-    Args:
-        plan: Plan of the benchmark.
-        target: File to measure.
-        filled_s: Seconds that it took to write the file; meaningless for an existing file.
-    """
+    """Return how long the measurement will take, for people."""
     pass_s = filled_s if target.made else 0.0
     runs = MOST_ROUNDS if plan.until_steady else plan.repeat
     seconds = runs * sum(
@@ -211,12 +205,7 @@ class FindsPaths(Protocol):
 
 
 def _check_paths(plan: Plan, make: OpenBackend) -> None:
-    """Check, before a file is written, that every path of a plan can be used.
-
-    Raises:
-        RefusedError: A path has no backend or no direct I/O, or no file can be made.
-        StorageError: GPUDirect Storage is demanded and does not work.
-    """
+    """Check, before a file is written, that every path of a plan can be used."""
     for name in dict.fromkeys(workload.path for workload in plan.workloads):
         with contextlib.closing(make(name, 1)) as backend:
             for place in plan.places:
@@ -227,11 +216,7 @@ def _check_paths(plan: Plan, make: OpenBackend) -> None:
 
 
 def _check_directory(plan: Plan, place: str) -> None:
-    """Check that files can be made in a directory, and that direct I/O works if it is demanded.
-
-    Raises:
-        RefusedError: A file cannot be made, or there is no direct I/O.
-    """
+    """Check that files can be made in a directory, and that direct I/O works if it is demanded."""
     if not os.path.isdir(place) or (
         probe.mount_of(place).volatile and not plan.allow_volatile  # `target_at` refuses it
     ):

@@ -65,12 +65,7 @@ class Series:
     """
 
     def __init__(self, interval_s: float, request_bytes: int) -> None:
-        """Begin an empty series.
-
-        Args:
-            interval_s: Length of an interval in seconds.
-            request_bytes: Length of a request in bytes.
-        """
+        """Begin an empty series."""
         self._interval_s = interval_s
         self._request_bytes = request_bytes
         self._sums = np.zeros((0, 2, 3))

@@ -36,12 +36,7 @@ write memory, as those of a large program do."""
 
 
 def ordinary_memory(workload: Workload, target: Target) -> memoryview:
-    """Return memory as programs have it, filled with data that no drive compresses.
-
-    Args:
-        workload: Workload that the memory is for; the memory has a whole number of its requests.
-        target: File whose data fills the memory.
-    """
+    """Return memory as programs have it, filled with data that no drive compresses."""
     size = workload.size
     count = max(1, min(workload.num_requests, _MOST_MEMORY_BYTES // size))
     view = memoryview(mmap.mmap(-1, count * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -60,13 +55,7 @@ class StagedPass(Pass):
     """
 
     def __init__(self, workload: Workload, lanes: Sequence[Lane], memory: memoryview) -> None:
-        """Prepare a pass.
-
-        Args:
-            workload: Workload of the pass, with `Workload.staged` set.
-            lanes: The only lane, as a sequence.
-            memory: Ordinary memory, from `ordinary_memory`.
-        """
+        """Prepare a pass."""
         super().__init__(workload, lanes, verify=False)
         self._is_read = workload.reads
         self._memory = memory

@@ -30,15 +30,6 @@ def median_interval(
     """Return a bootstrap interval of the median, from percentiles of resampled medians.
 
     Samples are drawn with replacement.
-
-    Args:
-        values: Independent samples; at least one.
-        level: Probability of the interval, between 0 and 1.
-        seed: Seed of the resampling. It is fixed, so that a result can be recomputed from its
-            samples.
-
-    Raises:
-        ValueError: There are no values.
     """
     if not values:
         raise ValueError("an interval needs at least one value")
@@ -105,15 +96,6 @@ def alternate(
 
     Two neighbours in `measure` are also neighbours in time, and each of them comes first equally
     often. So a drift of the machine's speed does not favour either of them.
-
-    Args:
-        measure: Functions that return one sample, by name.
-        rounds: Number of samples of each measurement.
-        report: Function that is called after each round with a line for people.
-        show: Function that returns a sample as text with its unit, for that line.
-
-    Returns:
-        Samples by name, in the order of the rounds.
     """
     samples: dict[str, list[float]] = {name: [] for name in measure}
     order = list(measure)

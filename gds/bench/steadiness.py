@@ -87,13 +87,7 @@ def window_is_steady(rounds: Sequence[float]) -> bool:
 def assess(
     rates: Sequence[float], seconds: Sequence[float], intervals: Sequence[float]
 ) -> Stability:
-    """Return the verdict on a workload.
-
-    Args:
-        rates: Rate of each run in bytes per second, in the order of the runs; at least one.
-        seconds: Length of each run in seconds.
-        intervals: Rates of the whole intervals of all runs in bytes per second, in order.
-    """
+    """Return the verdict on a workload."""
     found: list[tuple[str, str]] = []
     if len(rates) > 1 and range_share(rates) > RANGE_LIMIT:
         found.append(("unstable", f"unstable: {_span(min(rates), max(rates))} between runs"))

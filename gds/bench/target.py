@@ -184,20 +184,6 @@ def targets_at(
     A scratch file is written completely before it is measured. The first write to reserved space
     costs about twice as much as a later one, and a read of space that was never written does not
     reach the drive.
-
-    Args:
-        place: Directory for a scratch file, or an existing file, which is only read.
-        file_bytes: Length of each scratch file, in bytes; an existing file is used as a whole.
-        count: Number of scratch files, in the same directory.
-        seed: Seed of the content.
-        allow_volatile: Accept a file system in memory.
-        allow_small: Accept files of less than `LEAST_FILE_BYTES` together.
-        say: Function that is called with a line for people before a step that takes time.
-
-    Raises:
-        RefusedError: The measurement would not be that of a drive, or the space does not suffice.
-        FileNotFoundError: The place does not exist.
-        StorageError: The device fails.
     """
     fills_directory = is_directory(place)
     mount = probe.mount_of(place)

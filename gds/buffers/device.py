@@ -79,14 +79,7 @@ class Region:
         weakref.finalize(self, _release, release, self.bytes, self._owner).atexit = False
 
     def add_event(self, start: int, stop: int, stream: int, event: Event) -> None:
-        """Make transfers that touch the addresses from `start` to `stop` wait for `event`.
-
-        Args:
-            start: Address of the first byte.
-            stop: Address after the last byte.
-            stream: Raw handle of the stream that the event was recorded on.
-            event: Event to wait for.
-        """
+        """Make transfers that touch the addresses from `start` to `stop` wait for `event`."""
         with self._lock:
             # A stream works in order: its new event replaces the earlier ones within the range.
             self._events = [

@@ -57,12 +57,7 @@ class Trials:
     """
 
     def __init__(self, backend: PosixBackend, file: PosixFile) -> None:
-        """Allocate the memory of the trials.
-
-        Args:
-            backend: Backend of the file; the trials change its settings.
-            file: File to transfer to and from.
-        """
+        """Allocate the memory of the trials."""
         self._backend = backend
         self._file = file
         memory_bytes = min(file.size_bytes // 2, MOST_IN_FLIGHT_BYTES)
@@ -202,17 +197,7 @@ class Trials:
 
 @contextlib.contextmanager
 def trials_in(directory: str, file_bytes: int, fill_s: float) -> Iterator[Trials]:
-    """Yield `Trials` on a filled scratch file, which is removed at the end of the context.
-
-    Args:
-        directory: Directory of the file; it must support direct I/O.
-        file_bytes: Length of the file in bytes. Less of it is used if the drive cannot write that
-            much in time.
-        fill_s: Seconds that filling the file may take.
-
-    Raises:
-        StorageError: The file cannot be made, or a transfer failed.
-    """
+    """Yield `Trials` on a filled scratch file, which is removed at the end of the context."""
     with contextlib.ExitStack() as stack:
         backend = PosixBackend(direct=True)
         stack.callback(backend.close)

@@ -368,13 +368,7 @@ def _reported(child: Child) -> dict[str, Any]:
 
 
 def _failure(child: Child, reported: dict[str, Any], timeout_s: float) -> str:
-    """Return the reason why a child failed; empty if it ended well.
-
-    Args:
-        child: The child process, which has ended.
-        reported: Values that the child reported.
-        timeout_s: Time limit of the child, in seconds.
-    """
+    """Return the reason why a child failed; empty if it ended well."""
     stage = reported.get("stage", "start")
     if child.status is None:
         return f"no answer within {timeout_s:g} s of {stage}: killed"

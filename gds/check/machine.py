@@ -21,12 +21,7 @@ def kernel_version(release: str) -> tuple[int, int]:
 
 
 def machine_findings(system: System, *, has_driver: bool) -> list[Finding]:
-    """Return the findings about the machine, which concern every path.
-
-    Args:
-        system: Machine to examine.
-        has_driver: Whether there is a CUDA driver. Some limits only matter with one.
-    """
+    """Return the findings about the machine, which concern every path."""
     return [
         _kernel(system),
         _page(system),

@@ -261,13 +261,7 @@ def _block_folder(system: System, name: str) -> str:
 
 
 def _block_device(system: System, number: tuple[int, int], source: str) -> str:
-    """Return the name of a block device; empty if it is not found.
-
-    Args:
-        system: Machine to examine.
-        number: Major and minor number of the device.
-        source: Mounted device, which decides if the number is unknown to ``/sys``.
-    """
+    """Return the name of a block device; empty if it is not found."""
     by_number = f"/sys/dev/block/{number[0]}:{number[1]}"
     if system.exists(by_number):
         return os.path.basename(system.resolved(by_number))

@@ -25,12 +25,7 @@ def kind_of(stat: Stat) -> str:
 
 
 def check_header(backend: Backend, path: str, expected: Header) -> None:
-    """Check that a tensor file has the size and the header that a layout asks for.
-
-    Raises:
-        CheckpointError: The file is missing, is not a regular file, or differs. The message says
-            how.
-    """
+    """Check that a tensor file has the size and the header that a layout asks for."""
     stat = backend.stat(path)
     if stat is None:
         raise CheckpointError(f"{path}: missing")

@@ -129,12 +129,7 @@ def _find_and_lock(
     need_parts: bool,
     even_quarantined: bool,
 ) -> tuple[str, Manifest, list[Lock], tuple[_PassedOver, ...]]:
-    """Find, lock and read the checkpoint that a path means; search again if it is recycled.
-
-    Returns:
-        Directory, manifest and locks of the checkpoint, its own lock first, and the checkpoints
-        that may be newer and are not usable.
-    """
+    """Find, lock and read the checkpoint that a path means; search again if it is recycled."""
     attempts_left = _MAX_ATTEMPTS
     while True:
         present = _checkpoints_at(backend, path)
@@ -233,23 +228,7 @@ def _lock_owners(
 def _find(
     backend: Backend, path: str, parts: PartDirectories = None, *, need_parts: bool = True
 ) -> tuple[str, tuple[_PassedOver, ...]]:
-    """Return the checkpoint that a path means: the directory itself, or the newest in a store.
-
-    Args:
-        backend: Storage backend of the checkpoint.
-        path: Directory of a checkpoint or of a store.
-        parts: Directories of the parts on other drives.
-        need_parts: Whether the parts on other drives are checked.
-
-    Returns:
-        Directory of the checkpoint, and the checkpoints that may be newer and are not usable.
-
-    Raises:
-        CheckpointNotFoundError: Nothing exists at `path`.
-        CheckpointError: `path` is neither a checkpoint nor a store that has a usable one.
-        UnreadableError: Something could not be read, so it is not known which checkpoint is the
-            newest.
-    """
+    """Return the checkpoint that a path means: the directory itself, or the newest in a store."""
     path = os.path.abspath(path)
     stat = stat_given_path(backend, path)
     if stat is None:

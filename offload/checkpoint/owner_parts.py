@@ -241,22 +241,6 @@ def find_owner_parts(
 
     The part of an owner that is seen here must be the one that was sealed with the checkpoint. Its
     files must have the sizes and headers that its table implies. State is not read.
-
-    Args:
-        backend: Storage backend of the checkpoint.
-        path: Directory of the checkpoint.
-        manifest: Manifest of the checkpoint.
-        directories: Further directories of the store to search for owners. None for the directories
-            that the manifest names.
-        even_quarantined: Whether a part that is marked as damaged is accepted.
-
-    Returns:
-        One entry for each of `Manifest.owners`, in their order.
-
-    Raises:
-        CheckpointError: The part of an owner that is seen here is missing, has been rewritten, is
-            damaged, or is marked as damaged. The message names it.
-        UnreadableError: Something could not be read, so nothing is known about it.
     """
     return [
         find_owner_part(
@@ -420,13 +404,7 @@ def _quarantined(part: str, reason: str) -> str:
 
 
 def lock_owner_parts(backend: Backend, found: Sequence[OwnerPart]) -> list[Lock]:
-    """Take a shared lock on each part that is here, and check that it is still the same part.
-
-    Raises:
-        StoreBusyError: A rank is about to rewrite a part.
-        CheckpointError: A part has been rewritten since it was found.
-        gds.StorageError: A part cannot be locked.
-    """
+    """Take a shared lock on each part that is here, and check that it is still the same part."""
     locks: list[Lock] = []
     try:
         for part in found:

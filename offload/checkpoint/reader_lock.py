@@ -28,14 +28,7 @@ _POLL_S = 0.01
 
 
 def lock_for_reading(backend: Backend, path: str) -> Lock:
-    """Take a shared lock on a checkpoint's directory. The caller must release it.
-
-    Raises:
-        RecycledError: The checkpoint has been recycled: it is gone, or another one has its name.
-        StoreBusyError: A writer has held its lock for a second, to recycle or replace the
-            checkpoint.
-        gds.StorageError: The directory cannot be locked.
-    """
+    """Take a shared lock on a checkpoint's directory. The caller must release it."""
     deadline = time.monotonic() + _BUSY_S
     while True:
         before = backend.stat(path)

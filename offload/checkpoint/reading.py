@@ -112,11 +112,7 @@ def _decode_manifest(backend: Backend, path: str) -> Manifest:
 
 
 def _without_padding(data: bytes, path: str) -> bytes:
-    """Return a manifest without the spaces and the line feed at its end.
-
-    Raises:
-        ManifestError: The content is longer than any that is written.
-    """
+    """Return a manifest without the spaces and the line feed at its end."""
     content = data.removesuffix(b"\n").rstrip(b" ")
     if len(content) > MAX_CONTENT_BYTES:
         raise ManifestError(
@@ -160,11 +156,7 @@ def check_name(path: str, manifest: Manifest) -> None:
 
 
 def refuse_link(backend: Backend, path: str) -> None:
-    """Refuse a link in the place of a checkpoint's directory.
-
-    Raises:
-        ManifestError: `path` is a link, a pipe or a device.
-    """
+    """Refuse a link in the place of a checkpoint's directory."""
     own = backend.stat(path)
     if own is not None and own.kind == "other":
         raise ManifestError(
@@ -244,17 +236,7 @@ def are_only_recorded(manifest: Manifest, parts: PartDirectories) -> bool:
 
 
 def part_paths(manifest: Manifest, parts: PartDirectories, path: str) -> list[str]:
-    """Return the paths of a checkpoint's parts.
-
-    Args:
-        manifest: Manifest that names the parts.
-        parts: Directories that hold the parts; None for those in the manifest. A checkpoint without
-            parts needs none: ranks may have gone on with more directories than it was made in.
-        path: Directory of the checkpoint, for messages.
-
-    Raises:
-        CheckpointError: The number of directories is not that of the drives.
-    """
+    """Return the paths of a checkpoint's parts."""
     if manifest.owners or not manifest.parts:  # parts of owners are searched for
         return []
     recorded = [part.directory for part in manifest.parts]

@@ -91,11 +91,7 @@ class SlotFiles:
                     yield SealedRange(name, chunk, offset, nbytes, digest, drive)
 
     def _take_digests(self, sealed: Manifest | OwnerTable) -> None:
-        """Use the digests of a checkpoint, and require that state is compared with them when read.
-
-        Args:
-            sealed: Manifest of the checkpoint, or the table of an owner's part of it.
-        """
+        """Use the digests of a checkpoint, with which state is compared when it is read."""
         self._context = DigestContext(sealed.store_id, sealed.generation)
         self._digests = {name: list(digests) for name, digests in sealed.digests.items()}
         self.distrust()

@@ -107,14 +107,7 @@ class ShardedModel:
         return out
 
     def _copy(self, name: str, held: _Held, at: int, into: memoryview) -> None:
-        """Copy bytes of a box, which may lie in several pieces.
-
-        Args:
-            name: Name of the tensor.
-            held: The box.
-            at: First byte, counted from the start of the box.
-            into: Memory for the bytes.
-        """
+        """Copy bytes of a box, which may lie in several pieces."""
         done = 0
         while done < len(into):
             number, first = divmod(at + done, MODEL_PIECE_BYTES)

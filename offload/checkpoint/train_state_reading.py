@@ -18,17 +18,7 @@ from offload.units import seen_from
 
 
 def read_train_state_file(backend: Backend, path: str, manifest: Manifest) -> EncodedState:
-    """Read a train state without building its values. Wrong content is read a second time.
-
-    Args:
-        backend: Storage backend of the checkpoint.
-        path: Path of the file.
-        manifest: Manifest of the checkpoint that the train state must belong to.
-
-    Raises:
-        DamagedError: The train state is damaged, or belongs to another checkpoint.
-        gds.StorageError: The file cannot be read.
-    """
+    """Read a train state without building its values. Wrong content is read a second time."""
     with backend.open(path) as file:
         size_bytes = file.size_bytes
         if size_bytes > MAX_CAPACITY_BYTES:

@@ -93,19 +93,6 @@ def verify_tensors(
     """Read all tensors and record each damaged place.
 
     A range whose digest is wrong is read a second time before it counts as damaged.
-
-    Args:
-        backend: Storage backend of the checkpoint.
-        slot: Files of the checkpoint.
-        progress: Function that is called with the bytes checked so far and the total; None if
-            progress is not reported.
-        findings: Object to which faults are added.
-        marks_parts: Whether the checkpoint may be marked because of damage in its parts.
-        owners: Parts of other owners than the first. The checkpoint is not marked because of damage
-            in them, because their nodes see it and its node may not see them.
-
-    Returns:
-        Size in bytes of the ranges that were checked, including those that could not be read.
     """
     every: list[SealedSlot | SealedOwner] = [slot, *owners]
     sizes = [sealed.nbytes for files in every for sealed in files.ranges()]
@@ -129,12 +116,7 @@ def verify_tensors(
 
 
 def _verify(slot: SealedSlot | SealedOwner, sealed: SealedRange, into: Buffer) -> None:
-    """Read a range and compare it with its digest.
-
-    Raises:
-        DamagedError: The bytes are not as they were written.
-        gds.StorageError: The range cannot be read.
-    """
+    """Read a range and compare it with its digest."""
     file = slot.file(sealed)
     file.read(into, sealed.offset).result()
     digest = partial(slot.context.digest, sealed.array, sealed.index)

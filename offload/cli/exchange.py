@@ -238,13 +238,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
 
 
 def _next_call(destination: str, to: Target, *, named: bool) -> str:
-    """Return what opens an export: a call in Python, or what is missing for one.
-
-    Args:
-        destination: Path of the export.
-        to: Format of the export.
-        named: Whether parameters have the names of the model.
-    """
+    """Return what opens an export: a call in Python, or what is missing for one."""
     if to is Target.pt:
         return f"torch.load({destination!r}, weights_only=True)"
     if to is Target.safetensors:

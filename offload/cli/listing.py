@@ -35,13 +35,7 @@ _GAP = "  "
 
 
 def show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
-    """Print the table, what its words mean, and why checkpoints are not usable.
-
-    Args:
-        store: Directory of the store, as the user named it.
-        found: Checkpoints of the store.
-        wide: Whether to print all pins and metrics, even if lines are longer than the terminal.
-    """
+    """Print the table, what its words mean, and why checkpoints are not usable."""
     if not found:
         further = any(part_number(name) is not None for name in os.listdir(store))
         where = "; list the first directory of the store, which this one belongs to"
@@ -63,11 +57,7 @@ def show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
 
 
 def show_unnamed(paths: Sequence[str]) -> None:
-    """Print parts of owners that no checkpoint names, and that take space.
-
-    Args:
-        paths: Paths of the parts.
-    """
+    """Print parts of owners that no checkpoint names, and that take space."""
     for path in paths:
         typer.echo(
             f"{one_line(path)}: named by no checkpoint; the next run of several ranks, or `offload "
@@ -81,11 +71,6 @@ def fit_notes(pins: Sequence[str], metrics: Mapping[str, float], room: int) -> s
     If not all of them fit, the first pin and the first metric of the model come first. The name of
     the pin is cut in the middle if that makes room for the metric, and metrics have four digits.
     The line ends with the number of pins and metrics that were left out, such as ``+3``.
-
-    Args:
-        pins: Names of pins.
-        metrics: Metrics by name.
-        room: Largest number of characters, at least 1.
     """
     everything = ", ".join([*pins, *(f"{name}={value:g}" for name, value in metrics.items())])
     if len(everything) <= room:

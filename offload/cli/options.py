@@ -43,12 +43,7 @@ def one_line(text: object) -> str:
 
 
 def make_console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return a console on standard output, or on standard error.
-
-    Args:
-        stderr: Whether the console writes to standard error.
-        width: Number of characters in a line; that of the terminal by default.
-    """
+    """Return a console on standard output, or on standard error."""
     from rich.console import Console
 
     return Console(stderr=stderr, width=width)

@@ -152,11 +152,7 @@ class _Work:
         """Paths of checkpoints that were recycled before they could be opened."""
 
     def verify_below(self, directory: str) -> None:
-        """Verify all stores in and below a directory. An error in one does not stop the others.
-
-        Raises:
-            CheckpointError: There is no store in or below the directory.
-        """
+        """Verify all stores in and below a directory. An error in one does not stop the others."""
         unlisted: list[OSError] = []
         stores = list(_stores_below(directory, unlisted))
         if not stores and not unlisted:
@@ -267,12 +263,7 @@ def _checkpoints_of(store: str) -> list[str]:
 
 
 def _stores_below(directory: str, unlisted: list[OSError]) -> Iterator[str]:
-    """Yield every store in and below a directory, which may itself be a store.
-
-    Args:
-        directory: Directory to search.
-        unlisted: List to which an error is added for each directory that cannot be listed.
-    """
+    """Yield every store in and below a directory, which may itself be a store."""
     from offload.format.names import LOCK_NAME, owner_number
 
     for folder, folders, names in os.walk(directory, onerror=unlisted.append):

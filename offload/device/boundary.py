@@ -228,16 +228,7 @@ def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 @contextlib.contextmanager
 def named_errors(device: torch.device, what: str) -> Iterator[None]:
-    """Raise errors of CUDA within the block as the errors that callers know.
-
-    Args:
-        device: Device of the work.
-        what: Work that is done, for the message.
-
-    Raises:
-        DeviceMemoryError: The device has no memory left.
-        DeviceLostError: The device does not work any more.
-    """
+    """Raise errors of CUDA within the block as the errors that callers know."""
     try:
         yield
     except torch.OutOfMemoryError as error:

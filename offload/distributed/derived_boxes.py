@@ -21,12 +21,7 @@ View: TypeAlias = list[tuple[str, Cut]]
 
 
 def derived_views(tensors: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> list[View] | None:
-    """Return what each rank holds, by rank; None if torch has no rule for one of the tensors.
-
-    Args:
-        tensors: Tensors of the model by name; the same on all ranks.
-        ranks: Number of each rank in the default group, which meshes go by.
-    """
+    """Return what each rank holds, by rank; None if torch has no rule for one of the tensors."""
     views: list[View] = [[] for _ in ranks]
     known: dict[object, list[Cut | None] | None] = {}
     for name, tensor in tensors.items():

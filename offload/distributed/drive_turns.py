@@ -33,18 +33,7 @@ def measure_in_turns(
     state_bytes: int,
     action: Callable[[int], None],
 ) -> None:
-    """Measure the drives of all ranks, each directory on one rank. Collective.
-
-    Args:
-        agreement: Agreement of all ranks.
-        what: Call of the user, for messages.
-        backend: Backend of the directory.
-        directory: Directory that has the state of this rank.
-        state_bytes: Size of the state of this rank.
-        action: Measures the directory, or reads what was measured; see `Ranks.measure`.
-
-    Raises the errors of `together`.
-    """
+    """Measure the drives of all ranks, each directory on one rank. Collective."""
 
     def look() -> Json:
         """Return what `turns_of` has to know of this rank."""
@@ -66,10 +55,6 @@ def drive_of(backend: Backend, directory: str) -> list[str]:
     """Return texts for the drive of a directory and for the directory itself.
 
     Each is the same for two ranks if, and only if, they mean the same one.
-
-    Args:
-        backend: Backend of the directory.
-        directory: Absolute path.
     """
     token = node.this_node().token
     try:
@@ -84,9 +69,6 @@ def turns_of(ranks: Sequence[tuple[str, str, int]]) -> tuple[list[Turn], int]:
 
     The lowest rank that has a directory measures it. Directories on one drive have turns one after
     the other; those on different drives have the same turns. All other ranks have the last turn.
-
-    Args:
-        ranks: Drive, directory and size of the state of each rank, by rank; see `drive_of`.
     """
     largest: dict[str, int] = {}
     on_drive: dict[str, list[str]] = {}

@@ -73,11 +73,7 @@ class FarCheckpoint(Checkpoint):
 
 
 def manifest_texts(backend: Backend, checkpoints: Sequence[StoredCheckpoint]) -> Json:
-    """Return the manifests of checkpoints for a message, by path.
-
-    Raises:
-        gds.StorageError: A manifest could not be read.
-    """
+    """Return the manifests of checkpoints for a message, by path."""
     texts = {}
     for checkpoint in checkpoints:
         with backend.open(f"{checkpoint.path}/{MANIFEST_NAME}") as file:
@@ -86,12 +82,7 @@ def manifest_texts(backend: Backend, checkpoints: Sequence[StoredCheckpoint]) ->
 
 
 def manifest_of_message(texts: Any, path: str) -> Manifest:
-    """Return the manifest of a checkpoint out of a message; see `manifest_texts`.
-
-    Raises:
-        ManifestError: It is not one.
-        RanksError: The message does not have it.
-    """
+    """Return the manifest of a checkpoint out of a message; see `manifest_texts`."""
     text = texts.get(path) if isinstance(texts, dict) else None
     if not isinstance(text, str):
         raise RanksError(f"the writer has not sent the manifest of {path}: restart the job")
@@ -104,11 +95,6 @@ def sealed_manifest(
     """Return what a far rank knows of a manifest that has just been published.
 
     It knows the reference to its own part only; those of the others have no digests.
-
-    Args:
-        manifest: Manifest that this rank has composed.
-        reference: Reference to this rank's part.
-        owners: Numbers of all owners but the first, ascending.
     """
     return replace(
         manifest,

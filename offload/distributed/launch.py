@@ -61,14 +61,7 @@ def join_ranks(
 
 
 def require_beside_forward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse steps beside the forward where it was not shown that they have the same bits.
-
-    Args:
-        named: Parameters with their names; all ranks have the same.
-
-    Raises:
-        ValueError: A parameter is on a device.
-    """
+    """Refuse steps beside the forward where it was not shown that they have the same bits."""
     for name, tensor in named:
         if tensor.device.type not in ("cpu", "meta"):  # the latter is refused with its own remedy
             raise ValueError(

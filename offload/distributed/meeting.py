@@ -24,21 +24,7 @@ is the same one on each of its ranks."""
 
 
 def meet(ranks: Sequence[int], rank: int, timeout_s: float) -> tuple[Agreement, str]:
-    """Meet the other ranks of a group that make an optimizer. Collective.
-
-    Args:
-        ranks: Ranks of the group, as torch numbers them in the whole job.
-        rank: This rank's place among them.
-        timeout_s: Seconds without a sign of progress after which a rank counts as lost.
-
-    Returns:
-        The agreement with the other ranks, and the text before the keys of all notes that the ranks
-        of this optimizer leave in the store.
-
-    Raises:
-        RanksError: A rank has not come. The message says if it was given another group.
-        ChannelLostError: The key-value store does not answer.
-    """
+    """Meet the other ranks of a group that make an optimizer. Collective."""
     # All groups use the same key-value store, so the keys of a group begin with its ranks.
     group = hashlib.sha256(json.dumps([*ranks]).encode()).hexdigest()[:16]
     number = _numbers[group]

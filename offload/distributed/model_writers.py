@@ -16,13 +16,6 @@ def settled(owned: Sequence[OwnedBox], plan: Plan) -> tuple[OwnedBox, ...]:
     """Return boxes with the ranks that step them, once it is known which rank serves which owner.
 
     A share of the state stays with its owner, whatever the number of the rank that serves it is.
-
-    Args:
-        owned: Boxes as they were dealt: the owner of a box is the number of its share.
-        plan: How all ranks open the store.
-
-    Raises:
-        RanksError: A rank cannot step the share of its owner, because it does not hold it.
     """
     rank_of = [plan.homes.index(owner) for owner in sorted(plan.homes)]
     found = []
@@ -72,10 +65,6 @@ def needs_shards(owned: Sequence[OwnedBox], plan: Plan) -> bool:
     It has to be if the ranks that see the first directory do not hold all of the model; and if
     ranks are on several hosts and a box is not contiguous in its tensor, because such a box is
     written through one page cache that all ranks share.
-
-    Args:
-        owned: Boxes with the ranks that step them.
-        plan: How all ranks have opened the store.
     """
     if all(plan.near):
         return False

@@ -34,10 +34,6 @@ def place_of(backend: Backend, directory: str) -> str:
 
     It names the running system. So a directory that two hosts share counts as two directories. If
     the directory is missing, the text names its path.
-
-    Args:
-        backend: Backend of the directory.
-        directory: Absolute path.
     """
     token = this_node().token
     if backend.stat(directory) is not None:

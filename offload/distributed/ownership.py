@@ -192,11 +192,7 @@ def _described(name: str, tensor: torch.Tensor) -> list[Json]:
 
 
 def _require_same_tensors(everywhere: Sequence[Sequence[Json]]) -> None:
-    """Check that all ranks have described the same tensors.
-
-    Raises:
-        UnsupportedParameterError: They have not; names the first tensors that differ.
-    """
+    """Check that all ranks have described the same tensors."""
     for rank, theirs in enumerate(everywhere):
         if theirs != everywhere[0]:
             pairs = itertools.zip_longest(everywhere[0], theirs)

@@ -133,11 +133,7 @@ class RankCheckpoints:
                     self._slots.pop(manifest.generation, None)
 
     def _reference_of(self, checkpoint: StoredCheckpoint) -> OwnerReference:
-        """Return the reference of a checkpoint to the part of this rank, which is not the writer.
-
-        Raises:
-            CheckpointError: The checkpoint has no part of this rank's owner.
-        """
+        """Return the reference of a checkpoint to this rank's part; it is not the writer."""
         manifest = self._manifests[checkpoint.path]
         found = next((one for one in manifest.owners if one.owner == self._opened.owner), None)
         if found is None:
@@ -240,11 +236,7 @@ class RankCheckpoints:
             self._own = [c for c in self._own if c.manifest.generation <= generation]
 
     def forget_recycled(self, names: Collection[str]) -> None:
-        """Forget the checkpoints whose part of this rank's owner may be written again.
-
-        Args:
-            names: Names of the parts of this rank's owner that have to stay.
-        """
+        """Forget the checkpoints whose part of this rank's owner may be written again."""
         owner = self._opened.owner
         with self._lock:
             gone = {
@@ -326,11 +318,7 @@ class RankCheckpoints:
         }
 
     def learn(self, offer: Json) -> Json:
-        """Take over the checkpoints that the writer has found.
-
-        Returns:
-            Path of each that this rank cannot use, with the reason.
-        """
+        """Take over the checkpoints that the writer has found."""
         unusable: list[list[str]] = []
         offered = {path for path, _, _ in offer["checkpoints"]}
         with self._lock:
@@ -379,11 +367,7 @@ class RankCheckpoints:
                     store.refuse(checkpoint, text)
 
     def _as_this_rank_has_it(self, path: str, manifest: Manifest) -> StoredCheckpoint:
-        """Return a checkpoint with the description of this rank's state in it.
-
-        Raises:
-            CheckpointError: This rank's part is missing, or not that of the checkpoint.
-        """
+        """Return a checkpoint with the description of this rank's state in it."""
         reference = next((one for one in manifest.owners if one.owner == self._opened.owner), None)
         if reference is None:
             return StoredCheckpoint(path, manifest, None)  # it does not fit, which `restore` says

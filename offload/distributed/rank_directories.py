@@ -9,22 +9,13 @@ from offload.store.shared import SharedStore
 
 
 def directories_of_owners(plan: Plan) -> dict[int, str]:
-    """Return the store's directory on the node of each owner that another rank than the writer has.
-
-    Args:
-        plan: How all ranks open the store.
-    """
+    """Return the store's directory on the node of each owner that is not the writer's."""
     pairs = enumerate(zip(plan.homes, plan.directories, strict=True))
     return {owner: directory for rank, (owner, directory) in pairs if rank != plan.writer}
 
 
 def shared_store(plan: Plan, others: Sequence[str]) -> SharedStore:
-    """Return what the writer knows of the owners that other ranks serve.
-
-    Args:
-        plan: How all ranks open the store.
-        others: Directories that the writer was given besides the first.
-    """
+    """Return what the writer knows of the owners that other ranks serve."""
     seen: dict[int, dict[str, str]] = {}
     for owner, name, digest in plan.parts:
         seen.setdefault(owner, {})[name] = digest

@@ -150,11 +150,7 @@ class RankGranting:
             self._opened.part.release(slot)
 
     def _again(self) -> Offer | None:
-        """Return the writer's offer of the slots of an aborted seal; None if a new one is due.
-
-        Raises:
-            RanksError: The writer's part of that seal is lost.
-        """
+        """Return the writer's offer of the slots of an aborted seal; None if a new one is due."""
         last, store = self._sealing.last_aborted, self._opened.writer
         if last is None:
             return None
@@ -201,17 +197,7 @@ class RankGranting:
     def _ready(
         self, part: OwnerStore, found: Offer, held: frozenset[str], layout: Layout
     ) -> StateSlot:
-        """Return the slot of a rank that is not the writer.
-
-        Args:
-            part: Parts of the rank's owner.
-            found: Offer of the writer.
-            held: Names of parts that a seal of this rank holds.
-            layout: Layout of this rank's state.
-
-        Raises:
-            RanksError: The rank's part of the aborted seal is lost.
-        """
+        """Return the slot of a rank that is not the writer."""
         if found.in_place_of != NO_SEAL:
             self._sealing.wait_ended()  # it takes back its part after it has read the decision
             last = self._sealing.last_aborted

@@ -98,11 +98,7 @@ class RankModel:
         return self._laid_out[1]
 
     def share_of(self, layout: Layout) -> ModelShare:
-        """Return the boxes of the model whose digests this rank has.
-
-        Args:
-            layout: Layout of a slot, which `lay_out` has returned.
-        """
+        """Return the boxes of the model whose digests this rank has."""
         return self._share(layout).digested
 
     def copy(
@@ -294,12 +290,7 @@ class RankModel:
         return plan
 
     def _shares(self, header: Header, *, is_sharded: bool) -> ModelShares:
-        """Return what each rank writes of the model.
-
-        Args:
-            header: Header of the whole model.
-            is_sharded: Whether each rank writes what it owns, and not what lies in a common file.
-        """
+        """Return what each rank writes of the model."""
         known = self._divided.get(is_sharded)
         if known is None or known[0] != header.encoded:
             boxes = writers(self._ownership.boxes, self._plan, header, is_sharded=is_sharded)
@@ -325,11 +316,7 @@ class RankModel:
         return self._file_share[1]
 
     def _require_all_near(self, store: RankStore, checkpoint: StoredCheckpoint) -> None:
-        """Check that all ranks see the first directory, for a model that is in one file there.
-
-        Raises:
-            RanksError: They do not.
-        """
+        """Check that all ranks see the first directory, for a model that is in one file there."""
         if all(store.plan.near):
             return
         raise RanksError(

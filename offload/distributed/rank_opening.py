@@ -145,20 +145,6 @@ def open_first(
 
     The other ranks open their parts when the writer has said which store it is: see
     `Opened.open_part`. If this raises, nothing is open.
-
-    Args:
-        agreement: Agreement of all ranks.
-        backend: Backend of the directories.
-        directories: Absolute paths of the directories that this rank was given.
-        keep: Policy that selects the checkpoints to keep.
-        options: Settings, of which those of the store are used.
-        fresh: Whether to start over although the store has checkpoints.
-        settle: Function that takes the shares which a plan gives to the ranks; called before
-            anything is opened.
-
-    Raises:
-        RanksError: A rank cannot open its share of the store. Every rank raises it, except one that
-            has a more precise error of its own.
     """
     sight = survey(backend, directories, fresh=fresh)
     rank = agreement.peers.rank

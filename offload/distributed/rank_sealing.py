@@ -135,10 +135,6 @@ class RankSealing:
         """Announce a seal that has failed on this rank already; `abandon` must follow.
 
         Collective; never waits.
-
-        Args:
-            slot: Slot of this rank, on which training goes on; None if its state is torn.
-            step: Number of optimizer steps taken.
         """
         copy, self.copy = self.copy, None
         if copy is not None:
@@ -362,11 +358,7 @@ def to_message(state: EncodedState) -> Json:
 
 
 def from_message(value: Json) -> EncodedState:
-    """Return the train state of a message.
-
-    Raises:
-        MessageError: It is not one.
-    """
+    """Return the train state of a message."""
     try:
         return unpack_encoded(base64.b64decode(value, validate=True), "a rank's train state")[0]
     except (TypeError, ValueError, OffloadError) as error:

@@ -388,9 +388,6 @@ class RankStore:
         """Return the model file of the working slot, open for writing, and what closes it.
 
         A seal writes it while later steps write other slots, so each seal has a file of its own.
-
-        Raises:
-            gds.StorageError: The file cannot be opened.
         """
         if isinstance(slot, Slot):
             return slot.model, lambda: None  # closed with its slot

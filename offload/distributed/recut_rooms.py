@@ -36,17 +36,7 @@ class Room:
 
 
 def require_rooms(opened: Opened, needed_bytes: int) -> None:
-    """Check that the drives of all ranks have room for the first slot of another cut. Collective.
-
-    Args:
-        opened: What this rank has opened.
-        needed_bytes: Bytes that this rank is going to write.
-
-    Raises:
-        StoreFullError: A drive has no room; names it. Nothing has been changed; every rank raises
-            it.
-        RanksError: A rank could not examine its drive.
-    """
+    """Check that all ranks' drives have room for the first slot of another cut. Collective."""
 
     def make(_: object) -> Json:
         """Tell all ranks, on the writer, which parts have to stay."""
@@ -63,14 +53,7 @@ def require_rooms(opened: Opened, needed_bytes: int) -> None:
 
 
 def first_lacking(rooms: Sequence[Room]) -> tuple[str, int, int] | None:
-    """Return the first drive without room; None if all have room. Pure.
-
-    Args:
-        rooms: What each rank needs and finds, by rank.
-
-    Returns:
-        A directory on the drive, the bytes that are needed there, and those that are available.
-    """
+    """Return the first drive without room; None if all have room. Pure."""
     on_drive: dict[str, list[Room]] = {}
     for room in rooms:
         on_drive.setdefault(room.drive, []).append(room)

@@ -21,9 +21,6 @@ def scalar_runs(manifest: Manifest) -> Json:
 
     Parameters are counted as in the model, which all ranks count alike. The length of the result
     does not grow with the number of parameters if all of them have been stepped equally often.
-
-    Args:
-        manifest: Content of a checkpoint as the rank has composed it.
     """
     places = {tensor.name: place for place, tensor in enumerate(manifest.layout.model)}
     encoded = encode_scalars(manifest.scalars)
@@ -47,14 +44,6 @@ def require_same_scalars(said: Mapping[int, Json], names: Sequence[str]) -> None
 
     Values count, and not whether a 0-d tensor has FP32 or FP64: torch makes a step count in FP64
     where FP64 is the default dtype, and a default dtype is a rank's own.
-
-    Args:
-        said: What `scalar_runs` has returned on each rank.
-        names: Names of all tensors of the model.
-
-    Raises:
-        SealError: They differ; names the parameter and two ranks.
-        MessageError: A rank has told something else.
     """
     distinct: dict[tuple[int, int, str], tuple[int, Json]] = {}
     for rank, runs in sorted(said.items()):

@@ -266,17 +266,7 @@ def is_same_share(
     context: DigestContext,
     traffic: Traffic,
 ) -> bool:
-    """Return whether live tensors equal a rank's share of a checkpoint, bit for bit.
-
-    Args:
-        share: What the rank writes.
-        boxes: Boxes whose digests the rank has computed.
-        memory: Live memory of a box of a tensor.
-        file: Model file of the checkpoint.
-        backend: Backend that allocates the memory for copying.
-        context: Store and generation of the digests.
-        traffic: Counter of the bytes that cross to the host.
-    """
+    """Return whether live tensors equal a rank's share of a checkpoint, bit for bit."""
     plan = SharePlan(share.copied)
     image = ShareImage(plan, _tensors_of(share.copied, memory), traffic=traffic)
     digests = digest_share(image, buffers_of(backend, plan.buffer_bytes, traffic), context)
@@ -313,21 +303,7 @@ def load_share(
     context: DigestContext,
     traffic: Traffic,
 ) -> int:
-    """Load a rank's share of the model into live tensors; return the number of bytes read.
-
-    Args:
-        share: Boxes that the rank reads.
-        boxes: The same boxes with their digests; see `is_own_share`.
-        memory: Live memory of a box of a tensor.
-        file: Model file of the checkpoint.
-        backend: Backend that allocates the memory for copying.
-        context: Store and generation of the digests.
-        traffic: Counter of the bytes that cross to devices.
-
-    Raises:
-        DamagedError: The file is damaged.
-        gds.StorageError: The file cannot be read.
-    """
+    """Load a rank's share of the model into live tensors; return the number of bytes read."""
     written = {(one.name, one.box): one for one in boxes}
     digests = [d for entry in share.entries for d in written[entry.name, entry.box].digests]
     reading = ShareReading(

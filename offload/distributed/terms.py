@@ -45,15 +45,7 @@ def terms_of(
     keep: Retention,
     options: Options,
 ) -> dict[str, Json]:
-    """Return what all ranks must share besides their parameters, by its name in messages.
-
-    Args:
-        optimizer: Name of the optimizer's class.
-        param_groups: Parameter groups of the optimizer.
-        model: Model that is trained; None if it was not given.
-        keep: Policy that selects the checkpoints to keep.
-        options: Settings of the optimizer.
-    """
+    """Return what all ranks must share besides their parameters, by its name in messages."""
     terms: dict[str, Json] = {
         "the optimizer's class": optimizer,
         "model=": "no module" if model is None else "a module",
@@ -76,15 +68,7 @@ def terms_of(
 def require_same_terms(
     terms: Mapping[str, Json], exchange: Callable[[Json], Sequence[Any]]
 ) -> None:
-    """Check that all ranks have the same versions and the same terms. Collective.
-
-    Args:
-        terms: Terms of this rank; see `terms_of`.
-        exchange: Function that returns what each rank says, by rank. Collective.
-
-    Raises:
-        RanksError: They differ. Every rank raises the same error.
-    """
+    """Check that all ranks have the same versions and the same terms. Collective."""
     text = json.dumps([*terms.items()])
     digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     said = exchange([offload.__version__, str(torch.__version__), digest])

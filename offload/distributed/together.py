@@ -35,15 +35,7 @@ def together(agreement: Agreement, what: str, action: Callable[[], T]) -> T:
 
 
 def everywhere(agreement: Agreement, what: str, action: Callable[[], Json]) -> Mapping[int, Json]:
-    """Do something on every rank, and return what it returns on each of them. Collective.
-
-    Args:
-        agreement: Agreement of all ranks.
-        what: Call of the user, for messages.
-        action: What this rank does. It makes no collective call.
-
-    Raises the errors of `together`.
-    """
+    """Do something on every rank, and return what it returns on each of them. Collective."""
     failures: list[Exception] = []
 
     def ready(_: Json) -> Json:

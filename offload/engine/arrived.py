@@ -13,19 +13,6 @@ def finish_arrival(state: TrainingState, call: str) -> None:
     """Wait until the state of all ranks has arrived, and go on from it. Collective.
 
     Nothing happens if none is arriving. Parameters, buffers and hyper-parameters stay as they are.
-
-    Args:
-        state: State of this rank.
-        call: Call of the user, for messages.
-
-    Raises:
-        TierError: The tier could not be used. No rank has a checkpoint; `restore` goes on from what
-            has arrived.
-        DamagedError: An object of the tier has other bytes than were sent. No rank has a
-            checkpoint.
-        gds.StorageError: The state could not be written, or made durable. No rank has a
-            checkpoint.
-        RanksError: The state of another rank did not arrive, or a rank was lost.
     """
     arriving, ranks = state.arriving, state.ranks
     if arriving is None:

@@ -271,9 +271,6 @@ class Engine:
 
         An error of this rank alone is raised on all ranks: by the seal that the others begin, or,
         if ranks exchange something before that, at once.
-
-        Args:
-            prepare: Makes content of the checkpoint, without any exchange.
         """
         state = self.state
         try:

@@ -80,11 +80,7 @@ class Lifecycle:
         return f"a transfer of state failed ({reason_of(error)})"
 
     def log_lost_steps(self, num_steps: int) -> None:
-        """Log that no checkpoint has the last steps of this optimizer.
-
-        Args:
-            num_steps: Number of these steps.
-        """
+        """Log that no checkpoint has the last steps of this optimizer."""
         newest = self.store.newest
         is_one = num_steps == 1
         _log.warning(

@@ -52,23 +52,6 @@ def match_checkpoint(
     that has state and is frozen now keeps its state, and is not stepped. A parameter that was
     frozen when the checkpoint was made and is trained now joins with the next step, like an added
     one.
-
-    Args:
-        path: Directory of the checkpoint.
-        manifest: Manifest of the checkpoint, with the layout of this rank's cut.
-        groups: ``param_groups`` of the optimizer.
-        model: Model of the optimizer, or None.
-        rule: Update rule of the optimizer.
-        state_format: Form in which the optimizer stores its state.
-        shards: Function that returns this rank's part of a tensor; None if this process trains
-            alone.
-
-    Returns:
-        The trainable parameters in the checkpoint's order, and the tensors of its model file.
-
-    Raises:
-        MismatchError: The optimizer class, the groups, or names, shapes or dtypes are different.
-        CheckpointError: The class cannot have the checkpoint's hyper-parameters or scalar state.
     """
     match_class(path, manifest, groups, rule)
     restored = [
@@ -132,18 +115,7 @@ def match_checkpoint(
 def match_class(
     path: str, manifest: Manifest, groups: Sequence[Mapping[str, Any]], rule: UpdateRule
 ) -> None:
-    """Check what of a match does not depend on how the state is divided.
-
-    Args:
-        path: Directory of the checkpoint.
-        manifest: Manifest of the checkpoint.
-        groups: ``param_groups`` of the optimizer.
-        rule: Update rule of the optimizer.
-
-    Raises:
-        MismatchError: The optimizer class, or the number of groups, is different.
-        CheckpointError: The class cannot have the checkpoint's hyper-parameters.
-    """
+    """Check what of a match does not depend on how the state is divided."""
     if manifest.optimizer != rule.class_name:
         raise MismatchError(
             f"{path} was made with {manifest.optimizer}, this optimizer is {rule.class_name}: "
@@ -188,10 +160,6 @@ def _not_given(
     """Find parameters of the model that have state but are in no group; their state is kept.
 
     These parameters are frozen now, or had been taken out of their group before the checkpoint.
-
-    Raises:
-        MismatchError: A parameter requires gradients, and may have been in a group of the
-            checkpoint.
     """
     parameters: dict[str, torch.Tensor] = {}
     if model is not None:

@@ -38,26 +38,6 @@ def receive_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
     """Take the newest complete checkpoint of the tier into the store of all ranks. Collective.
 
     After an error nothing has become a checkpoint, and the next call goes on from what has arrived.
-
-    Args:
-        state: State of this rank. Its store has no checkpoint that could be restored.
-        groups: ``param_groups`` of the optimizer.
-
-    Returns:
-        The checkpoint, if its parameters are the present ones, and its state is arriving. None if
-        all of it is the store's newest checkpoint now; nothing of the model or the optimizer has
-        been changed then. None as well if there is no tier, or if it has no complete checkpoint, or
-        if the store has checkpoints.
-
-    Raises:
-        TierError: The tier cannot be used.
-        CheckpointError: Other ranks than the present ones made the checkpoint, and these are on
-            several hosts.
-        MismatchError: The checkpoint does not fit the optimizer and the model. Nothing has changed.
-        StoreFullError: There is no room for the checkpoint. Nothing was fetched.
-        DamagedError: An object of the tier has other bytes than were sent.
-        RanksError: The ranks have different tiers, or another rank has failed; its message names
-            the rank and the cause.
     """
     ranks, store, lifecycle = state.ranks, state.store, state.lifecycle
     serving = ranks.serving()
@@ -94,13 +74,7 @@ def receive_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
 
 
 def note_damage(state: TrainingState, url: str, error: DamagedError) -> bool:
-    """Note that a copy is damaged, for the next `restore`; return whether it is the copy that is.
-
-    Args:
-        state: State of this rank.
-        url: URL of the copy.
-        error: What was found.
-    """
+    """Note that a copy is damaged, for the next `restore`; return whether the copy is at fault."""
     is_of_copy = url in str(error)
     if is_of_copy:
         note_damaged(state.store.directory, parse_address(url).url, url, str(error))
@@ -196,10 +170,6 @@ def _match(state: TrainingState, groups: Groups, share: ArrivingShare, *, sees_a
 
     If it was divided in another way than the model is now, the restore that follows checks the
     rest: only there all parts are seen.
-
-    Raises:
-        MismatchError: It does not fit.
-        CheckpointError: The class cannot have its hyper-parameters or scalar state.
     """
     own, cuts, table = share.own_manifest, state.ranks.cuts or {}, state.table
     match_class(share.url, own, groups, state.rule)
@@ -236,11 +206,7 @@ def _is_in_cut(state: TrainingState, share: ArrivingShare) -> bool:
 
 
 def _common_tier(said: Sequence[Any]) -> str:
-    """Return the tier of all ranks; empty if they have none, or if a store has checkpoints.
-
-    Raises:
-        RanksError: The ranks have different tiers.
-    """
+    """Return the tier of all ranks; empty if they have none, or if a store has checkpoints."""
     urls = [url for url, _ in said]
     for rank, url in enumerate(urls):
         if url != urls[0]:

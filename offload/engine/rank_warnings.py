@@ -12,16 +12,6 @@ def warn_together(ranks: Ranks, call: str, message: str, level: int) -> None:
 
     With Python's ``-W error`` a warning ends the call on the rank that has it. The other ranks must
     not go on, and wait for that rank.
-
-    Args:
-        ranks: All ranks.
-        call: Call of the user, for messages: ``restore()``.
-        message: Warning of this rank; empty if it has none.
-        level: Stack level of the user's code, seen from the caller of this function.
-
-    Raises:
-        RuntimeWarning: The user has made warnings errors, and this rank has one.
-        RanksError: Another rank has raised its warning; the message is in it.
     """
     errors: list[Warning] = []
     if message:

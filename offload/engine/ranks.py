@@ -161,24 +161,11 @@ class Ranks(Protocol):
         """Take part, with an error, in a step that begins on all ranks. Collective, never raises.
 
         The other ranks raise an error that names this one, and no rank has taken the step.
-
-        Args:
-            number: Number of the step.
-            error: Error of this rank.
-            needs_slot: Whether the ranks agree on a slot to write before they begin the step.
         """
         ...
 
     def require_same(self, what: str, value: str) -> None:
-        """Check that a value is the same on all ranks. Collective.
-
-        Args:
-            what: Call of the user, for messages.
-            value: Value of this rank, in words.
-
-        Raises:
-            RanksError: It differs. Every rank raises the same error, which names both values.
-        """
+        """Check that a value is the same on all ranks. Collective."""
         ...
 
     @property
@@ -221,37 +208,17 @@ class Ranks(Protocol):
         ...
 
     def begin_step(self, terms: Step) -> Values:
-        """Agree with all ranks on a step that begins, if new values are gathered. Collective.
-
-        Args:
-            terms: The step of this rank.
-
-        Returns:
-            The exchange of new values with the ranks that hold the same parameters.
-
-        Raises:
-            RanksError: The ranks differ. Nothing has been changed.
-        """
+        """Agree with all ranks on a step that begins, if new values are gathered. Collective."""
         ...
 
     def model_copy(
         self, slot: StateSlot, stored: Sequence[Stored], marks: Marks
     ) -> ModelCopy | None:
-        """Return the copy of this rank's share of the model; None for a copy of the whole model.
-
-        Args:
-            slot: Working slot that is sealed.
-            stored: Tensors of the model, captured.
-            marks: Positions in the streams of devices.
-        """
+        """Return the copy of this rank's share of the model; None for a copy of the whole model."""
         ...
 
     def has_same_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> bool | None:
-        """Return whether this rank's share of the model equals a checkpoint's, bit for bit.
-
-        Returns:
-            None if the whole model is to be compared by the caller.
-        """
+        """Return whether this rank's share of the model equals a checkpoint's, bit for bit."""
         ...
 
     def check_model(self, checkpoint: StoredCheckpoint) -> None:
@@ -279,35 +246,17 @@ class Ranks(Protocol):
         """Load this rank's share of a checkpoint's model; return the number of bytes read.
 
         `share_model` must follow, on all ranks, if all have loaded their share.
-
-        Returns:
-            None if the whole model is to be loaded by the caller.
-
-        Raises:
-            DamagedError: The model file is damaged.
         """
         ...
 
     def share_model(self, stored: Sequence[Stored]) -> None:
-        """Bring loaded tensors to all ranks that hold them. Collective.
-
-        Raises:
-            RanksError: A rank was lost.
-        """
+        """Bring loaded tensors to all ranks that hold them. Collective."""
         ...
 
     def share_state(self, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
         """Bring the boxes of tensors from the rank that steps each box to all that hold it.
 
         Collective, if any part of the model is on several ranks.
-
-        Args:
-            tensors: Tensors that are sharded as a parameter is, each after the name of the
-                parameter and the safetensors code of its own dtype; as many, in the same order, on
-                all ranks.
-
-        Raises:
-            RanksError: A rank was lost.
         """
         ...
 

@@ -85,10 +85,6 @@ def reference_to(position: Position, state_dict: Mapping[str, Any]) -> dict[str,
     Scalar tensors and NumPy values become builtins; other values are copied. A reference has no
     ``state``, so that code which takes it for the state itself fails (`KeyError`), instead of going
     on with no state at all.
-
-    Args:
-        position: Position that the reference names.
-        state_dict: torch's state dict with ``param_groups``. Its ``state`` is left out.
     """
     return {
         **{key: copy.deepcopy(v) for key, v in state_dict.items() if key != "state"},
@@ -108,11 +104,7 @@ def reference_to(position: Position, state_dict: Mapping[str, Any]) -> dict[str,
 def read_reference(
     state_dict: Mapping[str, Any],
 ) -> tuple[Position, list[dict[str, Any]]]:
-    """Return the position that a reference names, and the hyper-parameters of its groups.
-
-    Raises:
-        MismatchError: The reference is of another version, or is incomplete.
-    """
+    """Return the position that a reference names, and the hyper-parameters of its groups."""
     if state_dict.get("format") != REFERENCE_FORMAT:
         raise MismatchError(
             f"load_state_dict() got a reference of format {state_dict.get('format')!r:.60}, "
@@ -134,16 +126,7 @@ def read_reference(
 
 
 def find_referenced(store: StateStore, wanted: Position, present: Position) -> StoredCheckpoint:
-    """Return the sealed checkpoint that a reference names, if it is the store's newest.
-
-    Args:
-        store: Store of the optimizer.
-        wanted: Position that the reference names.
-        present: Present position of the optimizer.
-
-    Raises:
-        MismatchError: The checkpoint cannot be found, as in `find_sealed`, or is not the newest.
-    """
+    """Return the sealed checkpoint that a reference names, if it is the store's newest."""
     checkpoint = find_sealed(store, wanted, present)
     if checkpoint is not store.newest:
         raise MismatchError(
@@ -154,17 +137,7 @@ def find_referenced(store: StateStore, wanted: Position, present: Position) -> S
 
 
 def find_sealed(store: StateStore, wanted: Position, present: Position) -> StoredCheckpoint:
-    """Return the sealed checkpoint that a reference names, whether or not there are newer ones.
-
-    Args:
-        store: Store of the optimizer.
-        wanted: Position that the reference names.
-        present: Present position of the optimizer.
-
-    Raises:
-        MismatchError: The reference is to another store, its state has never been sealed, or its
-            checkpoint does not exist any more.
-    """
+    """Return the sealed checkpoint that a reference names, whether or not there are newer ones."""
     usable = [c for c in store.checkpoints if not c.superseded]
     at = f"load_state_dict() got a reference to {wanted}"
     if not wanted.step and not wanted.sealed:

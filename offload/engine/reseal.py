@@ -27,11 +27,6 @@ def has_same_model(
     """Return whether parameters and buffers equal those of a checkpoint, bit for bit.
 
     Reads memory, not storage. The optimizer state cannot differ, because no step has been taken.
-
-    Args:
-        sealed: Checkpoint of the present state.
-        stored: Present tensors of the model file.
-        buffers: Memory for copying the tensors.
     """
     manifest, slot = sealed.manifest, sealed.slot
     if slot is None:

@@ -233,18 +233,7 @@ def resume(
 def _announce_reencoding(
     state: TrainingState, path: str, manifest: Manifest, source: RecutSource, level: int
 ) -> None:
-    """Warn, on rank 0, if state will be encoded anew on any rank. Collective.
-
-    Args:
-        state: State that the checkpoint replaces.
-        path: Directory of the checkpoint.
-        manifest: Its manifest.
-        source: State of the checkpoint in the present cut.
-        level: Stack level of the user's code, seen from here.
-
-    Raises:
-        RuntimeWarning: The user has made warnings errors. Nothing has changed on any rank.
-    """
+    """Warn, on rank 0, if state will be encoded anew on any rank. Collective."""
     mine = [n for n, t in enumerate(manifest.layout.model) if t.name in source.reencoded]
     num = len(state.ranks.union("restore()", lambda: mine))
     if not num:
@@ -297,18 +286,7 @@ def _recut(state: TrainingState, found: StoredCheckpoint, *, reencode: bool) -> 
 def _choose(
     store: StateStore, which: int | str | None, *, discard_newer: bool
 ) -> StoredCheckpoint | None:
-    """Return the checkpoint to restore; None if there is none and none was asked for.
-
-    Args:
-        store: Store of the optimizer.
-        which: Step number, or path or name of the checkpoint's directory; None for the newest.
-        discard_newer: Whether newer checkpoints may be withdrawn.
-
-    Raises:
-        CheckpointNotFoundError: No checkpoint has that step, path or name.
-        CheckpointError: There are checkpoints, but none can be used.
-        MismatchError: There are newer checkpoints, and `discard_newer` is not set.
-    """
+    """Return the checkpoint to restore; None if there is none and none was asked for."""
     newest = store.newest
     found = newest if which is None else store.find(which)
     if found is None and store.refused:
@@ -329,20 +307,7 @@ def _choose(
 def _give_up_damaged(
     store: StateStore, damaged: StoredCheckpoint, error: DamagedError, which: int | str | None
 ) -> StoredCheckpoint | None:
-    """Quarantine a damaged checkpoint, and choose the newest one left.
-
-    Args:
-        store: Store of the optimizer.
-        damaged: Checkpoint that was found damaged.
-        error: Error that describes the damage.
-        which: Checkpoint that the user asked for; None for the newest.
-
-    Returns:
-        The newest checkpoint left; None if there is none, or if the user asked for the damaged one.
-
-    Raises:
-        DamagedError: A newer checkpoint was quarantined already, so a person has to look.
-    """
+    """Quarantine a damaged checkpoint, and choose the newest one left."""
     if refusal := try_to_quarantine(store, damaged, error):
         raise DamagedError(f"{error}. {refusal}") from error
     return store.newest if which is None else None
@@ -364,18 +329,7 @@ def _load(
     stored: Sequence[Stored],
     groups: Sequence[dict[str, Any]],
 ) -> int:
-    """Load parameters, buffers and hyper-parameters in place; return the number of bytes read.
-
-    Args:
-        state: State that the checkpoint replaces.
-        checkpoint: Checkpoint to load.
-        slot: Open files of the checkpoint.
-        stored: Live tensors of the model file.
-        groups: ``param_groups`` of the optimizer.
-
-    Raises:
-        DamagedError: The model file is damaged. Some parameters may have been overwritten.
-    """
+    """Load parameters, buffers and hyper-parameters in place; return the number of bytes read."""
     num_bytes = state.ranks.load_model(checkpoint, stored)
     if num_bytes is None and isinstance(slot, RecutSource):
         num_bytes = load_recut(state.store, checkpoint, stored, state.meter.traffic)

@@ -252,11 +252,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
 
 
 def _check(state: TrainingState, groups: Groups, state_dict: Mapping[str, Any]) -> _Loaded:
-    """Check a state dict of torch; changes nothing, and makes no collective call.
-
-    Raises:
-        MismatchError: It does not fit the optimizer.
-    """
+    """Check a state dict of torch; changes nothing, and makes no collective call."""
     if not {"state", "param_groups"} <= state_dict.keys():
         raise MismatchError(
             f"load_state_dict() got a dict with the keys {sorted(map(str, state_dict))}, "

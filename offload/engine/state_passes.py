@@ -106,13 +106,7 @@ def _no_wait(name: str) -> None:
 
 
 def run_pass(state: TrainingState, state_pass: StatePass, values: Values | None = None) -> None:
-    """Run a pass on the calling thread, and record its success or failure.
-
-    Args:
-        state: The state.
-        state_pass: The pass.
-        values: What brings new values to other ranks; None if no other rank needs them.
-    """
+    """Run a pass on the calling thread, and record its success or failure."""
     values = NoValues() if values is None else values
     try:
         try:

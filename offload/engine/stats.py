@@ -236,15 +236,7 @@ def collect_stats(
     layout: Layout | None,
     update_code: str,
 ) -> Stats:
-    """Return the totals, collected from the objects that count them.
-
-    Args:
-        meter: Counters of the engine.
-        drives: Drives, which count their transfers and know their rates.
-        streamer: The ring, or None if it does not exist.
-        layout: Layout of the state, or None if it has not been laid out.
-        update_code: Code that updates the state, in words.
-    """
+    """Return the totals, collected from the objects that count them."""
     traffic = meter.traffic
     own = {f.name for f in fields(meter)} & {f.name for f in fields(Stats)}
     totals = {name: getattr(meter, name) for name in own}

@@ -61,14 +61,7 @@ class StepStrategy(Protocol):
     def seal_at_end(
         self, groups: Groups, train_state: object, metrics: Metrics
     ) -> SealHandle | None:
-        """Begin a checkpoint that is made when the step in progress ends.
-
-        Returns:
-            The handle of the checkpoint; None if the state is at rest now, so that the caller can
-            make the checkpoint.
-
-        Raises the errors of `settle`.
-        """
+        """Begin a checkpoint that is made when the step in progress ends."""
         ...
 
     def give_up(self) -> None:

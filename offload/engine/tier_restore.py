@@ -29,21 +29,6 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
 
     A copy that is found damaged is passed over with a warning, and the one before it is taken. So
     is one whose state was found damaged when it arrived after an earlier `restore`.
-
-    Args:
-        state: State that the checkpoint replaces. Its store has no checkpoint.
-        groups: ``param_groups`` of the optimizer.
-
-    Returns:
-        The checkpoint; None if there is no tier, or if it has no complete checkpoint. If several
-        ranks made the checkpoint, all of it is the newest of the store after that, and None is
-        returned. Several ranks always get None, because `receive_from_tier` is for them.
-
-    Raises:
-        TierError: The tier cannot be used.
-        MismatchError: The checkpoint does not fit the optimizer and the model. Nothing has changed.
-        StoreFullError: There is no room for the checkpoint. Nothing was fetched.
-        DamagedError: No copy in the tier is whole.
     """
     store, url = state.store, state.lifecycle.tier_url
     if not url or store.checkpoints or store.refused or not isinstance(store, Store):

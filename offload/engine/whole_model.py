@@ -54,17 +54,7 @@ def _clone_source(store: StateStore, slot: Slot, trained: TensorRanges) -> Clone
 def load_whole(
     checkpoint: StoredCheckpoint, slot: Slot, stored: Sequence[Stored], buffers: BlockBuffers
 ) -> int:
-    """Load all tensors of a checkpoint's model file in place; return the number of bytes read.
-
-    Args:
-        checkpoint: Checkpoint to load.
-        slot: Open files of the checkpoint.
-        stored: Live tensors of the model file.
-        buffers: Memory for copying tensors.
-
-    Raises:
-        DamagedError: The model file is damaged. Some parameters may have been overwritten.
-    """
+    """Load all tensors of a checkpoint's model file in place; return the number of bytes read."""
     manifest = checkpoint.manifest
     tensors = {item.spec.name: item.tensor for item in stored}
     image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
@@ -76,17 +66,7 @@ def load_whole(
 def load_recut(
     store: StateStore, checkpoint: StoredCheckpoint, stored: Sequence[Stored], traffic: Traffic
 ) -> int:
-    """Load the model of a checkpoint that several ranks have made; return the bytes read.
-
-    Args:
-        store: Store of the checkpoint.
-        checkpoint: Checkpoint to load.
-        stored: Live tensors of the model file.
-        traffic: Counter of the bytes that cross to devices.
-
-    Raises:
-        DamagedError: The model file is damaged. Some parameters may have been overwritten.
-    """
+    """Load the model of a checkpoint that several ranks have made; return the bytes read."""
     wanted = [LiveBox.whole(item.spec.name, item.tensor) for item in stored]
     backend, path = store.backend, checkpoint.path
     with backend.open(f"{path}/{checkpoint.manifest.layout.model_name}") as file:

@@ -80,16 +80,7 @@ class StateSlots:
         return target
 
     def moved_to(self, target: StateSlot, sealing: StateSlot | None) -> StateSlot | None:
-        """Record that the state is now in `target`, which steps write in place from here on.
-
-        Args:
-            target: Result of the method `target`.
-            sealing: Slot that is being sealed, or None.
-
-        Returns:
-            The previous slot, which the caller releases; None if it is the target, or is or will be
-            a checkpoint.
-        """
+        """Record that the state is now in `target`, which steps write in place from here on."""
         source = self.present
         self.present, self.is_working, self.sealed = target, True, None
         if isinstance(source, RecutSource):

@@ -111,12 +111,6 @@ class CheckpointStream:
         This is quick if elements are asked for in the order of `blocks`, and in blocks that
         `decoder.cut_by_parameter` makes of the layout's chunks. Every chunk is compared with its
         digests. Call `finish` after the last call.
-
-        Args:
-            index: Index of the parameter.
-            name: Name of the array.
-            start: First element of the flat parameter.
-            stop: One past the last element.
         """
         # If the order is another, the second pass reads all again.
         for _ in range(2):
@@ -181,12 +175,7 @@ class CheckpointStream:
 
 
 def parameter_groups(manifest: Manifest, layout: Layout) -> list[dict[str, Any]]:
-    """Return parameter groups as in torch's state dict, with parameter numbers and names.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        layout: Layout of whole parameters.
-    """
+    """Return parameter groups as in torch's state dict, with parameter numbers and names."""
     out, number = [], 0
     for hyper, members in zip(manifest.groups, _members(manifest, layout), strict=True):
         group = {k: v for k, v in hyper.items() if k not in ("params", "param_names")}

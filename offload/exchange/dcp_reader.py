@@ -76,15 +76,7 @@ _NAMES: Final[Mapping[tuple[str, str], Any]] = {
 
 
 def read_dcp(path: str) -> Any:
-    """Return the nested state dict of a distributed checkpoint; tensors are read later, on demand.
-
-    Args:
-        path: Path of the directory.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, names code that would have to be executed, or
-            would take more memory than any valid file of its length needs.
-    """
+    """Return the nested state dict of a distributed checkpoint; tensors are read on demand."""
     metadata = f"{path}/.metadata"
     require_file(metadata)
     try:

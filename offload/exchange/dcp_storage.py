@@ -101,13 +101,7 @@ class CheckpointReader(StorageReader):
 
     @in_neutral
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Open the checkpoint, and return what it has. It is kept until it has been read.
-
-        Raises:
-            CheckpointError: There is no usable checkpoint, or the part of a rank that made it is
-                missing or not seen here.
-            gds.StorageError: The checkpoint cannot be read.
-        """
+        """Open the checkpoint, and return what it has. It is kept until it has been read."""
         self.close()
         self._checkpoint = open_checkpoint(self._path, parts=self._parts, backend=self._backend)
         try:
@@ -130,12 +124,7 @@ class CheckpointReader(StorageReader):
         return replace(plan, storage_data=(manifest.store_id, manifest.generation))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Check that all ranks read one checkpoint.
-
-        Raises:
-            CheckpointError: A rank has found another checkpoint than the first rank, as may happen
-                beside a training process. Name a checkpoint instead of the store.
-        """
+        """Check that all ranks read one checkpoint."""
         found = [plan.storage_data for plan in plans]
         for rank, one in enumerate(found):
             if one != found[0]:
@@ -148,13 +137,7 @@ class CheckpointReader(StorageReader):
 
     @in_neutral
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the boxes of a plan into the tensors that the planner has for them.
-
-        Raises:
-            DamagedError: Data is not as it was written. Nothing of the damaged chunk has been
-                copied; tensors that were read before it have their new values.
-            gds.StorageError: Data cannot be read.
-        """
+        """Read the boxes of a plan into the tensors that the planner has for them."""
         checkpoint, catalogue = self._opened, self._catalogue
         assert catalogue is not None  # noqa: S101  (made when the checkpoint was opened)
         tensors: list[tuple[ReadItem, torch.Tensor]] = []

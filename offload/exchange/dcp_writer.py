@@ -36,16 +36,6 @@ def write_dcp(
     """Write a checkpoint as ``{"model", "optim", "step", "master"}``, keyed by parameter names.
 
     ``master`` is left out if no parameter has one.
-
-    Args:
-        stream: Checkpoint to write.
-        path: Path of the directory to make.
-        state_dict: Function that returns ``optim``, keyed by names. It is called with the stream, a
-            function that returns the tensor for each state array, and ``by_name=True``.
-
-    Raises:
-        DamagedError: The data that was read differs from the data that was written.
-        gds.StorageError: A file could not be read or written.
     """
     tensors: dict[int, _Source] = {}
     """Source of each tensor, by the identity of the placeholder (a tensor without data)."""

@@ -33,17 +33,6 @@ def atomic_output(backend: Backend, target: str, needed_bytes: int) -> Iterator[
 
     The rename is durable when the block ends; the caller syncs the content of files. If the block
     fails, everything at the temporary path is removed.
-
-    Args:
-        backend: Backend that makes, renames and syncs the target.
-        target: The absolute path of the file or directory to make.
-        needed_bytes: Least size of the export in bytes.
-
-    Raises:
-        StoreFullError: There is no room for the export. The message says how much it needs and how
-            much is free.
-        StoreError: A file or directory of this name exists already, or the parent directory is
-            missing or cannot be written.
     """
     directory = os.path.dirname(target)
     if backend.stat(directory) is None:
@@ -79,15 +68,7 @@ def atomic_output(backend: Backend, target: str, needed_bytes: int) -> Iterator[
 
 @contextmanager
 def torch_writing(path: str, needed_bytes: int = 0) -> Iterator[None]:
-    """Convert torch's errors of writing into errors with the path and an error number.
-
-    Args:
-        path: Path of the file or directory that torch writes.
-        needed_bytes: Final size of the file or directory in bytes.
-
-    Raises:
-        gds.StorageError: The file or directory could not be written.
-    """
+    """Convert torch's errors of writing into errors with the path and an error number."""
     try:
         yield
     except (StorageError, OffloadError):

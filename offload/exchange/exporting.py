@@ -236,16 +236,7 @@ def _export_safetensors(backend: Backend, stream: CheckpointStream, path: str) -
 def _state_dict(
     stream: CheckpointStream, make: Callable[[int, str], Any], *, by_name: bool
 ) -> dict[str, Any]:
-    """Return torch's state dict, whose tensors are the results of `make`.
-
-    Args:
-        stream: The checkpoint.
-        make: Function that returns the value for a parameter's index and a state array's name.
-        by_name: Whether the names of parameters are the keys, instead of their numbers.
-
-    Raises:
-        MismatchError: torch's optimizer could not load the dict; see `_require_stepped`.
-    """
+    """Return torch's state dict, whose tensors are the results of `make`."""
     _require_stepped(stream)
     groups = stream.groups()
     numbers: dict[str, Any] = {
@@ -328,9 +319,6 @@ def _array_files(
     """Make a safetensors file for each state array.
 
     Files are synced and closed at the end of the block.
-
-    Yields:
-        The file and the offset of the first byte of each tensor, by parameter and array.
     """
     parameters = stream.layout.parameters
     places: dict[_Key, tuple[File, int]] = {}

@@ -65,16 +65,6 @@ def open_foreign(path: str, model: str | None = None) -> ForeignCheckpoint:
       alone.
     - A directory of the Hugging Face Trainer, with ``optimizer.pt`` and ``model.safetensors``.
     - A directory of `torch.distributed.checkpoint`.
-
-    Args:
-        path: Path of the file or directory.
-        model: Path of the file with the model, if `path` does not contain it. A safetensors file,
-            the index of several, or a file of `torch.save`.
-
-    Raises:
-        CheckpointError: The format is not known, or the file is damaged or holds code that would
-            have to be executed.
-        MismatchError: The files of a directory contradict each other.
     """
     if os.path.isdir(path):
         if os.path.exists(f"{path}/.metadata"):
@@ -151,12 +141,7 @@ def _open_hf(path: str, model: str | None) -> ForeignCheckpoint:
 
 
 def _require_torch_file(path: str, accepted: str) -> None:
-    """Refuse a file that `torch.save` cannot have written, judged by its first bytes.
-
-    Raises:
-        CheckpointError: The file has another format. The message says which format it looks like,
-            and which are accepted.
-    """
+    """Refuse a file that `torch.save` cannot have written, judged by its first bytes."""
     require_file(path)
     with open(path, "rb") as file:
         start = file.read(_SNIFFED_BYTES)
@@ -247,15 +232,7 @@ def _with_tensors(foreign: ForeignCheckpoint, found: Mapping[str, Any]) -> Forei
 
 
 def open_safetensors(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Open a safetensors file without reading its tensors.
-
-    Returns:
-        The tensors by name; and the other names of tied tensors, each with its name among the
-        tensors.
-
-    Raises:
-        CheckpointError: The file is not of this format, or is damaged.
-    """
+    """Open a safetensors file without reading its tensors."""
     size = require_file(path)
     try:
         with open(path, "rb") as file:

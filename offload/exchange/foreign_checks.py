@@ -15,16 +15,7 @@ from offload.update.hyperparameters import misfit
 
 
 def check_optimizer(path: str, optimizer: Mapping[str, Any], masters: Any) -> None:
-    """Check that an optimizer's state dict has torch's structure.
-
-    Args:
-        path: Path of the file, for messages.
-        optimizer: State dict with the keys ``state`` and ``param_groups``.
-        masters: FP32 parameters, by the same keys as the state.
-
-    Raises:
-        CheckpointError: The structure differs. The message says which entry differs.
-    """
+    """Check that an optimizer's state dict has torch's structure."""
     groups, state = optimizer["param_groups"], optimizer["state"]
     if not isinstance(groups, list | tuple) or not groups:
         raise CheckpointError(f"{path}: 'param_groups' is {short(groups)}, expected a list of some")
@@ -101,15 +92,7 @@ def hyperparameters(
 
 
 def checked_step_count(value: Any, where: str) -> int:
-    """Return a number of optimizer steps, which may have any of several types in a file.
-
-    Args:
-        value: A number, or a tensor with one element.
-        where: Origin of the value, for the message.
-
-    Raises:
-        CheckpointError: The value is not a whole number from 0 to `MAX_STEPS`.
-    """
+    """Return a number of optimizer steps, which may have any of several types in a file."""
     if hasattr(value, "read") and math.prod(value.shape) == 1:
         value = value.read(0, 1).item()
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -39,16 +39,7 @@ class ForeignParameter:
 
 
 def with_ties(foreign: ForeignCheckpoint, tied: Mapping[str, str]) -> ForeignCheckpoint:
-    """Return a checkpoint with only one copy of the tensors that are tied in the model.
-
-    Args:
-        foreign: The checkpoint, which may have several copies of a tied tensor.
-        tied: Other names of tied tensors, each with the name in the model's
-            ``named_parameters()``.
-
-    Raises:
-        MismatchError: The checkpoint lacks a named tensor, or the shapes of two copies differ.
-    """
+    """Return a checkpoint with only one copy of the tensors that are tied in the model."""
     for alias, name in tied.items():
         first, second = foreign.model.get(name), foreign.model.get(alias)
         if first is None or (second is not None and second.shape != first.shape):
@@ -68,25 +59,7 @@ def match_parameters(
     dtype: torch.dtype | None,
     options: Options,
 ) -> tuple[list[dict[str, Any]], list[ForeignParameter], list[list[str]]]:
-    """Find the name, the tensor and the state of each parameter of the optimizer.
-
-    Args:
-        foreign: The checkpoint.
-        rule: Update rule of the optimizer that will continue.
-        names: Names of all parameters, in the order of the groups; None to find them in `foreign`.
-        frozen: Names of parameters that are not trained.
-        dtype: Dtype of the live parameters; None for the dtypes in `foreign`.
-        options: Options of the optimizer that will continue; they determine the stored arrays.
-
-    Returns:
-        The hyper-parameters of each group; the parameters that are not frozen; and the names of the
-        parameters in each group.
-
-    Raises:
-        MismatchError: The checkpoint belongs to another class, or contradicts itself. The message
-            names the parameter or the group.
-        CheckpointError: A hyper-parameter is invalid; see `hyperparameters`.
-    """
+    """Find the name, the tensor and the state of each parameter of the optimizer."""
     saved = rule.without_flags(foreign.optimizer["param_groups"], foreign.path)
     order = _names(foreign, saved, names)
     groups, found = [], []
@@ -154,9 +127,6 @@ def _names(
 
     The names come from the first of these sources that has them: `names`, the keys of the state
     dict, its ``param_names``, and the order of the model's tensors.
-
-    Raises:
-        MismatchError: The names are unknown, or their number is wrong.
     """
     members = [list(group["params"]) for group in saved]
     if names is not None:
@@ -202,9 +172,6 @@ def step_count(
 
     This is `given`, or else the number that the checkpoint states, or else the largest ``step`` of
     a parameter.
-
-    Raises:
-        CheckpointError: The number is not a possible number of steps.
     """
     by_state = num_steps([p.state.scalars for p in parameters])
     if given is not None:

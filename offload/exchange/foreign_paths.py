@@ -19,9 +19,6 @@ def require_file(path: str) -> int:
 
     Anything else is refused before it is opened: opening a pipe could block, and reading a device
     might never end.
-
-    Raises:
-        CheckpointError: The path does not exist, or is not that of a regular file.
     """
     try:
         found = os.stat(path)
@@ -35,12 +32,7 @@ def require_file(path: str) -> int:
 
 
 def read_json(path: str) -> Any:
-    """Return the value of a JSON file of another program. NaN is accepted.
-
-    Raises:
-        CheckpointError: The file is not a regular file, is larger than `MAX_JSON_BYTES`, or is not
-            JSON.
-    """
+    """Return the value of a JSON file of another program. NaN is accepted."""
     size = require_file(path)
     if size > MAX_JSON_BYTES:
         raise CheckpointError(f"{path}: {size} bytes, at most {MAX_JSON_BYTES} are read")

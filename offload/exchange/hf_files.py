@@ -86,9 +86,6 @@ def require_model_names(checkpoint: Checkpoint) -> None:
 
     ``from_pretrained`` would find none of its parameters, and would return random ones with no more
     than a warning.
-
-    Raises:
-        CheckpointError: The checkpoint does not have the model's names.
     """
     if not checkpoint.has_model_names:
         raise CheckpointError(
@@ -104,13 +101,6 @@ def read_hf_files(backend: Backend, directory: str) -> dict[str, bytes]:
     The config of an adapter of peft counts as one.
 
     Symbolic links are not followed: whoever made the store may have put them there.
-
-    Args:
-        backend: Backend of the directory.
-        directory: Path of a checkpoint.
-
-    Raises:
-        gds.StorageError: A file or the directory could not be read.
     """
     names = _names_in(backend, directory)
     if not {CONFIG_NAME, _ADAPTER_CONFIG_NAME} & {*names}:
@@ -123,13 +113,7 @@ def read_hf_files(backend: Backend, directory: str) -> dict[str, bytes]:
 
 
 def required_hf_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
-    """Return the content of the files that describe a model, in a directory that a user has named.
-
-    Raises:
-        CheckpointNotFoundError: The directory does not exist.
-        CheckpointError: The directory has no ``config.json``.
-        OSError: A file could not be read.
-    """
+    """Return the content of the files that describe a model, in a directory of the user's."""
     path = os.path.abspath(os.fsdecode(directory))
     if not os.path.isdir(path):
         raise CheckpointNotFoundError(
@@ -145,21 +129,13 @@ def required_hf_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
 
 
 def write_hf_files(backend: Backend, directory: str, files: Mapping[str, bytes]) -> None:
-    """Write files into a new directory. Their content is durable on return, their names are not.
-
-    Raises:
-        gds.StorageError: A file could not be written.
-    """
+    """Write files into a new directory. Their content is durable on return, their names are not."""
     for name, data in files.items():
         _write(backend, f"{directory}/{name}", data)
 
 
 def _read_local(directory: str) -> dict[str, bytes]:
-    """Return the same as `read_hf_files` for a directory of the user.
-
-    Raises:
-        OSError: A file or the directory could not be read.
-    """
+    """Return the same as `read_hf_files` for a directory of the user."""
     found = {}
     for name in sorted(filter(_describes_a_model, os.listdir(directory))):
         path = os.path.join(directory, name)

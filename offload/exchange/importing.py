@@ -185,11 +185,7 @@ def _open_store(
     *,
     fresh: bool,
 ) -> Store:
-    """Open the store that a checkpoint is imported into.
-
-    Raises:
-        StoreError: The store has checkpoints already, and `fresh` is False.
-    """
+    """Open the store that a checkpoint is imported into."""
     backends = drives.backends
     store = Store(
         backends[0],

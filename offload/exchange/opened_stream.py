@@ -15,17 +15,7 @@ from offload.exchange.owners_stream import OwnersStream
 def open_stream(
     checkpoint: Checkpoint, progress: Progress | None = None
 ) -> Iterator[CheckpointStream]:
-    """Open the files of a checkpoint for streaming; they are closed at the end of the block.
-
-    Args:
-        checkpoint: The checkpoint. It is kept from being recycled within the block.
-        progress: Function that is called after each block of data; None for no reports.
-
-    Raises:
-        CheckpointError: The part of another rank is missing or not seen here.
-        RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
-        gds.StorageError: A file cannot be opened.
-    """
+    """Open the files of a checkpoint for streaming; they are closed at the end of the block."""
     with checkpoint.held(), _open_stream(checkpoint, progress) as stream:
         yield stream
 

@@ -44,9 +44,6 @@ def peft_names(tensors: Iterable[tuple[str, Sequence[str]]]) -> PeftNames | None
     """Return the names that the tensors of a peft model have in files.
 
     None means that the model has no adapter, or several, or one whose names are not known.
-
-    Args:
-        tensors: Name of each tensor, with its other names.
     """
     others = dict(tensors)
     names = list(others)

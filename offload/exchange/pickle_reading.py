@@ -84,18 +84,7 @@ def read_pickle(
     names: Mapping[tuple[str, str], Any],
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return the value of a pickle.
-
-    Args:
-        data: The whole pickle; bytes behind its end are ignored.
-        names: Globals that the pickle may use, by module and name. Each value is a `StandIn`, or
-            the object itself.
-        persistent: Function that returns the value of a persistent id; None to refuse such ids.
-
-    Raises:
-        PickleError: The data is not a pickle, is cut or damaged, uses an operation or a name that
-            is not known, or would take more memory than its limit (see `MAX_BUDGET_BYTES`).
-    """
+    """Return the value of a pickle."""
     if len(data) > MAX_PICKLE_BYTES:
         raise PickleError(f"a pickle of {len(data)} bytes, at most {MAX_PICKLE_BYTES} are read")
     return _Machine(data, names, persistent).run()
@@ -324,15 +313,7 @@ class _Machine:
 
 
 def check_key(key: Any, depth: int = 0) -> None:
-    """Refuse keys whose hashes can be made to collide, and keys that are not plain values.
-
-    Args:
-        key: Key of a dict, or element of a set.
-        depth: 0 for a key, 1 for an element of a tuple that is a key.
-
-    Raises:
-        PickleError: The key is refused.
-    """
+    """Refuse keys whose hashes can be made to collide, and keys that are not plain values."""
     if isinstance(key, tuple) and depth == 0 and len(key) <= 8:
         for part in key:
             check_key(part, 1)

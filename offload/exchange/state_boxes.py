@@ -59,16 +59,6 @@ def read_state_boxes(state: WholeState, wanted: Sequence[WantedState]) -> None:
     No value is written to the memory of a wanted box before the chunk that it comes from has been
     compared with its digests, unless `state` does not compare. This takes the memory of the stored
     values of one chunk that are wanted, and a constant.
-
-    Args:
-        state: State of the checkpoint.
-        wanted: The boxes.
-
-    Raises:
-        DamagedError: Data is not as it was written.
-        CheckpointError: An owner that is not seen here has elements of a wanted box. The message
-            names it, and nothing has been read.
-        gds.StorageError: Data cannot be read.
     """
     by_name: dict[str, list[WantedState]] = {}
     for one in wanted:
@@ -154,14 +144,7 @@ def _read_owner(
     owner: StateOwner,
     wanted: Mapping[int, tuple[StoredBox, Sequence[WantedState]]],
 ) -> None:
-    """Read boxes of one owner, chunk by chunk.
-
-    Args:
-        state: State of the checkpoint.
-        owner: The owner.
-        wanted: For each of the owner's parameters that has wanted elements, by index: its box, and
-            what is wanted of the parameter.
-    """
+    """Read boxes of one owner, chunk by chunk."""
     layout = owner.layout
     live = OwnedParameters(state, owner)
     decoder = StateDecoder(layout, owner.scalars, live)
@@ -250,15 +233,7 @@ class StoredChunk:
 def _trimmed(
     plan: ChunkPlan, number: int, span: Span, box: StoredBox, wanted: Sequence[WantedState]
 ) -> Span | None:
-    """Return the part of a span from its first to its last wanted element; None if none is wanted.
-
-    Args:
-        plan: Plan of the chunk.
-        number: Number of the piece that the span is of.
-        span: A span of one piece.
-        box: Box of the piece's parameter.
-        wanted: What is wanted of the parameter.
-    """
+    """Return a span from its first to its last wanted element; None if none is wanted."""
     (piece,) = span.pieces
     commons = [box.box.intersection(one.box) for one in wanted]
     starts, stops = [], []

@@ -179,12 +179,7 @@ hold it."""
 
 
 def unstepped_state(initial: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Return the state of a parameter that was never stepped, as torch's constructor makes it.
-
-    Args:
-        initial: State that the constructor makes of one element; empty for most classes.
-        parameter: The parameter.
-    """
+    """Return the state of a parameter that was never stepped, as torch's constructor makes it."""
     return {
         name: _empty(parameter).to(value.dtype).fill_(value.item())
         if isinstance(value, torch.Tensor) and value.dim()
@@ -266,23 +261,7 @@ def read_parameter_state(
     template: Scalars,
     part: Part | None = None,
 ) -> ParameterState:
-    """Check the entry of one parameter in a torch state dict, and return it as a `ParameterState`.
-
-    Args:
-        at: Description of the parameter, for messages.
-        found: Entry of the parameter in ``state``, with tensors or `TensorSource`s; `NO_ENTRY` if
-            the dict has none.
-        master: FP32 values of the parameter, as a tensor or a `TensorSource`. None for an FP32
-            parameter, or if the dict has none.
-        shape: Shape of the parameter.
-        kept: State that the optimizer keeps of the parameter.
-        template: Names and kinds of the parameter's scalar state, as from `scalar_template`.
-        part: Function that returns this rank's part of a tensor, given what it is for messages;
-            None for whole tensors.
-
-    Raises:
-        MismatchError: The entry differs from the state that the optimizer keeps.
-    """
+    """Return the checked entry of one parameter in a torch state dict as a `ParameterState`."""
     present = {name: value for name, value in found.items() if value is not None}
     expected = {*kept.arrays, *kept.scalars}
     if not present and found is not NO_ENTRY and expected:
@@ -402,17 +381,7 @@ def _require_form(what: str, value: Any, shape: tuple[int, ...]) -> None:
 def _part(
     parameter: torch.Tensor, shard: Shard | None, what: str, value: torch.Tensor
 ) -> torch.Tensor:
-    """Return this rank's part of a tensor of state: of a whole one, or of one that is sharded.
-
-    Args:
-        parameter: Parameter that the state belongs to.
-        shard: This rank's part of it; None if it steps nothing of it.
-        what: What the tensor is, for messages.
-        value: Tensor of the parameter's shape.
-
-    Raises:
-        MismatchError: The tensor is sharded in another way than the parameter.
-    """
+    """Return this rank's part of a tensor of state: of a whole one, or of one that is sharded."""
     if is_dtensor(value):
         wanted = _placed(parameter) if is_dtensor(parameter) else None
         if wanted != _placed(value):

@@ -33,19 +33,7 @@ class Placeholder:
 def write_structure(
     path: str, value: Any
 ) -> Callable[[Backend], tuple[File, dict[Placeholder, int]]]:
-    """Write the whole structure of a file, with room for the data of its tensors.
-
-    Args:
-        path: Path of the file, which must not exist.
-        value: Nested structure of builtins, tensors and `Placeholder`s.
-
-    Returns:
-        A function that opens the file with a backend and writes the data of the tensors in `value`.
-        It returns the open file, and the offset in bytes at which each placeholder's data begins.
-
-    Raises:
-        gds.StorageError: The file cannot be written.
-    """
+    """Write the whole structure of a file, with room for the data of its tensors."""
     placeholders: dict[Placeholder, torch.Tensor] = {}
     small: list[tuple[Placeholder, torch.Tensor]] = []
 

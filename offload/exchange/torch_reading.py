@@ -95,19 +95,6 @@ def read_structure(path: str, start: int = 0, stop: int | None = None) -> Any:
     """Load a file of `torch.save` with a `StoredTensor` for each tensor.
 
     Dictionaries of all kinds become plain ones.
-
-    Args:
-        path: Path of the file.
-        start: Offset of the first byte, if the file is embedded in another file.
-        stop: End of the embedded file (exclusive), in bytes; None for the end of the file.
-
-    Returns:
-        The value, made of builtins and `StoredTensor`s.
-
-    Raises:
-        CheckpointError: The file has another format, or holds objects other than tensors and
-            builtins (they would have to be executed), or would take more memory than any valid file
-            of its length needs.
     """
     size = require_file(path)
     with open(path, "rb") as file:
@@ -147,12 +134,7 @@ class _Storages:
         self._places: dict[str, tuple[int, int]] = {}
 
     def __call__(self, pid: Any) -> _Storage:
-        """Return the storage for a persistent id.
-
-        Raises:
-            PickleError: The id is not that of a storage, or the storage is too short.
-            CheckpointError: The archive lacks the data of the storage.
-        """
+        """Return the storage for a persistent id."""
         if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
             raise PickleError("a persistent id does not name a storage")
         _, kind, key, _, num = pid
@@ -239,12 +221,7 @@ def _typed_tensor(
 def _checked(
     path: str, storage: _Storage, offset: Any, size: Any, strides: Any, dtype: torch.dtype
 ) -> StoredTensor:
-    """Return a `StoredTensor`, after checking that it lies within its storage.
-
-    Raises:
-        PickleError: The shape, strides or offset are invalid, elements share memory, or the tensor
-            exceeds its storage.
-    """
+    """Return a `StoredTensor`, after checking that it lies within its storage."""
     if (
         type(size) is not tuple
         or type(strides) is not tuple

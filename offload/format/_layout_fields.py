@@ -59,15 +59,7 @@ def decode_layout(
     *,
     has_boxes: bool,
 ) -> Layout:
-    """Return the layout that the fields of `encode_layout` describe.
-
-    Args:
-        body: Content of the document.
-        model: Tensors of the model, one of which each parameter is, or is cut from.
-        shares: Shares of the drives, checked.
-        counts_from: Start of counting, checked.
-        has_boxes: Whether parameters may be boxes of tensors.
-    """
+    """Return the layout that the fields of `encode_layout` describe."""
     parameters = tuple(
         _decode_parameter(fields.items(value), has_boxes=has_boxes)
         for value in fields.items(body["parameters"])

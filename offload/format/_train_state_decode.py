@@ -37,12 +37,7 @@ from offload.format.strict_json import parse_json
 
 
 def decode_text(text: str, tensors: Mapping[str, StoredTensor]) -> object:
-    """Return the value that `text` and `tensors` encode.
-
-    Raises:
-        TrainStateTagError: A tag is unknown: the file is of another version, or damaged.
-        TrainStateFormatError: The text is something else that the encoder would not have written.
-    """
+    """Return the value that `text` and `tensors` encode."""
     decoder = _Decoder(tensors)
     value = decoder.decode(_parse(text), ROOT, 0)
     unused = [name for name in tensors if name not in decoder.used]

@@ -131,17 +131,7 @@ platforms."""
 
 
 def leaf_tag(value: object, path: Path, store: Store | None) -> Fields | None:
-    """Return the tag of a value of torch or numpy; None if its type is not supported.
-
-    Args:
-        value: An instance of a type that one of `LEAF_PACKAGES` defines.
-        path: Path of the value, for messages.
-        store: Function that stores the bytes; None inside keys and sets, where nothing may be
-            stored by name.
-
-    Raises:
-        TrainStateTypeError: The value is a tensor or array that cannot be stored losslessly.
-    """
+    """Return the tag of a value of torch or numpy; None if its type is not supported."""
     if type(value).__module__.partition(".")[0] == "torch":
         return _torch_tag(value, path, store)
     return _numpy_tag(value, path, store)

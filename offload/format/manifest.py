@@ -240,16 +240,7 @@ def _parameter_bytes(parameter: ParameterSpec) -> int:
 
 
 def reserved_bytes(layout: Layout, num_groups: int, owners: Sequence[str] = ()) -> int:
-    """Return the size to reserve for the manifest of a layout, in bytes; a multiple of 4096.
-
-    Args:
-        layout: Layout of the store, or of owner 0 if there are others.
-        num_groups: Number of parameter groups.
-        owners: For each owner but the first, the store's directory on its node.
-
-    Raises:
-        OffloadError: The manifest could be larger than readers accept.
-    """
+    """Return the size to reserve for the manifest of a layout, in bytes; a multiple of 4096."""
     names = sum(_parameter_bytes(p) for p in layout.parameters)
     names += sum(
         2 * len(json.dumps(t.name)) + 100 + sum(len(json.dumps(a)) for a in t.aliases)

@@ -60,11 +60,7 @@ def take_metrics(metrics: Any) -> dict[str, float]:
 
 
 def check_metrics(metrics: Any) -> dict[str, float]:
-    """Return the metrics of a manifest, after checking them.
-
-    Raises:
-        MetricError: A metric is one that `take_metrics` refuses, or is not finite.
-    """
+    """Return the metrics of a manifest, after checking them."""
     numbers = _numbers(metrics)
     for name, number in numbers.items():
         if not math.isfinite(number):

@@ -43,15 +43,7 @@ class LiveBox:
 
 
 def views_of(share: ModelShare, held: Iterable[LiveBox]) -> list[torch.Tensor]:
-    """Return, for each entry of a share, the view of its box in the memory that a rank holds.
-
-    Args:
-        share: Boxes that the rank writes.
-        held: Boxes that the rank holds. A box may hold more than what the rank writes of it.
-
-    Raises:
-        MismatchError: The rank does not hold a box that it has to write; names it.
-    """
+    """Return, for each entry of a share, the view of its box in the memory that a rank holds."""
     by_name: dict[str, list[LiveBox]] = {}
     for live in held:
         by_name.setdefault(live.name, []).append(live)

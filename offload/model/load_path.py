@@ -57,12 +57,7 @@ class Owner(NamedTuple):
 
 
 def owner_of(model: torch.nn.Module, name: str) -> Owner:
-    """Return where an entry belongs.
-
-    Args:
-        model: Model that is trained.
-        name: Name of the entry, with or without the parts that wrappers put into it.
-    """
+    """Return where an entry belongs."""
     modules, path, parts = [model], "", name.split(".")
     while len(parts) > 1 or (parts and not _has(modules[-1], parts[0])):
         children = modules[-1]._modules
@@ -91,13 +86,7 @@ def _has(module: torch.nn.Module, name: str) -> bool:
 
 
 def is_taken(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether ``load_state_dict`` has a way to take an entry that is not own memory.
-
-    Args:
-        model: Model that is trained.
-        name: Name of the entry.
-        shape: Shape of the entry.
-    """
+    """Return whether ``load_state_dict`` has a way to take an entry that is not own memory."""
     owner = owner_of(model, name)
     if any(map(_loads_itself, owner.modules)):
         return True

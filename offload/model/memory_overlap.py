@@ -185,11 +185,7 @@ def _has_distinct_elements(tensor: torch.Tensor) -> bool:
 
 
 def _crossing_groups(spans: Iterable[tuple[str, int, int, int]]) -> Iterator[list[int]]:
-    """Yield the numbers of the tensors in each group of two or more crossing address ranges.
-
-    Args:
-        spans: Device, first byte, one past the last, and number of each tensor; sorted.
-    """
+    """Yield the numbers of the tensors in each group of two or more crossing address ranges."""
     group: list[int] = []
     group_device, group_stop = "", 0
     for device, start, stop, number in spans:

@@ -90,9 +90,6 @@ class BlockBuffers:
         """Return the memory through which a seal writes: two or three blocks.
 
         There are two if the seal has no more blocks, or if there is no memory for a third one.
-
-        Args:
-            num_blocks: Number of blocks that will be written.
         """
         self._memory += self._more(min(num_blocks, _WRITING))
         return self._memory
@@ -102,9 +99,6 @@ class BlockBuffers:
 
         There are fewer than four if fewer are read, or if there is no memory for more. Blocks that
         are allocated by this call are freed with the list.
-
-        Args:
-            num_blocks: Number of blocks that will be read.
         """
         return [*self._memory, *self._more(min(num_blocks, _READING))]
 

@@ -138,11 +138,7 @@ def describe_parameters(
 
 
 def check_attributes(name: str, parameter: torch.Tensor, rule: UpdateRule, kept: Rule) -> None:
-    """Check that a parameter has no attribute that the optimizer's class looks for.
-
-    Raises:
-        UnsupportedOptimizerError: It has one, which chunks of it do not have.
-    """
+    """Check that a parameter has no attribute that the optimizer's class looks for."""
     for attribute in sorted(kept.reads):
         if hasattr(parameter, attribute):
             raise UnsupportedOptimizerError(
@@ -331,11 +327,7 @@ def _no_shards(name: str, tensor: torch.Tensor) -> None:
 
 
 def require_shape(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor of a lazy module, which has neither a shape nor memory.
-
-    Raises:
-        UnsupportedParameterError: The tensor has no shape yet; names it, and says what to do.
-    """
+    """Refuse a tensor of a lazy module, which has neither a shape nor memory."""
     if is_lazy(tensor):
         raise UnsupportedParameterError(
             f"{name!r} has no shape yet, because its module is lazy and was never called: run one "

@@ -104,15 +104,7 @@ def _size_of(process_group: object) -> int:
 
 
 def require_whole(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a DTensor, because this process has only a part of it.
-
-    Args:
-        name: Name of the tensor, for the message.
-        tensor: Parameter or buffer.
-
-    Raises:
-        UnsupportedParameterError: The tensor is a DTensor; names it.
-    """
+    """Refuse a DTensor, because this process has only a part of it."""
     # Importing this module takes long. If it has not been imported, no DTensor exists.
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and isinstance(tensor, module.DTensor):

@@ -126,11 +126,7 @@ def require_seen_model(
 def _require_reached(
     path: str, boxes: Sequence[Sequence[TensorBox]], wanted: Sequence[TensorBox]
 ) -> None:
-    """Check that the shard files which are seen here have all wanted elements.
-
-    Raises:
-        RanksError: They do not.
-    """
+    """Check that the shard files which are seen here have all wanted elements."""
     found: dict[str, list[Box]] = {}
     for one in (box for each in boxes for box in each):
         found.setdefault(one.name, []).append(one.box)

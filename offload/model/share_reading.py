@@ -263,15 +263,7 @@ def _checked(
 
 
 def require_stored(written: Sequence[tuple[int, ShareEntry]], want: LiveBox) -> None:
-    """Check that every element of a wanted box was written, with the dtype of its live tensor.
-
-    Args:
-        written: Boxes of the tensor that were written, each with the rank that wrote it.
-        want: The wanted box.
-
-    Raises:
-        MismatchError: The box differs from what was written, or was not written once.
-    """
+    """Check that every element of a wanted box was written, with the dtype of its live tensor."""
     what = f"{want.box.notation()} of {want.name!r}"
     dtype, sizes = DTYPE_CODES.get(want.tensor.dtype), tuple(want.tensor.shape)
     if sizes != want.box.sizes:

@@ -167,12 +167,7 @@ def _add_state_dict(
     named: Callable[[str], str],
     shards: Shards | None,
 ) -> set[int]:
-    """Add what is in a model's state dict to names by tensor; return the ids of copies.
-
-    Raises:
-        UnsupportedParameterError: An entry could not be given back, or has a name that another
-            tensor has.
-    """
+    """Add what is in a model's state dict to names by tensor; return the ids of copies."""
     own = {id(tensor): tensor for tensor in entries}  # a tensor's own hash takes long
     for module in model.modules():
         for kept in (module._parameters, module._buffers):
@@ -248,11 +243,7 @@ def _part(name: str, tensor: torch.Tensor, shards: Shards | None) -> torch.Tenso
 
 
 def _check_stored(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that a checkpoint could not contain, or could not be restored into.
-
-    Raises:
-        UnsupportedParameterError: The tensor is refused; names it, says why and what to do.
-    """
+    """Refuse a tensor that a checkpoint could not contain, or could not be restored into."""
     if tensor.dtype not in DTYPE_CODES or tensor.layout != torch.strided or tensor.is_nested:
         kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise UnsupportedParameterError(

@@ -344,14 +344,7 @@ def _changed_error(
     parameter: torch.Tensor,
     model: torch.nn.Module | None,
 ) -> MismatchError:
-    """Return the error for a parameter that was changed in a way that its files cannot follow.
-
-    Args:
-        before: Description of the parameter when the state was laid out.
-        now: Description of the parameter in the groups and the model at this moment.
-        parameter: Live tensor.
-        model: Module that was passed as ``model=``; None if there was none.
-    """
+    """Return the error for a parameter that was changed in a way that its files cannot follow."""
     found: list[str] = []
     if now.name != before.name:
         gone = model is not None and all(p is not parameter for p in model.parameters())

@@ -92,14 +92,7 @@ class TensorImage:
     def scatter(
         self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool = False
     ) -> None:
-        """Copy a range of the bytes into the live tensors; complete on return.
-
-        Args:
-            start: First byte of the range.
-            stop: One past the last byte.
-            data: Bytes of the range in host memory, dtype uint8.
-            on_one_thread: As for `gather`.
-        """
+        """Copy a range of the bytes into the live tensors; complete on return."""
         with torch.inference_mode(self._in_inference), torch.no_grad():
             self._scatter(start, stop, data, on_one_thread=on_one_thread)
 
@@ -192,10 +185,6 @@ def flattened(tensor: torch.Tensor, after: Iterable[Event]) -> tuple[torch.Tenso
 
     Whoever sends new values to the copy must do so after its end. Otherwise the old values, which
     are copied on another stream, may take the place of the new ones.
-
-    Args:
-        tensor: Tensor on a device.
-        after: Points that the copy waits for.
     """
     boundary = boundary_of(tensor.device)
     flat = boundary.flatten(tensor, after)
@@ -224,10 +213,6 @@ def copy_on_one_thread(source: torch.Tensor, into: torch.Tensor) -> None:
 
     Torch divides a large copy among its threads. If other work keeps the cores busy, waiting for
     those threads takes longer than the whole copy.
-
-    Args:
-        source: Contiguous bytes, dtype uint8.
-        into: Contiguous bytes, dtype uint8; as many as those of `source`.
     """
     if type(source) is not torch.Tensor or type(into) is not torch.Tensor:
         into.copy_(source)  # a subclass need not have memory of its own

@@ -185,14 +185,7 @@ class Watch:
         self.add(list(self._watched.values()))
 
     def announce_use(self, tensor: torch.Tensor | None) -> bool:
-        """Announce a use.
-
-        Args:
-            tensor: Tensor that is used; None if it is not known which.
-
-        Returns:
-            Whether the function may be called as if the tensor were not watched.
-        """
+        """Announce a use."""
         if tensor is None:
             if self._before_use(None):
                 self.release_all()

@@ -243,16 +243,6 @@ class DuringBackward:
         """Refuse a use of a parameter whose gradient has been taken.
 
         A use within backward also abandons the pass, since that backward cannot be completed.
-
-        Args:
-            parameter: The parameter; None if it is not known which one is used.
-
-        Returns:
-            True if no pass is open, so that the parameter may be used. False while the calling
-            thread compiles a graph, which needs tensors but not their values.
-
-        Raises:
-            OverlapError: A pass is open.
         """
         if self._running is None:
             return True
@@ -280,12 +270,6 @@ class DuringBackward:
 
         Without this check torch would complain that a variable "has been modified by an inplace
         operation".
-
-        Returns:
-            Whether no pass is open.
-
-        Raises:
-            OverlapError: Another backward has opened a pass.
         """
         if self._running is None:
             return True

@@ -173,22 +173,14 @@ class BackwardHooks:
         self._warn_once(_LATE)
 
     def require_at_rest(self, what: str) -> None:
-        """Raise `OverlapError` if the state is half stepped.
-
-        Args:
-            what: Name of the refused call, for the message.
-        """
+        """Raise `OverlapError` if the state is half stepped."""
         strategy = self._strategy()
         # Within backward, activation checkpointing calls modules again.
         if strategy is not None and backward_id() == -1:
             strategy.settle(what)
 
     def before_module(self, number: int, module: torch.nn.Module, inputs: object) -> None:
-        """Note that a module is about to run, with these inputs.
-
-        Raises:
-            OverlapError: The state is half stepped, or DistributedDataParallel calls the model.
-        """
+        """Note that a module is about to run, with these inputs."""
         self.require_at_rest("the model's forward()")
         strategy = self._strategy()
         if strategy is None or backward_id() != -1:

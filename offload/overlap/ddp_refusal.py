@@ -42,12 +42,6 @@ def require_no_active_ddp(is_trained: Callable[[torch.Tensor], bool]) -> None:
     """Refuse a forward that a DistributedDataParallel calls.
 
     This finds a DistributedDataParallel that was made after the optimizer.
-
-    Args:
-        is_trained: Function that returns whether the optimizer steps a parameter.
-
-    Raises:
-        OverlapError: The DistributedDataParallel holds a parameter that the optimizer steps.
     """
     kind: Any = torch.nn.parallel.DistributedDataParallel
     active = getattr(kind, "_active_ddp_module", None)

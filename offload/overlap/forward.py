@@ -238,12 +238,7 @@ class BesideForward:
         return pass_failed(self._state, state_pass, error)
 
     def _move(self, gradients: Sequence[torch.Tensor | None], num_copied: int) -> None:
-        """Remove the gradients from their parameters, and count their bytes.
-
-        Args:
-            gradients: Gradients of the parameters in the table.
-            num_copied: Number of bytes in gradients that are copies.
-        """
+        """Remove the gradients from their parameters, and count their bytes."""
         num_bytes = 0
         for trainable, gradient in zip(self._state.table.trainables, gradients, strict=True):
             if gradient is not None:
@@ -265,10 +260,6 @@ class BesideForward:
 
         This reads nothing that the pass changes, except for scalar state and versions, which are
         read again at the end of the pass.
-
-        Returns:
-            None if only an engine at rest can capture: the layout has changed, or the model's state
-            dict has tensors that may be computed from parameters or share their memory.
         """
         encoded = encode(train_state)
         layout, _ = self._state.table.describe(groups)
@@ -298,13 +289,7 @@ class BesideForward:
     def _seal_after(
         self, slot: StateSlot, captured: Captured, failure: BaseException | None
     ) -> None:
-        """Begin a seal at the end of a pass, on the pass's thread.
-
-        Args:
-            slot: Slot to seal.
-            captured: Content of the checkpoint, as captured during the pass.
-            failure: Error of the pass; None if it succeeded.
-        """
+        """Begin a seal at the end of a pass, on the pass's thread."""
         try:
             if failure is not None:
                 if self._state.ranks.size > 1 and isinstance(failure, Exception):

@@ -324,11 +324,7 @@ class ForwardHooks:
             self._watch.resume()
 
     def _begin_outermost(self, number: int) -> bool:
-        """Begin an outermost call; if its kind is new, wait for all parameters.
-
-        Returns:
-            Whether the call is recorded.
-        """
+        """Begin an outermost call; if its kind is new, wait for all parameters."""
         if not self._compiled and any(map(compiling.is_compiled, self._modules)):
             self._note_compiled()
         kind = (
@@ -357,11 +353,7 @@ class ForwardHooks:
         self._compiled, self._recording = True, False
 
     def _before_use(self, parameter: torch.Tensor | None) -> bool:
-        """Wait for a parameter that is about to be used; None means that any may be used.
-
-        Returns:
-            Whether the parameter gets its ordinary class back; see `Watch`.
-        """
+        """Wait for a parameter that is about to be used; None means that any may be used."""
         if compiling.is_compiling_here():
             return False  # the compiler looks at the tensor, not at its values
         running = self._running
@@ -386,12 +378,7 @@ class ForwardHooks:
     def _wait_and_release(
         self, numbers: Sequence[int], parameters: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Wait for parameters, and stop watching them.
-
-        Args:
-            numbers: Numbers of parameters.
-            parameters: More parameters, some of which may have numbers.
-        """
+        """Wait for parameters, and stop watching them."""
         running, plan = self._running, self._plan
         if running is not None:
             also = (plan.numbers.get(id(p)) for p in parameters)

@@ -53,14 +53,7 @@ class ForwardOrder:
         return self._first_uses.get(id(parameter))
 
     def readers(self, numbers: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return the parameters that modules read before the module that owns them has run.
-
-        Args:
-            numbers: Numbers of the parameters to return, by id.
-
-        Returns:
-            Numbers of parameters, by number of the module that reads them.
-        """
+        """Return the parameters that modules read before the module that owns them has run."""
         found: dict[int, list[int]] = {}
         for parameter, reader in self._readers.items():
             if parameter in numbers:

@@ -48,15 +48,7 @@ def make_plan(
     record: ForwardOrder,
     elsewhere: Sequence[tuple[str, torch.Tensor]] = (),
 ) -> ForwardPlan:
-    """Return the plan for a layout.
-
-    Args:
-        layout: Layout of the state.
-        trainables: Trained parameters, in element-space order.
-        modules: All modules of the model, by number.
-        record: Record of the forwards that were observed.
-        elsewhere: Parameters that only other ranks step, with their names.
-    """
+    """Return the plan for a layout."""
     spans = [layout.chunks_of(number) for number in range(len(layout.parameters))]
     spans += [range(0)] * len(elsewhere)
     tensors = [t.parameter for t in trainables] + [parameter for _, parameter in elsewhere]

@@ -52,9 +52,6 @@ def put_first(hooks: Iterable[tuple[torch.nn.Module, int]]) -> None:
     """Make hooks run before FSDP2 gathers.
 
     A hook that was put on a module before ``fully_shard`` would run after FSDP2's.
-
-    Args:
-        hooks: Modules, and the ids of their hooks' handles.
     """
     for module, number in hooks:
         present: Any = module._forward_pre_hooks  # torch does not type its hooks

@@ -91,14 +91,7 @@ class GradientSchedule:
             self._applied(chunk)
 
     def _wait_for(self, chunk: int) -> bool:
-        """Wait until all gradients of a chunk are final, or no more will come.
-
-        Returns:
-            Whether all gradients are final.
-
-        Raises:
-            OverlapError: The pass was abandoned.
-        """
+        """Wait until all gradients of a chunk are final, or no more will come."""
         self._changed.wait_until(
             lambda: not self._num_missing[chunk] or self._is_complete or self._is_abandoned
         )

@@ -36,14 +36,6 @@ def copy_shared_gradients(gradients: list[torch.Tensor | None]) -> int:
     A gradient that is not copied takes 2 to 4 microseconds, whatever its size. The function may
     copy more than necessary (a gradient that a local variable still names), but never less. It
     cannot detect code that has only an address, such as ``gradient.data_ptr()``.
-
-    Args:
-        gradients: Gradients of all parameters, None for a parameter without one. The caller must
-            refer to them only by this list and the parameters: any other reference counts as one of
-            the program.
-
-    Returns:
-        Size of the copies in bytes.
     """
     probe = torch.empty(1, dtype=torch.float32, device="cpu")
     probe.grad = torch.empty(1, dtype=torch.float32, device="cpu")

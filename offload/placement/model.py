@@ -43,11 +43,7 @@ class Rates:
     GPUDirect Storage, not by its compatibility mode."""
 
     def __post_init__(self) -> None:
-        """Check that every value is a rate.
-
-        Raises:
-            ValueError: A value is not a rate in GB/s, or `direct` is not a bool.
-        """
+        """Check that every value is a rate."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "direct":

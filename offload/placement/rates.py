@@ -116,14 +116,6 @@ def find_rates(setup: MeasurementSetup, *, clock: Clock = time.perf_counter) -> 
     """Return the rates stored under the same conditions, or measure and store them.
 
     A measurement waits for the work that is queued on the device's current stream.
-
-    Args:
-        setup: Hardware and model.
-        clock: Clock for the measurements.
-
-    Returns:
-        The rates; or the reason why there are none, as text for people. In this case steps belong
-        on the host.
     """
     if reason := _why_not_measured(setup):
         return reason
@@ -146,13 +138,6 @@ def measure_rates(setup: MeasurementSetup, *, clock: Clock = time.perf_counter) 
 
     The search for the path tries cuFile in a child process, once for each file system, and can take
     seconds.
-
-    Args:
-        setup: Hardware and model.
-        clock: Clock for the measurements.
-
-    Returns:
-        The rates, or the reason why there are none; see `find_rates`.
     """
     if reason := _why_not_measured(setup):
         return reason
@@ -322,11 +307,7 @@ def conditions_of(setup: MeasurementSetup) -> dict[str, Any]:
 
 
 def save_rates(path: str, conditions: Mapping[str, Any], rates: Rates) -> None:
-    """Write rates to a file, whole or not at all; not synced.
-
-    Raises:
-        StorageError: The file could not be written.
-    """
+    """Write rates to a file, whole or not at all; not synced."""
     content = {
         "format_version": _FORMAT_VERSION,
         "conditions": dict(conditions),

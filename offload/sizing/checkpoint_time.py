@@ -50,12 +50,7 @@ _MEMORY = "new memory"
 
 
 def num_seal_syncs(num_arrays: int, num_drives: int) -> int:
-    """Return the number of syncs of files and directories in a seal that recycles a checkpoint.
-
-    Args:
-        num_arrays: Number of state arrays, each of which is a file on each drive.
-        num_drives: Number of drives of the store.
-    """
+    """Return the number of syncs of files and directories in a seal that recycles a checkpoint."""
     first = num_arrays + _SLOT_SYNCS + _RECYCLING_SYNCS
     return first + (num_drives - 1) * (num_arrays + _PART_SYNCS)
 
@@ -113,18 +108,7 @@ def resume_parts(
     staged_gbps: float | None = None,
     new_memory_gbps: float | None = None,
 ) -> dict[str, float]:
-    """Return the seconds of each part of a resume; the parts follow each other.
-
-    Args:
-        nbytes: Bytes of the parameters.
-        drive_gbps: Rate of reads from the drives in GB/s; not None if `staged_gbps` is None.
-        copy_gbps: Rate in GB/s at which one core digests and copies parameters; None leaves
-            everything out but reading.
-        staged_gbps: Rate in GB/s of reads, digests and copies at the same time; None to take the
-            slower of the other two rates.
-        new_memory_gbps: Rate in GB/s at which the kernel makes new memory for two threads; None to
-            count what it took on another machine, if anything but reading is counted.
-    """
+    """Return the seconds of each part of a resume; the parts follow each other."""
     parts = _blocks(
         nbytes,
         drive_gbps,
@@ -156,19 +140,7 @@ def _blocks(
     copied_alone: str,
     moved_alone: str,
 ) -> dict[str, float]:
-    """Return the seconds of the slower of transfers and copies, and of the block without overlap.
-
-    Args:
-        nbytes: Bytes of all blocks.
-        drive_gbps: Rate of transfers in GB/s; not None if `staged_gbps` is None.
-        copy_gbps: Rate of copies in GB/s; None leaves out everything but transfers.
-        staged_gbps: Rate of both at the same time in GB/s; None if it is not known.
-        begin_s: Seconds before the first block.
-        moved: Name of all transfers.
-        together: Name of transfers and copies together.
-        copied_alone: Name of the copy without overlap, if the drives are slower.
-        moved_alone: Name of the transfer without overlap, if copying is slower.
-    """
+    """Return the seconds of the slower of transfers and copies, and of a block without overlap."""
     block = min(nbytes, MODEL_BLOCK_BYTES)
     if staged_gbps is not None:
         parts = {together: nbytes / 1e9 / staged_gbps}

@@ -80,9 +80,6 @@ def open_regular(path: str) -> int:
 
     Anything else is refused before it is opened: opening a pipe could block, and reading a device
     might never end.
-
-    Raises:
-        SizingError: The file cannot be opened, or is not a regular file.
     """
     try:
         mode = os.stat(path).st_mode
@@ -97,11 +94,7 @@ def open_regular(path: str) -> int:
 
 
 def read_regular(path: str, max_bytes: int) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        SizingError: The file cannot be read, is not a regular file, or has more than `max_bytes`.
-    """
+    """Return the content of a regular file."""
     with open(open_regular(path), "rb") as file:
         try:
             content = file.read(max_bytes + 1)

@@ -220,16 +220,7 @@ def restores_of(
     *,
     drive_read_gbps: float | None,
 ) -> Restores:
-    """Return the cost of restoring all replicas.
-
-    Args:
-        checkpoint_bytes: Bytes of parameters, masters and moments of the whole model.
-        parameter_bytes: Bytes of the 16-bit parameters of the whole model.
-        cluster: GPUs and shared storage.
-        drive_read_gbps: Rate in GB/s of reads from the drives of one rank. Copies are on the drives
-            of the writers if there is no shared storage. Parameters that were sealed in place are
-            on the drives of all ranks; None if they have to be read from the shared storage.
-    """
+    """Return the cost of restoring all replicas."""
     shared = cluster.storage_read_gbps or cluster.storage_gbps
     rate = shared or (drive_read_gbps and drive_read_gbps * cluster.writers)
     in_place = shared if drive_read_gbps is None else drive_read_gbps * cluster.gpus

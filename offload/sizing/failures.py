@@ -21,22 +21,12 @@ def overhead(stall_s: float, interval_s: float) -> float:
 
 
 def interval_for(stall_s: float, budget: float) -> float:
-    """Return the shortest interval in seconds whose overhead is within a budget.
-
-    Args:
-        stall_s: Seconds for which training stands still for one checkpoint.
-        budget: Largest overhead, such as 0.05.
-    """
+    """Return the shortest interval in seconds whose overhead is within a budget."""
     return stall_s / budget
 
 
 def optimal_interval(stall_s: float, mttf_s: float) -> float:
-    """Return the interval in seconds that wastes the least time: ``sqrt(2 * stall * MTTF)``.
-
-    Args:
-        stall_s: Seconds for which training stands still for one checkpoint.
-        mttf_s: Mean time to failure of the whole run, in seconds.
-    """
+    """Return the interval in seconds that wastes the least time: ``sqrt(2 * stall * MTTF)``."""
     return math.sqrt(2 * stall_s * mttf_s)
 
 
@@ -54,25 +44,13 @@ def waste(stall_s: float, interval_s: float, mttf_s: float) -> float:
 
 
 def share_in_checkpoints(reduction: float, speedup: float) -> float:
-    """Return the share of a run that was spent in checkpoints, seen from what faster ones saved.
-
-    Args:
-        reduction: Share of the run's time that was saved, such as 0.12.
-        speedup: Factor by which checkpoints became faster, such as 1.7.
-    """
+    """Return the share of a run that was spent in checkpoints, seen from what faster ones saved."""
     return reduction / (1 - 1 / speedup)
 
 
 def memory_fills_after(
     copy_bytes: float, interval_s: float, storage_gbps: float, memory_bytes: float
 ) -> float:
-    """Return the seconds until copies that wait for storage fill the memory; infinity if never.
-
-    Args:
-        copy_bytes: Bytes of one copy.
-        interval_s: Seconds from one copy to the next.
-        storage_gbps: Rate in GB/s at which copies leave for storage.
-        memory_bytes: Bytes of memory for waiting copies.
-    """
+    """Return the seconds until copies that wait for storage fill the memory; infinity if never."""
     growth = copy_bytes / interval_s - storage_gbps * 1e9
     return memory_bytes / growth if growth > 0 else math.inf

@@ -28,14 +28,6 @@ def tensors_of(config: Mapping[str, Any], path: str) -> list[NamedShape]:
     """Return the parameters of a model, in the order of the model's modules.
 
     A parameter that is tied to another one is listed once.
-
-    Args:
-        config: Content of ``config.json``.
-        path: Path of the file, for messages.
-
-    Raises:
-        SizingError: The family of the model is not known, a field is missing or not a number, or
-            the model has more than `MAX_TENSORS` tensors.
     """
     family = config.get("model_type")
     shapes = _FAMILIES.get(family) if isinstance(family, str) else None

@@ -87,19 +87,7 @@ def model_size(
     chunk_elements: int,
     shares: tuple[int, ...] = (1,),
 ) -> ModelSize:
-    """Return the size of a model.
-
-    Args:
-        model: Number of parameters (``7e9``, or text such as ``"7B"``), or the path of a
-            ``config.json`` of Hugging Face, of a safetensors file, of a directory with either, or
-            of a store or checkpoint.
-        precision: Dtypes and optimizer. A store has its own: then only `gradient_bytes` is used.
-        chunk_elements: Elements of one chunk of the store.
-        shares: Shares of the store's drives.
-
-    Raises:
-        SizingError: The model cannot be read as any of these. The message says why.
-    """
+    """Return the size of a model."""
     number = _number(model)
     if number is not None:
         return ModelSize(

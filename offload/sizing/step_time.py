@@ -103,12 +103,6 @@ def storage_parts(
     """Return the seconds of each part of a step on a server next to the storage.
 
     Only gradients go to the server, and only parameters come back.
-
-    Args:
-        step: Bytes that the step moves.
-        drive_gbps: Rate of the server's drives in GB/s, as for `host_parts`.
-        update_gbps: Rate of updates on the server's CPU in GB/s; None leaves the part out.
-        network_gbps: Rate of the network in GB/s in each direction; None leaves the part out.
     """
     parts = {"the drives": 2 * step.state / 1e9 / drive_gbps}
     if update_gbps is not None:

@@ -67,9 +67,6 @@ class Census:
 
         It is unchanged if its directory, and the directories of its parts, hold the same files with
         the same sizes as when this process last examined or wrote them.
-
-        Raises:
-            gds.StorageError: The checkpoint cannot be examined at this moment.
         """
         if is_quarantined(self._backend, checkpoint.path):
             return False
@@ -200,13 +197,7 @@ class Census:
             checkpoint.manifest, checkpoint.known_ids = found, ids
 
     def _retire_files(self, checkpoint: StoredCheckpoint, *, free: Manifest | None = None) -> None:
-        """Close a checkpoint's files; the newest checkpoint's files stay open until `release`.
-
-        Args:
-            checkpoint: Checkpoint in the list.
-            free: Manifest whose parts become free when the files are closed; None if no parts
-                become free.
-        """
+        """Close a checkpoint's files; the newest checkpoint's files stay open until `release`."""
         slot, checkpoint.slot, checkpoint.model_leaves = checkpoint.slot, None, None
         newest = max(self._checkpoints, key=lambda c: c.manifest.generation)
         if slot is not None and checkpoint is newest:

@@ -84,18 +84,7 @@ class _Place:
 
 
 def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> None:
-    """Refuse directories that do not fit the store that they are given for. Nothing is written.
-
-    Args:
-        drives: Backend and absolute path of each directory, the store's first one first.
-        fresh: Whether the present checkpoints are to be abandoned.
-
-    Raises:
-        StoreError: A directory holds other files, belongs to another store or to another position
-            in this one, is missing although the store exists, or is itself a checkpoint; or the
-            store has a different number of directories.
-        UnreadableError: A file or directory could not be read, so that its content is unknown.
-    """
+    """Refuse directories that do not fit the store that they are given for. Nothing is written."""
     places = []
     for backend, directory in drives:
         with as_store_errors(backend, directory):
@@ -225,14 +214,6 @@ def require_number_of_directories(manifest: Manifest, directory: str, num_given:
 
     A checkpoint of several ranks has its state in directories of owners, which are looked for in
     all given directories, whatever their number.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        directory: The store's first directory.
-        num_given: Number of directories that were given.
-
-    Raises:
-        StoreError: The numbers differ. The message lists the recorded directories.
     """
     if manifest.owners or len(manifest.layout.shares) == num_given:
         return
@@ -329,15 +310,7 @@ def _require_all(places: Sequence[_Place]) -> None:
 def _check_parts(
     places: Sequence[_Place], position: int, known: set[str], *, all_known: bool
 ) -> None:
-    """Refuse a directory if all its sealed parts belong to other stores or to other positions.
-
-    Args:
-        places: All given directories.
-        position: Position of the directory to check.
-        known: Identities of the store in its manifests and in ``store.json``.
-        all_known: Whether the manifest of every checkpoint in the first directory could be read. If
-            not, parts of an unknown store may belong to this one, and are not refused.
-    """
+    """Refuse a directory if all its sealed parts belong to other stores or to other positions."""
     place = places[position]
     own = set[int]().union(*(drives for store, drives in place.drives.items() if store in known))
     if own and position not in own:
@@ -361,12 +334,7 @@ def _misplaced(places: Sequence[_Place], place: _Place, known: set[str]) -> Stor
 
 
 def _role(place: _Place, known: set[str]) -> str:
-    """Describe the role of a directory in the store that it belongs to.
-
-    Args:
-        place: The directory.
-        known: Identities of the store that the directories were given for.
-    """
+    """Describe the role of a directory in the store that it belongs to."""
     if place.is_first:
         return "the first directory of a store"
     if not place.parts:

@@ -100,10 +100,6 @@ class Keeping:
         """Return the checkpoints that neither the policy nor a pin keeps, oldest first.
 
         Nothing is expired while a pin cannot be read.
-
-        Args:
-            incoming: Record of a checkpoint that is being sealed. It counts as the newest one, and
-                takes the place of a checkpoint of the same step.
         """
         found = self.pins()
         if found.unreadable:
@@ -227,17 +223,7 @@ class Keeping:
             remove_pin(self._backend, self._directory, name, guard)
 
     def require_no_pins(self, what: str) -> None:
-        """Check that no checkpoint is pinned.
-
-        Args:
-            what: Description of the action that would withdraw the checkpoints, for the message.
-
-        Raises:
-            PinError: A checkpoint is pinned, or a pin is damaged, so that it is unknown which
-                checkpoint it keeps.
-            UnreadableError: A pin cannot be read at this moment. This says nothing about its
-                content.
-        """
+        """Check that no checkpoint is pinned."""
         with as_unreadable(NOTHING_CHANGED):
             if failures := self.pins().failures:
                 raise failures[0]
@@ -291,11 +277,7 @@ class Keeping:
         return "; ".join(part for part in (unpin, *found.unreadable) if part)
 
     def room_advice(self, further: Sequence[str]) -> str:
-        """Return advice on making room that gives up nothing which the policy keeps.
-
-        Args:
-            further: Further directories of the store.
-        """
+        """Return advice on making room that gives up nothing which the policy keeps."""
         directory, advice = shlex.quote(self._directory), self.advice()
         lasting = [repr(p) for p in self._policy.parts if p.most is None]
         sentences = [f"{advice[:1].upper()}{advice[1:]}"] if advice else []
@@ -346,13 +328,7 @@ class Keeping:
 
 
 def pin_of(name: str, path: str, manifest: Manifest) -> Pin:
-    """Return a pin of a checkpoint.
-
-    Args:
-        name: Name of the pin.
-        path: Path of the checkpoint.
-        manifest: Manifest of the checkpoint.
-    """
+    """Return a pin of a checkpoint."""
     return Pin(
         name=name,
         checkpoint=path.rpartition("/")[2],

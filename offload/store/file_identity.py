@@ -32,14 +32,6 @@ def ids_in(backend: Backend, directory: str, names: Iterable[str]) -> FileIds:
 
     A link to a directory counts as a directory without files, because no link is followed in a
     store.
-
-    Args:
-        backend: Backend of the directory.
-        directory: Path of the directory.
-        names: Names to look for.
-
-    Raises:
-        gds.StorageError: The files cannot be examined at this moment.
     """
     own = backend.stat(directory)
     if own is None or own.kind != "directory":
@@ -53,10 +45,6 @@ def ids_in(backend: Backend, directory: str, names: Iterable[str]) -> FileIds:
 
 
 def has_other_names(backend: Backend, directory: str) -> bool:
-    """Return whether a file in a directory has another hard link, in the directory or elsewhere.
-
-    Raises:
-        gds.StorageError: The files cannot be examined.
-    """
+    """Return whether a file in a directory has another hard link, in the directory or elsewhere."""
     stats = (backend.stat(f"{directory}/{name}") for name in files_in(backend, directory))
     return any(stat is not None and stat.num_links > 1 for stat in stats)

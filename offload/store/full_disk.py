@@ -16,18 +16,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def naming_free_space(backend: Backend, path: str, needed_bytes: int, what: str) -> Iterator[None]:
-    """Add the needed and the free space to the error if the block finds no space.
-
-    Args:
-        backend: Backend of the file system.
-        path: Path of the file or directory that is being created.
-        needed_bytes: Size in bytes of everything that is being created.
-        what: Description of what is being created, for the message, such as "a slot".
-
-    Raises:
-        gds.StorageError: The error of the block. An ENOSPC error is replaced by one that names both
-            sizes.
-    """
+    """Add the needed and the free space to the error if the block finds no space."""
     try:
         yield
     except StorageError as error:

@@ -25,20 +25,7 @@ file of a pin that is being made is ``/pins/.<64>.<10 digits>-<20 digits>.new``.
 def make_directories(
     drives: Sequence[tuple[Backend, str]], *, allow_volatile: bool, allow_remote: bool
 ) -> None:
-    """Create missing directories and their parents, durably.
-
-    Args:
-        drives: Backend and absolute path of each directory, which `check_directories` has accepted.
-        allow_volatile: Accept a file system that loses its content at power-off.
-        allow_remote: Accept a file system that another machine or a program serves.
-
-    Raises:
-        VolatileStoreError: The file system of a directory loses its content at power-off. Nothing
-            has been created.
-        RemoteStoreError: Another machine or a program serves the file system of a directory.
-            Nothing has been created.
-        StoreError: A directory cannot be created, or its path is too long for the files in it.
-    """
+    """Create missing directories and their parents, durably."""
     for backend, directory in drives:
         _require_short(directory)
         with as_store_errors(backend, directory):

@@ -155,25 +155,6 @@ def open_directories(
     """Open a store for writing.
 
     No directory is created before all given directories have been checked.
-
-    Args:
-        drives: Backend and absolute path of each directory. Missing directories are created, with
-            their parents.
-        poison: Poison of the store, which the parts share.
-        fresh: Whether the present checkpoints are to be abandoned.
-        allow_volatile: Accept a file system that loses its content at power-off.
-        allow_remote: Accept a file system that another machine or a program serves.
-        shared: Owners of state that other ranks serve; None for a store of one process.
-        store_id: Identity that the store gets if it has no checkpoints; None for a new one.
-
-    Raises:
-        StoreLockedError: Another writer has locked one of the directories.
-        VolatileStoreError: The file system of a directory loses its content at power-off.
-        RemoteStoreError: Another machine or a program serves the file system of a directory.
-        UnreadableError: A file or directory could not be read, so that its content is unknown. No
-            checkpoint has been changed.
-        StoreError: A directory cannot be created or written, or does not fit the store; or the
-            store has another number of directories.
     """
     check_directories(drives, fresh=fresh)
     make_directories(drives, allow_volatile=allow_volatile, allow_remote=allow_remote)
@@ -229,16 +210,6 @@ def open_stored(
 
     A checkpoint that this process has sealed is open for writing. A checkpoint that it has restored
     from is open for reading only.
-
-    Args:
-        backend: Backend of the checkpoint.
-        checkpoint: Checkpoint to open.
-        parts: Parts of the store.
-        writable: Whether the files must be open for writing. Files that are open for reading only
-            are then opened again.
-
-    Raises:
-        gds.StorageError: A file cannot be opened.
     """
     if checkpoint.slot is not None and (checkpoint.slot.writable or not writable):
         return checkpoint.slot
@@ -259,15 +230,6 @@ def ids_at(backend: Backend, path: str, manifest: Manifest, parts: PartPool) -> 
     """Return the inodes and sizes of a checkpoint's files on the drives now.
 
     The keys are names for files in the checkpoint's directory, and paths for files of its parts.
-
-    Args:
-        backend: Backend of the checkpoint.
-        path: Directory of the checkpoint.
-        manifest: Manifest that says which files the checkpoint has.
-        parts: Parts of the store.
-
-    Raises:
-        gds.StorageError: The files cannot be examined at this moment.
     """
     names = (*manifest.layout.file_sizes(), TRAIN_STATE_NAME, MANIFEST_NAME)
     return ids_in(backend, path, names) | parts.ids(manifest)
@@ -343,11 +305,7 @@ def _read_content(
 
 
 def _require_owners_here(drives: Sequence[tuple[Backend, str]], manifest: Manifest) -> None:
-    """Check that a process that is alone has the directories of all owners of a checkpoint.
-
-    Raises:
-        StoreError: The directory of an owner is not here.
-    """
+    """Check that a process that is alone has the directories of all owners of a checkpoint."""
     here = {owner for drive in drives for owner in owner_directories(*drive)}
     missing = [owner_name(one.owner) for one in manifest.owners if one.owner not in here]
     if missing:

@@ -41,14 +41,7 @@ class Poison:
             )
 
     def require_healthy(self, path: str) -> None:
-        """Refuse to withdraw a checkpoint if the store is poisoned.
-
-        Args:
-            path: Path of the checkpoint.
-
-        Raises:
-            StoreError: The store is poisoned. The error names the checkpoint.
-        """
+        """Refuse to withdraw a checkpoint if the store is poisoned."""
         if self.reason:
             raise StoreError(
                 errno.EIO,
@@ -59,11 +52,7 @@ class Poison:
 
     @contextmanager
     def fatal(self, what: str) -> Iterator[None]:
-        """Poison the store if the block raises any error.
-
-        Args:
-            what: Description of the failure, for messages.
-        """
+        """Poison the store if the block raises any error."""
         try:
             yield
         except BaseException as error:

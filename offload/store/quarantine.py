@@ -66,9 +66,6 @@ def remove_quarantine(backend: Backend, path: str) -> None:
     """Lift the mark of a checkpoint that was found to be whole; durable on return.
 
     The caller holds a lock on the checkpoint, so that no process rewrites it meanwhile.
-
-    Raises:
-        gds.StorageError: The mark could not be removed durably. It may or may not still exist.
     """
     remove_mark(backend, path)
     backend.sync_dir(path)
@@ -162,14 +159,7 @@ class Quarantine:
 
 
 def remove_mark(backend: Backend, path: str) -> bool:
-    """Remove the mark of a checkpoint; durable once the caller has synced the directory.
-
-    Returns:
-        Whether there was a mark.
-
-    Raises:
-        gds.StorageError: The mark could not be examined or removed.
-    """
+    """Remove the mark of a checkpoint; durable once the caller has synced the directory."""
     if not is_quarantined(backend, path):
         return False
     try:

@@ -83,13 +83,7 @@ def verify_before_resume(
 
 
 def two_in_a_row_message(damaged: str, newer: str, directories: Sequence[str]) -> str:
-    """Return the message for a user if a second checkpoint in a row is damaged.
-
-    Args:
-        damaged: Path of the damaged checkpoint.
-        newer: Path of the newer checkpoint that is quarantined already.
-        directories: Directories of the store, the first one first.
-    """
+    """Return the message for a user if a second checkpoint in a row is damaged."""
     first, *parts = directories
     command = f"offload verify {first} --quarantine {part_options(parts)}".rstrip()
     return (
@@ -106,11 +100,6 @@ def quarantined_after(backend: Backend, paths: Iterable[str], generation: int) -
     """Return the path of a quarantined checkpoint that is newer than a generation, or None.
 
     A checkpoint that cannot be read at this moment counts as quarantined and newer.
-
-    Args:
-        backend: Backend of the checkpoints.
-        paths: Paths of other checkpoints of the store. Those without a mark are passed over.
-        generation: Generation of the checkpoint to compare with.
     """
     for path in paths:
         try:

@@ -45,15 +45,7 @@ def available_bytes(
 
 
 def unsealed_parts(backend: Backend, directory: str) -> list[str]:
-    """Return the parts of a store of one process that belong to no checkpoint.
-
-    Args:
-        backend: Backend of the directory.
-        directory: Directory of the store, but not its first.
-
-    Raises:
-        UnreadableError: A part could not be read, so it is not known what it is.
-    """
+    """Return the parts of a store of one process that belong to no checkpoint."""
     found = []
     for name in part_names(backend, directory):
         path = f"{directory}/{name}"
@@ -67,15 +59,7 @@ def unsealed_parts(backend: Backend, directory: str) -> list[str]:
 
 
 def require_on_drives(rooms: Iterable[tuple[str, int, int, int]]) -> None:
-    """Check that drives have room for the first slot of another cut, of one process.
-
-    Args:
-        rooms: For each directory of the store, its path, the bytes that are going to be written
-            there, the free bytes of its drive, and the bytes in it that nobody needs any more.
-
-    Raises:
-        StoreFullError: A drive has no room. Nothing has been changed.
-    """
+    """Check that drives have room for the first slot of another cut, of one process."""
     on_drive: dict[int | str, list[tuple[str, int, int, int]]] = {}
     for room in rooms:
         try:

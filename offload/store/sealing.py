@@ -372,13 +372,7 @@ class Sealing:
         return checkpoint
 
     def _rename_into_place(self, slot: Slot, path: str, *, exchange: bool) -> None:
-        """Rename a prepared slot to its name as a checkpoint, durably.
-
-        Args:
-            slot: Slot to rename.
-            path: New path of the slot.
-            exchange: Whether another checkpoint has this path. Its directory becomes a free slot.
-        """
+        """Rename a prepared slot to its name as a checkpoint, durably."""
         working = slot.path
         slot.begin_publication()
         if not exchange:

@@ -50,15 +50,7 @@ class SharedStore:
         check_files(backend, path, replace(manifest, owners=owners), searched)
 
     def require_parts(self, path: str, manifest: Manifest) -> None:
-        """Check that ranks have found all parts that a checkpoint names.
-
-        Args:
-            path: Directory of the checkpoint.
-            manifest: Manifest of the checkpoint.
-
-        Raises:
-            CheckpointError: A part is missing. The message names it.
-        """
+        """Check that ranks have found all parts that a checkpoint names."""
         for reference in manifest.owners if self.seen is not None else ():
             digest = (self.seen or {}).get(reference.owner, {}).get(reference.name)
             if digest is None:

@@ -35,14 +35,6 @@ def require_room(
 
     For policies whose number of checkpoints grows with training, and for pins, only the checkpoints
     that they keep now are counted.
-
-    Args:
-        rooms: Space in each directory of the store.
-        keeping: Retention policy and pins of the store.
-        checkpoints: Present checkpoints of the store.
-
-    Raises:
-        StoreFullError: There is no room. The message says how much space is missing.
     """
     superseded = any(c.superseded for c in checkpoints)
     num_slots = keeping.num_slots()
@@ -89,13 +81,7 @@ def file_bytes(backend: Backend, directory: str) -> int:
 
 
 def no_room(error: StorageError, rooms: Sequence[Room], keeping: Keeping) -> SlotFullError:
-    """Return the error for a user if no disk space is left for the slot that a step needs.
-
-    Args:
-        error: Error of the attempt to create the slot. Its files have been removed again.
-        rooms: Space in each directory of the store.
-        keeping: Retention policy and pins of the store.
-    """
+    """Return the error for a user if no disk space is left for the slot that a step needs."""
     free = {room.directory: room.backend.free_bytes(room.directory) for room in rooms}
     short = [r for r in rooms if free[r.directory] < r.slot_bytes] or rooms
     needs = " and ".join(

@@ -29,14 +29,7 @@ NOTHING_CHANGED = "No checkpoint has been changed"
 
 @contextmanager
 def as_store_errors(backend: Backend, directory: str) -> Iterator[None]:
-    """Turn errors in the block into errors about a store in the given directory.
-
-    Raises:
-        StoreLockedError: Another writer has locked the store.
-        StoreFullError: There is no space.
-        UnreadableError: Another error, which may be temporary. It says nothing about the store.
-        StoreError: The directory cannot hold a store.
-    """
+    """Turn errors in the block into errors about a store in the given directory."""
     try:
         yield
     except LockHeldError as error:
@@ -78,11 +71,7 @@ def _who_writes(backend: Backend, directory: str) -> str:
 
 
 def nearest_existing(backend: Backend, directory: str) -> str:
-    """Return a directory if it exists, else its nearest existing ancestor.
-
-    Raises:
-        gds.StorageError: The existing path is a file.
-    """
+    """Return a directory if it exists, else its nearest existing ancestor."""
     while (stat := backend.stat(directory)) is None:
         directory = os.path.dirname(directory)
     if stat.kind == "file":

@@ -91,17 +91,7 @@ def _decode(data: bytes) -> StoreIdentity:
 def write_store_id(
     backend: Backend, directory: str, identity: StoreIdentity, poison: Poison
 ) -> None:
-    """Write the identity of a store to ``store.json``; durable on return.
-
-    Args:
-        backend: Backend of the directory.
-        directory: The store's first directory.
-        identity: What to record.
-        poison: Poison of the store; set if a sync fails.
-
-    Raises:
-        gds.StorageError: There is no space, or the file could not be made durable.
-    """
+    """Write the identity of a store to ``store.json``; durable on return."""
     path = f"{directory}/{STORE_FILE_NAME}"
     document: dict[str, object] = {"format": _FORMAT, "store_id": identity.store_id}
     if identity.taken_over:

@@ -76,17 +76,7 @@ class Withdrawal:
         return self._withdraw([checkpoint]) == 1
 
     def _withdraw(self, checkpoints: Sequence[StoredCheckpoint], *, reuse: bool = True) -> int:
-        """Turn checkpoints into free slots, durably, except those that a reader or a pin holds.
-
-        Args:
-            checkpoints: Checkpoints to withdraw.
-            reuse: Whether the slots are made ready to be written. If not, they are only renamed,
-                as in a process that is killed at this moment: whoever takes one overwrites its
-                manifest first.
-
-        Returns:
-            The number of checkpoints that are gone.
-        """
+        """Turn checkpoints into free slots, durably, except those that a reader or a pin holds."""
         if self._poison:
             return 0
         self._lock.require()
@@ -160,11 +150,6 @@ class Withdrawal:
         """Withdraw the oldest expired checkpoint without readers; return whether there was one.
 
         The newest checkpoint is never withdrawn.
-
-        Args:
-            sealing: Record of the checkpoint that is being sealed; None if no seal is in flight.
-            even_leaving: Whether a checkpoint that is being copied to a tier gives way. One that
-                only waits for it gives way before one that is being sent.
         """
         found = self._expired(sealing)
         stages = {c.path: self._keeping.leaving.stage_of(c.manifest.generation) for c in found}
@@ -180,9 +165,6 @@ class Withdrawal:
 
         After a change of policy there may be hundreds. Those whose slots are not needed any more
         are renamed in portions, with one sync for each.
-
-        Args:
-            sealing: Record of the checkpoint that is being sealed; None if no seal is in flight.
         """
         leaving, tried = self._keeping.leaving, set[int]()
         surplus: int | None = None

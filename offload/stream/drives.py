@@ -186,16 +186,7 @@ class Drives:
 
 
 def new_backend(options: Options, device: torch.device | None) -> Backend:
-    """Return a backend for host memory, and for device memory if state may be on a device.
-
-    Args:
-        options: Options of the user.
-        device: Device of the parameters at present; None for host memory.
-
-    Raises:
-        gds.errors.RefusedError: State must be on a device (``placement="device"``), and a library
-            or the driver is missing; names the remedy.
-    """
+    """Return a backend for host memory, and for device memory if state may be on a device."""
     if options.placement == "device" or (options.placement == "auto" and _may_hold_state(device)):
         from gds.kvikio import KvikioBackend  # needs a driver and libraries that few machines have
 
@@ -222,14 +213,7 @@ def _may_hold_state(device: torch.device | None) -> bool:
 
 
 def proportional_shares(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Return small whole numbers in nearly the same proportion as bandwidths, each at least 1.
-
-    Args:
-        speeds: Positive bandwidths, in any unit.
-
-    Raises:
-        ValueError: A bandwidth is not positive.
-    """
+    """Return small whole numbers in nearly the same proportion as bandwidths, each at least 1."""
     if min(speeds) <= 0:
         raise ValueError(f"speeds must be positive, got {list(speeds)}")
     total = sum(speeds)

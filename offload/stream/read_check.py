@@ -15,15 +15,6 @@ def check_read(frame: Frame, source: SlotFiles) -> None:
 
     If an array differs, it is read a second time, into other host memory, to find out whether the
     drive has the right bytes. If it does, the frame is filled again, and the caller goes on.
-
-    Args:
-        frame: Frame of the chunk; all its reads have ended.
-        source: Slot that the chunk was read from.
-
-    Raises:
-        DamagedError: The second read is wrong, too.
-        UnreliableReadError: The second read is right, but the frame is wrong again after a third
-            read.
     """
     if not frame.futures:
         return  # nothing was read: the chunk has never been written

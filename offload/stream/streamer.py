@@ -315,10 +315,6 @@ class Streamer:
 
         If they have ended already, it runs at once. If the caller is interrupted, it waits for the
         transfers, so that the action runs in any case.
-
-        Args:
-            futures: Futures of the transfers.
-            action: Action to run. It may begin again after it has been interrupted.
         """
         left = set(range(len(futures)))
         is_done = False

@@ -28,15 +28,6 @@ def find_calibration(
     """Return the calibration of a directory, measuring it if the state is large enough.
 
     A backend that the user passed in is not tuned, so its directory is not measured.
-
-    Args:
-        backend: Backend of the directory.
-        directory: Directory of the store on this drive.
-        options: Options of the user.
-        state_bytes: Bytes of all state.
-
-    Returns:
-        The calibration; None if there is none, or if nothing could be measured.
     """
     if options.backend is not None or not isinstance(backend, PosixBackend):
         return None
@@ -72,12 +63,6 @@ def apply_calibration(
     """Set a backend's threads and request size; return the number of ring chunks.
 
     Options of the user take precedence over measured values.
-
-    Args:
-        backend: Backend to tune; one that cannot be tuned is left as it is.
-        options: Options of the user.
-        calibration: Measured values; None for the defaults.
-        frame_bytes: Bytes of one chunk in the ring.
     """
     if isinstance(backend, PosixBackend) and options.backend is None:
         asked, found = options.drives, calibration

@@ -57,9 +57,6 @@ def list_copies(objects: Objects, address: TierAddress) -> list[TierCopy]:
     """Return all copies that an address names, those of one store together, oldest first.
 
     Folders with other names are foreign, and left out.
-
-    Raises:
-        TierError: The tier cannot be read, or something else answers for it.
     """
     found = _list_copies(objects, address)
     if not found:
@@ -130,17 +127,7 @@ def _parameters_of(objects: Objects, identity: Identity) -> Marker | None:
 def what_is_missing(
     objects: Objects, folder: str, marker: Marker, *, may_be_longer: bool = False
 ) -> list[str]:
-    """Return a sentence for each object of a copy that a tier lacks, or has with another size.
-
-    Args:
-        objects: Objects of the tier.
-        folder: Folder of the copy.
-        marker: Marker of the copy.
-        may_be_longer: Whether an object may have more bytes than it should, which no reader needs.
-
-    Raises:
-        TierError: The tier cannot be read.
-    """
+    """Return a sentence for each object of a copy that a tier lacks, or has with another size."""
     found = {
         name.removeprefix(f"{folder}/"): nbytes
         for name, nbytes in objects.sizes_below(folder).items()
@@ -179,12 +166,7 @@ def read_manifest(objects: Objects, copy: TierCopy) -> Manifest:
 
 
 def read_tables(objects: Objects, copy: TierCopy, manifest: Manifest) -> list[OwnerTable]:
-    """Read the tables of all owners besides the first; none if one process made the checkpoint.
-
-    Raises:
-        DamagedError: A table is missing, or is not the one that was sealed with the checkpoint.
-        TierError: A table cannot be read.
-    """
+    """Read the tables of all owners besides the first; none if one process made the checkpoint."""
     return [read_table(objects, copy, manifest, one) for one in manifest.owners]
 
 

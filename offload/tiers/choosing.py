@@ -30,17 +30,6 @@ def find_copy(
     """Return the complete copy that is meant: the one named, the one of a step, or the newest.
 
     If a checkpoint has several copies, a copy that still has all its objects is preferred.
-
-    Args:
-        objects: Objects of the tier.
-        address: What is meant.
-        step: Step of the checkpoint; None for the newest.
-        without: URLs of copies that are passed over.
-
-    Raises:
-        TierNotFoundError: There is no such complete copy.
-        TierError: Several are meant as well: those of several stores, or different ones of the
-            same generation.
     """
     copies = [copy for copy in list_copies(objects, address) if copy.url not in without]
     complete = [copy for copy in copies if copy.marker is not None]
@@ -101,20 +90,7 @@ def _find_whole(
     damaged: Mapping[str, str],
     tried: Mapping[str, str],
 ) -> WholeCopy:
-    """Return the newest copy that has all its objects, by their sizes, and the right manifest.
-
-    Args:
-        objects: Objects of the tier.
-        address: What is meant: a tier, the copies of a store, or one copy.
-        damaged: Copies that were found damaged earlier, by URL, with the reason. They are taken
-            only if there is no other.
-        tried: Copies that were found damaged now.
-
-    Raises:
-        DamagedError: All complete copies are damaged.
-        TierNotFoundError: There is no complete copy.
-        TierError: The tier cannot be read, or several copies are meant.
-    """
+    """Return the newest copy that has all its objects, by their sizes, and the right manifest."""
     passed = {**tried}
     for doubtful in (damaged, {}) if damaged else ({},):
         while True:
@@ -162,16 +138,6 @@ def find_newest_whole(
     """Return the newest whole copy of a tier, and a warning; None if it has no complete copy.
 
     "None is there" is believed only of a tier that says that it is one; see `require_there`.
-
-    Args:
-        objects: Objects of the tier.
-        url: URL of the tier, of a store in it, or of one copy.
-        store: First directory of the store.
-        tried: Copies that were found damaged before, by URL, with the reasons.
-
-    Raises:
-        TierError: The tier cannot be read, is not there, or has copies of several stores.
-        DamagedError: All complete copies are damaged.
     """
     address = parse_address(url)
     copies = list_copies(objects, address)

@@ -98,10 +98,6 @@ def state_objects(sealed: Manifest | OwnerTable, object_bytes: int) -> list[Stat
     """Return the objects of an owner's state arrays, in the order of the chunks they begin with.
 
     Chunks that hold no state are in no object.
-
-    Args:
-        sealed: Manifest of the checkpoint, for the state of owner 0, or the table of another owner.
-        object_bytes: Size in bytes from which on no further chunk is added to an object.
     """
     folder = folder_of(sealed)
     found: list[tuple[int, StateObject]] = []

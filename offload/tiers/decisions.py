@@ -19,13 +19,7 @@ _ENDING = ".decisions"
 
 
 def write_decisions(store: str, url: str, events: Sequence[TierEvent]) -> None:
-    """Write the last decisions about checkpoints of a store. Never raises.
-
-    Args:
-        store: Directory of the store.
-        url: URL of the tier.
-        events: The decisions, the newest last.
-    """
+    """Write the last decisions about checkpoints of a store. Never raises."""
     name = hashlib.blake2b(url.encode(), digest_size=8).hexdigest() + _ENDING
     body = {"url": url, "decisions": [asdict(event) for event in events]}
     with suppress(OSError):  # another backend than the local file system, or a full drive

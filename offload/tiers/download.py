@@ -194,11 +194,7 @@ def on_drives(manifest: Manifest, num_drives: int, copy: TierCopy) -> Manifest:
 
 
 def _find_present(store: Store, manifest: Manifest) -> Checkpoint | None:
-    """Return the checkpoint if the store has it already, or None if it can be added.
-
-    Raises:
-        StoreError: It cannot be added to this store.
-    """
+    """Return the checkpoint if the store has it already, or None if it can be added."""
     for path, reason in store.refused:
         raise StoreError(
             errno.EEXIST,

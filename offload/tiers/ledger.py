@@ -119,11 +119,7 @@ class Unrecorded:
 
 
 def _lock(backend: Backend, path: str, key: UploadKey) -> Lock:
-    """Lock the record, and make its file if there is none.
-
-    Raises:
-        TierError: Another process, or another thread of this one, has locked it.
-    """
+    """Lock the record, and make its file if there is none."""
     while True:
         try:
             lock = backend.lock(path, create=True)

@@ -30,15 +30,7 @@ _MOST_RECORDS = 32
 def clear_leftovers(
     objects: Objects, store: str, key: UploadKey, backend: Backend, newest: int = 0
 ) -> None:
-    """Remove leftovers of earlier uploads, a few at a time. Errors leave them there.
-
-    Args:
-        objects: Objects of the tier.
-        store: Directory of the store.
-        key: Upload that runs, whose record stays.
-        backend: Backend of the store.
-        newest: Generation of the newest parameters in the tier, if this process has sent them.
-    """
+    """Remove leftovers of earlier uploads, a few at a time. Errors leave them there."""
     with suppress(OSError, StorageError, OffloadError):
         records = [one for one in records_in(store, key) if one.generation != key.generation]
         if not records:

@@ -94,15 +94,7 @@ class Marker:
 
 
 def decode_marker(data: bytes, place: str) -> Marker:
-    """Decode the content of ``COMPLETE.json``. The data is not trusted.
-
-    Args:
-        data: Content of the object.
-        place: URL of the object, for messages.
-
-    Raises:
-        DamagedError: The data is no such document, is damaged, or was written by another version.
-    """
+    """Decode the content of ``COMPLETE.json``. The data is not trusted."""
     try:
         _, body = document.read(data, "the marker of a copy", (_VERSION,))
         identity = Identity(

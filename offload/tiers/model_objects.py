@@ -70,15 +70,7 @@ class ModelObject:
 
 
 def model_object(manifest: Manifest, tables: Sequence[OwnerTable] = ()) -> ModelObject:
-    """Return the object of the first directory: the common file, or the shard file of owner 0.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        tables: Tables of the owners besides the first that have written a part of the common file.
-
-    Raises:
-        CheckpointError: The pieces leave bytes of the file out, or overlap.
-    """
+    """Return the object of the first directory: the common file, or the shard file of owner 0."""
     layout = manifest.layout
     if layout.shard is not None:
         return _shard(manifest)
@@ -96,20 +88,12 @@ def model_object(manifest: Manifest, tables: Sequence[OwnerTable] = ()) -> Model
 
 
 def shard_object(table: OwnerTable) -> ModelObject | None:
-    """Return the object with the shard file of another owner; None if the model is in one file.
-
-    Raises:
-        CheckpointError: The pieces leave bytes of the file out, or overlap.
-    """
+    """Return the object with the shard file of another owner; None if the model is in one file."""
     return None if table.layout.shard is None else _shard(table)
 
 
 def model_objects(manifest: Manifest, tables: Sequence[OwnerTable]) -> list[ModelObject]:
-    """Return all objects of the model, given the tables of all owners besides the first.
-
-    Raises:
-        CheckpointError: The pieces leave bytes of a file out, or overlap.
-    """
+    """Return all objects of the model, given the tables of all owners besides the first."""
     shards = [shard_object(table) for table in tables]
     return [model_object(manifest, tables), *(shard for shard in shards if shard is not None)]
 
@@ -141,11 +125,7 @@ def _box_pieces(manifest: Manifest, boxes: Iterable[ModelBox]) -> Iterator[tuple
 def _in_order(
     name: str, header: Header, pieces: Iterable[tuple[int, Chunk]]
 ) -> list[tuple[int, Chunk]]:
-    """Return pieces in the order of their file.
-
-    Raises:
-        CheckpointError: They leave bytes of the file out, or overlap.
-    """
+    """Return pieces in the order of their file."""
     found = sorted(pieces, key=lambda pair: pair[0])
     end = header.data_start
     for offset, chunk in found:

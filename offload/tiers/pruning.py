@@ -141,11 +141,7 @@ def _record(copy: TierCopy) -> Record:
 
 
 def remove_copy(objects: Objects, copy: TierCopy) -> None:
-    """Remove the objects of a copy that this library has written, its markers first.
-
-    Raises:
-        TierError: An object cannot be removed.
-    """
+    """Remove the objects of a copy that this library has written, its markers first."""
     objects.delete(f"{copy.folder}/{name}" for name in (MARKER_NAME, PARAMETERS_NAME))
     listed = objects.sizes_below(copy.folder)
     objects.delete(name for name in listed if is_own_name(name.removeprefix(f"{copy.folder}/")))

@@ -63,13 +63,7 @@ class Source:
             self._slot.open_all()
 
     def documents(self) -> Documents:
-        """Read the manifest and the train state.
-
-        Raises:
-            RecycledError: The checkpoint was recycled, or sealed anew.
-            CheckpointError: One of them is damaged.
-            gds.StorageError: One of them cannot be read.
-        """
+        """Read the manifest and the train state."""
         checkpoint = self._checkpoint
         with checkpoint.held():
             found = Documents(*(self._read_whole(n) for n in (MANIFEST_NAME, TRAIN_STATE_NAME)))
@@ -91,17 +85,7 @@ class Source:
             return file.read_bytes(0, file.size_bytes)
 
     def read_object(self, wanted: StateObject, into: Buffer) -> memoryview:
-        """Read an object of state.
-
-        Args:
-            wanted: Object to read.
-            into: Memory for it, which begins at a multiple of `ALIGNMENT`.
-
-        Raises:
-            RecycledError: The checkpoint was recycled.
-            DamagedError: A chunk is damaged.
-            gds.StorageError: A chunk cannot be read.
-        """
+        """Read an object of state."""
         layout = self._manifest.layout
         with self._checkpoint.held():
             for start, chunk in wanted.starts():
@@ -129,19 +113,7 @@ class Source:
 def read_chunks(
     file: File, offset: int, chunks: Sequence[Chunk], into: Buffer, context: DigestContext
 ) -> None:
-    """Read chunks that follow each other in a file, and compare each with its digest.
-
-    Args:
-        file: File to read.
-        offset: First byte of the first chunk.
-        chunks: The chunks.
-        into: Memory for all of them.
-        context: Store and generation that the digests are bound to.
-
-    Raises:
-        DamagedError: A chunk is damaged: two reads of it were wrong.
-        gds.StorageError: The file cannot be read.
-    """
+    """Read chunks that follow each other in a file, and compare each with its digest."""
     file.read(into, offset).result()
     start = 0
     for chunk in chunks:

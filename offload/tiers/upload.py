@@ -217,11 +217,7 @@ class Upload:
         return None
 
     def _send_all(self, copy: _Copy) -> tuple[bool, Sending]:
-        """Send and check every object, and then the marker.
-
-        Returns:
-            Whether the tier refuses conditional writes of objects that exist; and what was sent.
-        """
+        """Send and check every object, and then the marker."""
         ledger, manifest = copy.ledger, self._manifest
         identity = Identity(copy.key.store_id, copy.key.generation, ledger.writer)
         folder = identity.folder
@@ -339,11 +335,7 @@ class Upload:
         return not self._objects.put_new(name, data)
 
     def _put_checked(self, name: str, data: bytes) -> None:
-        """Write a document and read it back. One of an attempt of this upload may be there.
-
-        Raises:
-            DamagedError: The tier returns other bytes.
-        """
+        """Write a document and read it back. One of an attempt of this upload may be there."""
         self._objects.put_new(name, data)
         with suppress(TierNotFoundError):  # a service may refuse for another reason than a name
             if self._objects.get(name, MOST_BYTES) == data:
@@ -406,11 +398,7 @@ class Upload:
             yield from share.transfers(objects, folder, fetcher, sending)
 
     def _require_sizes(self, folder: str, marker: Marker) -> None:
-        """Check that the tier lists every object with its size, before the copy is offered.
-
-        Raises:
-            TierError: An object is missing, or has another size.
-        """
+        """Check that the tier lists every object with its size, before the copy is offered."""
         wrong = what_is_missing(self._objects, folder, marker)
         if wrong:
             raise TierError(

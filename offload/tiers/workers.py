@@ -30,12 +30,6 @@ def run_all(
     """Carry out tasks in their order, several at a time, and wait for all of them.
 
     If a task fails, no further task is begun, and the first error is raised.
-
-    Args:
-        tasks: Transfers. The next one is taken when a thread is free.
-        num_workers: Largest number of transfers at a time.
-        make_buffer: Function that returns the buffer of one thread.
-        require_going_on: Function that is called again and again, and raises an error to end early.
     """
     work = _Work(iter(tasks), make_buffer)
     threads = [

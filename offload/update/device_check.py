@@ -49,11 +49,6 @@ def why_not_trusted(compute: Compute, rule: UpdateRule, form: Form) -> str:
 
     The first call for a form compiles it and waits for the device. It must be called outside of
     `Compute.queue`.
-
-    Args:
-        compute: Compute of the device.
-        rule: Update rule of the optimizer.
-        form: Form of the kernel.
     """
     master = "own" if form.live == torch.float32 else "float32"
     checked = replace(form, master=master, state="float32")

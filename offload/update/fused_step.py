@@ -20,19 +20,7 @@ def step_fused(
     scalars: Scalars,
     group: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Run torch's fused step in whole vectors, so that the cuts between blocks do not matter.
-
-    Args:
-        context: Memory of the calling thread.
-        parameter: Flat FP32 values, updated in place. The tensor object must be new.
-        gradient: Flat FP32 values of the same length; unchanged.
-        views: State arrays of the same length, FP32, updated in place.
-        scalars: Scalar state.
-        group: Hyper-parameters that `UpdateRule.fused` returned.
-
-    Returns:
-        The state that torch left: the same views, and scalars.
-    """
+    """Run torch's fused step in whole vectors, so that the cuts between blocks do not matter."""
     length = len(parameter)
     rest = length % FUSED_MULTIPLE
     if not rest and _is_plain(parameter) and _is_plain(gradient):

@@ -90,14 +90,7 @@ def _trusted(
     state_dtype: str,
     step: Any,  # noqa: ARG001
 ) -> tuple[Library, int] | str:
-    """Return the library and the kind of square root, or why torch's code must be used.
-
-    Args:
-        optimizer_class: Class of the optimizer.
-        state_dtype: Form of the state.
-        step: The step function of the class. A program may replace it, and the replacement is
-            checked anew.
-    """
+    """Return the library and the kind of square root, or why torch's code must be used."""
     if optimizer_class not in MOMENTS:
         return f"{optimizer_class.__name__} has no kernel"
     library = find_library()

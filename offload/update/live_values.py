@@ -56,14 +56,7 @@ def master_of(
     *,
     is_new: bool,
 ) -> torch.Tensor:
-    """Return the FP32 parameter of a block, to be stepped in place.
-
-    Args:
-        context: Memory of the calling thread.
-        live: Live parameter, shape (n,).
-        stored: Stored values of the block, by state array.
-        is_new: Whether the block has no stored state yet.
-    """
+    """Return the FP32 parameter of a block, to be stepped in place."""
     if MASTER_LOW in stored:
         master = context.buffer(MASTER, torch.float32, len(live))
         if is_new:
@@ -81,13 +74,7 @@ def master_of(
 
 
 def take_edits(master: torch.Tensor, live: torch.Tensor, rounded: torch.Tensor) -> None:
-    """Replace the values of a master whose live parameter has been edited since the last step.
-
-    Args:
-        master: FP32, shape (n,); updated in place.
-        live: Live parameter, shape (n,).
-        rounded: The master, rounded to the dtype of the live parameter.
-    """
+    """Replace the values of a master whose live parameter has been edited since the last step."""
     # Bits are compared: NaN equals itself, and 0.0 differs from -0.0. If the alignment allows it,
     # eight bytes are compared at a time, which takes a third of the time of a cast.
     if is_on_device(master):  # torch.equal would wait for the device

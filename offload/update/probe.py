@@ -137,13 +137,7 @@ def same_values(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> b
 def same_arrays(
     state: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], arrays: Sequence[str]
 ) -> bool:
-    """Return whether the state of a parameter's parts equals that of the whole parameter.
-
-    Args:
-        state: State of the whole parameter.
-        parts: State of each part, in order.
-        arrays: Names of the state arrays, whose values are compared.
-    """
+    """Return whether the state of a parameter's parts equals that of the whole parameter."""
     return all(part.keys() == state.keys() for part in parts) and all(
         same_values([flat([state[name]])], [flat([part[name] for part in parts])])
         for name in arrays

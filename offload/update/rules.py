@@ -362,16 +362,7 @@ class UpdateRule:
         gradients: Sequence[list[torch.Tensor]],
         group: Mapping[str, Any],
     ) -> list[dict[str, Any]]:
-        """Run steps, each with new parameters and with the state that the last step left.
-
-        Args:
-            parameters: Parameters of each step; updated in place.
-            gradients: Their gradients, for each step.
-            group: Hyper-parameters.
-
-        Returns:
-            The final state of each parameter.
-        """
+        """Run steps, each with new parameters and with the state that the last step left."""
         stepper = self.stepper()
         states = stepper.create_all(parameters[0], gradients[0], group)
         shape = parameters[0][0].shape

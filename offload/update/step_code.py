@@ -72,9 +72,6 @@ class StepCode(Protocol):
         """Note that a parameter has received a gradient, before any of its chunks is stepped.
 
         This looks at no tensor: a backward pass may be in progress, and may be watched.
-
-        Args:
-            index: Index of the parameter.
         """
         ...
 

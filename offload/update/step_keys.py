@@ -121,11 +121,7 @@ class StepKeys:
             self._after[key] = read_scalars(state, self.rules[key.group])
 
     def _require_as_tried(self, context: BlockContext, key: Key, state: Mapping[str, Any]) -> None:
-        """Check that a block of a class of the user was stepped as all other blocks are.
-
-        Raises:
-            UnsupportedOptimizerError: The class does something that its trial did not show.
-        """
+        """Check that a block of a class of the user was stepped as all other blocks are."""
         rule, group = self.rules[key.group], self.groups[key.group]
         why = unknown_state(state, rule)
         why = why or differing(changes(group, context.stepper.options), self._changes[key.group])

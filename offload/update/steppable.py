@@ -56,13 +56,7 @@ def why_not_steppable(
 def why_not_by_kernel(
     rule: UpdateRule, group: Mapping[str, Any], factors: Sequence[float] = ()
 ) -> str:
-    """Return why no kernel can step a parameter group; empty if one can.
-
-    Args:
-        rule: Update rule of the optimizer.
-        group: Hyper-parameters.
-        factors: Factors that gradients are multiplied by.
-    """
+    """Return why no kernel can step a parameter group; empty if one can."""
     if len(factors) > MAX_FACTORS:
         return f"gradients are multiplied {len(factors)} times"
     return why_no_kernel(rule.optimizer_class, group)
@@ -71,14 +65,7 @@ def why_not_by_kernel(
 def why_not_by_torch(
     rule: UpdateRule, group: Mapping[str, Any], state_dtype: str, *, split: bool
 ) -> str:
-    """Return why torch's own step cannot update a group's state on a device; empty if it can.
-
-    Args:
-        rule: Update rule of the optimizer.
-        group: Hyper-parameters.
-        state_dtype: Stored form of the state, as `Options.state_dtype`.
-        split: Whether masters are split.
-    """
+    """Return why torch's own step cannot update a group's state on a device; empty if it can."""
     if issubclass(rule.optimizer_class, torch.optim.ASGD):
         return "torch's own step keeps its scalar state on the device"
     if state_dtype != "float32":

@@ -62,11 +62,7 @@ class Stepper:
         gradients: Sequence[torch.Tensor | None],
         group: Mapping[str, Any],
     ) -> list[dict[str, Any]]:
-        """Run the first step of several flat parameters in one call; see `create`.
-
-        Returns:
-            The state of each parameter.
-        """
+        """Run the first step of several flat parameters in one call; see `create`."""
         own = self._own(group)
         instance = self._class([{**own, "params": [*parameters]}], **self._hyper)
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -93,11 +89,7 @@ class Stepper:
         states: Sequence[dict[str, Any]],
         group: Mapping[str, Any],
     ) -> list[dict[str, Any]]:
-        """Run one step of several flat parameters in one call; see `apply`.
-
-        Returns:
-            The state of each parameter, which the class may have replaced by another dictionary.
-        """
+        """Run one step of several flat parameters in one call; see `apply`."""
         instance = self._instance
         instance.param_groups = [{**self._own(group), "params": [*parameters]}]
         instance.state.clear()
@@ -187,12 +179,6 @@ def differing(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
 def first_options(
     options: Mapping[str, Any], first: Mapping[str, Any], changed: Iterable[str]
 ) -> dict[str, Any]:
-    """Return hyper-parameters as before the first step.
-
-    Args:
-        options: Hyper-parameters now.
-        first: Hyper-parameters that the group began with.
-        changed: Names of those that the class itself changes.
-    """
+    """Return hyper-parameters as before the first step."""
     kept = {name: value for name, value in options.items() if name not in changed}
     return kept | {name: first[name] for name in changed if name in first}

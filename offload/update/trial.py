@@ -79,16 +79,7 @@ class Tried:
 
 
 def try_class(tried: Tried, rule: Rule, stepper: Callable[[], Stepper]) -> Rule:
-    """Return the rule of a class, with what its step changes and reads, if chunks give its bits.
-
-    Args:
-        tried: The class.
-        rule: State that the class keeps.
-        stepper: Returns a new stepper of the class.
-
-    Raises:
-        TrialError: It cannot be trained in chunks.
-    """
+    """Return the rule of a class, with what its step changes and reads, if chunks give its bits."""
     left_out = set[Odd]()
     while True:
         try:

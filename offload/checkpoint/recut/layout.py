@@ -130,13 +130,7 @@ def box_of(spec: ParameterSpec) -> Box:
 
 
 def stretches(stored: Box, wanted: Box, part: Box) -> Iterator[Stretch]:
-    """Yield the common elements of a stored box and a part of a wanted one.
-
-    Args:
-        stored: The stored box.
-        wanted: The wanted box.
-        part: Part of the wanted box.
-    """
+    """Yield the common elements of a stored box and a part of a wanted one."""
     common = stored.intersection(part)
     if common is not None:
         yield from _stretches(stored, wanted, common)
@@ -158,11 +152,7 @@ def _stretches(stored: Box, wanted: Box, common: Box) -> Iterator[Stretch]:
 def _common(
     path: str, found: Sequence[StoredBox]
 ) -> tuple[ParameterSpec, tuple[ScalarValue, ...] | None]:
-    """Return what all owners of a parameter say of it; the shape and the cut are one owner's.
-
-    Raises:
-        CheckpointError: The owners differ.
-    """
+    """Return what all owners of a parameter say of it; the shape and the cut are one owner's."""
     specs = [one.owner.layout.parameters[one.index] for one in found]
     scalars = [one.owner.scalars[one.index] for one in found]
     for one, spec, scalar in zip(found, specs, scalars, strict=True):
@@ -216,9 +206,6 @@ def _splitting_box(box: Box, found: Sequence[StoredBox]) -> StoredBox | None:
 
     The values of a wanted block can be copied if they are all from one stored block: they then keep
     its scale.
-
-    Returns:
-        None if all wanted blocks can be copied.
     """
     for one in found:
         for run in stretches(one.box, box, box):

@@ -120,12 +120,6 @@ class CheckedLeaves:
         """Yield leaves by number, each with its bytes and whether it was not in memory before.
 
         The bytes are valid until the next leaf is asked for.
-
-        Args:
-            file: File that holds the chunk.
-            sealed: The chunk.
-            numbers: Numbers of the leaves, in order.
-            again: Whether the leaves are read past, or through, the page cache, unlike before.
         """
         chunk = (file.path, sealed.index)
         for first in range(0, len(numbers), _AT_ONCE):
@@ -175,11 +169,7 @@ class CheckedLeaves:
     def _check(
         self, file: File, sealed: SealedRange, number: int, data: memoryview, expected: bytes
     ) -> None:
-        """Compare a leaf that was read again with its digest, and read it once more if it differs.
-
-        Raises:
-            DamagedError: The second read is wrong, too.
-        """
+        """Compare a leaf that was read again with its digest, and reread it if it differs."""
         found = leaf_digest(data)
         if found == expected:
             return

@@ -58,24 +58,6 @@ def open_owners(
     """Open the state of all owners of a checkpoint, and lock their parts against rewriting.
 
     The caller keeps the checkpoint itself from being recycled.
-
-    Args:
-        backend: Storage backend of the checkpoint.
-        path: Directory of the checkpoint.
-        manifest: Manifest of the checkpoint.
-        parts: Directories of the store on other drives, or directories to search for owners; None
-            for those that the manifest names.
-        resources: Stack that closes the files and releases the locks.
-        reach: What is seen here, if owners on other hosts may be left out; None if all have to be
-            seen.
-
-    Returns:
-        The owners, owner 0 first if it is seen here.
-
-    Raises:
-        CheckpointError: A part is not seen here, is damaged, or is not that of the checkpoint.
-        StoreBusyError: A rank is about to rewrite a part.
-        UnreadableError: A part could not be read.
     """
     owners: list[SourceOwner] = []
     if reach is None or reach.sees_first:

@@ -179,12 +179,7 @@ class RecutSource(SlotFiles):
                 reencoder.fill(array, self.layout, stop - start, found, out)
 
     def _places(self, piece: Piece) -> Iterator[tuple[int, Place]]:
-        """Yield where the elements of a piece are stored.
-
-        Yields:
-            The first element of a place, counted from the first element of the parameter's box
-            here, and the place.
-        """
+        """Yield where the elements of a piece are stored."""
         spec = self.layout.parameters[piece.parameter]
         box = box_of(spec)
         for _, part in flat_boxes(box.sizes, piece.start, piece.stop):

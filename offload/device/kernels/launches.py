@@ -115,12 +115,7 @@ class Launch:
 def form_of_run(
     optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any], run: DeviceRun
 ) -> Form:
-    """Return the variant of the kernel for a run, which must not be empty.
-
-    Raises:
-        ValueError: See `forms.form_for`; or an array is missing, or the tensors differ in length,
-            dtype or device.
-    """
+    """Return the variant of the kernel for a run, which must not be empty."""
     form = form_for(
         optimizer_class,
         group,
@@ -141,19 +136,7 @@ def launches(
     factors: Sequence[float] = (),
     max_tiles: int = 1 << 16,
 ) -> Iterator[Launch]:
-    """Yield the launches for a run: one for every `MAX_PIECES` pieces.
-
-    Args:
-        optimizer_class: `torch.optim.Adam`, `AdamW` or `SGD`.
-        group: Hyper-parameters, as in ``param_groups``; ``fused`` selects the arithmetic.
-        run: Pieces to step. Arrays of new state must be zeros already.
-        step: Value of torch's ``step`` after this step: from 1.
-        factors: Numbers that gradients are multiplied by in FP32, one after the other.
-        max_tiles: Number of blocks of threads that is enough for the device.
-
-    Raises:
-        ValueError: See `form_of_run`; or there are more factors than `MAX_FACTORS`.
-    """
+    """Yield the launches for a run: one for every `MAX_PIECES` pieces."""
     if len(factors) > MAX_FACTORS:
         raise ValueError(f"the kernel multiplies by {MAX_FACTORS} factors, not by {len(factors)}")
     if not sum(map(torch.Tensor.numel, run.live)):

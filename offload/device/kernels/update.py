@@ -36,19 +36,6 @@ def update_run(
 
     The caller keeps the tensors alive until the step has run, and orders the stream after all work
     that writes them. If there is no state yet, the stream must be torch's current one.
-
-    Args:
-        optimizer_class: `torch.optim.Adam`, `AdamW` or `SGD`.
-        group: Hyper-parameters, as in ``param_groups``, as numbers in host memory. ``fused``
-            selects the arithmetic.
-        run: Pieces to step. All its tensors are on the current device.
-        stream: Raw handle of a stream, as in torch's ``Stream.cuda_stream``.
-        step: Value of torch's ``step`` after this step: from 1.
-        factors: Numbers that gradients are multiplied by, at most `forms.MAX_FACTORS`.
-
-    Raises:
-        ValueError: There is no kernel for the group, or the tensors do not fit together. The
-            message says why.
     """
     if run.is_new:
         for array in run.arrays.values():

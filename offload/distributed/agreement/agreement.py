@@ -151,24 +151,7 @@ class Agreement:
         asks: bool = False,
         heeds_errors: bool = True,
     ) -> Agreed:
-        """Accept an offer of the writer on all ranks, or raise the same error on all. Collective.
-
-        Args:
-            what: Call of the user, for messages: ``restore()``. Ranks that make another call at
-                this point make all ranks fail.
-            make: Makes the offer; called on the writer, before the store is open on rank 0. It is
-                given what each rank says first.
-            ready: Gets this rank ready for the offer. It returns a note for all ranks.
-            ask: What this rank says first.
-            asks: Whether every rank says something first; the same on all ranks.
-            heeds_errors: Whether an error announced with `broadcast_error` ends the exchange.
-                False for a call with which ranks go on after an error.
-
-        Raises:
-            RanksError: The writer cannot make an offer, or a rank cannot get ready. Every rank
-                raises the same error, except that a rank that was lost, or that lost the others,
-                may have another one.
-        """
+        """Accept the writer's offer on all ranks, or raise the same error on all. Collective."""
         self._require_whole()
         scope = self._places.begin_exchange(what)
         if text := self._places.apart_in_exchange(self._peers):
@@ -208,17 +191,6 @@ class Agreement:
 
         Called at the first step after a seal or a restore. No rank changes a parameter or writes a
         chunk before this has returned.
-
-        Args:
-            offer: Makes the offer; called on the writer only. `Offer.decided` is filled in.
-            ready: Gets this rank's part ready, so that it is durably invalid. It is given the offer
-                and the parts that this rank must not use besides those that the offer names. With
-                ``offer.is_in_place`` it has nothing to choose. Its result is sent to all ranks.
-            what: Call of the user, for messages.
-
-        Raises:
-            InDoubtError: It is not known on this rank whether its last seal was published.
-            RanksError: A rank cannot get ready, and nothing has changed; or a rank was lost.
         """
 
         def make(_: Mapping[int, Json]) -> Json:
@@ -272,11 +244,7 @@ class Agreement:
         self._signs.give()
 
     def meet(self, number: int) -> None:
-        """Wait in a seal until every rank has come as far as this, or fails. On the seal's thread.
-
-        Args:
-            number: Number of the seal.
-        """
+        """Wait in a seal until every rank has come this far, or fails. On the seal's thread."""
         self._seals.run(seal.meet(self._peers, number))
 
     def report(self, number: int, report: Report) -> None:
@@ -335,14 +303,7 @@ class Agreement:
         self._signs.put(error_key(scope), announcement(peers.rank, text))
 
     def require_all_here(self, what: str) -> None:
-        """Check that no rank has left. Any thread; never waits for another rank.
-
-        Args:
-            what: Call of the user, for messages.
-
-        Raises:
-            RanksError: A rank has left. The message names it.
-        """
+        """Check that no rank has left. Any thread; never waits for another rank."""
         if left := who_left(self._signs.get, self._peers.others):
             text = f"{what}: {in_words(left)}. Restart the job"
             self._lose(text)

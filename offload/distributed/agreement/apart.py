@@ -88,15 +88,7 @@ class Places:
         return number
 
     def apart_in_step(self, peers: Peers, what: str) -> str:
-        """Return, in words, that a rank is in another call than this one, which begins a step.
-
-        Args:
-            peers: All ranks.
-            what: Call of the user on this rank, which has begun no exchange for it.
-
-        Returns:
-            An empty text if no other rank is known to be elsewhere.
-        """
+        """Return, in words, that a rank is in another call than this one, which begins a step."""
         own = self.num_exchanges, self.num_steps
         for scope in (seal_scope(self.num_seals), exchange_scope(self.num_exchanges)):
             other = self._found(scope)
@@ -105,11 +97,7 @@ class Places:
         return ""
 
     def apart_in_exchange(self, peers: Peers) -> str:
-        """Return, in words, that a rank has sealed where this one has begun its last exchange.
-
-        Returns:
-            An empty text if no other rank is known to be elsewhere.
-        """
+        """Return, in words, that a rank has sealed where this one has begun its last exchange."""
         number = self.num_exchanges - 1
         other = self._found(seal_scope(self.num_seals))
         if other is None or other.exchanges > number:

@@ -142,13 +142,7 @@ class Driver:
         return Arrived(values)
 
     def _quiet_before(self, rank: int, scope: str, sign: str | None) -> float:
-        """Return how long a rank has been silent already, as an earlier wait has seen it.
-
-        Args:
-            rank: The rank, whose message has not come.
-            scope: Exchange or seal in which it is awaited now.
-            sign: Its newest sign of progress there.
-        """
+        """Return how long a rank has been silent already, as an earlier wait has seen it."""
         before = self._quiet.of(rank)
         if before is None:
             return 0.0
@@ -192,11 +186,5 @@ class Driver:
 
 
 def announcement(rank: int, error: str, *, final: bool = False) -> str:
-    """Return the message in which a rank announces that it failed and will not take part.
-
-    Args:
-        rank: The rank.
-        error: The error in words, with the name of the rank.
-        final: Whether the rank takes part in nothing any more. Then all waits for it end.
-    """
+    """Return the message in which a rank announces that it failed and will not take part."""
     return encode("error", {"rank": rank, "error": error, "final": final})

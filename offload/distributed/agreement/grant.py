@@ -81,11 +81,7 @@ class Offer:
 
     @classmethod
     def from_json(cls, value: Json) -> Offer:
-        """Return the offer of a message.
-
-        Raises:
-            MessageError: The value is not an offer.
-        """
+        """Return the offer of a message."""
         found = check_fields(value, _FIELDS, "the offer of a slot")
         named = pairs_of(found["named"], int, str, "the offer of a slot")
         return cls(**{**found, "named": tuple(named)})
@@ -97,19 +93,7 @@ def accept(
     outcome_of: Callable[[int], Outcome | None],
     ready: Callable[[Offer], Json],
 ) -> Json:
-    """Get this rank ready for an offer, or raise why it cannot be.
-
-    Args:
-        peers: All ranks.
-        offer: The offer.
-        outcome_of: Waits until a seal has ended on this rank, and returns its outcome; None if this
-            rank has not reported in that seal.
-        ready: Gets a part ready: durably invalid, and not one that the offer or the ledger names.
-
-    Raises:
-        RanksError: All ranks would go on in place, but this one does not know that the seal was
-            aborted.
-    """
+    """Get this rank ready for an offer, or raise why it cannot be."""
     if offer.is_in_place:
         outcome = outcome_of(offer.in_place_of)
         if outcome is not Outcome.ABORTED:

@@ -12,11 +12,7 @@ from offload.errors import RanksError
 
 
 def require_same_lists(sights: Sequence[Sight]) -> None:
-    """Check that all ranks of a node were given the same directories, in the same order.
-
-    Raises:
-        RanksError: A rank was given others; names the first difference.
-    """
+    """Check that all ranks of a node were given the same directories, in the same order."""
     firsts: dict[str, int] = {}
     for rank, sight in enumerate(sights):
         other = firsts.setdefault(sight.node, rank)
@@ -74,13 +70,7 @@ def owners_of_newest(store: StoreSight) -> frozenset[int]:
 def deal(
     stores: Mapping[int, StoreSight], writer: int, current: Collection[int] = ()
 ) -> dict[int, int]:
-    """Return the rank that serves each owner: the one of those that see it with the least to do.
-
-    Args:
-        stores: What each rank sees of the store, by rank.
-        writer: The rank that writes the first directory.
-        current: Owners of the newest checkpoint, which are dealt before those of others.
-    """
+    """Return the rank that serves each owner: the one of those that see it with the least to do."""
     candidates: dict[int, list[int]] = defaultdict(list)
     for rank, store in sorted(stores.items()):
         for owner in store.owners:
@@ -106,16 +96,7 @@ def deal(
 def homes(
     size: int, served_by: Mapping[int, int], store: StoreSight, current: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """Return the owner into whose directory each rank writes, by rank.
-
-    Args:
-        size: Number of ranks.
-        served_by: Rank that serves each owner.
-        store: What the writer sees.
-        current: Owners of the newest checkpoint. If there are as many ranks, they keep theirs.
-            Otherwise the state is divided anew, and a higher rank gets a higher number, so that
-            shards of a parameter, which cannot change their ranks, have the order of the owners.
-    """
+    """Return the owner into whose directory each rank writes, by rank."""
     named = {owner for checkpoint in store.checkpoints for owner, _, _ in checkpoint.parts}
     taken = {0, *served_by, *named}
     if current and len(current) != size and served_by[0] == 0:

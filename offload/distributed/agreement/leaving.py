@@ -37,12 +37,7 @@ def leave(put: Callable[[str, str], object], rank: int, reason: str) -> None:
 
 
 def who_left(get: Callable[[str], str | None], ranks: Iterable[int]) -> dict[int, str]:
-    """Return those of some ranks that have left, each with its reason; see `leave`.
-
-    Args:
-        get: Function that returns the value of a key; None if it has none.
-        ranks: Ranks to look for.
-    """
+    """Return those of some ranks that have left, each with its reason; see `leave`."""
     if get(ANYONE) is None:
         return {}
     notes = {rank: get(left_key(rank)) for rank in ranks}
@@ -50,11 +45,7 @@ def who_left(get: Callable[[str], str | None], ranks: Iterable[int]) -> dict[int
 
 
 def in_words(left: Mapping[int, str]) -> str:
-    """Return which ranks have left, and why: ``rank 1 has closed its optimizer``.
-
-    Args:
-        left: Reason of each rank; see `leave`.
-    """
+    """Return which ranks have left, and why: ``rank 1 has closed its optimizer``."""
     by_reason: dict[str, list[int]] = {}
     for rank, reason in sorted(left.items()):
         by_reason.setdefault(reason, []).append(rank)

@@ -48,12 +48,7 @@ class Ledger:
         return replace(self, parts=parts, outcomes={**self.outcomes, number: outcome})
 
     def covered(self, decided: int) -> Ledger:
-        """Return the ledger after an offer whose list of named parts counts decided seals.
-
-        Args:
-            decided: Number of the newest seal that was decided when the offer was made. Parts of
-                published seals up to it are named by the offer itself, as long as it is due.
-        """
+        """Return the ledger after an offer whose list of named parts counts decided seals."""
         parts = {
             number: part
             for number, part in self.parts.items()

@@ -83,16 +83,7 @@ def decode(text: str, kind: str, types: Mapping[str, type], sender: str) -> dict
 
 
 def check_fields(value: Json, types: Mapping[str, type], where: str) -> dict[str, Json]:
-    """Return an object whose fields are exactly those that are expected.
-
-    Args:
-        value: The object, not trusted.
-        types: Type of each field; `object` stands for any JSON value.
-        where: What the object is, in words, for the error.
-
-    Raises:
-        MessageError: A field is missing, unknown or of another type.
-    """
+    """Return an object whose fields are exactly those that are expected."""
     if not isinstance(value, dict):
         raise MessageError(f"{where} is {short(value)}, expected an object")
     if value.keys() != types.keys():
@@ -108,17 +99,7 @@ def check_fields(value: Json, types: Mapping[str, type], where: str) -> dict[str
 
 
 def pairs_of(value: Json, first: type, second: type, where: str) -> list[tuple[Any, Any]]:
-    """Return a list of pairs as tuples.
-
-    Args:
-        value: The list, not trusted.
-        first: Type of the first value of each pair.
-        second: Type of the second value of each pair.
-        where: What the list is, in words, for the error.
-
-    Raises:
-        MessageError: The value is not such a list.
-    """
+    """Return a list of pairs as tuples."""
     if not isinstance(value, list):
         raise MessageError(f"{where} is {short(value)}, expected a list")
     for pair in value:

@@ -99,11 +99,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Json) -> Plan:
-        """Return the plan of a message.
-
-        Raises:
-            MessageError: The value is not a plan.
-        """
+        """Return the plan of a message."""
         where = "the plan for opening the store"
         found = check_fields(value, _FIELDS, where)
         chosen = found["checkpoint"]

@@ -98,16 +98,7 @@ def disagreement(
     lost: Collection[int] = (),
     left: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
-    """Return why a checkpoint must not be made of some reports, in words; empty if it may.
-
-    Args:
-        peers: All ranks.
-        reports: Report of each rank from which one came.
-        refused: Reason for each rank whose report cannot be read.
-        begun: Ranks that have called ``checkpoint()``, as far as it is known.
-        lost: Ranks that were waited for in vain. Further ranks may have no report yet.
-        left: Those of them that have said that they leave, each with the reason.
-    """
+    """Return why a checkpoint must not be made of some reports, in words; empty if it may."""
     missing = {*range(peers.size)} - reports.keys() - refused.keys()
     missing = missing & {*lost} or missing
     problems = [refused[rank] for rank in sorted(refused)]

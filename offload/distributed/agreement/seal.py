@@ -58,11 +58,7 @@ class Decision:
     """Number of optimizer steps after which the writer sealed; None if it did not say so."""
 
     def as_error(self, own_step: int) -> SealError | None:
-        """Return the error that every rank raises; None if the checkpoint exists.
-
-        Args:
-            own_step: Number of optimizer steps after which this rank sealed.
-        """
+        """Return the error that every rank raises; None if the checkpoint exists."""
         step = own_step if self.step is None else self.step
         match self.outcome:
             case Outcome.PUBLISHED:
@@ -142,10 +138,6 @@ def meet(peers: Peers, number: int) -> Program[None]:
     """Wait until every rank has written its blocks of the model file, or is known to fail.
 
     Nothing is decided here. If a rank does not come in time, its report will not come either.
-
-    Args:
-        peers: All ranks.
-        number: Number of the seal.
     """
     scope = seal_scope(number)
     try:
@@ -215,17 +207,7 @@ def decide(
 def await_decision(
     peers: Peers, number: int, own: Report, settle: Callable[[int, Outcome], object]
 ) -> Program[Decision]:
-    """Wait for the writer's decision on a seal, on a rank that has reported.
-
-    Args:
-        peers: All ranks.
-        number: Number of the seal.
-        own: Report of this rank.
-        settle: Notes the outcome on this rank.
-
-    Returns:
-        The decision. It is in doubt if none came in time.
-    """
+    """Wait for the writer's decision on a seal, on a rank that has reported."""
     scope, leader = seal_scope(number), peers.name(peers.leader)
     error: BaseException | None = None
     try:

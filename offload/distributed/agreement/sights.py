@@ -124,15 +124,7 @@ class Sight:
 
     @classmethod
     def from_json(cls, value: Json, sender: str) -> Sight:
-        """Return the sight of a message.
-
-        Args:
-            value: The JSON, not trusted.
-            sender: Rank that wrote it, in words.
-
-        Raises:
-            MessageError: It is not a sight.
-        """
+        """Return the sight of a message."""
         return _sight(value, f"{sender}: what it sees")
 
 

@@ -35,18 +35,7 @@ _ANNOUNCEMENT = {"name": str, "signs": int}
 
 
 def agree_on_start(channel: Channel, rank: int, size: int, timeout_s: float) -> str:
-    """Meet all ranks, and return the name of this start. Collective.
-
-    Args:
-        channel: Connection to the key-value store, with the keys of this optimizer.
-        rank: This rank, from 0.
-        size: Number of ranks.
-        timeout_s: Seconds without a sign of the other ranks after which they count as lost.
-
-    Raises:
-        RanksError: A rank has not come.
-        ChannelLostError: The key-value store does not answer.
-    """
+    """Meet all ranks, and return the name of this start. Collective."""
     process = uuid.uuid4().hex
     if rank == 0:
         return _lead(channel, process, size, timeout_s)

@@ -80,17 +80,7 @@ class Agreed:
 
 
 def unanimous(exchange: Exchange) -> Program[Agreed]:
-    """Take part in an exchange.
-
-    Returns:
-        The offer, for which all ranks are ready.
-
-    Raises:
-        OutOfStepError: A rank gave no sign of progress, so it may be anywhere. Other ranks may have
-            another result.
-        RanksError: The ranks do not all accept. Every rank raises the same error, unless it raises
-            `OutOfStepError`.
-    """
+    """Take part in an exchange."""
     try:
         agreed = yield from _lead(exchange) if exchange.peers.is_leader else _follow(exchange)
     except (OutOfStepError, ChannelLostError):

@@ -177,14 +177,7 @@ class GatherPlan:
 def layout_chunks(
     layout: Layout, *, order: Iterable[int] | None = None, stepped: Collection[str] | None = None
 ) -> list[RankChunk]:
-    """Return the chunks of a rank's layout, with the pieces that a step changes.
-
-    Args:
-        layout: Layout of the boxes that the rank steps.
-        order: Chunks in the order in which the rank updates them; None for ascending order.
-        stepped: Names of the parameters that are stepped; None for all. Chunks without any of them
-            are left out, so a step in which few parameters have gradients has few rounds.
-    """
+    """Return the chunks of a rank's layout, with the pieces that a step changes."""
     found = []
     for number in range(layout.num_chunks) if order is None else order:
         pieces = []
@@ -204,12 +197,6 @@ def box_plan(
     """Return the plan that brings boxes of tensors from their owners to all that hold them.
 
     Each tensor is called by its number in decimal digits, and each owner has one chunk, number 0.
-
-    Args:
-        num_ranks: Number of ranks.
-        boxes: Boxes of all parameters.
-        tensors: For each tensor, the name of the parameter that it is sharded like, and the
-            safetensors code of its dtype.
     """
     by_name: dict[str, list[OwnedBox]] = {}
     for one in boxes:
@@ -236,15 +223,6 @@ def deal_reading(
     Each rank reads its own chunks from storage, and a `GatherPlan` of the result brings them to the
     other holders. So each byte is read by one rank. The ranks' loads differ by about `chunk_bytes`,
     as far as the holders allow it.
-
-    Args:
-        boxes: safetensors code of each box's dtype, in the order of the boxes in the file.
-        holders: Ranks that hold each box.
-        num_ranks: Number of ranks.
-        chunk_bytes: Most bytes in one chunk; at least 8.
-
-    Returns:
-        For each rank, the chunks to read, in the order of the file.
     """
     loads = [0] * num_ranks
     dealt: list[list[BoxPiece]] = [[] for _ in range(num_ranks)]

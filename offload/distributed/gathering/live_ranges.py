@@ -13,11 +13,6 @@ def range_views(tensor: torch.Tensor, start: int, stop: int) -> list[torch.Tenso
 
     A contiguous tensor gives one flat view. Another tensor gives at most two views for each
     dimension and one more, none of which needs a copy of the tensor.
-
-    Args:
-        tensor: Tensor with any strides.
-        start: First element in row-major order.
-        stop: One past the last element.
     """
     if start >= stop:
         return []

@@ -42,17 +42,7 @@ _LOOK_S = 1.0
 def share_numbers(
     numbers: Sequence[int], group: RankGroup, look: Callable[[], None] | None = None
 ) -> list[tuple[int, ...]]:
-    """Return the numbers of every rank, by rank. All ranks must give equally many.
-
-    Args:
-        numbers: Numbers of this rank, each of at most 63 bits and not negative.
-        group: Group of the ranks.
-        look: Function that is called about each second while other ranks are waited for. What it
-            raises ends the wait, and then the group can be used no more.
-
-    Raises:
-        RuntimeError: A rank has ended, or has not called this within the group's time limit.
-    """
+    """Return the numbers of every rank, by rank. All ranks must give equally many."""
     table = torch.zeros((group.size(), len(numbers)), dtype=torch.int64, device="cpu")
     table[group.rank()] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     work = group.allreduce([table], AllreduceOptions())

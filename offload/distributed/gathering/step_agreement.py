@@ -94,19 +94,7 @@ class StepAgreement:
 
     @in_neutral
     def agree(self, terms: StepTerms) -> list[tuple[int, ...]]:
-        """Check that all ranks take the same step, and return what their plans need.
-
-        Args:
-            terms: What this rank is about to do.
-
-        Returns:
-            The order of the chunks of each rank, by rank.
-
-        Raises:
-            RanksError: The ranks differ, or one cannot take the step. The message is the same on
-                all ranks, and names ranks and causes. Or a rank has ended, has closed its
-                optimizer, or is later than the time limit of the group allows.
-        """
+        """Check that all ranks take the same step, and return what their plans need."""
         try:
             return self._agree(terms)
         except RuntimeError as error:
@@ -165,14 +153,6 @@ def agree_found_inf(found: Sequence[torch.Tensor], group: RankGroup) -> None:
 
     Ranks that step different boxes see different gradients. If one of them skipped a step alone, it
     would leave the others waiting.
-
-    Args:
-        found: Flags of this rank, each with one element: not 0 if a gradient is infinite or NaN.
-            They are changed in place: to 1 if any flag of any rank is set, otherwise to 0.
-        group: Group of all ranks; it must accept tensors in host memory.
-
-    Raises:
-        RanksError: A rank has ended, or has not called this within the group's time limit.
     """
     mine = int(any(bool(flag.item()) for flag in found))
     try:

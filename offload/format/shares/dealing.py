@@ -127,13 +127,7 @@ def _spans(
 def _deal_span(
     shapes: Mapping[str, Sequence[int]], loads: Sequence[int], multiple: int
 ) -> list[list[tuple[str, Cut]]]:
-    """Deal the parameters of a span.
-
-    Args:
-        shapes: Shape of each parameter of the span by name, in their order.
-        loads: Elements that each rank has been dealt in earlier spans.
-        multiple: As for `deal_rows`.
-    """
+    """Deal the parameters of a span."""
     num_ranks = len(loads)
     starts = [0, *accumulate(math.prod(shape) for shape in shapes.values())]
     total, before = starts[-1], sum(loads)
@@ -215,14 +209,7 @@ def own_boxes(views: Sequence[Iterable[tuple[str, Cut]]]) -> tuple[OwnedBox, ...
 def _nearest_cut(
     shapes: Sequence[Sequence[int]], starts: Sequence[int], element: int, multiple: int
 ) -> int:
-    """Return the possible cut that is nearest to an element, in elements of all parameters.
-
-    Args:
-        shapes: Shapes of the parameters.
-        starts: First element of each parameter, then the number of all elements.
-        element: Number of an element among those of all parameters.
-        multiple: Number of elements that a cut within a parameter is a multiple of.
-    """
+    """Return the possible cut that is nearest to an element, in elements of all parameters."""
     index = bisect_right(starts, element) - 1
     if index == len(shapes):
         return element
@@ -233,13 +220,7 @@ def _nearest_cut(
 
 
 def _rows(shape: tuple[int, ...], begin: int, end: int) -> Box:
-    """Return the box of whole rows that has a range of elements of a parameter.
-
-    Args:
-        shape: Shape of a parameter that has elements.
-        begin: First element, counted back from the parameter's end: negative.
-        end: One past the last element, counted back from the parameter's end.
-    """
+    """Return the box of whole rows that has a range of elements of a parameter."""
     if not shape:
         return Box((), ())
     row = math.prod(shape[1:])
@@ -269,11 +250,7 @@ def _choose_owners(
 
 
 def _require_tiling(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]]) -> None:
-    """Check that distinct boxes have no element in common, and together have all elements.
-
-    Raises:
-        BoxesError: They do not; names the boxes and their ranks.
-    """
+    """Check that distinct boxes have no element in common, and together have all elements."""
     near: list[Box] = []  # boxes whose rows may not have ended yet
     for box in sorted(boxes):
         if box.sizes:

@@ -117,13 +117,7 @@ def encode_references(references: Iterable[OwnerReference]) -> list[dict[str, An
 
 
 def decode_references(value: object, generation: int) -> tuple[OwnerReference, ...]:
-    """Return the references of a manifest, whose generation each of them must have.
-
-    Raises:
-        ValueError: The value is not a list of references to owners 1 to `MAX_OWNERS` - 1, by rising
-            number.
-        KeyError: A field is missing.
-    """
+    """Return the references of a manifest, whose generation each of them must have."""
     found = fields.items(value)
     if not 1 <= len(found) < MAX_OWNERS:
         raise ValueError(f"{len(found)} owners besides the first, expected 1 to {MAX_OWNERS - 1}")
@@ -143,11 +137,7 @@ def _decode_reference(value: object, generation: int) -> OwnerReference:
 
 
 def reference_bytes(directories: Iterable[str]) -> int:
-    """Return the bytes to reserve for references in a manifest.
-
-    Args:
-        directories: For each owner but the first, the store's directory on its node.
-    """
+    """Return the bytes to reserve for references in a manifest."""
     sizes = (6 * len(directory.encode(errors="replace")) for directory in directories)
     return sum(_REFERENCE_RESERVE_BYTES + size for size in sizes)
 
@@ -160,17 +150,7 @@ def encode_model_boxes(boxes: Iterable[ModelBox]) -> list[list[Any]]:
 def decode_model_boxes(
     value: object, tensors: Mapping[str, ModelTensor], *, scattered: bool = False
 ) -> tuple[ModelBox, ...]:
-    """Return the boxes of the model that one owner writes.
-
-    Args:
-        value: The field.
-        tensors: Tensors of the model by name.
-        scattered: Whether a box need not be one contiguous range of its tensor.
-
-    Raises:
-        ValueError: A box is not one of a tensor, is listed twice, or has not one digest for each
-            piece.
-    """
+    """Return the boxes of the model that one owner writes."""
     boxes = tuple(
         _decode_model_box(fields.items(one), tensors, scattered) for one in fields.items(value)
     )
@@ -209,19 +189,7 @@ def with_model_file(
     *,
     is_sharded: bool,
 ) -> Layout:
-    """Return a decoded layout with the shard file that a manifest or a table names, if any.
-
-    Args:
-        layout: Layout of the owner's state.
-        body: Fields of the manifest or table.
-        owner: Number of the owner.
-        boxes: Boxes of the model that the owner has written.
-        is_sharded: Whether the version is one with shard files.
-
-    Raises:
-        ValueError: The file has another name than it must have, or two boxes of one tensor.
-        KeyError: The field is missing.
-    """
+    """Return a decoded layout with the shard file that a manifest or a table names, if any."""
     if not is_sharded:
         if "model_file" in body:
             raise ValueError("it names a shard file, which this format version does not know")
@@ -244,11 +212,7 @@ def parameter_boxes(layout: Layout) -> list[tuple[str, Box]]:
 
 
 def model_box_bytes(boxes: Iterable[tuple[str, Box, int]]) -> int:
-    """Return the bytes to reserve for the boxes of the model that one owner writes.
-
-    Args:
-        boxes: For each box, the name of its tensor, the box, and the size of an element in bytes.
-    """
+    """Return the bytes to reserve for the boxes of the model that one owner writes."""
     total = 0
     for name, one, size in boxes:
         digests = _DIGEST_RESERVE_BYTES * num_pieces(one.num_elements * size)
@@ -293,11 +257,7 @@ def require_exact_cover(
 
 
 def _require_disjoint(name: str, boxes: list[Box]) -> None:
-    """Refuse overlapping boxes; boxes that share no offset of the first dimension are not compared.
-
-    Raises:
-        ValueError: Two boxes overlap.
-    """
+    """Refuse overlapping boxes; those that share no row are not compared."""
     active: list[Box] = []
     for one in sorted(boxes):
         if one.offsets:

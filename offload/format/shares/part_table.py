@@ -142,16 +142,7 @@ class OwnerTable:
 
 
 def table_bytes(layout: Layout, written: Iterable[tuple[str, Box]] | None = None) -> int:
-    """Return the size to reserve for the table of a layout, in bytes; a multiple of 4096.
-
-    Args:
-        layout: Layout of the part.
-        written: Tensors of the model, with the box of each that the owner writes; None for the
-            parameters of the layout.
-
-    Raises:
-        OffloadError: The table could be larger than readers accept.
-    """
+    """Return the size to reserve for the table of a layout, in bytes; a multiple of 4096."""
     total = _RESERVE_BYTES
     for p in layout.parameters:
         arrays = sum(len(name) + 3 for name in p.arrays)

@@ -93,12 +93,7 @@ class OwnerClaims:
 def require_agreement(
     references: Sequence[OwnerReference], expected: Collection[int], generation: int
 ) -> None:
-    """Check that each owner has reported exactly one part, of the right generation.
-
-    Raises:
-        StoreError: An owner has not reported, has reported twice, or has reported another
-            generation.
-    """
+    """Check that each owner has reported exactly one part, of the right generation."""
     numbers = [reference.owner for reference in references]
     if numbers != sorted(expected) or any(r.generation != generation for r in references):
         found = [(r.owner, r.generation) for r in references]

@@ -184,12 +184,6 @@ def unnamed_parts(backend: Backend, directory: str, store_id: str, named: NamedP
 
     Sealed parts of other stores and of other owners are left out, and all sealed parts if some
     checkpoint's manifest cannot be read.
-
-    Args:
-        backend: Backend of the directory.
-        directory: Path that ends in ``owner-<i>``.
-        store_id: Identity of the store.
-        named: Parts that any checkpoint of the store names.
     """
     owner = owner_number(os.path.basename(directory)) or 0
     found = []

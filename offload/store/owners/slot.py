@@ -146,9 +146,6 @@ class OwnerSlot(SlotFiles):
         """Durably overwrite the table, so that no manifest matches the part.
 
         Call this before data is written.
-
-        Raises:
-            gds.StorageError: The table could not be written or synced.
         """
         self.table.write_bytes(invalid_table(self.table.size_bytes), 0)
         self.table.sync()
@@ -208,12 +205,7 @@ class OwnerSlot(SlotFiles):
         return ids_in(self._backend, self.path, self._files) == ids_of(self._files)
 
     def require_in_place(self) -> None:
-        """Check that what is written to the part is under its name.
-
-        Raises:
-            StoreError: Files of the part have been replaced, moved or removed.
-            gds.StorageError: The files cannot be examined at this moment.
-        """
+        """Check that what is written to the part is under its name."""
         if not self.is_in_place():
             raise StoreError(
                 errno.ESTALE,
@@ -238,19 +230,7 @@ class OwnerSlot(SlotFiles):
 def create_owner_slot(
     backend: Backend, directory: str, name: str, layout: Layout, sizes: Mapping[str, int]
 ) -> OwnerSlot:
-    """Create a part: reserve its space and write its headers. Nothing is durable yet.
-
-    Args:
-        backend: Backend of the part.
-        directory: Directory of the owner.
-        name: Name of the new part.
-        layout: Layout of the part.
-        sizes: Size in bytes of every file, by name; see `part_table.owner_sizes`.
-
-    Raises:
-        gds.StorageError: There is no space, or the name is taken. Files made by this call are
-            removed.
-    """
+    """Create a part: reserve its space and write its headers. Nothing is durable yet."""
     slot = OwnerSlot(backend, directory, name, layout, {})
     make_folder(backend, slot.path, sizes)
     try:
@@ -268,11 +248,7 @@ def create_owner_slot(
 def open_owner_slot(
     backend: Backend, directory: str, name: str, layout: Layout, *, writable: bool
 ) -> OwnerSlot:
-    """Open the files of an existing part.
-
-    Raises:
-        gds.StorageError: A file cannot be opened. No file is left open.
-    """
+    """Open the files of an existing part."""
     slot = OwnerSlot(backend, directory, name, layout, {})
     try:
         of_model = () if layout.shard is None else (layout.model_name,)

@@ -204,14 +204,6 @@ class OwnerStore:
         """Return the space in bytes that the drive lacks for a number of parts; 0 if there is room.
 
         Parts that the owner has count as present, whatever their size.
-
-        Args:
-            layout: Layout of the parts.
-            num_parts: Number of parts: the checkpoints that retention keeps, and one.
-            written: As for `ready`.
-
-        Raises:
-            gds.StorageError: The directory could not be examined.
         """
         part_bytes = sum(owner_sizes(layout, written).values())
         needed_bytes = max(num_parts - len(self._paths()), 0) * part_bytes
@@ -352,15 +344,7 @@ class OwnerStore:
             )
 
     def remove_unnamed(self, named: NamedParts) -> list[str]:
-        """Remove the parts that no checkpoint names and nobody holds; return their paths.
-
-        Args:
-            named: Parts that any checkpoint of the store names at this moment.
-
-        Raises:
-            StoreError: This process may not write to the directory any more.
-            gds.StorageError: A part could not be removed.
-        """
+        """Remove the parts that no checkpoint names and nobody holds; return their paths."""
         self._lock.require()
         return self._free.remove(named, self._own_names())
 
@@ -410,16 +394,6 @@ def remove_unnamed_parts(
     """Remove the parts of owners that no rank serves and no checkpoint names; return their paths.
 
     Owners whose directory another process has locked are passed over.
-
-    Args:
-        backend: Backend of the directory.
-        directory: The store's directory on this node.
-        store_id: Identity of the store.
-        named: Parts that any checkpoint of the store names at this moment.
-        served: Numbers of the owners that ranks serve; each rank removes its own.
-
-    Raises:
-        gds.StorageError: The directory could not be read, or a part could not be removed.
     """
     removed: list[str] = []
     for owner in owner_directories(backend, directory):

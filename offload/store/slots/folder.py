@@ -14,27 +14,14 @@ from offload.format.names import SHARD_FOLDER, is_shard_name
 
 
 def make_folder(backend: Backend, path: str, names: Iterable[str]) -> None:
-    """Create the directory of a slot or part, and the folder of its shard file if it has one.
-
-    Args:
-        backend: Backend of the directory.
-        path: Path of the directory.
-        names: Names of all files that it will have.
-
-    Raises:
-        gds.StorageError: A directory cannot be created, or the name is taken.
-    """
+    """Create the directory of a slot or part, and the folder of its shard file if it has one."""
     backend.make_dir(path)
     if any(_is_inside(name) for name in names):
         backend.make_dir(f"{path}/{SHARD_FOLDER}")
 
 
 def files_in(backend: Backend, path: str) -> list[str]:
-    """Return the names of everything in a directory, with the content of the folder of its shard.
-
-    Raises:
-        gds.StorageError: The directory could not be read.
-    """
+    """Return the names of all in a directory, with the content of the folder of its shard."""
     names = backend.list_dir(path)
     if not _has_folder(backend, path, names):
         return names
@@ -49,32 +36,14 @@ def directories_in(backend: Backend, path: str) -> list[str]:
 
 
 def sync_names(backend: Backend, path: str, names: Iterable[str]) -> None:
-    """Make the names of the files of a slot or part durable, its folder's before its own.
-
-    Args:
-        backend: Backend of the directory.
-        path: Path of the directory.
-        names: Names of all files in it.
-
-    Raises:
-        gds.StorageError: A sync failed.
-    """
+    """Make the names of the files of a slot or part durable, its folder's before its own."""
     if any(_is_inside(name) for name in names):
         backend.sync_dir(f"{path}/{SHARD_FOLDER}")
     backend.sync_dir(path)
 
 
 def remove_folder(backend: Backend, path: str, *, first: str = "") -> None:
-    """Remove a directory and the files in it, and the folder of its shard file.
-
-    Args:
-        backend: Backend of the directory.
-        path: Path of the directory.
-        first: Name of the file that is removed before all others.
-
-    Raises:
-        gds.StorageError: Something could not be removed.
-    """
+    """Remove a directory and the files in it, and the folder of its shard file."""
     names = backend.list_dir(path)
     folder = [SHARD_FOLDER] if _has_folder(backend, path, names) else []
     for name in sorted(files_in(backend, path), key=lambda name: name != first):

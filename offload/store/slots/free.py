@@ -71,11 +71,7 @@ class FreeSlots:
         return [slot.path if isinstance(slot, Slot) else slot for slot in self._slots]
 
     def note_withdrawn(self) -> None:
-        """Find slots whose withdrawal was not finished, and record that their parts are free.
-
-        Raises:
-            UnreadableError: The manifest of a slot could not be read.
-        """
+        """Find slots whose withdrawal was not finished, and record that their parts are free."""
         for path in self.paths() if self._parts.directories else ():
             with suppress(CheckpointError):  # a finished withdrawal leaves no valid manifest
                 self._parts.note_withdrawn(decode_manifest(self.backend, path))
@@ -163,20 +159,7 @@ class FreeSlots:
         rooms: Sequence[Room],
         holders: str = "readers",
     ) -> Slot | None:
-        """Create an additional slot beside those that readers, or uploads, hold.
-
-        Args:
-            layout: Layout of the slot.
-            sizes: Size in bytes of each file of the slot, by name.
-            rooms: Space in each directory of the store.
-            holders: What holds the expired checkpoints: "readers", or "the tier".
-
-        Returns:
-            The slot, or None if the drives have no room for it.
-
-        Raises:
-            gds.StorageError: A failure other than a full disk.
-        """
+        """Create an additional slot beside those that readers, or uploads, hold."""
         if not has_room(rooms):
             return None
         try:
@@ -256,9 +239,6 @@ class FreeSlots:
 
         If somebody has removed the slot by hand, nothing is said. If something else is at the path,
         a warning says so, and it is left alone, so that a person can look at it.
-
-        Returns:
-            Whether the path was removed from the list.
         """
         stat = self.backend.stat(path)
         if stat is None:
@@ -353,14 +333,6 @@ def lock_existing(backend: Backend, path: str, timeout_s: float) -> Lock | None:
 
     None is also returned for a symbolic link, a pipe or a device. These are not locked, because no
     reader opens them as a checkpoint.
-
-    Args:
-        backend: Backend of the store.
-        path: Path of a checkpoint's directory.
-        timeout_s: Longest wait in seconds.
-
-    Raises:
-        StoreBusyError: Readers still hold the path after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while (stat := backend.stat(path)) is not None and stat.kind != "other":

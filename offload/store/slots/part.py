@@ -71,20 +71,13 @@ class Part:
         return ids_in(self._backend, self.path, self._files) == ids_of(self._files)
 
     def is_linked(self) -> bool:
-        """Return whether a file of the part has further hard links.
-
-        Raises:
-            gds.StorageError: The files cannot be examined at this moment.
-        """
+        """Return whether a file of the part has further hard links."""
         return has_other_names(self._backend, self.path)
 
     def invalidate(self) -> None:
         """Durably invalidate the part, so that no manifest matches it.
 
         Call this before data is written.
-
-        Raises:
-            gds.StorageError: ``part.json`` could not be written or synced.
         """
         self._files[PART_FILE_NAME].write_bytes(invalid_part(), 0)
         self._files[PART_FILE_NAME].sync()
@@ -113,11 +106,7 @@ class Part:
             self._is_durable = True
 
     def write_headers(self, layout: Layout) -> None:
-        """Write the headers of all state-array files of the part; not synced.
-
-        Args:
-            layout: Layout of the slot.
-        """
+        """Write the headers of all state-array files of the part; not synced."""
         for name, header in layout.array_headers[self.drive].items():
             self.array(name).write_bytes(header.encoded, 0)
 
@@ -133,19 +122,7 @@ class Part:
 
 
 def create_part(backend: Backend, directory: str, name: str, layout: Layout, drive: int) -> Part:
-    """Create a part: reserve its space and write its headers. Nothing is durable yet.
-
-    Args:
-        backend: Backend of the part's drive.
-        directory: The store's directory on that drive.
-        name: Name of the new part.
-        layout: Layout of the slot.
-        drive: Position of the drive among the store's drives, from 1.
-
-    Raises:
-        gds.StorageError: There is no space, or the name is taken. Files made by this call are
-            removed.
-    """
+    """Create a part: reserve its space and write its headers. Nothing is durable yet."""
     path = f"{directory}/{name}"
     backend.make_dir(path)
     part = Part(backend, directory, name, drive, {})
@@ -167,16 +144,6 @@ def adopt_part(
 
     An adopted part is durably invalidated, and its headers are written. A part is not adopted if
     one of its files has another hard link, because a write would change the linked file as well.
-
-    Args:
-        backend: Backend of the part's drive.
-        directory: The store's directory on that drive.
-        name: Name of the part.
-        layout: Layout of the slot.
-        drive: Position of the drive among the store's drives, from 1.
-
-    Raises:
-        gds.StorageError: The part could not be examined, opened or written.
     """
     sizes, path = part_sizes(layout, drive), f"{directory}/{name}"
     if not _fits(backend, path, sizes) or has_other_names(backend, path):

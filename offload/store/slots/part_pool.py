@@ -257,14 +257,7 @@ class PartPool:
         self._withdrawn |= {part.digest for part in manifest.parts}
 
     def claim(self, path: str, manifest: Manifest, found: Manifest | None = None) -> None:
-        """Record that a checkpoint is no longer usable; its parts are kept as long as it exists.
-
-        Args:
-            path: Path of the checkpoint's directory.
-            manifest: Manifest of the checkpoint as this process knew it.
-            found: Manifest that is at the path now, if it differs from `manifest`; None if there is
-                no other one. The parts that it names are kept as well.
-        """
+        """Record that a checkpoint is no longer usable; its parts are kept as long as it exists."""
         self.release(manifest)
         self.owners.claim(path, [manifest, *([found] if found else [])])
         self._claims[path] = part_numbers(manifest) | (part_numbers(found) if found else set())
@@ -363,11 +356,7 @@ def _numbers_of(names: Iterable[str]) -> set[int]:
 
 
 def _sealed(backend: Backend, path: str) -> SealedPart | None:
-    """Return the content of a part's ``part.json``, or None if the part is not sealed.
-
-    Raises:
-        UnreadableError: ``part.json`` could not be read.
-    """
+    """Return the content of a part's ``part.json``, or None if the part is not sealed."""
     try:
         return read_part(backend, path)
     except CheckpointError:

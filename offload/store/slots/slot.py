@@ -179,11 +179,6 @@ class Slot(SlotFiles):
         """Record that the slot, which has just been opened, is a checkpoint.
 
         Its state is compared with its digests when it is read.
-
-        Args:
-            manifest: Manifest of the checkpoint.
-            known: Known content of the model file from an earlier opening; it is used if the file
-                is still the same.
         """
         self._state = SlotState.SEALED
         self._take_digests(manifest)
@@ -226,18 +221,7 @@ class Slot(SlotFiles):
         return self._files[TRAIN_STATE_NAME]
 
     def write_replacement(self, name: str, data: bytes) -> File:
-        """Write a file that `replace` can put in the place of a small file; not synced.
-
-        Args:
-            name: Name of the file to replace.
-            data: New content of the file.
-
-        Returns:
-            The new file, open.
-
-        Raises:
-            gds.StorageError: There is no space, or another failure. The old file is unchanged.
-        """
+        """Write a file that `replace` can put in the place of a small file; not synced."""
         path = f"{self._path}/{name}.new"
         if self._backend.stat(path) is not None:
             self._backend.remove(path)
@@ -288,20 +272,11 @@ class Slot(SlotFiles):
         return self.is_at_path() and all(part.is_in_place() for part in self.parts)
 
     def is_at_path(self) -> bool:
-        """Return whether the slot's own directory holds the open files, without regard to parts.
-
-        Raises:
-            gds.StorageError: The files cannot be examined at this moment.
-        """
+        """Return whether the slot's own directory holds the open files, without regard to parts."""
         return ids_in(self._backend, self._path, self._files) == ids_of(self._files)
 
     def require_in_place(self) -> None:
-        """Check that the data written to the slot is under its name.
-
-        Raises:
-            StoreError: Files of the slot have been replaced, moved or removed.
-            gds.StorageError: The files cannot be examined at this moment.
-        """
+        """Check that the data written to the slot is under its name."""
         if not self.is_in_place():
             raise StoreError(
                 errno.ESTALE,
@@ -312,20 +287,13 @@ class Slot(SlotFiles):
             )
 
     def is_linked(self) -> bool:
-        """Return whether a file of the slot, or of its parts, has further hard links.
-
-        Raises:
-            gds.StorageError: The files cannot be examined at this moment.
-        """
+        """Return whether a file of the slot, or of its parts, has further hard links."""
         return has_other_names(self._backend, self._path) or any(p.is_linked() for p in self.parts)
 
     def invalidate(self) -> None:
         """Durably overwrite the manifest, so that nobody takes this slot for a checkpoint.
 
         The parts are durably invalidated after the manifest. From now on the slot is free.
-
-        Raises:
-            gds.StorageError: A write or a sync failed.
         """
         self._state = SlotState.FREE
         self.manifest.write_bytes(invalid_manifest(self.manifest.size_bytes), 0)
@@ -348,11 +316,7 @@ class Slot(SlotFiles):
                 file.sync()
 
     def sync_names(self) -> None:
-        """Make the names of the slot's own files durable.
-
-        Raises:
-            gds.StorageError: A sync failed.
-        """
+        """Make the names of the slot's own files durable."""
         sync_names(self._backend, self._path, self._files)
 
     def close(self) -> None:
@@ -365,18 +329,7 @@ class Slot(SlotFiles):
 
 
 def create_slot(backend: Backend, path: str, layout: Layout, sizes: Mapping[str, int]) -> Slot:
-    """Create a slot without parts: reserve its space and write its headers. Nothing is durable yet.
-
-    Args:
-        backend: Backend of the store's first directory.
-        path: Path of the directory to create.
-        layout: Layout of the slot, with its headers.
-        sizes: Size in bytes of every file, by name; see `offload.format.slot_files.slot_sizes`.
-
-    Raises:
-        gds.StorageError: There is no space, or the name is taken. Files made by this call are
-            removed.
-    """
+    """Create a slot without parts: reserve space, write headers. Nothing is durable yet."""
     make_folder(backend, path, sizes)
     files: dict[str, File] = {}
     try:
@@ -403,15 +356,6 @@ def adopt_slot(
     a checkpoint, such as the ``config.json`` of a model, are removed from it. A slot is not adopted
     if one of its files has another hard link, because a write would change the linked file as well,
     nor if it is marked as damaged.
-
-    Args:
-        backend: Backend of the store's first directory.
-        path: Path of the slot.
-        layout: Layout of the slot, with its headers.
-        sizes: Size in bytes of every file, by name; see `offload.format.slot_files.slot_sizes`.
-
-    Raises:
-        gds.StorageError: The slot could not be examined, opened or written.
     """
     names = set(files_in(backend, path))
     if not names >= set(sizes) or QUARANTINE_NAME in names:

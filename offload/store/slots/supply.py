@@ -192,16 +192,7 @@ class SlotSupply:
             raise no_room(error, self._rooms(layout, num_groups), self._keeping) from error
 
     def _spare_slot(self, layout: Layout, num_groups: int, holders: str = "readers") -> Slot | None:
-        """Create one slot more than retention needs.
-
-        Args:
-            layout: Layout of the slot.
-            num_groups: Number of parameter groups.
-            holders: What holds the expired checkpoints, for the log.
-
-        Returns:
-            The slot; None if the store has such a slot already, or if there is no room.
-        """
+        """Create one slot more than retention needs."""
         if len(self._checkpoints) + len(self._free) > self._keeping.num_slots():
             return None
         sizes = self._sizes(layout, num_groups)
@@ -213,11 +204,7 @@ class SlotSupply:
         return any(leaving.stage_of(c.manifest.generation) for c in self._keeping.expired())
 
     def _slot_beside_leaving(self, layout: Layout, num_groups: int) -> Slot | None:
-        """Create one slot more than retention needs, so that no upload has to give way.
-
-        Returns:
-            The slot; None if the store has such a slot already, or if there is no room.
-        """
+        """Create one slot more than retention needs, so that no upload has to give way."""
         has_room = self._have_owners_room(layout, num_groups)
         slot = self._spare_slot(layout, num_groups, "the tier") if has_room else None
         self._keeping.leaving.found_room(slot is not None)

@@ -342,10 +342,6 @@ def deal_owners(made: Sequence[int], served: Sequence[int]) -> list[list[int]]:
 
     A rank fetches the share of the owner that it serves, if that owner made the checkpoint with the
     others. The shares of owners that no rank serves go to the ranks that have the fewest.
-
-    Args:
-        made: Owners that made the checkpoint, by rising number.
-        served: Owner that each rank serves, by rank.
     """
     dealt = [[owner] if owner in made else [] for owner in served]
     for owner in made:

@@ -45,28 +45,14 @@ class Share:
 
 
 def fill_shares(filling: RangeFilling, shares: Sequence[Share], object_bytes: int) -> None:
-    """Fetch the tensors of shares into their slots and parts: the model, then the state.
-
-    Args:
-        filling: Fetches ranges of the copy.
-        shares: The shares.
-        object_bytes: Size of the objects of state in the copy.
-
-    The errors are those of `RangeFilling.fill`.
-    """
+    """Fetch the tensors of shares into their slots and parts: the model, then the state."""
     models, states = _model_ranges(shares), _state_ranges(shares, object_bytes)
     _fill(filling, [*models, *states], go_on)
     _take_digests(shares)
 
 
 def fill_models(filling: RangeFilling, shares: Sequence[Share], require_going_on: GoingOn) -> None:
-    """Fetch the parameters and buffers of shares; see `fill_shares`.
-
-    Args:
-        filling: Fetches ranges of the copy.
-        shares: The shares.
-        require_going_on: Function that is called again and again, and raises an error to end early.
-    """
+    """Fetch the parameters and buffers of shares; see `fill_shares`."""
     _fill(filling, [*_model_ranges(shares)], require_going_on)
 
 
@@ -109,11 +95,7 @@ def _state_ranges(shares: Sequence[Share], object_bytes: int) -> Iterator[Range]
 
 
 def reserve_slot(store: Store, manifest: Manifest, model: ModelObject | None) -> tuple[Slot, Share]:
-    """Reserve a slot for the share of owner 0; return it, and the share.
-
-    Raises:
-        StoreFullError: There is no room.
-    """
+    """Reserve a slot for the share of owner 0; return it, and the share."""
     leftover = {*store.leftovers()[0]}
     slot = store.acquire(manifest.layout, len(manifest.groups))
     slot.begin_generation(DigestContext(manifest.store_id, manifest.generation))
@@ -123,17 +105,7 @@ def reserve_slot(store: Store, manifest: Manifest, model: ModelObject | None) ->
 def reserve_part(
     owner: OwnerStore, table: OwnerTable, model: ModelObject | None, named: NamedParts
 ) -> tuple[OwnerSlot, Share]:
-    """Reserve a part for the share of another owner; return it, and the share.
-
-    Args:
-        owner: Parts of the owner.
-        table: Table of the owner.
-        model: Object of the owner's shard file; None if it has none.
-        named: Parts that any checkpoint of the store names at this moment.
-
-    Raises:
-        StoreFullError: There is no room.
-    """
+    """Reserve a part for the share of another owner; return it, and the share."""
     before = {*part_names(owner.backend, owner.path)}
     boxes = [(one.name, one.box) for one in table.model_boxes]
     part = owner.ready(table.layout, table.generation, named, written=boxes)
@@ -143,12 +115,7 @@ def reserve_part(
 def seal_part(
     owner: OwnerStore, part: OwnerSlot, table: OwnerTable, expected: OwnerReference
 ) -> OwnerReference:
-    """Make a part that has been filled durable, and return the reference to it.
-
-    Raises:
-        StoreError: It has another table than was sealed with the checkpoint.
-        gds.StorageError: The part could not be made durable.
-    """
+    """Make a part that has been filled durable, and return the reference to it."""
     reference = owner.prepare(part, table.scalars, table.model_boxes)
     if reference.digest != expected.digest:
         raise StoreError(

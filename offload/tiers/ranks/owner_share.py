@@ -118,16 +118,6 @@ def send_share(
     """Send the share of an owner that another process writes the marker for.
 
     Objects that the tier has already are compared and not sent again, so no record is needed.
-
-    Args:
-        share: The share.
-        objects: Objects of the tier.
-        folder: Folder of the copy.
-        manifest: Manifest of the checkpoint.
-        sending: Sends objects.
-        backend: Backend of the part.
-
-    Raises the errors of `Sending.run` and of `OwnerSource.read_object`.
     """
     below = f"{folder}/{next(iter(share.sizes)).partition('/')[0]}"
     objects.drop_unfinished(below)

@@ -78,11 +78,7 @@ class OwnerSource:
         raise DamagedError(f"{path}: damaged: it does not have the digest {self._digest}")
 
     def require_present(self) -> None:
-        """Check that the part still is that of the checkpoint.
-
-        Raises:
-            RecycledError: It is not.
-        """
+        """Check that the part still is that of the checkpoint."""
         try:
             found = read_table_header(self._backend, self._path).digest
         except (CheckpointError, StoreError):
@@ -91,17 +87,7 @@ class OwnerSource:
             raise recycled(self._path)
 
     def read_object(self, wanted: StateObject, into: Buffer) -> memoryview:
-        """Read an object of state.
-
-        Args:
-            wanted: Object to read.
-            into: Memory for it, which begins at a multiple of `ALIGNMENT`.
-
-        Raises:
-            RecycledError: The part was recycled.
-            DamagedError: A chunk is damaged.
-            gds.StorageError: A chunk cannot be read.
-        """
+        """Read an object of state."""
         layout = self.table.layout
         with self._telling_why():
             for start, chunk in wanted.starts():

@@ -107,15 +107,7 @@ def parse_address(url: str) -> TierAddress:
 
 
 def require_apart(address: TierAddress, directories: Iterable[str | os.PathLike[str]]) -> None:
-    """Check that a tier is in no directory of a store, and contains none.
-
-    Args:
-        address: Address of the tier.
-        directories: Directories of the store.
-
-    Raises:
-        TierError: One is in the other, perhaps by way of a symbolic link.
-    """
+    """Check that a tier is in no directory of a store, and contains none."""
     if address.scheme != "file":
         return
     folder = os.path.realpath(address.folder)

@@ -95,13 +95,7 @@ def is_conflict(error: BaseException) -> bool:
 
 
 def named_error(error: BaseException, url: str, doing: str) -> TierError:
-    """Return the error to raise for one of the library.
-
-    Args:
-        error: Error of the library.
-        url: URL of the object or tier, without credentials.
-        doing: Operation that failed, in words that follow "cannot": "write it".
-    """
+    """Return the error to raise for one of the library."""
     text = str(error)
     status = _first(_STATUS, text)
     code = _first(_CODE, text)

@@ -278,9 +278,6 @@ class CloudObjects:
 
         The library takes an answer that is no list at all, such as the page of a proxy, for an
         empty one.
-
-        Raises:
-            TierNotFoundError: Both are empty.
         """
         found = self._call(folder, "list it", look)
         if found or not folder:
@@ -350,11 +347,7 @@ def _first_of(names: Iterable[str]) -> str | None:
 
 
 def _check_endpoint(address: TierAddress) -> None:
-    """Check the address of the server in the environment, at which the library would panic.
-
-    Raises:
-        TierError: It is not one of a server.
-    """
+    """Check the address of the server in the environment, at which the library would panic."""
     name = next((one for one in _ENDPOINTS[address.scheme] if os.environ.get(one)), None)
     if name is None:
         return
@@ -389,11 +382,7 @@ def _client_options(scheme: str) -> dict[str, Any]:
 
 
 def _library(url: str) -> Any:  # untyped if the library is not installed
-    """Import `obstore`, which not everybody has.
-
-    Raises:
-        TierError: It is not installed.
-    """
+    """Import `obstore`, which not everybody has."""
     try:
         import obstore
         import obstore.exceptions

@@ -35,22 +35,11 @@ class Objects(Protocol):
         ...
 
     def put_new(self, name: str, data: Data) -> bool:
-        """Make an object like `put`, unless one has the name and the service notices that.
-
-        Returns:
-            Whether the object was made. Some services overwrite without a word and return True.
-        """
+        """Make an object like `put`, unless one has the name and the service notices that."""
         ...
 
     def put_stream(self, name: str, blocks: Iterator[Data], nbytes: int) -> None:
-        """Make an object of any size from blocks in their order, like `put`.
-
-        Args:
-            name: Name of the object.
-            blocks: Bytes of the object. An error that the iterator raises is raised, and no object
-                is made.
-            nbytes: Number of bytes of all blocks together.
-        """
+        """Make an object of any size from blocks in their order, like `put`."""
         ...
 
     def get(self, name: str, most_bytes: int) -> bytes:
@@ -63,18 +52,7 @@ class Objects(Protocol):
         ...
 
     def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
-        """Return bytes of an object; fewer than asked for if it is shorter.
-
-        Args:
-            name: Name of the object.
-            start: First byte.
-            nbytes: Number of bytes, at least 1.
-            into: Memory of at least that size that they are put into; None for memory that is used
-                again when the result is gone.
-
-        Raises:
-            TierNotFoundError: No object has the name.
-        """
+        """Return bytes of an object; fewer than asked for if it is shorter."""
         ...
 
     def pieces(self, name: str, start: int, nbytes: int) -> Iterator[memoryview]:

@@ -25,17 +25,7 @@ def open_objects(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     retry_s: float = DEFAULT_RETRY_S,
 ) -> Objects:
-    """Open a tier. Nothing is read or written yet.
-
-    Args:
-        address: Place of the tier, or its URL.
-        backend: Storage backend for ``file://``; the local file system by default.
-        timeout_s: Seconds after which one request is given up.
-        retry_s: Seconds for which a request that failed is tried again.
-
-    Raises:
-        TierError: The URL is none of a tier, or a library or a setting is missing.
-    """
+    """Open a tier. Nothing is read or written yet."""
     if isinstance(address, str):
         address = parse_address(address)
     if address.scheme == "file":

@@ -33,16 +33,7 @@ _MOST_BYTES = 64 << 10
 
 
 def require_there(objects: Objects, store: str) -> None:
-    """Check that the tier is there. A new one is made, unless the store has seen it before.
-
-    Args:
-        objects: Objects of the tier.
-        store: Directory of the store.
-
-    Raises:
-        TierNotFoundError: It is not there: its drive is not mounted, or the endpoint is wrong.
-        TierError: It cannot be read or written, or something else answers for it.
-    """
+    """Check that the tier is there. A new one is made, unless the store has seen it before."""
     memory = _memory(store, objects.url)
     known, wrong = _recall(memory), None
     seen, found = str(known.get("tier_id", "")), None
@@ -136,13 +127,7 @@ def read_identity(objects: Objects) -> str | None:
 
 
 def _make(objects: Objects, *, is_empty: bool, is_announced: bool) -> str:
-    """Make the marker of a tier, and return the identity that it has then.
-
-    Args:
-        objects: Objects of the tier.
-        is_empty: Whether the tier has no copies.
-        is_announced: Whether an object has the name that is no marker, and is to be replaced.
-    """
+    """Make the marker of a tier, and return the identity that it has then."""
     data = document.signed(_VERSION, {"tier_id": uuid.uuid4().hex}) + b"\n"
     if is_announced:
         objects.put(TIER_NAME, data)

@@ -49,12 +49,6 @@ def encode_blocks(
     a negative value (uint8) gets a NaN as its scale, and decodes to NaN; all its codes are 0.
     Signed values below 1/500 of their block's largest magnitude, or below 2e-43, may become zeros.
     Second moments above 3.37e38 may become infinite.
-
-    Args:
-        values: FP32, shape (n,); unchanged.
-        codes: int8 or uint8, shape (n,); overwritten. Its dtype selects the format.
-        scales: bfloat16, shape (ceil(n / 32),); overwritten.
-        scratch: Working memory.
     """
     encode = _encode_signed if codes.dtype == torch.int8 else _encode_unsigned
     for shape, (v, c, s) in _rows(values, codes, scales):
@@ -73,12 +67,6 @@ def decode_blocks(
     Encoding an int8 result again gives the same bytes if the scale is a normal number. Encoding a
     uint8 result again gives the same bytes if the block has the code 255. Otherwise the scale may
     decrease to the next bfloat16, once, and the codes change with it.
-
-    Args:
-        codes: int8 or uint8, shape (n,); unchanged. Its dtype selects the format.
-        scales: bfloat16, shape (ceil(n / 32),); unchanged.
-        out: FP32, shape (n,); overwritten.
-        scratch: Working memory.
     """
     decode = _decode_signed if codes.dtype == torch.int8 else _decode_unsigned
     for shape, (v, c, s) in _rows(out, codes, scales):
@@ -88,14 +76,7 @@ def decode_blocks(
 def decode_elements(
     codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, *, scratch: Scratch
 ) -> None:
-    """Decode codes that each have a scale of their own, as `decode_blocks` does.
-
-    Args:
-        codes: int8 or uint8, shape (n,); unchanged. Its dtype selects the format.
-        scales: bfloat16, shape (n,): the scale of the block that each code is from; unchanged.
-        out: FP32, shape (n,); overwritten.
-        scratch: Working memory.
-    """
+    """Decode codes that each have a scale of their own, as `decode_blocks` does."""
     shape = (1, codes.numel())
     decode = _decode_signed if codes.dtype == torch.int8 else _decode_unsigned
     decode(codes.view(shape), scales.float().view(shape), out.view(shape), shape, scratch)
@@ -221,9 +202,6 @@ def _round_scales(largest: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
 
     A value up to 3 units of FP32 above a bfloat16 is rounded down to it. Three roundings may have
     made a root too large by this much. It must still get the scale that it was decoded with.
-
-    Returns:
-        The scales in FP32, as a column, and whether any is NaN.
     """
     has_nan = not largest.amax().item() < TOO_LARGE
     if has_nan:

@@ -68,12 +68,6 @@ def join_master(
     one. Then the master is the edited value itself. (A finite value that is edited to an infinity,
     with a negative remainder, becomes a finite master that rounds to the infinity. The largest
     finite masters are stored in this way.)
-
-    Args:
-        live: bfloat16, shape (n,); unchanged.
-        low: int16, shape (n,); unchanged.
-        out: FP32, shape (n,); overwritten with the masters.
-        scratch: Working memory.
     """
     if not out.numel():
         return

@@ -106,12 +106,7 @@ def cut_by_parameter(plan: ChunkPlan) -> list[Span]:
 
 
 def stored_block(span: Span, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return views of a block's stored values, by state array.
-
-    Args:
-        span: The block.
-        arrays: Stored values of the chunk, by state array.
-    """
+    """Return views of a block's stored values, by state array."""
     return {name: arrays[name][start:stop] for name, (start, stop) in span.values.items()}
 
 

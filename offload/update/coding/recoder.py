@@ -21,15 +21,7 @@ class BlockRecoder:
         self._scratch = Scratch()
 
     def __call__(self, codes: Values, scales: Values) -> tuple[Values, Values]:
-        """Encode values anew, in blocks that begin at the first of them.
-
-        Args:
-            codes: int8 (signed moments) or uint8 (second moments), shape (n,).
-            scales: uint16, shape (n,): bits of the bfloat16 scale of the block of each value.
-
-        Returns:
-            The new codes, and the bits of the scale of each new block, shape (ceil(n / 32),).
-        """
+        """Encode values anew, in blocks that begin at the first of them."""
         scale_bits = torch.from_numpy(scales.view(np.int16))
         old = torch.from_numpy(codes)
         values = torch.empty(len(codes), dtype=torch.float32, device="cpu")

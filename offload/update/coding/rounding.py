@@ -52,13 +52,6 @@ def round_stochastic(
     is cut into calls. Values that bfloat16 holds exactly do not change, nor do infinities. A NaN
     becomes the quiet NaN of its sign. A value beyond the largest finite bfloat16 (3.39e38) becomes
     that number or infinity, as if infinity were the next number.
-
-    Args:
-        values: FP32, shape (n,); unchanged.
-        out: bfloat16, shape (n,); overwritten.
-        key: Function that returns the key of a window of elements.
-        first_element: Index of ``values[0]``; up to 64 bits.
-        scratch: Working memory.
     """
     done = 0
     while done < values.numel():
@@ -84,13 +77,6 @@ def round_runs(
     """Round runs of values that lie end to end, with the results of `round_stochastic`.
 
     Many short runs take as many operations of torch as one run.
-
-    Args:
-        values: FP32, shape (n,); unchanged.
-        out: bfloat16, shape (n,); overwritten.
-        runs: Runs with n elements together; none is empty.
-        keys: Keys of all parameters.
-        scratch: Working memory.
     """
     if len(runs) == 1:
         (run,) = runs
@@ -119,13 +105,6 @@ def _groups(table: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Iterator
     """Cut runs into groups that are rounded together.
 
     A group of more than one run has only short runs, and each of these has a single key.
-
-    Args:
-        table: int64, shape (n, 3): parameter, first element and one past the last, of each run.
-        ends: int64, shape (n,): cumulative lengths of the runs.
-
-    Yields:
-        Index of the first run of a group, and one past the last.
     """
     alone = table[:, 2] - table[:, 1] >= LONG_ELEMENTS
     alone |= table[:, 1] >> WINDOW_BITS != (table[:, 2] - 1) >> WINDOW_BITS

@@ -62,10 +62,6 @@ class Addresses:
 
         The third result has views that the kernel cannot read, such as those of negated or expanded
         tensors, and the copies at the address instead.
-
-        Args:
-            table: The pieces.
-            held: Receives tensors that must live as long as the addresses are used.
         """
         copies = []
         parameters = table.parameters

@@ -124,13 +124,7 @@ def group_values(
     group: Mapping[str, Any],
     scalars: Scalars,
 ) -> tuple[Any, ...]:
-    """Return the values of a `GROUP`, computed in double precision as torch's own step does.
-
-    Args:
-        optimizer_class: A class for which `why_not` is empty.
-        group: Hyper-parameters.
-        scalars: Scalar state after this step, which has the number of the step.
-    """
+    """Return the values of a `GROUP`, computed in double precision as torch's own step does."""
     flags = _MAXIMIZE if group["maximize"] else 0
     decay, lr = group["weight_decay"], group["lr"]
     if optimizer_class is torch.optim.SGD:

@@ -69,12 +69,7 @@ class Library:
             )
 
     def roots(self, kind: int, values: torch.Tensor) -> torch.Tensor | None:
-        """Return square roots of one kind; None if this library does not have the kind.
-
-        Args:
-            kind: Key of `ROOTS`.
-            values: FP32, shape (n,), with n a multiple of 16.
-        """
+        """Return square roots of one kind; None if this library does not have the kind."""
         out = torch.empty_like(values)
         if self._roots(kind, values.data_ptr(), out.data_ptr(), len(values)):
             return None
@@ -86,9 +81,6 @@ def _require_whole(path: Path) -> None:
 
     The loader does not check it, and reading a page that a truncated file lacks would end this
     process with a bus error.
-
-    Raises:
-        OSError: The file is truncated, or cannot be read.
     """
     with path.open("rb") as file:
         header = file.read(_ELF_HEADER_BYTES)

@@ -74,12 +74,7 @@ class PieceTable:
     def within_windows(
         self, formats: dict[str, tuple[int, int]], rounding_starts: Numbers
     ) -> PieceTable:
-        """Return the table with pieces cut at windows, whose random numbers have other keys.
-
-        Args:
-            formats: Bytes of a value and elements that it stands for, by array.
-            rounding_starts: Index of each parameter's first element in stochastic rounding.
-        """
+        """Return the table with pieces cut at windows, whose random numbers have other keys."""
         firsts = self.starts + rounding_starts[self.parameters]
         if not ((firsts >> WINDOW_BITS) != (firsts + self.lengths - 1 >> WINDOW_BITS)).any():
             return self

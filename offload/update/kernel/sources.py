@@ -18,16 +18,6 @@ def source_digest(folder: Path) -> str:
     """Return the digest of the C++ sources in a folder.
 
     It is compiled into each library as the macro ``SOURCE_DIGEST``.
-
-    Args:
-        folder: The folder that has ``update.cpp`` and the headers that it includes.
-
-    Returns:
-        The first 16 hexadecimal digits of the SHA-256 over all files ``*.cpp`` and ``*.h``, sorted
-        by name: of each file its name, a zero byte and its content.
-
-    Raises:
-        FileNotFoundError: The folder does not exist, or has no such file.
     """
     files = sorted((path for path in folder.iterdir() if path.suffix in _SUFFIXES), key=_name)
     if not files:
