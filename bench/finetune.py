@@ -22,7 +22,7 @@ import torch
 import offload
 from bench._harness import Parser, Result, run, say, scratch
 from offload.demo import SCENARIOS
-from offload.demo.data import Batches
+from offload.demo.train import Batches
 from offload.demo.models import build
 from offload.demo.train import evaluate, loss_of
 

@@ -31,7 +31,7 @@ from bench._device import describe_device, needing_libraries, require_device
 from bench._harness import BenchError, Parser, Result, require_space, run, say, scratch
 from bench._streamed import exact_state_bytes
 from offload.demo import SCENARIOS, DemoError, require_modules
-from offload.demo.data import Batches
+from offload.demo.train import Batches
 from offload.demo.models import build
 from offload.options import Placement
 

@@ -167,7 +167,7 @@ _NUM_DECISIONS = 8
 
 def show_decisions(store: str) -> None:
     """Print the last decisions about uploads of a store's checkpoints, if there are any."""
-    from offload.tiers.decisions import read_decisions
+    from offload.tiers.tier_stats import read_decisions
 
     for url, events in read_decisions(store).items():
         typer.echo(f"tier {one_line(url)}:")

@@ -3,13 +3,21 @@
 Run as ``python -m offload.demo.train``. Each line it prints is one JSON object, so that the process
 that started it can show the progress. With ``--hold`` it stands still in the middle of a step, so
 that it can be killed there.
+
+A kill from outside may come too late for a short update, because nothing guarantees when another
+process gets a processor. So the training process stops itself, and waits to be killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,8 +25,6 @@ from torch import Tensor, nn
 
 import offload
 from offload.demo import SCENARIOS, Scenario
-from offload.demo.data import Batches
-from offload.demo.hold import Hold
 from offload.demo.models import build
 
 
@@ -188,3 +194,82 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def text() -> str:
+    """Return the help texts of Python's own `help()`: half a megabyte of English."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+class Batches:
+    """Batches of token ids.
+
+    Batch k is the same in every process, so that a resume needs no sampler. The last tenth of the
+    text is never trained on.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]], *, batch: int, tokens: int) -> None:
+        ids = torch.tensor(encode(text()))
+        self._training, self._held_out = ids.tensor_split([ids.numel() * 9 // 10])
+        self._shape = (batch, tokens)
+
+    def __getitem__(self, step: int) -> Tensor:
+        """Return the ids of a step, as int64 of shape (batch, tokens).
+
+        The ids are random windows of the text, drawn with the step as the seed.
+        """
+        batch, tokens = self._shape
+        draw = torch.Generator().manual_seed(step)
+        starts = torch.randint(self._training.numel() - tokens, (batch, 1), generator=draw)
+        return self._training[starts + torch.arange(tokens)]
+
+    def held_out(self) -> Tensor:
+        """Return ids of shape (8, tokens), spread evenly over the text that is never trained on."""
+        _, tokens = self._shape
+        starts = torch.linspace(0, self._held_out.numel() - tokens, 8).long()
+        return self._held_out[starts[:, None] + torch.arange(tokens)]
+
+
+class Hold:
+    """Stops this process in the middle of an update, at whatever point the update has reached.
+
+    If an update ends before the timer fires, the next update is stopped instead.
+
+    Args:
+        step: First step whose update is to be stopped; None to stop no update.
+        say: Function that is called as ``say("held", step=...)`` just before the process stops.
+    """
+
+    def __init__(self, step: int | None, say: Callable[..., None]) -> None:
+        self._step = math.inf if step is None else step
+        self._say = say
+        self._fastest_s = math.inf
+        self._within: int | None = None
+        """The step whose update is in progress and is to be stopped; None at all other times."""
+        if step is not None:
+            signal.signal(signal.SIGALRM, self._stand_still)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the update of a step is to be stopped."""
+        return step >= self._step
+
+    @contextmanager
+    def amid(self, step: int) -> Iterator[None]:
+        """Run the block as the update of a step. If the step is due, the process stops in it."""
+        began = time.perf_counter()
+        if self.is_due(step):
+            self._within = step
+            # This is early enough even for an update that is much faster than all before.
+            signal.setitimer(signal.ITIMER_REAL, min(self._fastest_s / 10, 60.0))
+        try:
+            yield
+        finally:
+            self._within = None
+        self._fastest_s = min(self._fastest_s, time.perf_counter() - began)
+
+    def _stand_still(self, *_: object) -> None:
+        if self._within is not None:
+            self._say("held", step=self._within)
+            os.kill(os.getpid(), signal.SIGSTOP)

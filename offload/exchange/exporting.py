@@ -26,7 +26,7 @@ from offload.exchange.hf_files import (
     required_hf_files,
     write_hf_files,
 )
-from offload.exchange.opened_stream import open_stream
+from offload.exchange.owners_stream import open_stream
 from offload.exchange.peft_names import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_FOLDER,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -127,3 +128,24 @@ class OwnersStream(CheckpointStream):
             read_state_boxes(self._again, wanted)
             self._found, first = (index, start, values), start
         return values[name][start - first : stop - first]
+
+
+@contextmanager
+def open_stream(
+    checkpoint: Checkpoint, progress: Progress | None = None
+) -> Iterator[CheckpointStream]:
+    """Open the files of a checkpoint for streaming; they are closed at the end of the block."""
+    with checkpoint.held(), _open_stream(checkpoint, progress) as stream:
+        yield stream
+
+
+@contextmanager
+def _open_stream(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[CheckpointStream]:
+    with WholeState(checkpoint) as state:
+        state.require_all()
+        if checkpoint.manifest.owners:
+            with WholeState(checkpoint, verify=False) as again:
+                yield OwnersStream(checkpoint, state, again, progress)
+            return
+        state.slot.open_all()
+        yield CheckpointStream(checkpoint, state.slot, progress, state)

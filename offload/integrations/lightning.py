@@ -43,11 +43,12 @@ from offload.integrations.ckpt_files import (
     why_in_use,
 )
 from offload.integrations.first_rank import decide
-from offload.integrations.lightning_ranks import RankFiles, require_ranks_of
-from offload.integrations.lightning_trainer import (
+from offload.integrations.lightning_ranks import (
+    RankFiles,
     monitored,
     offloaded,
     random_states,
+    require_ranks_of,
     set_random_states,
 )
 from offload.integrations.places import make_durable

@@ -39,11 +39,15 @@ from offload import (
 )
 from offload.integrations.first_rank import num_hosts_of_launcher, require_ranks
 from offload.integrations.folders import Folders, unwrap
+from offload.integrations.trainer_calls import (
+    fsdp_version,
+    has_readers,
+    require_processes,
+    resumed_from,
+)
 from offload.integrations.trainer_calls import handler as handler_of_call
-from offload.integrations.trainer_calls import has_readers, resumed_from
 from offload.integrations.trainer_folders import ATTACH, Directories, folder_of, positions_in
 from offload.integrations.trainer_folders import latest_checkpoint as latest_checkpoint
-from offload.integrations.trainer_processes import fsdp_version, require_processes
 from offload.integrations.training_log import TrainingLog
 
 _REMEDY = (

@@ -20,17 +20,16 @@ use this deliberately.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
-
-from offload.model.tensors_in import tensors_in
 
 _T: Any = torch.Tensor  # type checkers see no __get__ on property objects
 
@@ -371,3 +370,21 @@ def _is_made_a_parameter(tensor: torch.Tensor) -> bool:
     if frame is None or frame.f_code is not new.__code__:
         return False
     return frame.f_locals.get("cls") is type(tensor)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in nested lists, tuples, mappings and dataclasses.
+
+    Other objects are not searched. A tensor that is found twice is yielded twice.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))

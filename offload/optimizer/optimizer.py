@@ -15,7 +15,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from offload.ambient import neutral
 from offload.engine.carried_reference import carry, uncarried
 from offload.engine.engine import Engine
-from offload.engine.finalizer import close_left_open, close_quietly
 from offload.engine.ranks import Alone, Ranks, leaving_on_error
 from offload.engine.reference import is_reference
 from offload.engine.state_dict import load_reference, load_tensors, make_reference, materialize
@@ -33,6 +32,7 @@ from offload.format._manifest_fields import encode_group, without_numpy
 from offload.model.parameters import check_given_once, check_iterable, describe_parameters
 from offload.model.process_groups import ProcessGroup, are_several
 from offload.optimizer.checkpointing import CheckpointingOptimizer
+from offload.optimizer.store_owner import close_left_open, close_quietly
 from offload.options import Options, Overlap
 from offload.overlap.ddp_refusal import require_no_ddp
 from offload.placement.choose import device_of

@@ -23,7 +23,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload.model.replacing import is_describing, is_replacing
-from offload.model.tensors_in import tensors_in
+from offload.model.watch import tensors_in
 from offload.overlap.autograd_context import backward_id, is_in_function, is_recomputed_later
 from offload.overlap.constant_uses import ConstantUses
 from offload.overlap.ddp_refusal import require_no_active_ddp

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.model.tensors_in import tensors_in
-from offload.model.watch import Watch
+from offload.model.watch import Watch, tensors_in
 from offload.overlap import compiling
 from offload.overlap.autograd_context import backward_id, function_call, is_recomputed_later
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from gds import ALIGNMENT, Backend
+from gds.errors import DeviceMemoryError
 from offload.device.compute import Compute
+from offload.device.staging import Traffic
+from offload.format.digests import DigestContext, Run
 from offload.format.layout import Layout
 from offload.model.model_file import BlockBuffers
 from offload.options import Options
-from offload.stream.device_frames import DeviceFrames
 from offload.stream.drives import Drives
-from offload.stream.frame import FrameMemory, HostFrames, frame_bytes
+from offload.stream.frame import FrameMemory, HostFrames, Part, frame_bytes
 from offload.stream.host_memory import host_memory_bytes, resident_frames
 from offload.stream.meter import Meter
 from offload.stream.streamer import Streamer
@@ -104,3 +111,135 @@ class WorkingMemory:
         self.synchronize()
         self.reset()
         self.streamer = self._blocks = None
+
+
+_PAGE_BYTES = 2 << 20
+"""Unit in which CUDA takes memory of a device for all but small allocations, in bytes."""
+
+
+class DeviceFrames:
+    """Frames on a device; an implementation of `offload.stream.frame.FrameMemory`.
+
+    Args:
+        backend: Moves state between storage and device memory.
+        compute: Compute of the device.
+        traffic: Counter of the bytes that cross to the host. State crosses only if a caller of
+            `fetch` needs it in host memory.
+    """
+
+    def __init__(self, backend: Backend, compute: Compute, traffic: Traffic) -> None:
+        self.device = compute.device
+        self._backend = backend
+        self._compute = compute
+        self._traffic = traffic
+
+    def allocate(self, sizes: Sequence[int]) -> list[Part]:
+        """Return device memory, all of it in one allocation.
+
+        CUDA takes memory in pages of 2 MiB, and cuFile registers whole allocations: separate ones
+        would take up to a page more each.
+
+        Raises:
+            gds.errors.RefusedError: The backend cannot allocate device memory.
+            gds.errors.DeviceMemoryError: The device has no memory left. Nothing is allocated.
+        """
+        total = _slab_bytes(sizes)
+        if not total:
+            return []  # sizes are never zero
+        try:
+            slab = self._backend.allocate(total, "device")
+        except MemoryError:
+            # torch caches freed memory, and the backend does not allocate from torch's cache.
+            self._compute.trim()
+            try:
+                slab = self._backend.allocate(total, "device")
+            except MemoryError as error:
+                raise DeviceMemoryError(
+                    f"{total} bytes ({total / (1 << 30):.3g} GiB) for chunks of state do not fit "
+                    f"on {self.device} ({error}): use a smaller device_memory, fewer ring_chunks "
+                    'or smaller chunks (chunk_bytes), or placement="host". No state has changed'
+                ) from error
+        tensor = self._compute.view(slab)
+        parts, start = [], 0
+        for nbytes in sizes:
+            parts.append((slab.slice(start, nbytes), tensor[start : start + nbytes]))
+            start += _rounded(nbytes, ALIGNMENT)
+        return parts
+
+    def footprint_bytes(self, sizes: Sequence[int]) -> int:
+        """Return the bytes of the pages that the allocation takes; small ones share a page."""
+        total = _slab_bytes(sizes)
+        return total if total < _PAGE_BYTES else _rounded(total, _PAGE_BYTES)
+
+    def digests(self, arrays: Mapping[str, torch.Tensor]) -> DeviceDigests:
+        """Return digests that the device computes."""
+        return DeviceDigests(self._compute, arrays)
+
+    def fetch(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return copies in host memory; they are complete on return."""
+        compute = self._compute
+        with compute.queue([]):
+            fetched = {name: compute.fetch(tensor) for name, tensor in tensors.items()}
+            done = compute.mark()
+        compute.wait(done)
+        self._traffic.fetched(sum(tensor.nbytes for tensor in fetched.values()))
+        return fetched
+
+    def send(
+        self, fetched: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Copy host tensors back to the device; complete on return."""
+        compute = self._compute
+        with compute.queue([]):
+            for name, tensor in tensors.items():
+                compute.send(fetched[name], tensor)
+            done = compute.mark()
+        compute.wait(done)
+        self._traffic.sent(sum(tensor.nbytes for tensor in tensors.values()))
+
+
+def _slab_bytes(sizes: Sequence[int]) -> int:
+    return sum(_rounded(nbytes, ALIGNMENT) for nbytes in sizes)
+
+
+def _rounded(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
+
+
+class DeviceDigests:
+    """Digests of a chunk, computed on the device. Only the digests cross to the host.
+
+    Args:
+        compute: Compute of the device.
+        arrays: Bytes of the chunk by state array. Their memory must not be moved or freed.
+    """
+
+    def __init__(self, compute: Compute, arrays: Mapping[str, torch.Tensor]) -> None:
+        self._compute = compute
+        self._arrays = arrays
+        self._leaves: dict[str, torch.Tensor] = {}
+
+    def written(self, array: str, start: int, stop: int) -> None:
+        """Queue the digests of an array if the range is the whole array; otherwise do nothing.
+
+        Must be called within `Compute.queue`.
+        """
+        if (start, stop) == (0, self._arrays[array].nbytes):
+            self._leaves[array] = self._compute.leaf_digests(self._arrays[array])
+
+    def digested(self, array: str, number: int, digest: bytes) -> None:
+        """Ignore the digest: all leaves of an array are digested together."""
+
+    def finish(self, context: DigestContext, chunk: int, run: Run) -> dict[str, str]:  # noqa: ARG002
+        """Wait for all queued work, and return the digest of each array."""
+        compute = self._compute
+        with compute.queue([]):
+            for name, data in self._arrays.items():
+                if name not in self._leaves:
+                    self.written(name, 0, data.nbytes)
+            done = compute.mark()
+        compute.wait(done)
+        return {
+            name: context.digest_leaves(name, chunk, leaves.numpy().tobytes())
+            for name, leaves in self._leaves.items()
+        }

@@ -25,15 +25,14 @@ from offload.journal import log_event
 from offload.retention.leaving import Leaving
 from offload.store.serving import Mailbox, Serving
 from offload.tiers.contents import OBJECT_BYTES
-from offload.tiers.decisions import write_decisions
 from offload.tiers.measuring import Measurements
 from offload.tiers.policy import Decision, Situation, decide, parameters_due
-from offload.tiers.ranks.others import Others
+from offload.tiers.ranks.owner_share import Others
 from offload.tiers.ranks.rank_notes import RankShares, put_last_order
 from offload.tiers.sending import Check, UploadStoppedError
 from offload.tiers.services.address import parse_address
 from offload.tiers.services.opening import DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.tier_stats import NUM_EVENTS, TierEvent, TierStats
+from offload.tiers.tier_stats import NUM_EVENTS, TierEvent, TierStats, write_decisions
 from offload.tiers.upload import Parameters, Upload
 from offload.units import duration, size
 

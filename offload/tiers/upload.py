@@ -31,8 +31,7 @@ from offload.tiers.contents import (
 from offload.tiers.ledger import Ledger, Unrecorded, UploadKey
 from offload.tiers.leftovers import clear_leftovers
 from offload.tiers.marker import MOST_BYTES, Identity, Marker, content_digest, encode_writer
-from offload.tiers.ranks.others import NoOthers, Others
-from offload.tiers.ranks.owner_share import OwnerShare
+from offload.tiers.ranks.owner_share import NoOthers, Others, OwnerShare
 from offload.tiers.ranks.owner_source import OwnerSource
 from offload.tiers.sending import NUM_TRANSFERS, Check, Progress, Sending, Transfer
 from offload.tiers.services.objects import Objects

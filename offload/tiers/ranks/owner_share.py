@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from gds import Backend, Buffer
 from offload.format.manifest import Manifest
@@ -127,3 +128,47 @@ def send_share(
     transfers = share.transfers(objects, folder, fetcher, sending)
     sending.run(transfers, present, backend, share.most_bytes)
     return ShareSent(share.sizes, share.digests, sum(sending.sent.values()))
+
+
+class Others(Protocol):
+    """The other ranks of an upload, each of which sends the part that it serves."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Size in bytes of the objects that they have sent in this upload."""
+        ...
+
+    def begin(self, writer: str, object_bytes: int) -> None:
+        """Tell all ranks to send their parts, under the name that the upload has in the tier."""
+        ...
+
+    def finish(self) -> list[ShareSent]:
+        """Wait until all ranks have sent and checked their parts; return what they are.
+
+        Raises:
+            UploadStoppedError: The upload was told to end.
+            RecycledError: A rank's part was recycled.
+            TierError: A rank has failed, or does not answer.
+        """
+        ...
+
+    def stop(self) -> bool:
+        """Tell all ranks to end; return whether all have ended. Never raises."""
+        ...
+
+
+class NoOthers:
+    """One process, which sends everything."""
+
+    bytes_sent = 0
+
+    def begin(self, writer: str, object_bytes: int) -> None:
+        """Do nothing."""
+
+    def finish(self) -> list[ShareSent]:
+        """Return nothing."""
+        return []
+
+    def stop(self) -> bool:
+        """Return True: nobody else sends anything."""
+        return True

@@ -2,13 +2,20 @@
 
 The library repeats a request that was refused or not answered. It does not repeat one whose answer
 breaks off, or whose refusal depends on other writers. That is done here.
+
+New memory for every request costs more processor time than the transfer itself: the kernel hands it
+out page by page, each filled with zeros.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from gds.waiting import Pending, start
@@ -111,3 +118,31 @@ def interruptible(request: Callable[[], _T]) -> _T:
 def is_panic(error: BaseException) -> bool:
     """Return whether an error is a panic of the library, which is no `Exception`."""
     return type(error).__name__ == "PanicException"
+
+
+class ReusedMemory:
+    """Memory of requests that have ended, for the next ones; any thread may use it.
+
+    At most as many blocks exist as are in use at a time. They are freed with this object.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return memory of some content.
+
+        It is used again when the result, and everything that was made from it, is gone.
+
+        Args:
+            nbytes: Size in bytes, at least 1.
+        """
+        block = self._free.pop() if self._free else None
+        if block is None or len(block) < nbytes:
+            block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(OSError):  # a kernel without huge pages
+                block.madvise(mmap.MADV_HUGEPAGE)
+        # A memoryview keeps what it was made from, and so do its slices.
+        lent = (ctypes.c_ubyte * nbytes).from_buffer(block)
+        weakref.finalize(lent, self._free.append, block).atexit = False
+        return memoryview(lent).cast("B")
