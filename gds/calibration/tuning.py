@@ -41,11 +41,6 @@ class Setting:
     request_bytes: int
     """Largest request to the kernel, in bytes."""
 
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes that are being transferred at once, in each direction."""
-        return self.threads * self.request_bytes
-
 
 DEFAULT: Final = Setting(threads=2, request_bytes=32 * MIB)
 """Setting that is used if nothing can be measured. It is right for one NVMe drive, and good enough

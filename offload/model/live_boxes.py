@@ -7,7 +7,7 @@ each use.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,49 +61,3 @@ def views_of(share: ModelShare, held: Iterable[LiveBox]) -> list[torch.Tensor]:
         within = Box(tuple(a - b for a, b in offsets), entry.box.sizes)
         views.append(fitting[0].tensor.detach()[within.slices])
     return views
-
-
-class EditCheck:
-    """Check that no live box changes before it has been copied into a checkpoint.
-
-    torch counts the in-place changes of a tensor. All views of a tensor have one count. So the
-    check also fails if another part of the tensor changes: whoever changes any part of it must wait
-    for `ModelShare.stop_of` of the whole tensor.
-
-    Args:
-        share: Boxes that the rank writes.
-        held: Boxes that the rank holds, as of the call of `checkpoint`. Those that are copied by
-            value are left out, and those made in inference mode, whose changes torch does not
-            count.
-    """
-
-    def __init__(self, share: ModelShare, held: Iterable[LiveBox]) -> None:
-        # Watching is off, so that this does not wait for a step beside the model.
-        with torch._C.DisableTorchFunctionSubclass():
-            watched = [
-                (share.stop_of(live.name, live.box), live.name, live.tensor, live.tensor._version)
-                for live in held
-                if not live.by_value and not live.tensor.is_inference()
-            ]
-        self._watched: Sequence[tuple[int, str, torch.Tensor, int]] = sorted(
-            (one for one in watched if one[0]), key=lambda one: one[0]
-        )
-        self._num_checked = 0
-
-    def copied(self, nbytes: int) -> None:
-        """Check the boxes that lie in the first `nbytes` of the share, each once.
-
-        Raises:
-            RuntimeError: A tensor was changed in place; names it.
-        """
-        while self._num_checked < len(self._watched):
-            stop, name, tensor, version = self._watched[self._num_checked]
-            if stop > nbytes:
-                return
-            self._num_checked += 1
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"{name!r} was changed in place while it was being copied into the checkpoint. "
-                    "Between checkpoint() and the next step(), call .result() on the handle before "
-                    "editing parameters"
-                )

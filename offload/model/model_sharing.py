@@ -26,7 +26,6 @@ from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.errors import MismatchError
 from offload.format.digests import LEAF_BYTES, DigestContext, leaf_digests
-from offload.format.header import Header
 from offload.format.known_leaves import KnownLeaves
 from offload.format.shares.model_blocks import (
     Batch,
@@ -95,11 +94,6 @@ class WrittenShare:
 
     read_bytes: int = 0
     """Number of bytes that were read back for comparison."""
-
-
-def write_header(file: File, header: Header) -> None:
-    """Write the header of a model file, with its padding; not synced. Only the writer does this."""
-    file.write_bytes(header.encoded, 0)
 
 
 def write_share(

@@ -210,16 +210,6 @@ def cut_of(shard: Shard) -> Cut:
     return Cut(shape, Box.whole(shape))
 
 
-def uncounted(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a plain parameter in a tensor whose changes torch does not count.
-
-    A step writes new values of other ranks' rows through it. If these writes were counted, a seal
-    in progress would take them for an edit of this rank's rows by the user.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        return parameter.data
-
-
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 

@@ -283,11 +283,6 @@ def waste(stall_s: float, interval_s: float, mttf_s: float) -> float:
     return stall_s / interval_s + interval_s / (2 * mttf_s)
 
 
-def share_in_checkpoints(reduction: float, speedup: float) -> float:
-    """Return the share of a run that was spent in checkpoints, seen from what faster ones saved."""
-    return reduction / (1 - 1 / speedup)
-
-
 def memory_fills_after(
     copy_bytes: float, interval_s: float, storage_gbps: float, memory_bytes: float
 ) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -126,11 +125,6 @@ def content_digest(manifest: Manifest) -> str:
     )
     layout = replace(manifest.layout, shares=(1,))
     return replace(manifest, layout=layout, parts=(), owners=owners).digest
-
-
-def new_identity(manifest: Manifest, writer: str = "") -> Identity:
-    """Return the identity of an upload, by default of a new one."""
-    return Identity(manifest.store_id, manifest.generation, writer or uuid.uuid4().hex)
 
 
 def encode_writer(identity: Identity, manifest: Manifest) -> bytes:

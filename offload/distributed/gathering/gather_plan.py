@@ -211,44 +211,6 @@ def box_plan(
     return GatherPlan([[RankChunk(0, tuple(own))] if own else [] for own in pieces], holders)
 
 
-def deal_reading(
-    boxes: Mapping[BoxKey, str],
-    holders: Mapping[BoxKey, Sequence[int]],
-    num_ranks: int,
-    *,
-    chunk_bytes: int,
-) -> list[list[RankChunk]]:
-    """Divide the reading of tensors among the ranks that hold them, for a restore.
-
-    Each rank reads its own chunks from storage, and a `GatherPlan` of the result brings them to the
-    other holders. So each byte is read by one rank. The ranks' loads differ by about `chunk_bytes`,
-    as far as the holders allow it.
-    """
-    loads = [0] * num_ranks
-    dealt: list[list[BoxPiece]] = [[] for _ in range(num_ranks)]
-    for (name, box), dtype in boxes.items():
-        most = max(1, chunk_bytes // DTYPE_BYTES[dtype])
-        for start in range(0, box.num_elements, most):
-            piece = BoxPiece(name, box, dtype, start, min(start + most, box.num_elements))
-            rank = min(holders[name, box], key=lambda rank: (loads[rank], rank))
-            loads[rank] += piece.nbytes
-            dealt[rank].append(piece)
-    return [_filled(pieces, chunk_bytes) for pieces in dealt]
-
-
-def _filled(pieces: Iterable[BoxPiece], chunk_bytes: int) -> list[RankChunk]:
-    """Return chunks of neighbouring pieces, as full as possible."""
-    chunks: list[list[BoxPiece]] = []
-    room = 0
-    for piece in pieces:
-        if piece.nbytes > room or not chunks:
-            chunks.append([])
-            room = chunk_bytes
-        chunks[-1].append(piece)
-        room -= piece.nbytes
-    return [RankChunk(number, tuple(found)) for number, found in enumerate(chunks)]
-
-
 def _postponed(
     chunks: Sequence[RankChunk], late: Collection[BoxKey]
 ) -> Iterator[Sequence[BoxPiece]]:

@@ -24,8 +24,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from offload.ambient import in_neutral
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.reports import differing
@@ -145,26 +143,6 @@ class StepAgreement:
             self._known = orders
         self.layouts = tuple(layouts)
         return self._orders
-
-
-@in_neutral
-def agree_found_inf(found: Sequence[torch.Tensor], group: RankGroup) -> None:
-    """Make a gradient scaler's flags of infinite gradients equal on all ranks; collective.
-
-    Ranks that step different boxes see different gradients. If one of them skipped a step alone, it
-    would leave the others waiting.
-    """
-    mine = int(any(bool(flag.item()) for flag in found))
-    try:
-        flags = share_numbers([mine], group)
-    except RuntimeError as error:
-        raise RanksError(
-            f"rank {group.rank()} of {group.size()} waited in vain for the other ranks to check "
-            "their gradients for infinite values: one has ended, or has not called the scaler's "
-            f"step() within the time limit. Restart the job ({reason_of(error)})"
-        ) from error
-    for flag in found:
-        flag.fill_(float(any(value for (value,) in flags)))
 
 
 def _digest(values: list[str] | list[int]) -> int:

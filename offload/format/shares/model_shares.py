@@ -228,11 +228,6 @@ class ModelShares:
     piece_bytes: int = MODEL_BLOCK_BYTES
     """Largest size of a piece with one digest, in bytes."""
 
-    @cached_property
-    def needs_shard_files(self) -> bool:
-        """Whether a box is not contiguous in its tensor, so that there can be no common file."""
-        return self._scattered is not None
-
     def share(self, rank: int) -> ModelShare:
         """Return a rank's share of the common file.
 

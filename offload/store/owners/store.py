@@ -198,17 +198,6 @@ class OwnerStore:
         self._slots.append(slot)
         return slot
 
-    def missing_bytes(
-        self, layout: Layout, num_parts: int, *, written: Iterable[tuple[str, Box]] | None = None
-    ) -> int:
-        """Return the space in bytes that the drive lacks for a number of parts; 0 if there is room.
-
-        Parts that the owner has count as present, whatever their size.
-        """
-        part_bytes = sum(owner_sizes(layout, written).values())
-        needed_bytes = max(num_parts - len(self._paths()), 0) * part_bytes
-        return max(needed_bytes - self.backend.free_bytes(self.path), 0)
-
     def prepare(
         self,
         slot: OwnerSlot,
