@@ -1,33 +1,31 @@
 """Reader of `torch.distributed.checkpoint` directories, range by range.
 
 The file ``.metadata`` in such a directory is a pickle, which torch itself loads without
-restriction. This module reads it with `pickle_reading`. The classes that the pickle names become
-plain records of fields, and nothing is run.
+restriction. This module loads it with the classes of torch's metadata only, and no function.
 """
 
 from __future__ import annotations
 
+import collections
+import io
 import math
 import os
+import pickle
 from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint import filesystem, metadata
 
 from offload.errors import CheckpointError
 from offload.exchange.foreign_paths import require_file
-from offload.exchange.pickle_reading import (
-    MAX_PICKLE_BYTES,
-    PickleError,
-    Record,
-    StandIn,
-    read_pickle,
-)
 from offload.exchange.stored_tensor import StoredTensor, scratch_tensor
 from offload.exchange.torch_reading import DTYPES, read_structure
 from offload.format.boxes import cut_range
 
-_METADATA = "torch.distributed.checkpoint.metadata"
+_MAX_METADATA_BYTES = 128 << 20
+"""Largest metadata that is read, in bytes. That of a million tensors is about as large."""
+
 _MAX_DIMS = 64
 _MAX_DEPTH = 64
 """Largest number of parts in the nested name of a value."""
@@ -35,21 +33,13 @@ _MAX_DEPTH = 64
 _MAX_NAME_BYTES = 4096
 
 
-def _record(kind: str) -> StandIn:
-    return StandIn(kind, lambda *arguments: Record(kind, *arguments))
+def _path(*parts: str) -> str:
+    return "/".join(parts)
 
 
-def _identity(value: Any = None, *_: Any) -> Any:
-    return value
-
-
-def _path(*parts: Any) -> str:
-    return "/".join(part for part in parts if isinstance(part, str))
-
-
-_NAMES: Final[Mapping[tuple[str, str], Any]] = {
+_KNOWN: Final[Mapping[tuple[str, str], Any]] = {
     **{
-        (_METADATA, kind): _record(kind)
+        (metadata.__name__, kind): getattr(metadata, kind)
         for kind in (
             "BytesStorageMetadata",
             "ChunkStorageMetadata",
@@ -58,59 +48,67 @@ _NAMES: Final[Mapping[tuple[str, str], Any]] = {
             "StorageMeta",
             "TensorProperties",
             "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
         )
     },
-    (_METADATA, "_MEM_FORMAT_ENCODING"): StandIn("_MEM_FORMAT_ENCODING", _identity),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("_StorageInfo"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _record("_StoragePrefix"),
-    ("torch.serialization", "_get_layout"): StandIn("_get_layout", _identity),
-    ("torch", "Size"): StandIn("torch.Size", tuple, copies=True),
-    ("torch", "device"): StandIn("torch.device", _identity),
-    **{("torch", name): dtype for name, dtype in DTYPES.items()},
     **{
-        ("pathlib", kind): StandIn(kind, _path, copies=True)
-        for kind in ("Path", "PosixPath", "PurePosixPath")
+        (filesystem.__name__, kind): getattr(filesystem, kind)
+        for kind in ("_StorageInfo", "_StoragePrefix")
     },
-    ("collections", "OrderedDict"): StandIn("OrderedDict", dict),
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+    **{("pathlib", kind): _path for kind in ("Path", "PosixPath", "PurePosixPath")},
+    ("pathlib._local", "PosixPath"): _path,
+    ("collections", "OrderedDict"): collections.OrderedDict,
 }
+"""What a pickle of metadata may name. Paths become text."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of torch's metadata, and refuse any other name."""
+        found = _KNOWN.get((module, name))
+        if found is None:
+            raise pickle.UnpicklingError(f"it refers to the global {module:.80}.{name:.80}")
+        return found
 
 
 def read_dcp(path: str) -> Any:
     """Return the nested state dict of a distributed checkpoint; tensors are read on demand."""
-    metadata = f"{path}/.metadata"
-    require_file(metadata)
+    file = f"{path}/.metadata"
+    size = require_file(file)
+    if size > _MAX_METADATA_BYTES:
+        raise CheckpointError(f"{file}: {size} bytes, at most {_MAX_METADATA_BYTES} are read")
     try:
-        size = os.path.getsize(metadata)
-        if size > MAX_PICKLE_BYTES:
-            raise PickleError(f"{size} bytes, at most {MAX_PICKLE_BYTES} are read")
-        with open(metadata, "rb") as file:
-            found = read_pickle(file.read(size), _NAMES)
-        return _Directory(path).read(_fields(found, "Metadata"))
-    except (PickleError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+        with open(file, "rb") as opened:
+            found = _Unpickler(io.BytesIO(opened.read(size))).load()
+        return _Directory(path).read(_of(found, metadata.Metadata))
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle may end in any error
         what = f"{type(error).__name__} {error}" if isinstance(error, LookupError) else error
         raise CheckpointError(
-            f"{metadata}: cannot be read as the metadata of a distributed checkpoint ({what})"
+            f"{file}: cannot be read as the metadata of a distributed checkpoint ({what})"
         ) from error
 
 
-def _fields(value: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(value, Record) or value.kind != kind:
-        found = value.kind if isinstance(value, Record) else type(value).__name__
-        raise PickleError(f"a {found}, expected a {kind}")
-    return value.fields
+def _of(value: Any, kind: type[Any]) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"a {type(value).__name__}, expected a {kind.__name__}")
+    return value
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     """Check that a value is a tuple of sizes or offsets, one for each dimension, and return it."""
     if (
-        type(value) is not tuple
+        not isinstance(value, tuple)
         or len(value) > _MAX_DIMS
         or any(type(n) is not int or not 0 <= n < 1 << 63 for n in value)
     ):
-        raise PickleError(f"{str(value)[:80]} is not a tuple of sizes")
-    return value
+        raise ValueError(f"{str(value)[:80]} is not a tuple of sizes")
+    return tuple(value)
 
 
 class _Directory:
@@ -123,29 +121,27 @@ class _Directory:
     def __init__(self, path: str) -> None:
         self.path = path
         self._sizes: dict[str, int] = {}
-        self._places: dict[tuple[Any, tuple[int, ...] | None], dict[str, Any]] = {}
+        self._places: dict[tuple[Any, tuple[int, ...] | None], filesystem._StorageInfo] = {}
 
-    def read(self, metadata: Mapping[str, Any]) -> Any:
-        """Return the stored value with its original nesting, given the fields of the metadata."""
-        for index, info in metadata["storage_data"].items():
-            found = _fields(index, "MetadataIndex")
-            offset = found.get("offset")
-            key = found["fqn"], None if offset is None else _sizes(offset)
-            self._places[key] = _fields(info, "_StorageInfo")
-        names = metadata.get("planner_data") or {}
+    def read(self, found: metadata.Metadata) -> Any:
+        """Return the stored value with its original nesting, given the metadata."""
+        for index, info in found.storage_data.items():
+            offset = _of(index, metadata.MetadataIndex).offset
+            key = index.fqn, None if offset is None else _sizes(offset)
+            self._places[key] = _of(info, filesystem._StorageInfo)
+        names = found.planner_data or {}
         root: dict[Any, Any] = {}
-        for key, what in metadata["state_dict_metadata"].items():
+        for key, what in found.state_dict_metadata.items():
             if not isinstance(key, str) or len(key) > _MAX_NAME_BYTES:
-                raise PickleError(f"a key is not a string: {str(key)[:80]!r}")
+                raise ValueError(f"a key is not a string: {str(key)[:80]!r}")
             _insert(root, names.get(key) or tuple(key.split(".")), self._value(key, what))
         return _with_lists(root)
 
     def _value(self, key: str, what: Any) -> Any:
-        kind = what.kind if isinstance(what, Record) else type(what).__name__
-        if kind == "TensorStorageMetadata":
-            return BoxedTensor(self, key, what.fields)
-        if kind != "BytesStorageMetadata":
-            raise CheckpointError(f"{self.path}: {key!r:.80} is a {kind}")
+        if type(what) is metadata.TensorStorageMetadata:
+            return BoxedTensor(self, key, what)
+        if type(what) is not metadata.BytesStorageMetadata:
+            raise CheckpointError(f"{self.path}: {key!r:.80} is a {type(what).__name__}")
         return read_structure(*self.region(key, None if (key, None) in self._places else ()))
 
     def region(self, key: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
@@ -160,12 +156,12 @@ class _Directory:
                 compressed.
         """
         info = self._places[key, offsets]
-        name, begin, length = info["relative_path"], info["offset"], info["length"]
+        name, begin, length = info.relative_path, info.offset, info.length
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
             raise CheckpointError(
                 f"{self.path}: names a file outside its directory: {str(name)[:80]!r}"
             )
-        if info.get("transform_descriptors"):
+        if info.transform_descriptors:
             raise CheckpointError(
                 f"{self.path}/{name}: the data is compressed, so it cannot be read in ranges"
             )
@@ -183,12 +179,12 @@ class _Directory:
 def _insert(root: dict[Any, Any], names: Any, value: Any) -> None:
     """Put a value into nested dictionaries, under a path of names."""
     if type(names) is not tuple or not 0 < len(names) <= _MAX_DEPTH:
-        raise PickleError(f"a name of {len(names)} parts, at most {_MAX_DEPTH} are read")
+        raise ValueError(f"a name of {len(names)} parts, at most {_MAX_DEPTH} are read")
     at = root
     for name in names[:-1]:
         at = at.setdefault(name, {})
         if not isinstance(at, dict):
-            raise PickleError(f"{str(name)[:80]!r} is both a value and a parent of other values")
+            raise ValueError(f"{str(name)[:80]!r} is both a value and a parent of other values")
     at[names[-1]] = value
 
 
@@ -211,23 +207,25 @@ class BoxedTensor:
     Args:
         directory: Directory that has the files.
         key: Name of the tensor in the directory.
-        fields: Fields of the tensor's metadata.
+        found: The tensor's metadata.
 
     Raises:
         CheckpointError: The boxes do not add up to the whole tensor, or are not in the files.
     """
 
-    def __init__(self, directory: _Directory, key: str, fields: Mapping[str, Any]) -> None:
-        self.shape = _sizes(fields["size"])
-        dtype = _fields(fields["properties"], "TensorProperties")["state"][0]
+    def __init__(
+        self, directory: _Directory, key: str, found: metadata.TensorStorageMetadata
+    ) -> None:
+        self.shape = _sizes(found.size)
+        dtype = _of(found.properties, metadata.TensorProperties).dtype
         self._key = f"{directory.path}: {key!r:.80}"
         if not isinstance(dtype, torch.dtype):
-            raise PickleError(f"{key!r:.80} has no dtype")
+            raise ValueError(f"{key!r:.80} has no dtype")
         self.dtype = dtype
         self._boxes = []
-        for chunk in fields["chunks"]:
-            found = _fields(chunk, "ChunkStorageMetadata")
-            offsets, sizes = _sizes(found["offsets"]), _sizes(found["sizes"])
+        for chunk in found.chunks:
+            box = _of(chunk, metadata.ChunkStorageMetadata)
+            offsets, sizes = _sizes(box.offsets), _sizes(box.sizes)
             region = directory.region(key, offsets)
             inside = len(offsets) == len(sizes) == len(self.shape) and all(
                 o + n <= m for o, n, m in zip(offsets, sizes, self.shape, strict=True)

@@ -1,7 +1,7 @@
 """Streaming import of another program's checkpoint into a new store (``offload import``).
 
 The store gets one sealed checkpoint. `restore` continues from it as if the model had been trained
-with this library. Nothing in a file is executed: `pickle_reading` reads pickles.
+with this library. Nothing in a file is executed: torch's restricted loader reads pickles.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def import_checkpoint(
     - a directory of `torch.distributed.checkpoint`.
 
     The import takes the memory of a ring of chunks and a constant, whatever the size of the state.
-    Reading a pickle executes nothing that it contains; see `pickle_reading`.
+    A pickle is loaded as far as torch trusts one (``weights_only=True``): none of its code is run.
 
     Args:
         source: Path of the file or directory to import.
