@@ -127,12 +127,12 @@ class _Directory:
         """Return the stored value with its original nesting, given the metadata."""
         for index, info in found.storage_data.items():
             offset = _of(index, metadata.MetadataIndex).offset
-            key = index.fqn, None if offset is None else _sizes(offset)
-            self._places[key] = _of(info, filesystem._StorageInfo)
+            place = index.fqn, None if offset is None else _sizes(offset)
+            self._places[place] = _of(info, filesystem._StorageInfo)
         names = found.planner_data or {}
         root: dict[Any, Any] = {}
         for key, what in found.state_dict_metadata.items():
-            if not isinstance(key, str) or len(key) > _MAX_NAME_BYTES:
+            if type(key) is not str or len(key) > _MAX_NAME_BYTES:
                 raise ValueError(f"a key is not a string: {str(key)[:80]!r}")
             _insert(root, names.get(key) or tuple(key.split(".")), self._value(key, what))
         return _with_lists(root)
@@ -156,7 +156,8 @@ class _Directory:
                 compressed.
         """
         info = self._places[key, offsets]
-        name, begin, length = info.relative_path, info.offset, info.length
+        name: Any = info.relative_path  # text, if the metadata keeps to its class
+        begin, length = info.offset, info.length
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
             raise CheckpointError(
                 f"{self.path}: names a file outside its directory: {str(name)[:80]!r}"

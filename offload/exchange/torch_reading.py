@@ -15,7 +15,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -38,8 +38,8 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = ("b1", "f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")
-_SCALAR = np.float64(0).__reduce__()[0]
-_NUMPY: Final = [
+_SCALAR: Callable[..., Any] = np.float64(0).__reduce__()[0]  # type: ignore[assignment]
+_NUMPY: Final[list[Callable[..., Any] | tuple[Callable[..., Any], str]]] = [
     (_SCALAR, "numpy.core.multiarray.scalar"),
     (_SCALAR, "numpy._core.multiarray.scalar"),
     np.dtype,
@@ -196,7 +196,7 @@ class _Stored:
                 )
             extent += (num - 1) * stride
         offset = tensor.untyped_storage()._checkpoint_offset
-        begin = tensor.storage_offset() * itemsize
+        begin = int(tensor.storage_offset()) * itemsize
         empty = not math.prod(size)
         if offset is None and not empty:
             raise _UnreadableError("a tensor without data")
