@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -96,6 +98,14 @@ def test_a_wing_has_a_face_of_at_most_ten_names(package: str, wing: str) -> None
     face = importlib.import_module(f"{package}.{wing}")
     assert "may know" in (face.__doc__ or "").partition("\n\n")[2]
     assert len(getattr(face, "__all__", ())) <= 10
+
+
+def test_a_step_loads_no_code_of_tiers() -> None:
+    code = "import sys, offload.engine.strategy; print([m for m in sys.modules if 'tiers' in m])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout == "[]\n"
 
 
 def test_the_picture_is_that_of_the_imports() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from gds.waiting import Pending
 from offload.errors import OffloadError
@@ -16,8 +17,10 @@ from offload.journal import log_event
 from offload.store.opening import StoredCheckpoint
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
-from offload.tiers.arriving import Incoming
 from offload.units import duration, size
+
+if TYPE_CHECKING:
+    from offload.tiers.arriving import Incoming
 
 
 class ArrivalHandle:

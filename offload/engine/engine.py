@@ -13,7 +13,6 @@ from typing import TypeVar, cast
 
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.engine.arrived import finish_arrival
 from offload.engine.reference import Position
 from offload.engine.reseal import has_same_model, have_same_groups, replace_train_state
 from offload.engine.resume import restore
@@ -131,6 +130,8 @@ class Engine:
     def finish_arrival(self) -> None:
         """Wait for state of all ranks that arrives from a tier; see the function of this name."""
         if self.state.arriving is not None:
+            from offload.engine.arrived import finish_arrival  # with the code of tiers
+
             finish_arrival(self.state, self.state.call)
             self.strategy.restored()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.layout import box_of
 from offload.engine.matching import match_checkpoint, match_class
-from offload.engine.ranks import Ranks
+from offload.engine.ranks import Ranks, warn_together
 from offload.engine.share_arrival import complete, load_parameters
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError, MismatchError, RanksError
@@ -215,24 +214,3 @@ def _common_tier(said: Sequence[Any]) -> str:
                 "Options(tier=...) to all ranks"
             )
     return urls[0] if all(is_empty for _, is_empty in said) else ""
-
-
-def warn_together(ranks: Ranks, call: str, message: str, level: int) -> None:
-    """Warn on this rank, if there is something to warn of. Collective.
-
-    With Python's ``-W error`` a warning ends the call on the rank that has it. The other ranks must
-    not go on, and wait for that rank.
-    """
-    errors: list[Warning] = []
-    if message:
-        try:
-            warnings.warn(message, RuntimeWarning, stacklevel=level + 1)
-        except RuntimeWarning as error:
-            errors.append(error)
-
-    def settle() -> None:
-        """Raise the warning if it is an error to the user."""
-        for error in errors:
-            raise error
-
-    ranks.together(call, settle)

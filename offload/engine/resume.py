@@ -17,8 +17,7 @@ from typing import Any, cast
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.source import RecutSource
 from offload.engine.matching import match_checkpoint, take_hyperparameters
-from offload.engine.rank_arrival import receive_from_tier, warn_together
-from offload.engine.tier_restore import restore_from_tier
+from offload.engine.ranks import warn_together
 from offload.engine.training_state import Groups, TrainingState
 from offload.engine.whole_model import load_recut, load_whole
 from offload.errors import CheckpointError, DamagedError, MismatchError
@@ -100,6 +99,10 @@ def restore(
 
     found = choose_together()
     if found is None and which is None:
+        # Training that uses no tier does not load the code of tiers.
+        from offload.engine.rank_arrival import receive_from_tier
+        from offload.engine.tier_restore import restore_from_tier
+
         arriving = receive_from_tier(state, groups) or restore_from_tier(state, groups)
         if arriving is not None:
             return arriving

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
@@ -45,10 +45,12 @@ from offload.stream.memory import WorkingMemory
 from offload.stream.meter import Meter
 from offload.stream.streamer import Streamer
 from offload.stream.trace import Trace
-from offload.tiers.ranks.arriving_state import ArrivingState
 from offload.update.kernel_check import choose_kernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
+
+if TYPE_CHECKING:
+    from offload.tiers.ranks.arriving_state import ArrivingState
 
 Groups: TypeAlias = Sequence[dict[str, Any]]
 """``param_groups`` of the optimizer, passed anew to each call because libraries replace the
