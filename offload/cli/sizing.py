@@ -6,6 +6,8 @@ Nothing heavy is imported before the command runs.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Annotated, Any
 
 import typer
@@ -15,39 +17,20 @@ from offload.cli.sizing_lines import lines
 
 _TIMES = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _OPTIONS = {
+    "optimizer": "--optimizer",
+    "dtype": "--dtype",
+    "master": "--master",
+    "state_dtype": "--state-dtype",
     "read_gbps": "--read",
     "write_gbps": "--write",
-    "mixed_gbps": "--mixed",
-    "update_gbps": "--update",
-    "copy_gbps": "--copy",
-    "staged_read_gbps": "--staged-read",
-    "staged_write_gbps": "--staged-write",
-    "new_memory_gbps": "--new-memory",
-    "sync_s": "--sync",
-    "flush_gbps": "--flush",
     "link_gbps": "--link",
-    "network_gbps": "--network",
     "drive_tbw": "--tbw",
-    "storage_gbps": "--storage",
-    "storage_read_gbps": "--storage-read",
-    "writer_gbps": "--writer",
+    "gpus": "--gpus",
+    "keep": "--keep",
     "interval_s": "--every",
     "mttf_s": "--mttf",
-    "stall_s": "--stall",
-    "iteration_s": "--iteration",
-    "forward_s": "--forward",
-    "backward_s": "--backward",
-    "upload_s": "--upload",
-    "checkpoint_bytes_per_parameter": "--checkpoint-bytes",
-} | {
-    name: f"--{name.replace('_', '-')}"
-    for name in (
-        *("optimizer", "dtype", "master", "state_dtype", "gradient_bytes", "shares"),
-        *("gpu_memory", "host_memory", "gpus", "tp", "pp", "efficiency"),
-        *("keep", "budget", "tokens", "tflops"),
-    )
 }
-"""Option for each field of `offload.sizing`, for messages."""
+"""Option for each field of `offload.sizing` that has one; ``--set`` gives the others."""
 
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII)
 
@@ -73,17 +56,43 @@ def _bytes(text: str) -> float:
         raise typer.BadParameter(str(error)) from error
 
 
-def _shares(text: str) -> tuple[int, ...]:
-    """Return the shares of the drives, given as ``1,1``."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers such as 1,1")
-    return tuple(int(part) for part in parts)
+def _settings(given: Iterable[str], types: dict[str, str]) -> dict[str, Any]:
+    """Return the values of ``--set name=value``, given the type of each field as it is written."""
+    found: dict[str, Any] = {}
+    for one in given:
+        name, equals, text = one.partition("=")
+        if name not in types or not equals:
+            raise typer.BadParameter(
+                f"{one!r} is not name=value with one of: {', '.join(sorted(types))}",
+                param_hint="--set",
+            )
+        found[name] = _value(name, text, types[name])
+    return found
+
+
+def _value(name: str, text: str, kind: str) -> Any:
+    """Return the value of one field."""
+    if name.endswith("_s"):
+        return _seconds(text)
+    if name.endswith("_memory"):
+        return _bytes(text)
+    try:
+        if kind.startswith("tuple"):
+            return tuple(int(part) for part in text.split(","))
+        if kind == "bool":
+            return {"true": True, "false": False}[text.lower()]
+        return int(text) if kind == "int" else float(text)
+    except (ValueError, KeyError) as error:
+        expected = {"bool": "true or false", "int": "a whole number"}.get(kind, "a number")
+        expected = "whole numbers such as 1,1" if kind.startswith("tuple") else expected
+        raise typer.BadParameter(
+            f"{name} is {text!r}, expected {expected}", param_hint="--set"
+        ) from error
 
 
 def _option(help_text: str, *, parser: Any = None) -> Any:
     """Return an option without a default, whose text `parser` reads."""
-    kinds = {_seconds: "<time>", _bytes: "<size>", _shares: "<list>"}
+    kinds = {_seconds: "<time>", _bytes: "<size>"}
     return typer.Option(
         help=help_text, show_default=False, parser=parser, metavar=kinds.get(parser)
     )
@@ -109,93 +118,30 @@ def register(app: typer.Typer) -> None:
         dtype: Annotated[str, typer.Option(help="Dtype of parameters and gradients.")] = "bfloat16",
         master: Annotated[str, typer.Option(help="Options(master=).")] = "float32",
         state_dtype: Annotated[str, typer.Option(help="Options(state_dtype=).")] = "float32",
-        gradient_bytes: Annotated[
-            int, typer.Option(help="Bytes of a gradient in memory; 0: those of the dtype.")
-        ] = 0,
         drives_from: Annotated[
             list[str] | None,
             _option("Output of gds bench --json: rates of the drives. May be repeated."),
         ] = None,
         read: Annotated[float | None, _option("GB/s of reads from the drives of a rank.")] = None,
         write: Annotated[float | None, _option("GB/s of writes to the drives of a rank.")] = None,
-        mixed: Annotated[
-            float | None, _option("GB/s of reads and writes at once, both added up.")
-        ] = None,
-        shares: Annotated[
-            Any, _option("Shares of a rank's drives, such as 1,1.", parser=_shares)
-        ] = None,
-        update: Annotated[
-            float | None, _option("GB/s of the update on the CPU: bytes read and written.")
-        ] = None,
-        copy: Annotated[
-            float | None, _option("GB/s at which one core copies and digests parameters.")
-        ] = None,
-        staged_read: Annotated[
-            float | None,
-            _option("GB/s of reads while a core digests and copies: gds bench --staged."),
-        ] = None,
-        staged_write: Annotated[
-            float | None,
-            _option("GB/s of writes while a core copies and digests: gds bench --staged."),
-        ] = None,
-        new_memory: Annotated[
-            float | None, _option("GB/s at which the kernel makes new memory.")
-        ] = None,
-        sync: Annotated[
-            Any, _option("Time of one sync of a file, as 0.2ms.", parser=_seconds)
-        ] = None,
-        flush: Annotated[
-            float | None, _option("GB/s at which a sync flushes what a drive has in its cache.")
-        ] = None,
         link: Annotated[float | None, _option("GB/s between GPU and host, each way.")] = None,
-        network: Annotated[
-            float | None, _option("GB/s to a server next to the storage, each way.")
-        ] = None,
-        gpu_memory: Annotated[Any, _option("Memory of a GPU, as 80GB.", parser=_bytes)] = None,
-        host_memory: Annotated[
-            Any, _option("Memory of a rank for copies that wait for storage.", parser=_bytes)
-        ] = None,
         tbw: Annotated[
             Any, _option("Bytes that all drives of a rank are rated for, as 7PB.", parser=_bytes)
         ] = None,
         gpus: Annotated[int, typer.Option(help="Number of GPUs (ranks).")] = 1,
-        tp: Annotated[int, typer.Option(help="Degree of tensor parallelism.")] = 1,
-        pp: Annotated[int, typer.Option(help="Degree of pipeline parallelism.")] = 1,
-        sharded: Annotated[
-            bool, typer.Option("--sharded", help="The optimizer is sharded (ZeRO, FSDP).")
-        ] = False,
-        storage: Annotated[
-            float | None, _option("GB/s of writes to shared storage, all writers.")
-        ] = None,
-        storage_read: Annotated[float | None, _option("GB/s of reads from shared storage.")] = None,
-        writer: Annotated[float | None, _option("Most GB/s of one writer.")] = None,
-        efficiency: Annotated[
-            float, typer.Option(help="Share of the storage's peak that is reached.")
-        ] = 1.0,
         keep: Annotated[int, typer.Option(help="Number of checkpoints that are kept.")] = 2,
         every: Annotated[
             Any, _option("Time between checkpoints, as 30min or 4h.", parser=_seconds)
         ] = None,
-        budget: Annotated[
-            float | None, _option("Share of time that checkpoints may add, as 0.05.")
-        ] = None,
         mttf: Annotated[Any, _option("Mean time to failure, as 8h.", parser=_seconds)] = None,
-        stall: Annotated[
-            Any,
-            _option("Time for which a seal stops training; 0.02 s if not given.", parser=_seconds),
-        ] = None,
-        iteration: Annotated[
-            Any, _option("Time from one optimizer step to the next.", parser=_seconds)
-        ] = None,
-        forward: Annotated[Any, _option("Time of a forward pass.", parser=_seconds)] = None,
-        backward: Annotated[Any, _option("Time of a backward pass.", parser=_seconds)] = None,
-        tokens: Annotated[float | None, _option("Tokens of the run, as 300e9.")] = None,
-        tflops: Annotated[float | None, _option("TFLOPS of one GPU in training.")] = None,
-        upload: Annotated[
-            Any, _option("Time to copy a checkpoint to a remote tier.", parser=_seconds)
-        ] = None,
-        checkpoint_bytes: Annotated[
-            float | None, _option("Bytes per parameter that a copying system saves.")
+        settings: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--set",
+                help="Another field of offload.sizing, as tp=8. May be repeated.",
+                metavar="<name=value>",
+                show_default=False,
+            ),
         ] = None,
         as_json: Json = False,
     ) -> None:
@@ -207,71 +153,56 @@ def register(app: typer.Typer) -> None:
         from offload.sizing import Cluster, Machine, Precision, Run, measured_drives, size
         from offload.sizing.checks import FieldError
 
+        options: dict[str, Any] = {
+            "optimizer": optimizer,
+            "dtype": dtype,
+            "master": master,
+            "state_dtype": state_dtype,
+            "gpus": gpus,
+            "keep": keep,
+        }
+        optional = {
+            "read_gbps": read,
+            "write_gbps": write,
+            "link_gbps": link,
+            "drive_tbw": tbw,
+            "interval_s": every,
+            "mttf_s": mttf,
+        }
+        options |= {name: value for name, value in optional.items() if value is not None}
+        parts = (Precision, Machine, Cluster, Run)
+        of_part = {field.name: part for part in parts for field in fields(part)}
+        types = {field.name: str(field.type) for part in parts for field in fields(part)}
+        types |= {"shares": "tuple", "checkpoint_bytes_per_parameter": "float"}
+        given = _settings(
+            settings or (), {name: kind for name, kind in types.items() if name not in _OPTIONS}
+        )
         measured = [measured_drives(path) for path in drives_from or ()]
         rates: dict[str, Any] = {}
         for one in measured:
             rates |= {name: max(rate, rates.get(name, 0)) for name, rate in one.rates.items()}
         doubts = [doubt for one in measured for doubt in one.doubts]
-        given = {
-            "read_gbps": read,
-            "write_gbps": write,
-            "mixed_gbps": mixed,
-            "staged_read_gbps": staged_read,
-            "staged_write_gbps": staged_write,
-            "flush_gbps": flush,
-        }
-        rates |= {name: rate for name, rate in given.items() if rate is not None}
+        values = rates | options | given
         try:
+            precision, machine, cluster, run = (
+                part(**{name: v for name, v in values.items() if of_part.get(name) is part})
+                for part in parts
+            )
             plan = size(
                 model,
-                precision=Precision(
-                    optimizer=optimizer,
-                    dtype=dtype,
-                    master=master,  # type: ignore[arg-type]  # `Precision` checks the name
-                    state_dtype=state_dtype,  # type: ignore[arg-type]
-                    gradient_bytes=gradient_bytes,
-                ),
-                machine=Machine(
-                    **rates,
-                    update_gbps=update,
-                    copy_gbps=copy,
-                    new_memory_gbps=new_memory,
-                    sync_s=sync,
-                    link_gbps=link,
-                    network_gbps=network,
-                    gpu_memory=gpu_memory,
-                    host_memory=host_memory,
-                    drive_tbw=tbw,
-                ),
-                cluster=Cluster(
-                    gpus=gpus,
-                    tp=tp,
-                    pp=pp,
-                    sharded=sharded,
-                    storage_gbps=storage,
-                    storage_read_gbps=storage_read,
-                    writer_gbps=writer,
-                    efficiency=efficiency,
-                ),
-                run=Run(
-                    keep=keep,
-                    interval_s=every,
-                    budget=budget,
-                    mttf_s=mttf,
-                    **({} if stall is None else {"stall_s": stall}),
-                    iteration_s=iteration,
-                    forward_s=forward,
-                    backward_s=backward,
-                    tokens=tokens,
-                    tflops=tflops,
-                    upload_s=upload,
-                ),
-                shares=shares or (1,),
-                checkpoint_bytes_per_parameter=checkpoint_bytes,
+                precision=precision,
+                machine=machine,
+                cluster=cluster,
+                run=run,
+                **{name: value for name, value in given.items() if name not in of_part},
             )
         except FieldError as error:
-            unset = {name: f"{name} of --drives-from" for name in rates if given[name] is None}
-            raise error.naming(_OPTIONS | unset) from None
+            unset = rates.keys() - options.keys() - given.keys()
+            raise error.naming(
+                {name: f"--set {name}" for name in types}
+                | _OPTIONS
+                | {name: f"{name} of --drives-from" for name in unset}
+            ) from None
         if as_json:
             print_json(plan.to_json() | {"doubts": doubts})
         else:

@@ -135,7 +135,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     if plan.steps_of_life is not None:
         life = "" if plan.days_of_life is None else f", {_time(plan.days_of_life * 86400)}"
         if life and plan.iteration_s is None:
-            life += " if steps follow each other at once (--iteration)"
+            life += " if steps follow each other at once (--set iteration_s)"
         steps = _count(plan.steps_of_life)
         yield from _note(f"The drives last {steps} steps with a seal each{life}.")
     if plan.training_s is not None:

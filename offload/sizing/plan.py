@@ -349,7 +349,7 @@ CONTRADICTIONS = (
         176e9,
         "GPT-3 (175 B) on 1,024 GPUs: slides give TP 8 and PP 16 (128 writers, 8 replicas), a blog "
         "TP 8 and PP 8 (64 writers, 16 replicas). Restores then read 19.6 TB or 39.2 TB; this tool "
-        "takes the --tp and --pp that it is given.",
+        "takes the tp and pp that it is given.",
     ),
     Contradiction(
         529e9,
@@ -362,7 +362,7 @@ CONTRADICTIONS = (
         1.01e12,
         "1 T parameters: 13.8 TB is published for a checkpoint, which is 13.77 bytes per "
         "parameter. This tool takes 14 with Adam: 2 for parameters, 4 each for masters and two "
-        "moments. --checkpoint-bytes 13.77 gives the published figure.",
+        "moments. checkpoint_bytes_per_parameter=13.77 gives the published figure.",
     ),
     Contradiction(
         0.99e12,
@@ -374,7 +374,7 @@ CONTRADICTIONS = (
         0.99e12,
         1.01e12,
         '1 T parameters: "one pipeline group writes the checkpoint" holds only if the optimizer '
-        "is replicated. This tool counts one writer for each GPU with --sharded.",
+        "is replicated. This tool counts one writer for each GPU if sharded is set.",
     ),
 )
 
