@@ -57,11 +57,6 @@ def test_intersections_have_the_elements_of_both(shape: tuple[int, ...]) -> None
             assert elements[common] == expected
 
 
-def test_the_whole_box_of_a_shape_has_all_its_elements() -> None:
-    for shape in SHAPES:
-        assert torch.equal(numbered(shape)[Box.whole(shape).slices], numbered(shape))
-
-
 def test_boxes_outside_of_a_shape_do_not_fit() -> None:
     assert not Box((2,), (3,)).fits((4,))
     assert not Box((0, 0), (2, 2)).fits((4,))
