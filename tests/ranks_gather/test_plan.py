@@ -12,11 +12,9 @@ from offload.distributed.gathering.gather_plan import (
     BoxPiece,
     GatherPlan,
     deal_reading,
-    layout_chunks,
 )
-from offload.format.boxes import Box, Cut
+from offload.format.boxes import Box
 from offload.format.header import DTYPE_BYTES
-from offload.format.layout import Layout, ParameterSpec
 from tests.ranks_gather.worlds import SLICE_BYTES, World, random_world
 
 
@@ -94,38 +92,6 @@ def assert_sent_when_new(world: World, plan: GatherPlan) -> None:
             assert all(updated[element] == transfer.round for element in elements(piece))
     rounds = [transfer.round for transfer in plan.transfers]
     assert rounds == sorted(rounds)
-
-
-def two_layouts() -> list[Layout]:
-    """Rows 0 to 6 of `a` and all of `b` are on rank 0, the rest of `a` on rank 1; `c` likewise."""
-    a = [Box((0, 0), (6, 8)), Box((6, 0), (4, 8))]
-    specs = [
-        [
-            ParameterSpec("a", "F32", a[0].sizes, 0, ("exp_avg",), Cut((10, 8), a[0])),
-            ParameterSpec("b", "BF16", (16,), 0, ("master",)),
-        ],
-        [
-            ParameterSpec("a", "F32", a[1].sizes, 0, ("exp_avg",), Cut((10, 8), a[1])),
-            ParameterSpec("c", "BF16", (2000,), 0, ("master",)),
-        ],
-    ]
-    return [Layout(tuple(own), (), 1024) for own in specs]
-
-
-def test_chunks_of_layouts_hold_all_elements_of_their_boxes() -> None:
-    layouts = two_layouts()
-    for layout in layouts:
-        found = Counter(
-            element
-            for chunk in layout_chunks(layout)
-            for piece in chunk.pieces
-            for element in elements(piece)
-        )
-        boxes = [(p.name, p.cut.box if p.cut else Box.whole(p.shape)) for p in layout.parameters]
-        assert found == Counter((n, box, e) for n, box in boxes for e in range(box.num_elements))
-    assert [chunk.number for chunk in layout_chunks(layouts[1])] == [0, 1, 2][
-        : layouts[1].num_chunks
-    ]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "mixed"])

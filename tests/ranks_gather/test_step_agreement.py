@@ -10,24 +10,11 @@ import torch.distributed as dist
 
 from offload.distributed.gathering import step_agreement
 from offload.distributed.gathering.holder_groups import HolderGroups
-from offload.distributed.gathering.sharing import share_bytes, share_numbers
+from offload.distributed.gathering.sharing import share_numbers
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, agree_found_inf
 from offload.errors import RanksError
 from tests.limits import AGREEMENT_S
 from tests.ranks_gather import ranks, scenes
-
-
-def share(rank: int, lengths: list[int]) -> tuple[list[bytes], list[tuple[int, ...]]]:
-    group = HolderGroups([], timeout_s=AGREEMENT_S).everyone
-    data = bytes(range(256))[: lengths[rank]]
-    return share_bytes(data, group), share_numbers([rank, (1 << 63) - 1 - rank], group)
-
-
-@pytest.mark.parametrize("lengths", [[0, 0, 0], [0, 256, 3]])
-def test_all_ranks_see_the_bytes_of_each(lengths: list[int]) -> None:
-    numbers = [(rank, (1 << 63) - 1 - rank) for rank in range(3)]
-    for found in ranks.values(ranks.run(3, share, lengths)):
-        assert found == ([bytes(range(256))[:length] for length in lengths], numbers)
 
 
 def agree(rank: int, steps: list[list[StepTerms]]) -> list[Any]:

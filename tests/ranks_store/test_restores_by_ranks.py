@@ -5,7 +5,6 @@ Two ranks play most cases; `tests.ranks_training.calls` has what they do.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from tests.ranks_training.cases import (
     require_success,
     run_all,
     run_cases,
-    values,
 )
 from tests.ranks_training.rank_server import Jobs, Rank
 from tests.stores.files import flip_on_disk
@@ -267,37 +265,6 @@ def test_parameters_that_are_refused_do_not_cost_the_state_that_arrives(played: 
     assert of_each(found, "do") == ["UnsupportedParameterError"] * 2
     assert of_each(found, "whole") == of_each(expected, "whole")
     assert of_each(found, "verify") == [[], []]
-
-
-def save_reference(calls: Calls) -> None:
-    if calls.rank == 0:
-        reference = json.dumps(calls.optimizer.state_dict())
-        (calls.directory.parent / "reference.json").write_text(reference)
-
-
-def load_reference(calls: Calls) -> int:
-    """Load the state alone, as libraries do that load parameters themselves."""
-    text = (calls.directory.parent / "reference.json").read_text()
-    calls.optimizer.load_state_dict(json.loads(text))
-    return int(calls.optimizer.num_steps)
-
-
-def test_what_a_host_does_not_see_of_the_parameters_is_not_needed_for_the_state(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    """Of five frozen elements, the second of two ranks needs the fourth, which another host has."""
-    setting = {"given": True, "kind": "fsdp2", "widths": (8, 16, 4), "frozen_elements": 5}
-    four = [on("a"), on("a"), on("b"), on("bc")]
-    sealed = [*ROUND, do("save_reference"), *CLOSE]
-    run_all(jobs, tmp_path, [[*host, *sealed] for host in four], **setting)
-    two = [on("a"), on("b", "b", "bc")]
-    restored = [["whole"], ["restore"], ["whole"], ["step"], do("load_reference"), *CLOSE]
-    for rank in jobs.run(tmp_path, [[*host, *restored] for host in two], **setting):
-        assert rank.failed() == ["RanksError", "NotRestoredError"], rank.outcomes
-        assert "this one needs 'frozen' [3:5,]" in rank.of("restore")["message"]
-        first, last = values(rank, "whole")
-        assert first == last
-        assert rank.of("do")["value"] == 1
 
 
 def test_a_part_that_one_rank_cannot_open_is_let_go_of_by_the_others(
