@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from offload.format import Layout, ModelTensor, ParameterSpec
 from offload.format.boxes import Box, Cut
-from offload.format.layout import Layout, ModelTensor, ParameterSpec
 
 SHAPES = [(), (0,), (1,), (4,), (2, 3), (3, 1), (1, 3), (2, 0), (2, 2, 3), (1, 2, 2)]
 

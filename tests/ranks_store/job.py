@@ -15,20 +15,18 @@ import xxhash
 
 from gds import Backend, File, PosixBackend
 from offload.checkpoint.owner_parts import usable_parts
+from offload.format import Layout, ModelTensor, ParameterSpec
 from offload.format.boxes import Box, Cut
-from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.model_shard import ModelShard
 from offload.format.shares import owners
 from offload.format.shares.owners import ModelBox, parameter_boxes
 from offload.format.train_state import encode
-from offload.retention.policy import LastK
-from offload.store.opening import StoredCheckpoint
+from offload.retention import LastK
+from offload.store import Slot, Store, StoredCheckpoint
 from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition, Prepared, compose
 from offload.store.shared import SharedStore
-from offload.store.slots.slot import Slot
-from offload.store.store import Store
 
 ONE, TWO = "/one/run", "/two/run"
 """The store's directory on the node of owner 0, and on that of owner 1."""

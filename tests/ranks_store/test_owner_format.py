@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 from offload.errors import CheckpointError, ManifestError
-from offload.format import document
+from offload.format import Layout, ModelTensor, ParameterSpec, document
 from offload.format.boxes import Box, Cut
-from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode, reserved_bytes
 from offload.format.shares.owners import (
     MAX_OWNERS,
@@ -320,12 +319,12 @@ HOSTILE = (
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Return the path of everything in a document."""
+    """Return the paths in a document; of equal elements of a list, that of the first."""
     inside: list[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         inside = list(value.items())
     elif isinstance(value, list):
-        inside = list(enumerate(value))
+        inside = [(n, one) for n, one in enumerate(value) if one not in value[:n]]
     return [path, *(found for key, one in inside for found in places(one, (*path, key)))]
 
 

@@ -21,8 +21,8 @@ from gds import Backend, LockHeldError, MemoryBackend, PosixBackend, WrapperBack
 from gds.contract import Stat
 from offload import CheckpointError, DamagedError, list_checkpoints, load_parameters
 from offload import open_checkpoint as opened
+from offload.format import Layout
 from offload.format.document import digest_of
-from offload.format.layout import Layout
 from tests.command_line import Run
 from tests.crash.fault_backend import FaultBackend
 from tests.format.spec_reader import (
@@ -273,6 +273,7 @@ def test_an_open_checkpoint_keeps_its_parts(store: Path) -> None:
             backend.lock(path).release()
 
 
+@pytest.mark.usefixtures("small_pieces")
 def test_parameters_are_loaded_if_the_digests_of_all_owners_are_there(store: Path) -> None:
     model = torch.nn.Module()
     for name, shape in SHAPES.items():

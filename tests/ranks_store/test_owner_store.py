@@ -13,9 +13,9 @@ import torch
 from gds import Backend, LockHeldError, MemoryBackend, PosixBackend, StorageError
 from offload import AdamW, DriveTuning, Options, StoreError, StoreLockedError
 from offload.format.shares.owners import OwnerReference
-from offload.retention.policy import LastK
+from offload.retention import LastK
+from offload.store import Store
 from offload.store.shared import SharedStore
-from offload.store.store import Store
 from tests.crash.fault_backend import FaultBackend
 from tests.ranks_store.job import (
     LAYOUTS,
