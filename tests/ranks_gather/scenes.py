@@ -148,8 +148,17 @@ class Fault(Exception):  # noqa: N818
     """A fault that a test injects."""
 
 
-def gather_with_faults(rank: int, world: World, faults: dict[int, tuple[str, int]]) -> Any:
-    """Gather; ranks in `faults` fail at the n-th call of a place. Then show that ranks still talk.
+Faults = dict[int, tuple[str, int]]
+"""Ranks that fail, each at the n-th call of a place."""
+
+
+def gather_with_faults(rank: int, world: World, cases: dict[str, Faults]) -> dict[str, Any]:
+    """Gather once for each case."""
+    return {name: gather_with_fault(rank, world, faults) for name, faults in cases.items()}
+
+
+def gather_with_fault(rank: int, world: World, faults: Faults) -> Any:
+    """Gather; ranks fail. Then show that ranks still talk.
 
     Returns:
         Class, message, and class of the cause; and the sum of all ranks' numbers.

@@ -14,7 +14,8 @@ from offload.distributed.gathering.sharing import share_numbers
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, agree_found_inf
 from offload.errors import RanksError
 from tests.limits import AGREEMENT_S
-from tests.ranks_gather import ranks, scenes
+from tests.ranks_gather import scenes
+from tests.ranks_gather.ranks import Run
 
 
 def agree(rank: int, steps: list[list[StepTerms]]) -> list[Any]:
@@ -72,14 +73,14 @@ TERMS: dict[str, tuple[list[StepTerms], list[str]]] = {
 }
 
 
-def test_what_differs_is_named_on_all_ranks_and_the_next_step_is_agreed_on() -> None:
+def test_what_differs_is_named_on_all_ranks_and_the_next_step_is_agreed_on(run: Run) -> None:
     """Equal terms take one exchange; each rank learns the orders and layouts of the others."""
     orders = [terms(1), terms(1, order=(3,)), terms(1, order=())]
     steps = [[terms(1)] * 3, [terms(2)] * 3, orders, *(given for given, _ in TERMS.values())]
     layouts = [
         [terms(7, layout=digest) for digest in digests] for digests in ((7, 8, 9), (7, 8, 5))
     ]
-    first, *others = ranks.values(ranks.run(3, agree, [*steps, *layouts]))
+    first, *others = run(3, agree, [*steps, *layouts])
     assert all(other == first for other in others), "the ranks have different answers"
     equal, again, learnt, *refused = first
     assert equal[:2] == again[:2] == ([(0, 1)] * 3, 1)
@@ -105,23 +106,27 @@ def agree_too_late(rank: int) -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_does_not_step_is_waited_for_no_longer_than_the_limit() -> None:
-    _, said = ranks.values(ranks.run(2, agree_too_late))
+def test_a_rank_that_does_not_step_is_waited_for_no_longer_than_the_limit(run: Run) -> None:
+    _, said = run(2, agree_too_late)
     assert said.startswith("rank 1 of 2 waited in vain for the other ranks to begin step 7")
 
 
-def flags(rank: int, found: list[list[float]]) -> list[float]:
+def flags(rank: int, steps: list[list[list[float]]]) -> list[list[float]]:
+    """Agree in each step on the flags of all ranks; return this rank's."""
     group = HolderGroups([], timeout_s=AGREEMENT_S).everyone
-    own = [torch.tensor([value]) for value in found[rank]]
-    agree_found_inf(own, group)
-    return [flag.item() for flag in own]
+    found = []
+    for step in steps:
+        own = [torch.tensor([value]) for value in step[rank]]
+        agree_found_inf(own, group)
+        found.append([flag.item() for flag in own])
+    return found
 
 
-@pytest.mark.parametrize("value", [0.0, float("nan")])
-def test_all_ranks_skip_a_step_that_one_must_skip(value: float) -> None:
-    results = ranks.values(ranks.run(3, flags, [[0.0], [0.0, value], []]))
-    expected = 0.0 if value == 0 else 1.0
-    assert results == [[expected], [expected, expected], []]
+def test_all_ranks_skip_a_step_that_one_must_skip(run: Run) -> None:
+    steps = [[[0.0], [0.0, value], []] for value in (0.0, 1.0, float("nan"))]
+    results = run(3, flags, steps)
+    for number, expected in enumerate((0.0, 1.0, 1.0)):
+        assert [found[number] for found in results] == [[expected], [expected] * 2, []]
 
 
 class LateWork:
