@@ -136,12 +136,12 @@ def use_by_one_process(num: int) -> None:
     with open_checkpoint(RUN, backend=counting) as opened:
         assert len(opened.owners) == num - 1
         report = opened.verify()
+        assert 0 < counting.most_open < 20
         assert report.ok
         assert report.bytes_checked == num * WIDTH * (2 + 4 * len(ARRAYS))
         found = read_state(opened, NAME)
         for name, values in expected.items():
             assert found[name].equal(values), name
-    assert 0 < counting.most_open < 20
     assert counting.num_open == 0
     model = torch.nn.Linear(WIDTH, num, bias=False).bfloat16()
     masters = torch.nn.Parameter(expected["master"].clone())
