@@ -273,7 +273,6 @@ def test_an_open_checkpoint_keeps_its_parts(store: Path) -> None:
             backend.lock(path).release()
 
 
-@pytest.mark.usefixtures("small_pieces")
 def test_parameters_are_loaded_if_the_digests_of_all_owners_are_there(store: Path) -> None:
     model = torch.nn.Module()
     for name, shape in SHAPES.items():
