@@ -215,7 +215,7 @@ MUTATIONS = (
 """,
             ),
         ),
-        ("tests/ranks_store/test_shard_readers.py",),
+        ("tests/ranks_store/test_owner_readers.py",),
     ),
     Mutation(
         "share-no-sync",

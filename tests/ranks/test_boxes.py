@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from offload.format import Layout, ModelTensor, ParameterSpec
 from offload.format.boxes import Box, Cut
-from offload.format.layout import Layout, ModelTensor, ParameterSpec
 
 SHAPES = [(), (0,), (1,), (4,), (2, 3), (3, 1), (1, 3), (2, 0), (2, 2, 3), (1, 2, 2)]
 
@@ -55,11 +55,6 @@ def test_intersections_have_the_elements_of_both(shape: tuple[int, ...]) -> None
         assert (common is None) == (not expected)
         if common is not None:
             assert elements[common] == expected
-
-
-def test_the_whole_box_of_a_shape_has_all_its_elements() -> None:
-    for shape in SHAPES:
-        assert torch.equal(numbered(shape)[Box.whole(shape).slices], numbered(shape))
 
 
 def test_boxes_outside_of_a_shape_do_not_fit() -> None:

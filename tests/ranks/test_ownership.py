@@ -1,4 +1,4 @@
-"""The exchange of boxes in the constructor: how much is sent, and that models are compared."""
+"""How much ranks send each other in the constructor to know who has what."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from offload.distributed.ownership import Ownership
-from offload.errors import UnsupportedParameterError
 from offload.format.boxes import Box, Cut
-from offload.format.shares.dealing import BoxesError, own_boxes
+from offload.format.shares.dealing import own_boxes
 
 SIZE = 1024
 RANK = 5
@@ -31,20 +30,14 @@ PLACEMENTS = {
 
 
 class Exchange:
-    """Says for all other ranks what this one says, and counts bytes as JSON.
+    """Says for all other ranks what this one says, and counts bytes as JSON."""
 
-    The last rank may say something else: a value, or what a function makes of this rank's."""
-
-    def __init__(self, *others: Any) -> None:
+    def __init__(self) -> None:
         self.sent: list[int] = []
         self.received: list[int] = []
-        self.others = [*others]
 
     def __call__(self, mine: Any) -> list[Any]:
         said = [mine] * SIZE
-        if self.others:
-            other = self.others.pop(0)
-            said[-1] = other(mine) if callable(other) else other
         self.sent.append(len(json.dumps(mine)))
         self.received.append(len(json.dumps(said)))
         return said
@@ -102,24 +95,8 @@ def test_boxes_that_all_ranks_can_compute_are_not_sent(case: str) -> None:
     assert ownership.boxes == own_boxes(views)
 
 
-@pytest.mark.usefixtures("world")
-def test_boxes_that_a_rank_cannot_compute_are_sent_by_all() -> None:
-    tensors = sharded(*PLACEMENTS["replicated shards"])
-    exchange = Exchange(lambda mine: [mine[0], ""])
-    with pytest.raises(BoxesError):  # all say that they hold the box of one
-        Ownership(RANK, SIZE, 1, exchange).know([*tensors.items()], replaces=True)
-    assert len(exchange.sent) == 2
-
-
 def test_the_same_model_is_compared_by_its_digest() -> None:
     named = [(f"layer.{n}", torch.nn.Parameter(torch.zeros(8, 4))) for n in range(300)]
     exchange = Exchange()
     Ownership(RANK, SIZE, 1, exchange).know(named, replaces=True)
     assert exchange.sent == [40]
-
-
-def test_other_models_are_named() -> None:
-    named = [(f"layer.{n}", torch.nn.Parameter(torch.zeros(8, 4))) for n in range(3)]
-    other = [[name, [8, 4], "torch.float32", name != "layer.1", "plain"] for name, _ in named]
-    with pytest.raises(UnsupportedParameterError, match=r"rank 0 and rank 1023 .*layer\.1"):
-        Ownership(RANK, SIZE, 1, Exchange(["other", ""], other)).know(named, replaces=True)

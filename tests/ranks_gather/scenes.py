@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -17,12 +16,10 @@ from offload.distributed.gathering.gather import BounceBuffer, Gathering
 from offload.distributed.gathering.gather_plan import (
     BoxKey,
     BoxPiece,
-    GatherPlan,
     RankChunk,
     Transfer,
 )
 from offload.distributed.gathering.holder_groups import HolderGroups
-from offload.errors import RanksError
 from offload.format.boxes import Box
 from tests.limits import AGREEMENT_S, HANG_S, SHORT_AGREEMENT_S
 from tests.ranks_gather.worlds import (
@@ -151,8 +148,17 @@ class Fault(Exception):  # noqa: N818
     """A fault that a test injects."""
 
 
-def gather_with_faults(rank: int, world: World, faults: dict[int, tuple[str, int]]) -> Any:
-    """Gather; ranks in `faults` fail at the n-th call of a place. Then show that ranks still talk.
+Faults = dict[int, tuple[str, int]]
+"""Ranks that fail, each at the n-th call of a place."""
+
+
+def gather_with_faults(rank: int, world: World, cases: dict[str, Faults]) -> dict[str, Any]:
+    """Gather once for each case."""
+    return {name: gather_with_fault(rank, world, faults) for name, faults in cases.items()}
+
+
+def gather_with_fault(rank: int, world: World, faults: Faults) -> Any:
+    """Gather; ranks fail. Then show that ranks still talk.
 
     Returns:
         Class, message, and class of the cause; and the sum of all ranks' numbers.
@@ -164,8 +170,6 @@ def gather_with_faults(rank: int, world: World, faults: dict[int, tuple[str, int
         if place == here:
             left[0] -= 1
             if left[0] < 0:
-                if here == "interrupt":
-                    raise KeyboardInterrupt
                 raise Fault(f"the drive of {here} is gone")
 
     def live(name: str, box: Box) -> torch.Tensor:
@@ -184,20 +188,12 @@ def gather_with_faults(rank: int, world: World, faults: dict[int, tuple[str, int
         arrived=lambda _: maybe("arrived"),
     )
 
-    def before(chunk: RankChunk) -> None:
-        maybe("pass")
-        maybe("interrupt")
-        if place == "killed" and (left := count - chunk.number) <= 0:
-            os._exit(9 + left)
-
     try:
-        _run(own, gathering, before)
+        _run(own, gathering, lambda _: maybe("pass"))
     except BaseException as error:  # noqa: BLE001
         said = (type(error).__name__, str(error), type(error.__cause__).__name__)
     else:
         said = ("", "", "")
-    if any(place == "killed" for place, _ in faults.values()):
-        return said, 0
     numbers = torch.tensor([rank + 1])
     dist.all_reduce(numbers)
     return said, numbers.item()
@@ -207,26 +203,6 @@ def shorten(groups: HolderGroups) -> None:
     """Give groups that are connected a short limit, which is waited for."""
     for group in (groups.everyone, *groups._groups.values()):
         group._set_default_timeout(timedelta(seconds=SHORT_AGREEMENT_S))  # type: ignore[attr-defined]
-
-
-def gather_too_late(rank: int, world: World) -> tuple[str, str]:
-    """Gather with a short limit; rank 0 begins when the others have given up."""
-    plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
-    dist.barrier()
-    shorten(groups)
-    own = Rank(world, rank)
-    gathering = Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES))
-    if rank == 0:
-        dist.barrier()
-    found = "", ""
-    try:
-        _run(own, gathering)
-    except RanksError as error:
-        found = "RanksError", str(error)
-    if rank != 0:
-        dist.barrier()
-    return found
 
 
 def gather_beside_a_seal(rank: int, world: World) -> tuple[Bits, Bits]:
@@ -265,120 +241,3 @@ def gather_beside_a_seal(rank: int, world: World) -> tuple[Bits, Bits]:
     thread.join()
     assert not any(versions)
     return {name: bits(tensor) for name, tensor in copied.items()}, own.bits()
-
-
-def gather_without_some_calls(rank: int, world: World, silent: list[int]) -> Bits:
-    """Gather; ranks in `silent` report none of their chunks but the last."""
-    own = Rank(world, rank)
-    plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
-    gathering = Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES))
-    for chunk in world.chunks[rank]:
-        own.update(chunk)
-        if rank not in silent or chunk is world.chunks[rank][-1]:
-            gathering.updated(chunk.number)
-        gathering.updated(12345)  # a chunk that only moves to another slot
-    gathering.finish()
-    return own.bits()
-
-
-def gather_in_the_wrong_order(rank: int, world: World) -> tuple[str, str]:
-    """Gather; rank 0 updates its last chunk first."""
-    own = Rank(world, rank)
-    plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
-    gathering = Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES))
-    try:
-        _run_chunks(gathering, world.chunks[rank][:: -1 if rank == 0 else 1])
-    except RanksError as error:
-        return "RanksError", str(error)
-    return "", ""
-
-
-def _run_chunks(gathering: Gathering, chunks: list[RankChunk]) -> None:
-    try:
-        for chunk in chunks:
-            gathering.updated(chunk.number)
-    except RuntimeError as error:
-        raise gathering.fail(error) from error
-    gathering.finish()
-
-
-def gather_in_a_part_of_the_world(rank: int, world: World) -> Bits:
-    """Gather among ranks 1 and 3 of four processes."""
-    part = dist.new_group([1, 3])
-    if rank not in (1, 3):
-        return {}
-    plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, group=part, timeout_s=AGREEMENT_S)
-    own = Rank(world, groups.rank)
-    _run(own, Gathering(plan, groups, own.live, BounceBuffer(SLICE_BYTES)))
-    return own.bits()
-
-
-def gather_large(rank: int) -> tuple[Bits, int]:
-    """Gather with the default sizes: large pieces, and small ones beside them.
-
-    Returns:
-        The values, and the bytes of slots that have been allocated.
-    """
-    world = large_world()
-    plan = GatherPlan(world.chunks, world.holders)
-    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
-    own = Rank(world, rank)
-    buffer = BounceBuffer(plan.slice_bytes, 2)
-    for _ in range(2):
-        _run(own, Gathering(plan, groups, own.live, buffer))
-    free: Any = buffer._free
-    return own.bits(), sum(slot.nbytes for slot in free)
-
-
-def large_world() -> World:
-    world = World(2, chunks=[[], []], scattered={0: set(), 1: set()})
-    for rank, length in ((0, 3_000_001), (1, 2_500_000)):
-        pieces = []
-        for n, size in enumerate([length, *[1000 + k for k in range(60)]]):
-            name, box = f"t{100 * rank + n}", Box.whole((size,))
-            dtype = [*DTYPES][n % 3]
-            world.tensors[name] = box.sizes, dtype
-            world.holders[name, box], world.owners[name, box] = (0, 1), rank
-            pieces.append(BoxPiece(name, box, dtype, 0, size))
-        world.chunks[rank] = [RankChunk(0, tuple(pieces[:1])), RankChunk(1, tuple(pieces[1:]))]
-    return world
-
-
-def read_a_file(rank: int, path: str, lengths: dict[str, tuple[str, int, int]]) -> tuple[Bits, int]:
-    """Read a file of tensors: each rank its share, the rest from the others.
-
-    Args:
-        rank: This rank.
-        path: Path of the file.
-        lengths: Dtype, number of elements, and offset in bytes of each tensor.
-
-    Returns:
-        The values, and the bytes that this rank has read.
-    """
-    from offload.distributed.gathering.gather_plan import deal_reading
-    from offload.update.dtypes import DTYPES as ALL
-
-    num_ranks = dist.get_world_size()
-    keys = {(name, Box.whole((n,))): dtype for name, (dtype, n, _) in lengths.items()}
-    holders = dict.fromkeys(keys, tuple(range(num_ranks)))
-    chunks = deal_reading(keys, holders, num_ranks, chunk_bytes=4096)
-    plan = GatherPlan(chunks, holders, slice_bytes=SLICE_BYTES)
-    tensors = {name: torch.zeros(n, dtype=ALL[dtype]) for name, (dtype, n, _) in lengths.items()}
-    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
-    buffer = BounceBuffer(SLICE_BYTES)
-    gathering = Gathering(plan, groups, lambda name, _: tensors[name], buffer)
-    num_read = 0
-    with open(path, "rb") as file:
-        for chunk in chunks[rank]:
-            for piece in chunk.pieces:
-                target = tensors[piece.name][piece.start : piece.stop]
-                file.seek(lengths[piece.name][2] + piece.start * target.element_size())
-                data = bytearray(file.read(target.nbytes))
-                num_read += len(data)
-                target.copy_(torch.frombuffer(data, dtype=target.dtype))
-            gathering.updated(chunk.number)
-    gathering.finish()
-    return {name: bits(tensor) for name, tensor in tensors.items()}, num_read

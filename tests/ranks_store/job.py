@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from gds import Backend, File
+from gds import Backend, File, PosixBackend
 from offload.checkpoint.owner_parts import usable_parts
+from offload.format import Layout, ModelTensor, ParameterSpec
 from offload.format.boxes import Box, Cut
-from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.model_shard import ModelShard
+from offload.format.shares import owners
 from offload.format.shares.owners import ModelBox, parameter_boxes
 from offload.format.train_state import encode
-from offload.retention.policy import LastK
-from offload.store.opening import StoredCheckpoint
+from offload.retention import LastK
+from offload.store import Slot, Store, StoredCheckpoint
 from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition, Prepared, compose
 from offload.store.shared import SharedStore
-from offload.store.slots.slot import Slot
-from offload.store.store import Store
 
 ONE, TWO = "/one/run", "/two/run"
 """The store's directory on the node of owner 0, and on that of owner 1."""
@@ -82,10 +82,16 @@ def write_model(slot: Slot, step: int) -> list[ModelBox]:
     found = []
     for name, box in WHOLE:
         entry = header.entries[name]
-        one = ModelBox(name, box, ())
-        view = memoryview(data)[entry.start : entry.stop]
-        found.append(ModelBox(name, box, (slot.context.digest(one.digest_array, 0, view),)))
+        found.append(with_digests(slot, name, box, data[entry.start : entry.stop]))
     return found
+
+
+def with_digests(slot: Slot | OwnerSlot, name: str, box: Box, data: bytes) -> ModelBox:
+    """Return a box of the model with the digest of each piece of its bytes."""
+    one, size = ModelBox(name, box, ()), owners.MODEL_PIECE_BYTES
+    pieces = enumerate(memoryview(data)[at : at + size] for at in range(0, len(data), size))
+    digests = tuple(slot.context.digest(one.digest_array, *piece) for piece in pieces)
+    return replace(one, digests=digests)
 
 
 def shard_bytes(step: int, owner: int, name: str, nbytes: int) -> bytes:
@@ -98,11 +104,10 @@ def write_shard(slot: Slot | OwnerSlot, owner: int, step: int) -> list[ModelBox]
     header, found = slot.layout.model_file_header, []
     assert slot.layout.shard is not None
     for name, box in slot.layout.shard.boxes:
-        entry, one = header.entries[name], ModelBox(name, box, ())
+        entry = header.entries[name]
         data = shard_bytes(step, owner, name, entry.nbytes)
         slot.model.write_bytes(data, header.data_start + entry.start)
-        digest = slot.context.digest(one.digest_array, 0, memoryview(data))
-        found.append(ModelBox(name, box, (digest,)))
+        found.append(with_digests(slot, name, box, data))
     return found
 
 
@@ -308,3 +313,15 @@ def part_paths(backend: Backend, directory: str = TWO) -> Iterator[str]:
     for name in sorted(backend.list_dir(f"{directory}/owner-1")):
         if name.startswith("part-"):
             yield f"{directory}/owner-1/{name}"
+
+
+def made(one: Path, two: Path, *, sharded: bool = False, last: int = 2) -> Path:
+    """Seal steps 1 to `last`; return the store's first directory."""
+    directories = (str(one), str(two))
+    with (
+        PosixBackend() as backend,
+        Job([backend] * 2, keep=2, directories=directories, sharded=sharded) as job,
+    ):
+        for step in range(1, last + 1):
+            job.seal(step)
+    return one

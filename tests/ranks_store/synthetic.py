@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from offload.format import Layout, Manifest, ModelTensor, ParameterSpec
 from offload.format.boxes import Box, Cut
-from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.format.manifest import Manifest
 from offload.format.model_shard import ModelShard
 from offload.format.shares.owners import ModelBox, OwnerReference, num_pieces, parameter_boxes
 from offload.format.shares.part_table import OwnerTable

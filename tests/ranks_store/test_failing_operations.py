@@ -49,12 +49,13 @@ def run(backends: tuple[FaultBackend, FaultBackend], *, sharded: bool) -> tuple[
     return acknowledged, begun
 
 
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+@pytest.mark.parametrize(
+    ("sharded", "forever"), [(False, True), (True, False)], ids=["one-file-forever", "shards-once"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize("sharded", [False, True], ids=["one-file", "shards"])
 def test_what_was_acknowledged_is_found_whole(
-    sharded: bool, node: int, kind: Kind, forever: bool
+    node: int, kind: Kind, *, sharded: bool, forever: bool
 ) -> None:
     num_fired = 0
     for nth in range(1, 200, 2 if forever else 1):

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from gds import Backend, MemoryBackend
+from gds import Backend, File, MemoryBackend, WrapperBackend
+from gds.backends.wrapper import WrapperFile
 from offload import AdamW, DriveTuning, Options, open_checkpoint, read_state
+from offload.format import Layout, ModelTensor, ParameterSpec
 from offload.format.boxes import Box, Cut
-from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.shares.owners import MAX_OWNERS, ModelBox
 from offload.format.train_state import encode
-from offload.retention.policy import LastK
+from offload.retention import LastK
+from offload.store import Slot, Store
 from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import compose
 from offload.store.shared import SharedStore
-from offload.store.slots.slot import Slot
-from offload.store.store import Store
 
 RUN = "/run"
 NAME, WIDTH = "weight", 3
@@ -104,19 +104,45 @@ def write(slot: Slot | OwnerSlot, owner: int) -> None:
         slot.digests[name][0] = slot.context.digest(name, 0, memoryview(data))
 
 
+class Counting(WrapperBackend):
+    """Counts the files that are open, which each process may have a limited number of."""
+
+    num_open = most_open = 0
+
+    def wrap_file(self, file: File) -> File:
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        return _Counted(file, self)
+
+
+class _Counted(WrapperFile):
+    def __init__(self, inner: File, backend: Counting) -> None:
+        super().__init__(inner)
+        self._backend: Counting | None = backend
+
+    def close(self) -> None:
+        if self._backend is not None:
+            self._backend.num_open -= 1
+            self._backend = None
+        super().close()
+
+
 def use_by_one_process(num: int) -> None:
     """Verify, read, restore and train on the state of so many owners, and compare its bits."""
     backend = MemoryBackend()
     seal_with(backend, RUN, num)
     expected = {name: torch.stack([value_of(name, row) for row in range(num)]) for name in ARRAYS}
-    with open_checkpoint(RUN, backend=backend) as opened:
+    counting = Counting(backend)
+    with open_checkpoint(RUN, backend=counting) as opened:
         assert len(opened.owners) == num - 1
         report = opened.verify()
+        assert 0 < counting.most_open < 20
         assert report.ok
         assert report.bytes_checked == num * WIDTH * (2 + 4 * len(ARRAYS))
         found = read_state(opened, NAME)
         for name, values in expected.items():
             assert found[name].equal(values), name
+    assert counting.num_open == 0
     model = torch.nn.Linear(WIDTH, num, bias=False).bfloat16()
     masters = torch.nn.Parameter(expected["master"].clone())
     plain = torch.optim.AdamW([masters], **HYPER)

@@ -1,30 +1,47 @@
 """What several ranks restore together: each its part, all the same checkpoint, or none of them.
 
-Each test has ranks of its own, which are processes; `tests.ranks_training.calls` has what they do.
+Two ranks play most cases; `tests.ranks_training.calls` has what they do.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from safetensors.torch import load_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from tests.ranks_training.calls import Calls, Model
+from tests.format.old_stores import Model as OldModel
+from tests.format.old_stores import optimizer_for, unpack
+from tests.ranks_training.blocks_of import eight_bit_state, encoded_anew
+from tests.ranks_training.calls import Calls
+from tests.ranks_training.cases import (
+    BEGIN,
+    ROUND,
+    SEAL,
+    Case,
+    newest,
+    of_each,
+    on,
+    require_success,
+    run_all,
+    run_cases,
+)
 from tests.ranks_training.rank_server import Jobs, Rank
-from tests.ranks_training.test_hosts import on, run_all
 from tests.stores.files import flip_on_disk
 
-WIDTHS = (40, 60, 30)
-GIVEN: dict[str, Any] = {"given": True, "widths": WIDTHS}
-SEAL: list[list[Any]] = [["step"], ["checkpoint"], ["result"]]
 HERE = "tests.ranks_store.test_restores_by_ranks"
+CLOSE: list[list[Any]] = [["close"]]
 
 
 @pytest.fixture(scope="module")
@@ -40,32 +57,6 @@ def do(name: str, *arguments: Any) -> list[Any]:
     return ["do", f"{HERE}:{name}", *arguments]
 
 
-def of_each(ranks: list[Rank], call: str) -> list[Any]:
-    """Return the last value of a call on each rank."""
-    return [rank.of(call)["value"] for rank in ranks]
-
-
-def anew(rank: Rank) -> list[str]:
-    """Return what a rank has warned of state that is encoded anew."""
-    return [said for one in rank.outcomes for said in one["warnings"] if "encoded anew" in said]
-
-
-def test_other_ranks_get_all_parameters_and_the_first_of_them_warns(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    setting = {**GIVEN, "options": {"state_dtype": "int8"}}
-    calls: list[list[Any]] = [["open"], *SEAL, ["whole"], ["close"]]
-    (trained, _) = of_each(run_all(jobs, tmp_path, [calls] * 2, kind="fsdp2", **setting), "whole")
-    calls = [["open"], ["restore", {"reencode": True}], ["whole"], ["checkpoint"], ["result"]]
-    ranks = run_all(jobs, tmp_path, [[*calls, ["close"]]] * 3, kind="ddp", **setting)
-    assert of_each(ranks, "whole") == [trained] * 3
-    assert [len(anew(rank)) for rank in ranks] == [1, 0, 0]
-    again: list[list[Any]] = [["open"], ["restore"], ["whole"], ["verify"], ["close"]]
-    ranks = run_all(jobs, tmp_path, [again] * 3, kind="ddp", **setting)
-    assert of_each(ranks, "whole") == [trained] * 3
-    assert of_each(ranks, "verify") == [[]] * 3
-
-
 def hold_checkpoint(calls: Calls) -> None:
     """Keep the checkpoint that was made last, as it is now."""
     calls.held = calls.handle.result()
@@ -78,29 +69,142 @@ def restore_held(calls: Calls) -> None:
 def damage_the_model(calls: Calls) -> None:
     """Change a byte of the newest checkpoint, before any rank goes on."""
     if calls.rank == 0:
-        file = max(calls.directory.glob("step-*")) / "model.safetensors"
+        file = newest(calls.directory) / "model.safetensors"
         flip_on_disk(file, file.stat().st_size - 1)
     dist.barrier()
 
 
-def test_ranks_that_ask_for_different_checkpoints_change_nothing(
-    jobs: Jobs, tmp_path: Path
-) -> None:
+def different_checkpoints() -> Case:
+    """Ranks ask for different ones, and differ in what is to become of a damaged one."""
+    begin = [*BEGIN, *ROUND]
+    replaced = [do("hold_checkpoint"), ["set", {"lr": 0.5}], *SEAL]
+    damaged, end = do("damage_the_model"), [["restore"], *CLOSE]
+    first = [["restore", 1, {"discard_newer": True}], *replaced, ["restore"], damaged, ["restore"]]
+    second = [["restore"], *replaced, do("restore_held"), damaged, ["restore", 2]]
+    return [[*begin, *first, *end], [*begin, *second, *end]], {}
+
+
+def another_train_state() -> Case:
+    """One rank, on a host of its own, seals the same step again with another train state."""
+    other = ["checkpoint", {"train_state": {"another": 1}}]
+    first = [*on("a"), *ROUND, ["checkpoint"], ["result"], *CLOSE]
+    second = [*on("b"), *ROUND, other, ["result"], *CLOSE]
+    return [first, second], {}
+
+
+def no_single_box(calls: Calls) -> dict[str, str]:
+    """Train DTensors that no rank can have one box of; return the errors."""
+    mesh = init_device_mesh("cpu", (calls.size,))
+    own = torch.ones(2, 2)
+    lies: dict[str, Any] = {"shape": (6, 2), "stride": (2, 1)}
+    tensors = {
+        "partial": DTensor.from_local(own, mesh, [Partial()]),
+        "lies": DTensor.from_local(own, mesh, [Shard(0)], run_check=False, **lies),
+        "apart": DTensor.from_local(own, mesh, [_StridedShard(0, split_factor=2)]),
+    }
+    found = {}
+    for name, tensor in tensors.items():
+        model = torch.nn.Module()
+        model.register_parameter(name, torch.nn.Parameter(tensor))
+        calls.model = model
+        try:
+            calls.open()
+        except offload.OffloadError as error:
+            found[name] = str(error)
+    model = torch.nn.Module()
+    model.register_parameter("w", torch.nn.Parameter(distribute_tensor(own, mesh, [Shard(0)])))
+    calls.model = model
+    calls.open()
+    model.w.grad = distribute_tensor(own, mesh, [Replicate()])
+    try:
+        calls.optimizer.step()
+    except offload.OffloadError as error:
+        found["gradient"] = str(error)
+    return found
+
+
+WRAPPED: dict[str, Callable[[Any], torch.nn.Module]] = {
+    "plain": lambda model: model,
+    "compiled": torch.compile,
+    "compiled around": lambda model: torch.compile(torch.nn.Sequential(model)),
+}
+
+
+def names_of_wrapped(calls: Calls) -> list[list[str]]:
+    """Seal models in wrappers; return the names that torch's distributed checkpoints give."""
+    found = []
+    for number, wrap in enumerate(WRAPPED.values()):
+        layers = torch.nn.Sequential(torch.nn.Linear(8, 3), torch.nn.Linear(3, 4))
+        layers[1] = torch.compile(layers[1])
+        inner = torch.nn.Sequential(layers, checkpoint_wrapper(torch.nn.Linear(4, 4)))
+        calls.model = DistributedDataParallel(wrap(inner))
+        calls.open(directory=calls.directory / str(number))
+        calls.optimizer.checkpoint().result()
+        calls.close()
+        found.append(sorted(get_model_state_dict(calls.model)))
+    return found
+
+
+def recut_old_store(calls: Calls) -> None:
+    """Go on from a store of version 2 with DTensors of rows, and of columns."""
+    mesh, model = init_device_mesh("cpu", (calls.size,)), OldModel()
+    for name, parameter in [*model.named_parameters()]:
+        dim = int(name == "large")
+        part = torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(dim)]))
+        model.register_parameter(name, part)
+    with optimizer_for(model, calls.directory, "int8") as optimizer:
+        try:
+            optimizer.restore()
+        except offload.MismatchError as error:
+            assert "restore(reencode=True)" in str(error)  # noqa: PT017  (on a rank)
+            optimizer.restore(reencode=True)
+            optimizer.checkpoint().result()
+
+
+def add_different_parameters(calls: Calls) -> str:
+    """Add a layer that each rank has another name for; return the error, and remove the layer."""
+    name, layer = f"of_rank_{calls.rank}", torch.nn.Linear(3, 3).bfloat16()
+    calls.model.add_module(name, layer)
+    try:
+        calls.optimizer.add_param_group({"params": [*layer.parameters()]})
+    except offload.OffloadError as error:
+        return type(error).__name__
+    finally:
+        delattr(calls.model, name)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def played(
+    jobs: Jobs, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Mapping[str, list[Rank]]]:
+    """All cases of two ranks, and the folder in which each has a folder."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "old store").mkdir()
+    unpack("int8", folder / "old store")
+    tier = {"options": {"tier": f"file://{folder}/tier"}, "given": True, "widths": (40, 24)}
+    here = {"given": True, "widths": (40, 24)}
+    goes_on = [*ROUND, ["whole"], ["verify"], *CLOSE]
+    refused = [["open"], ["restore"], do("add_different_parameters"), *goes_on]
+    cases: dict[str, Case] = {
+        "different": different_checkpoints(),
+        "train states": another_train_state(),
+        "no single box": ([[do("no_single_box")]] * 2, {"kind": ""}),
+        "names": ([[do("names_of_wrapped")]] * 2, {"kind": ""}),
+        "old store": ([[do("recut_old_store")]] * 2, {"kind": ""}),
+        "sent": ([[*BEGIN, *CLOSE]] * 2, tier),
+        "sent/again": ([[["open"], ["restore"], *goes_on]] * 2, here),
+        "fetched": ([refused] * 2, tier),
+    }
+    return folder, run_cases(jobs, folder, cases)
+
+
+Played = tuple[Path, Mapping[str, list[Rank]]]
+
+
+def test_ranks_that_ask_for_different_checkpoints_change_nothing(played: Played) -> None:
     """Also if they differ in what is to become of a damaged one, or one names a replaced one."""
-    replaced = [do("hold_checkpoint"), ["set", {"lr": 0.5}], ["checkpoint"], ["result"]]
-    begin = [["open"], *SEAL, *SEAL]
-    end = [["restore"], ["close"]]
-    first = [["restore", 1, {"discard_newer": True}], *replaced, ["restore"]]
-    second = [["restore"], *replaced, do("restore_held")]
-    damaged = do("damage_the_model")
-    ranks = jobs.run(
-        tmp_path,
-        [
-            [*begin, *first, damaged, ["restore"], *end],
-            [*begin, *second, damaged, ["restore", 2], *end],
-        ],
-        kind="ddp",
-    )
+    ranks = played[1]["different"]
     errors = [
         [(one["error"], one["message"]) for one in rank.outcomes if one["error"]] for rank in ranks
     ]
@@ -115,149 +219,66 @@ def test_ranks_that_ask_for_different_checkpoints_change_nothing(
     assert [step for step, _ in of_each(ranks, "restore")] == [1, 1]
 
 
-def save_reference(calls: Calls) -> None:
-    if calls.rank == 0:
-        reference = json.dumps(calls.optimizer.state_dict())
-        (calls.directory.parent / "reference.json").write_text(reference)
+def test_a_train_state_that_is_another_one_on_one_rank_only_is_replaced(played: Played) -> None:
+    """Also if that rank does not see what is stored, on another host."""
+    folder, ranks = played[0] / "train states", played[1]["train states"]
+    require_success(ranks)
+    with offload.open_checkpoint(folder / "a", parts=[folder / "b"]) as checkpoint:
+        assert checkpoint.train_states == [{"step": 1, "rank": 0}, {"another": 1}]
+        assert checkpoint.verify().ok
 
 
-def load_reference(calls: Calls) -> int:
-    """Load the state alone, as libraries do that load parameters themselves."""
-    text = (calls.directory.parent / "reference.json").read_text()
-    calls.optimizer.load_state_dict(json.loads(text))
-    return int(calls.optimizer.num_steps)
+def test_what_has_no_single_box_is_refused_by_name(played: Played) -> None:
+    ranks = played[1]["no single box"]
+    require_success(ranks)
+    for found in of_each(ranks, "do"):
+        assert "'partial' is a DTensor with the placement P" in found["partial"]
+        assert "several boxes, expected one. Shard dimension 0" in found["apart"]
+        assert "'lies' is a DTensor of shape [6, 2]" in found["lies"]
+        assert "p.grad.redistribute" in found["gradient"]
 
 
-def test_what_a_host_does_not_see_of_the_parameters_is_not_needed_for_the_state(
-    jobs: Jobs, tmp_path: Path
+def test_names_are_those_of_torchs_distributed_checkpoints(played: Played) -> None:
+    """Wrappers are not part of a name."""
+    ranks = played[1]["names"]
+    require_success(ranks)
+    for number, names in enumerate(of_each(ranks, "do")[0]):
+        stored = load_file(newest(played[0] / f"names/run/{number}") / "model.safetensors")
+        assert sorted(stored) == names
+
+
+def test_8_bit_state_of_version_2_is_encoded_anew_only_if_that_is_asked_for(
+    played: Played, tmp_path: Path
 ) -> None:
-    """Of five frozen elements, the second of two ranks needs the fourth, which another host has."""
-    setting = {**GIVEN, "kind": "fsdp2", "widths": (8, 16, 4), "frozen_elements": 5}
-    four = [on("a"), on("a"), on("b"), on("bc")]
-    sealed = [*SEAL, do("save_reference"), ["close"]]
-    run_all(jobs, tmp_path, [[*host, *sealed] for host in four], **setting)
-    two = [on("a"), on("b", "b", "bc")]
-    restored = [["whole"], ["restore"], ["whole"], ["step"], do("load_reference"), ["close"]]
-    for rank in jobs.run(tmp_path, [[*host, *restored] for host in two], **setting):
-        assert rank.failed() == ["RanksError", "NotRestoredError"], rank.outcomes
-        assert "this one needs 'frozen' [3:5,]" in rank.of("restore")["message"]
-        first, last = (one["value"] for one in rank.outcomes if one["call"] == "whole")
-        assert first == last
-        assert rank.of("do")["value"] == 1
+    """Its blocks end where chunks end, so that parameters that are not cut have new ones, too."""
+    require_success(played[1]["old store"])
+    old, new = unpack("int8", tmp_path), played[0] / "old store/run"
+    assert newest(old).name == newest(new).name, "it is replaced"
+    found = encoded_anew(eight_bit_state(newest(old)), eight_bit_state(newest(new)))
+    assert "large" in found
+
+
+def test_parameters_that_are_refused_do_not_cost_the_state_that_arrives(played: Played) -> None:
+    expected, found = played[1]["sent/again"], played[1]["fetched"]
+    for ranks in (expected, found):
+        require_success(ranks)
+    assert of_each(found, "do") == ["UnsupportedParameterError"] * 2
+    assert of_each(found, "whole") == of_each(expected, "whole")
+    assert of_each(found, "verify") == [[], []]
 
 
 def test_a_part_that_one_rank_cannot_open_is_let_go_of_by_the_others(
     jobs: Jobs, tmp_path: Path
 ) -> None:
     """A lock on it that stays would keep all ranks from ever writing it again."""
-    run_all(jobs, tmp_path, [[["open"], *SEAL, ["close"]]] * 3, kind="ddp", **GIVEN)
+    run_all(jobs, tmp_path, [[*BEGIN, *CLOSE]] * 3, given=True)
     part = "owner-2"
     first = [["open"], ["keep_error", "restore"], ["open_files", part]]
     second = [["open"], ["fail", "open", part], ["keep_error", "restore"], ["open_files", part]]
-    end = [["restore"], ["close"]]
-    ranks = jobs.run(tmp_path, [[*first, *end], [*second, *end]], kind="fsdp2", **GIVEN)
-    for rank in ranks:
-        assert rank.failed() == [], rank.outcomes
+    end = [["restore"], *CLOSE]
+    for rank in run_all(
+        jobs, tmp_path, [[*first, *end], [*second, *end]], kind="fsdp2", given=True
+    ):
         assert rank.of("keep_error")["value"] != ""
         assert rank.of("open_files")["value"] == []
         assert rank.of("restore")["value"][0] == 1
-
-
-def add_parameters(calls: Calls) -> None:
-    """Add a layer to the model, and its parameters to the optimizer."""
-    from tests.tiers.rank_program import grow  # which changes what this process logs
-
-    assert calls.model is not None
-    grow(calls.optimizer, calls.model)
-
-
-@pytest.mark.parametrize("grows", [False, True], ids=["", "growing"])
-def test_ranks_go_on_from_the_tier_as_from_their_own_directory(
-    jobs: Jobs, tmp_path: Path, grows: bool
-) -> None:
-    kind = "fsdp2" if grows else "ddp"
-    setting = {**GIVEN, "kind": kind, "widths": (40, 24, 24)}
-    with_tier = {**setting, "options": {"tier": f"file://{tmp_path}/tier"}}
-    more = [do("add_parameters")] if grows else []
-    calls = [["open"], ["restore"], *more, *SEAL, ["whole"], ["verify"], ["close"]]
-    old, new = tmp_path / "old", tmp_path / "new"
-    for folder in (old, new):
-        folder.mkdir()
-    run_all(jobs, old, [[["open"], *SEAL, ["close"]]] * 2, **with_tier)
-    expected = run_all(jobs, old, [calls] * 2, **setting)
-    found = run_all(jobs, new, [calls] * 2, **with_tier)
-    for call in ("restore", "whole", "verify"):
-        assert of_each(found, call) == of_each(expected, call)
-    assert of_each(found, "restore") == [[1, {"step": 1, "rank": rank}] for rank in range(2)]
-
-
-def add_different_parameters(calls: Calls) -> str:
-    """Add a layer that each rank has another name for; return the error, and remove the layer."""
-    assert calls.model is not None
-    name, layer = f"of_rank_{calls.rank}", torch.nn.Linear(3, 3).bfloat16()
-    calls.model.add_module(name, layer)
-    try:
-        calls.optimizer.add_param_group({"params": [*layer.parameters()]})
-    except offload.OffloadError as error:
-        return type(error).__name__
-    finally:
-        delattr(calls.model, name)
-    return ""
-
-
-def test_parameters_that_are_refused_do_not_cost_the_state_that_arrives(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    setting = {**GIVEN, "kind": "ddp", "widths": (40, 24)}
-    with_tier = {**setting, "options": {"tier": f"file://{tmp_path}/tier"}}
-    old, new = tmp_path / "old", tmp_path / "new"
-    for folder in (old, new):
-        folder.mkdir()
-    run_all(jobs, old, [[["open"], *SEAL, ["close"]]] * 2, **with_tier)
-    end = [*SEAL, ["whole"], ["verify"], ["close"]]
-    expected = run_all(jobs, old, [[["open"], ["restore"], *end]] * 2, **setting)
-    refused = [["open"], ["restore"], do("add_different_parameters"), *end]
-    found = run_all(jobs, new, [refused] * 2, **with_tier)
-    assert of_each(found, "do") == ["UnsupportedParameterError"] * 2
-    assert of_each(found, "whole") == of_each(expected, "whole")
-    assert of_each(found, "verify") == [[], []]
-
-
-def open_before_sharding(calls: Calls) -> None:
-    """Make the optimizer first, as some libraries do, which then give it the sharded parameters."""
-    torch.manual_seed(7)
-    model = Model(calls.setting.widths, calls.setting.frozen_elements).bfloat16()
-    calls.model = model
-    calls.open()
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    (group,) = calls.optimizer.param_groups
-    group["params"] = [*model.parameters()]
-
-
-def test_a_model_may_be_sharded_between_the_optimizer_and_the_restore(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    setting = {**GIVEN, "kind": "fsdp2"}
-    sealed = [["open"], *SEAL, ["whole"], ["close"]]
-    trained = of_each(run_all(jobs, tmp_path, [sealed] * 2, **setting), "whole")
-    again = [do("open_before_sharding"), ["restore"], ["whole"], *SEAL, ["verify"], ["close"]]
-    ranks = run_all(jobs, tmp_path, [again] * 2, **setting)
-    assert of_each(ranks, "whole") == trained
-    assert of_each(ranks, "result") == [2, 2]
-    assert of_each(ranks, "verify") == [[], []]
-
-
-def test_a_train_state_that_is_another_one_on_one_rank_only_is_replaced(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    """Also if that rank does not see what is stored, on another host."""
-    other = ["checkpoint", {"train_state": {"another": 1}}]
-    end = [["result"], ["close"]]
-    first = [*on("a"), *SEAL, ["checkpoint"], *end]
-    second = [*on("b"), *SEAL, other, *end]
-    run_all(jobs, tmp_path, [first, second], kind="ddp")
-    with offload.open_checkpoint(tmp_path / "a", parts=[tmp_path / "b"]) as checkpoint:
-        assert checkpoint.train_states == [{"step": 1, "rank": 0}, {"another": 1}]
-        assert checkpoint.verify().ok
