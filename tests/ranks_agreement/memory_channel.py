@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-from offload.distributed.agreement.channel import ChannelLostError
+from offload.distributed import ChannelLostError
+
+LONG_S = 60.0
+"""A limit that is only reached where time is skipped; something else ends all other waits."""
+
+
+def message(kind: str, **fields: Any) -> str:
+    """Return a message as ranks of this version write it."""
+    return json.dumps({"version": 2, "kind": kind, **fields})
 
 
 class Memory:
@@ -96,7 +106,7 @@ class MemoryChannel:
 
 
 class TimedChannel(MemoryChannel):
-    """A connection with a clock of its own, which only waiting moves.
+    """A connection with a clock that only its waits move, for a rank whose calls come one by one.
 
     ``at`` has what others do, each at its time.
     """
@@ -104,7 +114,7 @@ class TimedChannel(MemoryChannel):
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
         self.time_s = 0.0
-        self.at: list[tuple[float, Callable[[], None]]] = []
+        self.at: list[tuple[float, Callable[[], object]]] = []
 
     def wait(self, key: str, timeout_s: float) -> str | None:
         until = self.time_s + timeout_s
@@ -120,9 +130,5 @@ class TimedChannel(MemoryChannel):
     def now(self) -> float:
         return self.time_s
 
-
-class CommonClock(TimedChannel):
-    """A connection whose clones have its clock, for a rank whose calls are made one by one."""
-
-    def clone(self) -> CommonClock:
+    def clone(self) -> TimedChannel:
         return self
