@@ -163,16 +163,14 @@ def test_a_config_has_the_size_of_the_models_weights(name: str, tmp_path: Path) 
     ("changed", "message"),
     [
         ({"model_type": "whisper"}, "model_type is 'whisper', known are .*"),
-        *(({"hidden_size": v}, "hidden_size is .*, a whole") for v in (None, "32", 0, 1.5, True)),
+        *(({"hidden_size": v}, "hidden_size is ") for v in (None, "32", 0, 1.5, True)),
     ],
 )
 def test_a_field_of_a_config_is_refused_by_name(
     changed: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | changed))
-    with pytest.raises(
-        SizingError, match=r"config\.json: " + message.replace(", a", ", expected a")
-    ):
+    with pytest.raises(SizingError, match=rf"config\.json: {message}"):
         size(tmp_path)
 
 
