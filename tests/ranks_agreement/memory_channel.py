@@ -62,40 +62,46 @@ class Memory:
 
 
 class MemoryChannel:
-    """A connection of a thread."""
+    """A connection of a thread, whose keys begin with the name of a start."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.is_closed = False
+        self.name = ""
+
+    def enter(self, name: str) -> None:
+        self.name = f"{name}/"
 
     def put(self, key: str, value: str, *, within_s: float | None = None) -> None:
         del within_s
         with self.memory.changed:
             self._require()
-            self.memory.values[key] = value
+            self.memory.values[self.name + key] = value
             self.memory.changed.notify_all()
 
     def get(self, key: str) -> str | None:
         with self.memory.changed:
             self._require()
-            return self.memory.values.get(key)
+            return self.memory.values.get(self.name + key)
 
     def wait(self, key: str, timeout_s: float) -> str | None:
         with self.memory.changed:
-            self.memory.wait(key, timeout_s)
+            self.memory.wait(self.name + key, timeout_s)
             self._require()
-            return self.memory.values.get(key)
+            return self.memory.values.get(self.name + key)
 
     def delete(self, key: str) -> None:
         with self.memory.changed:
             self._require()
-            self.memory.values.pop(key, None)
+            self.memory.values.pop(self.name + key, None)
 
     def now(self) -> float:
         return self.memory.now()
 
     def clone(self) -> MemoryChannel:
-        return type(self)(self.memory)
+        made = type(self)(self.memory)
+        made.name = self.name
+        return made
 
     def close(self) -> None:
         self.is_closed = True

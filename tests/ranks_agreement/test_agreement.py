@@ -1,4 +1,8 @@
-"""The agreement as an optimizer uses it, with ranks that are threads."""
+"""The agreement as an optimizer uses it, with ranks that are threads.
+
+Errors of calls, interrupts and ranks that have closed are shown by real ranks in
+`tests/ranks_training`.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +71,6 @@ class Ranks:
                 agreement.decide(number, complete, rename)
             else:
                 agreement.decision(number)
-            if other.get("close"):
-                agreement.close()
 
         return self.all(seal, other.get("leave", ()))
 
@@ -105,26 +107,6 @@ def test_ranks_open_get_a_slot_and_seal_again_and_again() -> None:
 
 def refuse(words: str) -> Any:
     raise OSError(words)
-
-
-def test_whatever_one_rank_cannot_do_is_an_error_that_names_it_on_all() -> None:
-    """And then the ranks go on."""
-    ranks = Ranks(3).opened()
-    offer = Offer(slot="slot-1", generation=4)
-
-    def ready(agreement: Agreement) -> None:
-        if agreement.peers.rank == 2:
-            refuse("disk full")
-
-    found = ranks.all(lambda a: a.grant(lambda: offer, lambda *_: ready(a)))
-    same_error(found, RanksError, "rank 2 on node-2: disk full")
-    assert isinstance(found[2].__cause__, OSError)
-    found = ranks.all(lambda a: a.grant(lambda: refuse("no slot is free"), lambda *_: None))
-    same_error(found, RanksError, "rank 0 on node-0: no slot is free")
-    assert all(one.offer.generation == 4 for one in ranks.all(granted))
-    found = ranks.all(lambda a: a.agree(f"call{a.peers.rank}()", lambda _: None, lambda _: None))
-    assert {type(error) for error in found} == {RanksError}
-    assert all("call0()" in str(error) and "call1()" in str(error) for error in found)
 
 
 DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
@@ -263,39 +245,6 @@ def test_a_lost_store_leaves_a_reported_seal_in_doubt_and_takes_no_checkpoint_ba
     assert isinstance(other, InDoubtError)
 
 
-def test_an_interrupt_of_one_rank_is_an_error_of_the_others() -> None:
-    ranks = Ranks(2).opened()
-
-    def ready(agreement: Agreement) -> None:
-        if agreement.peers.rank == 1:
-            raise KeyboardInterrupt
-
-    def call(agreement: Agreement) -> Any:
-        try:
-            offer = Offer(slot="s", generation=4)
-            return agreement.grant(lambda: offer, lambda *_: ready(agreement))
-        except KeyboardInterrupt:
-            return "interrupted"
-
-    first, second = ranks.all(call)
-    assert isinstance(first, RanksError)
-    assert "rank 1 on node-1: interrupted" in str(first)
-    assert second == "interrupted"
-    with pytest.raises(RanksError, match="was interrupted on this rank"):
-        ranks.agreements[1].begin_seal("")
-
-
-def test_closing_exchanges_nothing_and_holds_nobody() -> None:
-    ranks = Ranks(2).opened()
-    before = dict(ranks.memory.values)
-    for _ in range(2):
-        ranks.agreements[0].close()
-        assert {key: ranks.memory.values[key] for key in before} == before
-        assert ranks.memory.values.keys() - before.keys() == {"left/rank/0", "left/anyone"}
-    with pytest.raises(RanksError, match="is closed"):
-        ranks.agreements[0].begin_seal("")
-
-
 def test_why_ranks_have_left_is_told_to_those_that_wait() -> None:
     ranks = Ranks(5).opened()
     for rank in (1, 2, 3, 4):
@@ -305,14 +254,6 @@ def test_why_ranks_have_left_is_told_to_those_that_wait() -> None:
     assert f"{words}; ranks 2 to 4 have closed their optimizers" in str(error)
     with pytest.raises(RanksError, match=words):
         ranks.agreements[0].require_all_here("step()")
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_ranks_that_have_all_closed_after_a_seal_have_sealed(size: int) -> None:
-    """One rank alone agrees with itself."""
-    ranks = Ranks(size).opened()
-    assert [[*one.notes] for one in ranks.all(granted)] == [[*range(size)]] * size
-    assert ranks.seal(close=True) == [None] * size
 
 
 def test_channels_over_one_store_of_torch() -> None:

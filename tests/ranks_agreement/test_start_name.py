@@ -6,7 +6,6 @@ keys it has left, or lets one rank be killed in the middle of it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from offload.distributed import Agreement, Sight
 from offload.distributed.agreement.start_name import agree_on_start
 from offload.errors import RanksError
-from tests.eventually import TIMEOUT_S
+from tests.eventually import eventually
 from tests.ranks_agreement.memory_channel import (
     LONG_S,
     Memory,
@@ -95,46 +94,18 @@ def test_rank_0_that_has_failed_before_is_not_listened_to() -> None:
     assert agree_on_start(channel, 1, 2, LONG_S) == "now"
 
 
-class Entered(MemoryChannel):
-    """A connection whose keys begin with a name, and that says when rank 2 is waited for."""
-
-    def __init__(self, memory: Memory, name: str = "") -> None:
-        super().__init__(memory)
-        self.name = name
-        self.awaits_rank_2 = threading.Event()
-
-    def put(self, key: str, value: str, *, within_s: float | None = None) -> None:
-        super().put(self.name + key, value, within_s=within_s)
-
-    def get(self, key: str) -> str | None:
-        return super().get(self.name + key)
-
-    def wait(self, key: str, timeout_s: float) -> str | None:
-        if key.endswith("/2"):
-            self.awaits_rank_2.set()
-        return super().wait(self.name + key, timeout_s)
-
-    def delete(self, key: str) -> None:
-        super().delete(self.name + key)
-
-    def clone(self) -> Entered:
-        return Entered(self.memory, self.name)
-
-
 def test_messages_of_dead_ranks_are_not_read() -> None:
     """Rank 2 has said what it sees, and was killed. Its successor comes later than the others."""
     memory = Memory()
 
     def begin(host: str, killed: tuple[int, ...]) -> list[Any]:
-        channels = [Entered(memory) for _ in range(3)]
-
         def opened(rank: int) -> Any:
-            channel = channels[rank]
-            if rank == 2 and not killed:
-                channels[0].awaits_rank_2.wait(TIMEOUT_S)
-            channel.name = f"{agree_on_start(channel, rank, 3, LONG_S)}/"
+            channel = MemoryChannel(memory)
+            channel.enter(agree_on_start(channel, rank, 3, LONG_S))
             if rank in killed:
                 return None
+            if rank == 2 and not killed:
+                assert eventually(lambda: f"{channel.name}exchange/0/ask/1" in memory.values)
             agreement = Agreement(channel, rank, 3, timeout_s=LONG_S)
             try:
                 return agreement.open(Sight(host=host, new_id=host), lambda _: None)
