@@ -1,4 +1,4 @@
-"""What surrounds a step by the kernel: autograd, torch's modes, unusual tensors, loss scaling."""
+"""What surrounds a step by the kernel: autograd, unusual tensors and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import offload
@@ -187,39 +186,6 @@ def test_parameters_that_share_one_gradient() -> None:
             optimizer.step()
             assert torch.equal(shared, numbers(64, seed=step))
         return [p.detach() for p in parameters]
-
-    by_both(run)
-
-
-class Counting(TorchFunctionMode):
-    """A mode of the user's that sees functions of torch."""
-
-    num_seen = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_seen += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_step_within_the_users_modes() -> None:
-    """They change nothing, and see as much of the kernel as of torch's code."""
-    kernel_for(torch.optim.AdamW, "float32")
-
-    def run() -> Tensors:
-        parameter = torch.nn.Parameter(numbers(2000, dtype=torch.bfloat16))
-        optimizer = offloaded([parameter])
-        seen = []
-        for step in range(NUM_STEPS):
-            parameter.grad = numbers(2000, seed=step, dtype=torch.bfloat16)
-            with (
-                torch.device("meta"),
-                torch.autocast("cpu"),
-                torch.inference_mode(step == 2),
-                Counting() as mode,
-            ):
-                optimizer.step()
-            seen.append(mode.num_seen)
-        return [parameter.detach(), torch.tensor(seen)]
 
     by_both(run)
 

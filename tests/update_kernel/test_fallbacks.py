@@ -190,8 +190,10 @@ def test_a_step_that_a_program_has_replaced_is_run(monkeypatch: pytest.MonkeyPat
     assert steps_as_torch_in_memory().startswith("kernel")
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize(
+    ("optimizer_class", "state_dtype"),
+    [(torch.optim.AdamW, "float32"), (torch.optim.Adam, "bfloat16"), (torch.optim.SGD, "int8")],
+)
 def test_the_check_notices_another_arithmetic(
     optimizer_class: type[torch.optim.Optimizer],
     state_dtype: str,
