@@ -75,30 +75,20 @@ def test_each_rank_of_torchrun_takes_its_share_of_the_cores(given: str, tmp_path
             assert (told["of 1"], told["of 7"], told["of 8"]) == (1, 3, 4)
 
 
-@pytest.mark.parametrize(
-    ("omp", "ranks", "num_threads"),
-    [
-        ("1", "2", 4),
-        ("1", "16", 1),
-        ("1", None, 1),
-        ("1", "1", 1),
-        ("1", "0", 1),
-        ("1", "", 1),
-        ("1", "two", 1),
-        (None, "2", 1),
-        ("8", "2", 1),  # torch.set_num_threads(1) is called, too
-    ],
-)
 def test_only_with_the_number_that_torchrun_sets_for_several_ranks_are_cores_shared(
-    omp: str | None, ranks: str | None, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Torch uses one thread in these tests; here it has eight cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    for name, value in (("OMP_NUM_THREADS", omp), ("LOCAL_WORLD_SIZE", ranks)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    assert default_num_threads() == num_threads
+    shared = {("1", "2"): 4, ("1", "16"): 1}
+    alone = [("1", ranks) for ranks in (None, "1", "0", "", "two")]
+    for given in (*shared, *alone, (None, "2"), ("8", "2")):
+        for name, value in zip(("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"), given, strict=True):
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        assert default_num_threads() == shared.get(given, 1), given
 
 
 # Every square root of a process that has just begun, in order, until two steps have been taken.
