@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Any
 
 Effects = Generator[Any, Any, Any]
 
@@ -132,25 +132,6 @@ class Bounds:
     """Whether the key-value store may be lost at any place."""
 
 
-class Model(Protocol):
-    """What the checker checks."""
-
-    actors: list[Actor]
-    wing: Any
-
-    def act(self, state: State, rank: int, call: Any, args: tuple[Any, ...]) -> Iterator[Any]:
-        """Yield each outcome of a local effect: the world after it, and the result."""
-        ...
-
-    def ended(self, world: Any, actor: int, result: Any) -> Any:
-        """Return the world after an actor's program has ended."""
-        ...
-
-    def check(self, state: State) -> None:
-        """Raise `ViolationError` if an invariant does not hold."""
-        ...
-
-
 @dataclass
 class Explored:
     """What an exploration has seen."""
@@ -160,8 +141,14 @@ class Explored:
     """States in which every living actor has ended."""
 
 
-def explore(model: Model, world: Any, bounds: Bounds, limit: int = 3_000_000) -> Explored:
+def explore(model: Any, world: Any, bounds: Bounds, limit: int = 3_000_000) -> Explored:
     """Visit every state that can be reached, and check each.
+
+    Args:
+        model: What is checked: its `actors`, `act`, `ended` and `check`, and the `wing` they run.
+        world: State of the world at the beginning.
+        bounds: What may happen besides the effects of the actors.
+        limit: Most states to visit.
 
     Raises:
         ViolationError: An invariant does not hold, or living actors wait for ever.
@@ -234,7 +221,7 @@ def explore(model: Model, world: Any, bounds: Bounds, limit: int = 3_000_000) ->
 
 
 def _perform(
-    model: Model, state: State, actor: Actor, node: Node, is_silent: bool
+    model: Any, state: State, actor: Actor, node: Node, is_silent: bool
 ) -> Iterator[tuple[State, Any, str]]:
     effect = node.effect
     kind = type(effect).__name__

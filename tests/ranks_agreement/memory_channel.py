@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-from offload.distributed.agreement.channel import ChannelLostError
+from offload.distributed import ChannelLostError
+
+LONG_S = 60.0
+"""A limit that is only reached where time is skipped; something else ends all other waits."""
+
+
+def message(kind: str, **fields: Any) -> str:
+    """Return a message as ranks of this version write it."""
+    return json.dumps({"version": 2, "kind": kind, **fields})
 
 
 class Memory:
@@ -52,40 +62,46 @@ class Memory:
 
 
 class MemoryChannel:
-    """A connection of a thread."""
+    """A connection of a thread, whose keys begin with the name of a start."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
         self.is_closed = False
+        self.name = ""
+
+    def enter(self, name: str) -> None:
+        self.name = f"{name}/"
 
     def put(self, key: str, value: str, *, within_s: float | None = None) -> None:
         del within_s
         with self.memory.changed:
             self._require()
-            self.memory.values[key] = value
+            self.memory.values[self.name + key] = value
             self.memory.changed.notify_all()
 
     def get(self, key: str) -> str | None:
         with self.memory.changed:
             self._require()
-            return self.memory.values.get(key)
+            return self.memory.values.get(self.name + key)
 
     def wait(self, key: str, timeout_s: float) -> str | None:
         with self.memory.changed:
-            self.memory.wait(key, timeout_s)
+            self.memory.wait(self.name + key, timeout_s)
             self._require()
-            return self.memory.values.get(key)
+            return self.memory.values.get(self.name + key)
 
     def delete(self, key: str) -> None:
         with self.memory.changed:
             self._require()
-            self.memory.values.pop(key, None)
+            self.memory.values.pop(self.name + key, None)
 
     def now(self) -> float:
         return self.memory.now()
 
     def clone(self) -> MemoryChannel:
-        return type(self)(self.memory)
+        made = type(self)(self.memory)
+        made.name = self.name
+        return made
 
     def close(self) -> None:
         self.is_closed = True
@@ -96,7 +112,7 @@ class MemoryChannel:
 
 
 class TimedChannel(MemoryChannel):
-    """A connection with a clock of its own, which only waiting moves.
+    """A connection with a clock that only its waits move, for a rank whose calls come one by one.
 
     ``at`` has what others do, each at its time.
     """
@@ -104,7 +120,7 @@ class TimedChannel(MemoryChannel):
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
         self.time_s = 0.0
-        self.at: list[tuple[float, Callable[[], None]]] = []
+        self.at: list[tuple[float, Callable[[], object]]] = []
 
     def wait(self, key: str, timeout_s: float) -> str | None:
         until = self.time_s + timeout_s
@@ -120,9 +136,5 @@ class TimedChannel(MemoryChannel):
     def now(self) -> float:
         return self.time_s
 
-
-class CommonClock(TimedChannel):
-    """A connection whose clones have its clock, for a rank whose calls are made one by one."""
-
-    def clone(self) -> CommonClock:
+    def clone(self) -> TimedChannel:
         return self

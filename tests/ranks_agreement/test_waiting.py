@@ -2,165 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from offload.distributed.agreement.agreement import Agreement
-from offload.distributed.agreement.driver import Driver, announcement
-from offload.distributed.agreement.effects import Arrived, Await, Program
-from offload.distributed.agreement.leaving import ANYONE, in_words, leave
-from offload.distributed.agreement.messages import encode
-from offload.distributed.agreement.peers import error_key, names, sign_key
-from offload.distributed.agreement.quiet import QuietRanks
-from offload.distributed.agreement.reports import Report
-from offload.distributed.agreement.signs import SIGNS_PER_LIMIT, Signs
+from offload.distributed import Agreement, Report
 from offload.errors import InDoubtError, RanksError, SealError
-from tests.ranks_agreement.memory_channel import CommonClock, Memory, TimedChannel
+from tests.ranks_agreement.memory_channel import Memory, TimedChannel, message
 
 LIMIT_S = 60.0
 LOOK_S = 4.0
 """Generous bound on the time between two looks."""
 
-
-class Silent:
-    def give(self) -> None:
-        pass
+Event = tuple[float, str, str]
+"""A time, and the key and value that another rank puts then."""
 
 
-def waiting(*ranks: int) -> Program[Arrived]:
-    return (yield Await(tuple((rank, f"key/{rank}") for rank in ranks), "scope"))
-
-
-def driver_of(channel: TimedChannel) -> Driver:
-    return Driver(channel, Silent(), LIMIT_S, QuietRanks())
-
-
-def signs_at(channel: TimedChannel, rank: int, *times_s: float) -> None:
-    key = sign_key("scope", rank)
-    for number, time_s in enumerate(times_s):
-        channel.at.append((time_s, lambda n=number: channel.put(key, str(n))))
-    channel.at.sort(key=lambda item: item[0])
-
-
-def test_a_rank_without_a_sign_is_given_up_after_the_limit() -> None:
-    channel = TimedChannel(Memory())
-    assert driver_of(channel).run(waiting(1)) == Arrived({}, lost=frozenset({1}))
-    assert LIMIT_S <= channel.time_s <= LIMIT_S + 2 * LOOK_S
-
-
-def test_a_slow_rank_is_waited_for_as_long_as_it_gives_signs() -> None:
-    channel = TimedChannel(Memory())
-    signs_at(channel, 1, *range(0, 3000, 50))
-    channel.at.append((2990.0, lambda: channel.put("key/1", "done")))
-    assert driver_of(channel).run(waiting(1)) == Arrived({1: "done"})
-
-
-def test_the_limit_counts_from_the_last_sign() -> None:
-    channel = TimedChannel(Memory())
-    signs_at(channel, 1, 0, 50, 100, 150)
-    assert driver_of(channel).run(waiting(1)) == Arrived({}, lost=frozenset({1}))
-    assert 150 + LIMIT_S <= channel.time_s <= 150 + LIMIT_S + 2 * LOOK_S
-
-
-def test_signs_of_one_rank_do_not_prolong_the_wait_for_another() -> None:
-    channel = TimedChannel(Memory())
-    signs_at(channel, 1, *range(0, 1000, 20))
-    assert driver_of(channel).run(waiting(1, 2)) == Arrived({}, lost=frozenset({2}))
-    assert channel.time_s <= LIMIT_S + 2 * LOOK_S
-
-
-def test_what_has_arrived_is_returned_when_another_rank_is_given_up() -> None:
-    channel = TimedChannel(Memory())
-    channel.put("key/2", "here")
-    assert driver_of(channel).run(waiting(1, 2, 3)) == Arrived({2: "here"}, lost=frozenset({1, 3}))
-
-
-def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
-    channel = TimedChannel(Memory())
-
-    def stopped() -> None:
-        channel.time_s += 3600
-
-    channel.at = [(10.0, stopped), (3640.0, lambda: channel.put("key/1", "done"))]
-    assert driver_of(channel).run(waiting(1)) == Arrived({1: "done"})
-
-
-def test_an_announced_error_ends_the_wait_for_the_rank_that_announced_it() -> None:
-    channel = TimedChannel(Memory())
-    text = announcement(2, "rank 2 failed: no memory")
-    channel.at = [(5.0, lambda: channel.put(error_key("scope"), text))]
-    assert driver_of(channel).run(waiting(1, 2)) == Arrived({}, "rank 2 failed: no memory")
-    assert channel.time_s < LIMIT_S / 2
-
-
-def test_an_announced_error_does_not_end_the_wait_for_other_ranks() -> None:
-    channel = TimedChannel(Memory())
-    channel.put(error_key("scope"), announcement(2, "rank 2 failed"))
-    channel.at = [(30.0, lambda: channel.put("key/1", "done"))]
-    assert driver_of(channel).run(waiting(1)) == Arrived({1: "done"})
-
-
-def test_the_wait_for_a_rank_that_has_left_ends_at_once() -> None:
-    channel = TimedChannel(Memory())
-    channel.at = [(5.0, lambda: leave(channel.put, 2, ""))]
-    found = driver_of(channel).run(waiting(1, 2))
-    assert found == Arrived({}, lost=frozenset({2}), left={2: ""})
-    assert channel.time_s <= 5.0 + LOOK_S
-
-
-def test_a_rank_that_has_left_does_not_end_the_wait_for_others() -> None:
-    channel = TimedChannel(Memory())
-    leave(channel.put, 2, "no memory")
-    channel.at = [(30.0, lambda: channel.put("key/1", "done"))]
-    assert driver_of(channel).run(waiting(1)) == Arrived({1: "done"})
-
-
-def test_what_a_rank_has_put_before_it_left_counts() -> None:
-    class Racing(TimedChannel):
-        def get(self, key: str) -> str | None:
-            if key == ANYONE and key not in self.memory.values:
-                self.put("key/1", "done")
-                leave(self.put, 1, "")
-            return super().get(key)
-
-    assert driver_of(Racing(Memory())).run(waiting(1)) == Arrived({1: "done"})
-
-
-def test_ranks_that_have_left_in_words() -> None:
-    assert in_words({1: ""}) == "rank 1 has closed its optimizer"
-    assert in_words({3: "", 1: "", 2: "", 0: "no memory"}) == (
-        "rank 0 could not make the optimizer: no memory; ranks 1 to 3 have closed their optimizers"
-    )
-
-
-def test_signs_are_few_and_only_for_what_is_in_progress() -> None:
-    channel = TimedChannel(Memory())
-    signs = Signs(channel, 3, LIMIT_S)
-    signs.begin("a")
-    signs.begin("b")
-    given: list[str | None] = []
-    for _ in range(1000):
-        channel.time_s += LIMIT_S / 1000
-        signs.give()
-        given.append(channel.get(sign_key("a", 3)))
-    assert 2 <= len(set(given)) <= SIGNS_PER_LIMIT + 1
-    signs.end("a")
-    channel.time_s += LIMIT_S
-    before = channel.get(sign_key("a", 3)), channel.get(sign_key("b", 3))
-    signs.give()
-    assert channel.get(sign_key("a", 3)) == before[0]
-    assert channel.get(sign_key("b", 3)) != before[1]
-
-
-def test_a_sign_never_raises() -> None:
-    channel = TimedChannel(Memory())
-    channel.memory.is_lost = True
-    signs = Signs(channel, 3, LIMIT_S)
-    signs.begin("a")
-    signs.give()
-
-
-def agreement_of(rank: int, size: int = 2) -> tuple[Agreement, CommonClock]:
-    channel = CommonClock(Memory())
+def agreement_of(
+    rank: int, size: int = 2, channel: TimedChannel | None = None
+) -> tuple[Agreement, TimedChannel]:
+    channel = channel or TimedChannel(Memory())
     return Agreement(channel, rank, size, timeout_s=LIMIT_S), channel
 
 
@@ -176,6 +37,91 @@ def seal(agreement: Agreement) -> None:
 
 def exchange(agreement: Agreement) -> None:
     agreement.agree("step()", lambda _: None, lambda _: None)
+
+
+def signs(rank: int, *times_s: float) -> list[Event]:
+    return [(t, f"exchange/0/sign/{rank}", str(n)) for n, t in enumerate(times_s)]
+
+
+def answer(rank: int, at_s: float) -> Event:
+    text = message("answer", what="step()", note=None, error="")
+    return (at_s, f"exchange/0/answer/{rank}", text)
+
+
+def failed(rank: int, at_s: float) -> Event:
+    text = message("error", rank=rank, error=f"rank {rank} failed: no memory", final=False)
+    return (at_s, "exchange/0/error", text)
+
+
+def closed(rank: int, at_s: float) -> list[Event]:
+    note = message("left", reason="")
+    return [(at_s, f"left/rank/{rank}", note), (at_s, "left/anyone", note)]
+
+
+Case = tuple[int, list[Event], str, float]
+"""Number of ranks, what the others do, words of rank 0's error, and when its wait ends."""
+
+WAITS: dict[str, Case] = {
+    "no sign": (2, [], "no answer of rank 1", LIMIT_S),
+    "slow": (2, [*signs(1, *range(0, 3000, 50)), answer(1, 2990)], "", 2990),
+    "the last sign counts": (2, signs(1, 0, 50, 100, 150), "no answer of rank 1", 150 + LIMIT_S),
+    "signs of another": (3, signs(1, *range(0, 1000, 20)), "no answer of rank 2 came", LIMIT_S),
+    "another has answered": (3, [answer(1, 1)], "no answer of rank 2 came", LIMIT_S),
+    "an error is announced": (3, [failed(2, 5)], "step(): rank 2 failed: no memory", 5),
+    "it answered, and failed": (3, [answer(2, 0), failed(2, 1), answer(1, 30)], "", 30),
+    "closed": (3, closed(2, 5), "step(): rank 2 has closed its optimizer", 5),
+    "it answered, and closed": (3, [answer(2, 0), *closed(2, 1), answer(1, 30)], "", 30),
+}
+
+
+@pytest.mark.parametrize("case", WAITS)
+def test_a_wait_ends(case: str) -> None:
+    size, events, words, at_s = WAITS[case]
+    agreement, channel = agreement_of(0, size)
+    for time_s, key, value in sorted(events, key=lambda event: event[0]):
+        channel.at.append((time_s, lambda k=key, v=value: channel.put(k, v)))
+    if words:
+        with pytest.raises(RanksError) as error:
+            exchange(agreement)
+        assert words in str(error.value)
+    else:
+        exchange(agreement)
+    assert at_s <= channel.time_s <= at_s + 3 * LOOK_S
+
+
+def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
+    agreement, channel = agreement_of(0)
+
+    def stopped() -> None:
+        channel.time_s += 3600
+
+    channel.at = [(10.0, stopped), (3640.0, lambda: channel.put(*answer(1, 0)[1:]))]
+    exchange(agreement)
+
+
+def test_what_a_rank_has_put_before_it_left_counts() -> None:
+    class Racing(TimedChannel):
+        def get(self, key: str) -> str | None:
+            if key == "left/anyone" and key not in self.memory.values:
+                for _, its, value in (answer(1, 0), *closed(1, 0)):
+                    self.put(its, value)
+            return super().get(key)
+
+    exchange(agreement_of(0, channel=Racing(Memory()))[0])
+
+
+def test_signs_are_few_and_never_raise() -> None:
+    agreement, channel = agreement_of(1)
+    agreement.begin_seal("part-1")
+    given: set[str | None] = set()
+    for _ in range(1000):
+        channel.time_s += LIMIT_S / 1000
+        agreement.progress()
+        given.add(channel.get("seal/0/sign/1"))
+    assert 2 <= len(given) <= 12
+    channel.memory.is_lost = True
+    channel.time_s += LIMIT_S
+    agreement.progress()
 
 
 def test_the_writer_waits_one_limit_for_a_rank_that_does_not_seal_nor_step() -> None:
@@ -199,8 +145,7 @@ def test_rank_0_stays_one_limit_for_a_rank_that_has_not_read_how_an_exchange_has
     *, has_read: bool
 ) -> None:
     agreement, channel = agreement_of(0)
-    answer = {"what": "step()", "note": None, "error": ""}
-    channel.put("exchange/0/answer/1", encode("answer", answer))
+    channel.put(*answer(1, 0)[1:])
     exchange(agreement)
     if has_read:
         channel.put("exchange/0/read/1", "read")
@@ -211,8 +156,7 @@ def test_rank_0_stays_one_limit_for_a_rank_that_has_not_read_how_an_exchange_has
 
 def test_ranks_that_are_lost_one_after_the_other_are_waited_for_at_the_same_time() -> None:
     agreement, channel = agreement_of(0, 3)
-    key = sign_key("seal/0", 1)
-    channel.at = [(0.3 * LIMIT_S, lambda: channel.put(key, "0"))]
+    channel.at = [(0.3 * LIMIT_S, lambda: channel.put("seal/0/sign/1", "0"))]
     with pytest.raises(SealError, match=r"rank 2 did not call checkpoint\(\)"):
         seal(agreement)
     assert 1.3 * LIMIT_S <= channel.time_s <= 1.3 * LIMIT_S + 6 * LOOK_S
@@ -223,14 +167,29 @@ def test_a_rank_that_comes_late_is_waited_for_again() -> None:
     with pytest.raises(SealError):
         seal(agreement)
     came_s = channel.time_s + 1
-    channel.at = [(came_s, lambda: channel.put(sign_key("exchange/0", 1), "0"))]
+    channel.at = [(came_s, lambda: channel.put("exchange/0/sign/1", "0"))]
     with pytest.raises(RanksError):
         exchange(agreement)
     assert came_s + LIMIT_S <= channel.time_s <= came_s + LIMIT_S + 3 * LOOK_S
 
 
-def test_ranks_in_words() -> None:
-    assert names([2]) == "rank 2"
-    assert names([3, 1, 2]) == "ranks 1 to 3"
-    assert names([0, 1]) == "ranks 0 and 1"
-    assert names([0, 2, 3, 4, 7]) == "ranks 0, 2 to 4 and 7"
+UNREADABLE: dict[str, tuple[Callable[[str], str], str]] = {
+    "not JSON": (lambda text: text[:1], "is not JSON"),
+    "no object": (lambda _: "[]", "expected an object"),
+    "version": (lambda text: text.replace('n": 2', 'n": 1'), "install the same version"),
+    "kind": (lambda text: text.replace('"answer"', '"offer"'), "expected 'answer'"),
+    "missing": (lambda text: text.replace(', "note": null', ""), "unknown fields: 'note'"),
+    "unknown": (lambda text: text.replace("{", '{"x": 1, '), "unknown fields: 'x'"),
+    "type": (lambda text: text.replace('""', "true"), "expected a text"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_message_that_cannot_be_read_is_an_error_that_names_its_rank(case: str) -> None:
+    change, words = UNREADABLE[case]
+    agreement, channel = agreement_of(0)
+    _, key, text = answer(1, 0)
+    channel.put(key, change(text))
+    with pytest.raises(RanksError, match=words) as error:
+        exchange(agreement)
+    assert "rank 1" in str(error.value)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import count
-from types import ModuleType
+from typing import Any
 
 from tests.mutation.mutation import ROOT, Edit
 
-FOLDER = "offload/distributed/agreement"
-
+_FOLDER = "offload/distributed/agreement"
 _NAMES = (
     "channel",
     "effects",
@@ -31,53 +27,28 @@ _NAMES = (
 )
 """Modules that decide something; each imports only those before it."""
 
-_numbers = count()
-
-
-@dataclass(frozen=True)
-class Wing:
-    """One version of the protocol."""
-
-    channel: ModuleType
-    effects: ModuleType
-    peers: ModuleType
-    messages: ModuleType
-    leaving: ModuleType
-    ledger: ModuleType
-    reports: ModuleType
-    sights: ModuleType
-    homes: ModuleType
-    opening: ModuleType
-    unanimous: ModuleType
-    grant: ModuleType
-    seal: ModuleType
+Wing = Any
+"""One version of the protocol: a namespace of its modules."""
 
 
 def plain() -> Wing:
     """Return the protocol as it is."""
-    return Wing(
-        **{
-            name: importlib.import_module(f"offload.distributed.agreement.{name}")
-            for name in _NAMES
-        }
-    )
+    package = _FOLDER.replace("/", ".")
+    return types.SimpleNamespace(**{n: importlib.import_module(f"{package}.{n}") for n in _NAMES})
 
 
-def mutated(edits: Sequence[Edit]) -> Wing:
-    """Return a copy of the protocol with edits, under another name; the original stays."""
-    package = f"_mutant_{next(_numbers)}"
+def without(module: str, find: str, replace: str) -> Wing:
+    """Return a copy of the protocol with an edit, under another name; the original stays."""
+    package = f"_without_{abs(hash((find, replace)))}"
     sys.modules[package] = types.ModuleType(package)
-    found: dict[str, ModuleType] = {}
+    found = types.SimpleNamespace()
     for name in _NAMES:
-        file = f"{FOLDER}/{name}.py"
-        source = (ROOT / file).read_text()
-        for edit in edits:
-            if edit.file == file:
-                source = edit.apply(source)
-        source = source.replace("offload.distributed.agreement", package)
-        module = types.ModuleType(f"{package}.{name}")
-        sys.modules[module.__name__] = module
-        exec(compile(source, f"{package}/{name}.py", "exec"), module.__dict__)
-        setattr(sys.modules[package], name, module)
-        found[name] = module
-    return Wing(**found)
+        source = (ROOT / _FOLDER / f"{name}.py").read_text()
+        if name == module:
+            source = Edit(f"{_FOLDER}/{name}.py", find, replace).apply(source)
+        source = source.replace(_FOLDER.replace("/", "."), package)
+        made = types.ModuleType(f"{package}.{name}")
+        sys.modules[made.__name__] = made
+        exec(compile(source, f"{package}/{name}.py", "exec"), made.__dict__)
+        setattr(found, name, made)
+    return found

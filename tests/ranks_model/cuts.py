@@ -3,13 +3,65 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from offload.format.boxes import Box
+from offload.format.digests import DigestContext
 from offload.format.header import DTYPE_BYTES, Header
-from offload.format.shares.model_shares import TensorBox
+from offload.format.shares.model_shares import ModelShares, TensorBox, divide
+
+CONTEXT = DigestContext("0" * 32, 7)
+ROWS = {
+    "rows of 2 bytes": (torch.bfloat16, (10, 1)),
+    "rows of 6 bytes": (torch.float16, (700, 3)),
+    "rows of 4094 bytes": (torch.bfloat16, (8, 2047)),
+    "rows of 4092 bytes": (torch.float32, (5, 1023)),
+    "rows of 4096 bytes": (torch.float32, (7, 1024)),
+    "fewer rows than ranks": (torch.float32, (2, 77)),
+    "one row": (torch.float32, (1, 3)),
+    "a vector": (torch.float32, (1001,)),
+    "cube": (torch.float32, (5, 6, 70)),
+    "large": (torch.bfloat16, (31, 3000)),
+}
+"""Tensors that ranks divide, with rows of 2 to 4,096 bytes and more."""
+
+OTHERS = {
+    "scalar": (torch.float32, ()),
+    "empty": (torch.float32, (0, 3)),
+    "mask": (torch.bool, (13,)),
+    "count": (torch.int64, ()),
+    "frozen": (torch.float32, (9000,)),
+}
+SHAPES = {name: shape for name, (_, shape) in ROWS.items()}
+COLUMNS = {name: max(range(len(shape)), key=shape.__getitem__) for name, shape in SHAPES.items()}
+"""The longest dimension of each tensor that ranks divide."""
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    """Return a model's values."""
+    return {
+        name: random_values(shape, dtype, 1000 * seed + number)
+        for number, (name, (dtype, shape)) in enumerate({**ROWS, **OTHERS}.items())
+    }
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def some_shares(
+    header: Header,
+    piece_bytes: int = 1 << 24,
+    num_ranks: int = 3,
+    writer: int = 0,
+    dims: Mapping[str, int] | None = None,
+) -> ModelShares:
+    """Divide the model of `values` among ranks."""
+    owned = divided(SHAPES, num_ranks, dims)
+    return divide(header, owned, writer=writer, piece_bytes=piece_bytes)
 
 
 def rows(shape: tuple[int, ...], num_ranks: int, dim: int = 0) -> list[Box]:
@@ -25,7 +77,7 @@ def rows(shape: tuple[int, ...], num_ranks: int, dim: int = 0) -> list[Box]:
 
 
 def divided(
-    shapes: dict[str, tuple[int, ...]], num_ranks: int, dims: dict[str, int] | None = None
+    shapes: Mapping[str, tuple[int, ...]], num_ranks: int, dims: Mapping[str, int] | None = None
 ) -> list[list[TensorBox]]:
     """Return the boxes of each rank; in the given dimension, or else the first."""
     owned: list[list[TensorBox]] = [[] for _ in range(num_ranks)]
@@ -53,24 +105,25 @@ def random_tiling(shape: tuple[int, ...], random_: random.Random, depth: int = 4
     return cut(Box.whole(shape), depth)
 
 
-def owner_of_bytes(header: Header, owned: list[list[TensorBox]], writer: int = 0) -> np.ndarray:
+def owner_of_bytes(shares: ModelShares) -> np.ndarray:
     """Return the rank that owns each byte of a file; -1 for the header."""
+    header = shares.header
     found = np.full(header.file_bytes, -1)
     for entry in header.entries.values():
-        values = np.full(entry.shape, writer)
-        for rank, boxes in enumerate(owned):
+        owners = np.full(entry.shape, shares.writer)
+        for rank, boxes in enumerate(shares.boxes):
             for one in boxes:
                 if one.name == entry.name:
-                    values[one.box.slices] = rank
+                    owners[one.box.slices] = rank
         start = header.data_start + entry.start
         found[start : start + entry.nbytes] = np.repeat(
-            values.reshape(-1), DTYPE_BYTES[entry.dtype]
+            owners.reshape(-1), DTYPE_BYTES[entry.dtype]
         )
     return found
 
 
 def random_values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return a tensor of random bytes, none of which makes a NaN that compares unequal."""
+    """Return a tensor of random bytes."""
     generator = torch.Generator().manual_seed(seed)
     num = int(np.prod(shape)) if shape else 1
     data = torch.randint(0, 256, (num * dtype.itemsize,), dtype=torch.uint8, generator=generator)

@@ -1,9 +1,9 @@
-"""Ranks read boxes of a model file into live tensors: the same boxes, or others."""
+"""Model files are read back into live tensors: the same boxes, or others."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,29 +20,23 @@ from offload.format.known_leaves import KnownLeaves
 from offload.format.shares.model_shares import ModelShares, TensorBox, divide
 from offload.model.live_boxes import LiveBox
 from offload.model.share_reading import ShareReading, StoredShare
-from tests.ranks_model.cuts import divided, random_tiling, random_values, rows
-from tests.ranks_model.ranks import Ranks, header_of, together
+from tests.ranks_model.cuts import (
+    COLUMNS,
+    CONTEXT,
+    OTHERS,
+    ROWS,
+    SHAPES,
+    bytes_of,
+    divided,
+    random_tiling,
+    random_values,
+    rows,
+    some_shares,
+    values,
+)
+from tests.ranks_model.ranks import KINDS, Ranks, header_of
 
-CONTEXT = DigestContext("0" * 32, 7)
-
-SHAPES = {
-    "rows of 2 bytes": (torch.bfloat16, (10, 1)),
-    "rows of 4094 bytes": (torch.bfloat16, (8, 2047)),
-    "fewer rows than ranks": (torch.float32, (2, 77)),
-    "cube": (torch.float32, (5, 6, 70)),
-    "a vector": (torch.float32, (1001,)),
-}
-OTHERS = {"scalar": (torch.float32, ()), "empty": (torch.float32, (0, 3)),
-          "mask": (torch.bool, (13,))}  # fmt: skip
-
-
-def values() -> dict[str, torch.Tensor]:
-    every = {**SHAPES, **OTHERS}
-    return {n: random_values(s, d, i) for i, (n, (d, s)) in enumerate(every.items())}
-
-
-def owned_by(num_ranks: int, dims: dict[str, int] | None = None) -> list[list[TensorBox]]:
-    return divided({name: shape for name, (_, shape) in SHAPES.items()}, num_ranks, dims)
+Wanted = list[tuple[TensorBox, torch.Tensor]]
 
 
 class Reads(WrapperFile):
@@ -60,285 +54,223 @@ class Reads(WrapperFile):
 class Written:
     """A model file of some ranks, with its digests."""
 
-    def __init__(self, kind: str, path: Path, num_ranks: int, piece_bytes: int) -> None:
-        self.live = values()
+    def __init__(self, path: Path, num_ranks: int, piece_bytes: int, kind: str = "direct") -> None:
+        self.live = values(0)
         self.header = header_of(self.live)
-        self.shares = divide(self.header, owned_by(num_ranks), piece_bytes=piece_bytes)
-        self.ranks = Ranks(kind, path, self.shares, lambda _, file: Reads(file))
-        self.digests = self.ranks.seal([self.live] * num_ranks, CONTEXT)
+        self.shares = some_shares(self.header, piece_bytes, num_ranks)
+        self.file = Ranks(kind, path, self.shares, lambda _, file: Reads(file))
+        self.ranks = self.file.ranks
+        self.digests = self.file.seal(self.live)
 
     @property
     def stored(self) -> list:
         return [(self.shares.share(rank), d) for rank, d in enumerate(self.digests)]
 
-    def check(self, wanted: Sequence[tuple[TensorBox, torch.Tensor]]) -> None:
+    def check(self, wanted: Wanted) -> None:
         for one, tensor in wanted:
-            expected = self.live[one.name][one.box.slices]
-            assert bytes_of(tensor) == bytes_of(expected), one
+            assert bytes_of(tensor) == bytes_of(self.live[one.name][one.box.slices]), one
+
+    def flip(self, at: int, bit: int = 0) -> None:
+        file = self.ranks[0].file
+        file.write_bytes(bytes([file.read_bytes(at, 1)[0] ^ 1 << bit]), at)
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., Written]:
+    return lambda *args: Written(tmp_path / "m", *args)
 
 
-def empty_boxes(shares: ModelShares, rank: int) -> list[tuple[TensorBox, torch.Tensor]]:
-    """Return live memory of a rank's boxes, with other values."""
-    every = {**SHAPES, **OTHERS}
-    return [
-        (one, torch.ones(one.box.sizes, dtype=every[one.name][0])) for one in shares.boxes[rank]
-    ]
+def empty_boxes(boxes: Sequence[TensorBox]) -> Wanted:
+    """Return live memory of boxes, with other values."""
+    every = {**ROWS, **OTHERS}
+    return [(one, torch.ones(one.box.sizes).to(every[one.name][0])) for one in boxes]
 
 
-KINDS = ["direct", "buffered", "memory"]
-PIECES = [64, 8192, 1 << 24]
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_ranks", "piece_bytes"), [(1, 8192), (3, 512), (7, 1 << 24)])
+def test_each_rank_reads_its_own_bytes_and_all_of_them_each_byte_once(
+    num_ranks: int, piece_bytes: int, kind: str, written: Callable[..., Written]
+) -> None:
+    """It needs the digests of no other rank, and its next seal knows what it has read."""
+    one = written(num_ranks, piece_bytes, kind)
+    counts = np.zeros(one.header.file_bytes, dtype=int)
+    for rank in one.ranks:
+        share = one.shares.share(rank.rank)
+        rank.known = KnownLeaves(readable=False)
+        wanted = empty_boxes(one.shares.boxes[rank.rank])
+        reading = rank.read([one.stored[rank.rank]], wanted, known=True)
+        one.check(wanted)
+        assert reading.num_bytes == share.nbytes
+        counts += rank.file.counts
+        rank.seal(share, one.live)
+        assert rank.written.written_bytes == 0
+    assert (counts[: one.header.data_start] == 0).all()
+    assert (counts[one.header.data_start :] == 1).all()
 
 
-class TestTheSameRanks:
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("piece_bytes", PIECES)
-    @pytest.mark.parametrize("num_ranks", [1, 3, 7])
-    def test_each_reads_its_own_bytes_and_all_of_them_each_byte_once(
-        self, kind, piece_bytes, num_ranks, tmp_path
-    ):
-        written = Written(kind, tmp_path / "m", num_ranks, piece_bytes)
-
-        def read(rank, _):
-            wanted = empty_boxes(written.shares, rank)
-            reading = written.ranks.ranks[rank].read(written.stored, wanted, CONTEXT)
-            written.check(wanted)
-            assert reading.num_bytes == written.shares.share(rank).nbytes
-
-        together(num_ranks, read)
-        counts = sum(rank.file.counts for rank in written.ranks.ranks)
-        assert (counts[: written.header.data_start] == 0).all()
-        assert (counts[written.header.data_start :] == 1).all()
-        written.ranks.close()
-
-    def test_a_rank_may_be_given_its_own_share_only(self, tmp_path):
-        """Then it needs the digests of no other rank."""
-        written = Written("direct", tmp_path / "m", 3, 4096)
-        for rank in written.ranks.ranks:
-            wanted = empty_boxes(written.shares, rank.rank)
-            rank.read([written.stored[rank.rank]], wanted, CONTEXT)
-            written.check(wanted)
-        written.ranks.close()
-
-    def test_what_has_been_read_is_known_to_the_next_seal(self, tmp_path):
-        written = Written("direct", tmp_path / "m", 3, 4096)
-        for rank in written.ranks.ranks:
-            share = written.shares.share(rank.rank)
-            rank.known = KnownLeaves(readable=False)
-            wanted = empty_boxes(written.shares, rank.rank)
-            rank.read([written.stored[rank.rank]], wanted, CONTEXT, known=True)
-            rank.seal(share, written.live, CONTEXT, None)
-            assert rank.written.written_bytes == 0
-        written.ranks.close()
+@pytest.mark.parametrize("piece_bytes", [512, 8192])
+@pytest.mark.parametrize(
+    ("before", "after", "dims"),
+    [(3, 1, {}), (2, 5, {}), (7, 3, {}), (3, 4, COLUMNS)],
+    ids=["fewer", "more", "others", "columns"],
+)
+def test_what_was_written_in_rows_is_read_by_other_ranks(
+    before: int, after: int, dims: dict, piece_bytes: int, written: Callable[..., Written]
+) -> None:
+    one = written(before, piece_bytes)
+    now = some_shares(one.header, piece_bytes, after, dims=dims)
+    assert now.needs_shard_files == bool(dims)
+    for boxes in now.boxes:
+        wanted = empty_boxes(boxes)
+        one.ranks[0].read(one.stored, wanted)
+        one.check(wanted)
 
 
-def columns(name: str) -> int:
-    return max(range(len(SHAPES[name][1])), key=lambda d: SHAPES[name][1][d])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_boxes_are_read_and_only_pieces_that_hold_their_elements(
+    seed: int, written: Callable[..., Written]
+) -> None:
+    chance = random.Random(seed)
+    one = written(seed % 3 + 1, 512, "buffered")
+    wanted: Wanted = []
+    masks = {name: np.zeros(shape, dtype=bool) for name, shape in SHAPES.items()}
+    for name, (dtype, shape) in ROWS.items():
+        for box in random_tiling(shape, chance) if chance.random() < 0.8 else []:
+            if chance.random() < 0.3:
+                tensor = torch.ones(box.sizes, dtype=dtype)
+                if chance.random() < 0.5 and tensor.dim() > 1:
+                    tensor = tensor.transpose(0, -1).contiguous().transpose(0, -1)
+                wanted.append((TensorBox(name, box), tensor))
+                masks[name][box.slices] = True
+    rank = one.ranks[0]
+    rank.read(one.stored, wanted)
+    one.check(wanted)
+    assert rank.file.counts.max(initial=0) <= 1
+    for name, mask in masks.items():
+        entry = one.header.entries[name]
+        needed = np.repeat(mask.reshape(-1), DTYPE_BYTES[entry.dtype])
+        start = one.header.data_start + entry.start
+        read = rank.file.counts[start : start + entry.nbytes] > 0
+        assert not (needed & ~read).any()
+        if len(at := np.flatnonzero(needed)):  # and nothing far from the wanted elements
+            around = slice(max(0, at[0] - 512), at[-1] + 512)
+            assert read[around].sum() == read.sum()
+        else:
+            assert not read.any()
 
 
-class TestOtherRanks:
-    @pytest.mark.parametrize("piece_bytes", PIECES)
-    @pytest.mark.parametrize(("before", "after"), [(3, 1), (1, 3), (3, 2), (2, 5), (7, 3)])
-    def test_rows_are_read_by_another_number_of_ranks(self, before, after, piece_bytes, tmp_path):
-        written = Written("direct", tmp_path / "m", before, piece_bytes)
-        now = divide(written.header, owned_by(after), piece_bytes=piece_bytes)
-        for rank in range(after):
-            wanted = empty_boxes(now, rank)
-            written.ranks.ranks[0].read(written.stored, wanted, CONTEXT)
-            written.check(wanted)
-        written.ranks.close()
-
-    @pytest.mark.parametrize("piece_bytes", PIECES)
-    def test_columns_are_read_of_what_was_written_in_rows(self, piece_bytes, tmp_path):
-        written = Written("direct", tmp_path / "m", 3, piece_bytes)
-        now = divide(written.header, owned_by(4, {name: columns(name) for name in SHAPES}))
-        assert now.needs_shard_files
-        for rank in range(4):
-            wanted = empty_boxes(now, rank)
-            written.ranks.ranks[0].read(written.stored, wanted, CONTEXT)
-            written.check(wanted)
-        written.ranks.close()
-
-    @pytest.mark.parametrize("seed", range(8))
-    def test_any_boxes_are_read_and_only_pieces_that_hold_their_elements(self, seed, tmp_path):
-        chance = random.Random(seed)
-        written = Written("buffered", tmp_path / "m", chance.choice([1, 2, 3]), 64)
-        wanted = []
-        for name, (dtype, shape) in SHAPES.items():
-            for box in random_tiling(shape, chance):
-                if chance.random() < 0.3:
-                    tensor = torch.ones(box.sizes, dtype=dtype)
-                    if chance.random() < 0.5 and tensor.dim() > 1:
-                        tensor = tensor.transpose(0, -1).contiguous().transpose(0, -1)
-                    wanted.append((TensorBox(name, box), tensor))
-        file = written.ranks.ranks[0].file
-        written.ranks.ranks[0].read(written.stored, wanted, CONTEXT)
-        written.check(wanted)
-        assert file.counts.max(initial=0) <= 1
-        for name, (_, shape) in SHAPES.items():
-            entry = written.header.entries[name]
-            mask = np.zeros(shape, dtype=bool)
-            for one, _ in wanted:
-                if one.name == name:
-                    mask[one.box.slices] = True
-            size = DTYPE_BYTES[entry.dtype]
-            start = written.header.data_start + entry.start
-            needed = np.repeat(mask.reshape(-1), size)
-            read = file.counts[start : start + entry.nbytes] > 0
-            assert not (needed & ~read).any()
-            if not needed.any():
-                assert not read.any()
-        written.ranks.close()
-
-    def test_a_whole_tensor_is_read_by_every_rank_that_wants_it(self, tmp_path):
-        written = Written("direct", tmp_path / "m", 3, 8192)
-        every = {**SHAPES, **OTHERS}
-        wanted = [
-            (TensorBox(n, Box.whole(s)), torch.ones(s, dtype=d)) for n, (d, s) in every.items()
-        ]
-        for rank in written.ranks.ranks:
-            rank.read(written.stored, wanted, CONTEXT)
-            written.check(wanted)
-        written.ranks.close()
-
-
-class TestDamage:
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("seed", range(6))
-    def test_a_flipped_byte_is_found_by_the_rank_that_owns_it_and_no_other(
-        self, kind, seed, tmp_path
-    ):
-        written = Written(kind, tmp_path / "m", 3, 8192)
-        chance = random.Random(seed)
-        at = chance.randrange(written.header.data_start, written.header.file_bytes)
-        file = written.ranks.ranks[0].file
-        file.write_bytes(bytes([file.read_bytes(at, 1)[0] ^ 1 << chance.randrange(8)]), at)
-        owners = [
-            rank
-            for rank in range(3)
-            for piece in written.shares.share(rank).pieces
-            if piece.start <= at < piece.stop
-        ]
-        assert len(owners) == 1
+def test_a_flipped_byte_is_found_by_the_rank_that_owns_it_and_no_other(
+    written: Callable[..., Written],
+) -> None:
+    one = written(3, 8192)
+    chance = random.Random(1)
+    for _ in range(8):
+        at = chance.randrange(one.header.data_start, one.header.file_bytes)
+        bit = chance.randrange(8)
+        one.flip(at, bit)
         found = []
-        for rank in written.ranks.ranks:
-            wanted = empty_boxes(written.shares, rank.rank)
+        for rank in one.ranks:
+            wanted = empty_boxes(one.shares.boxes[rank.rank])
             try:
-                rank.read(written.stored, wanted, CONTEXT)
-                written.check(wanted)
+                rank.read(one.stored, wanted)
+                one.check(wanted)
             except DamagedError:
                 found.append(rank.rank)
-        assert found == owners
-        written.ranks.close()
-
-    def test_no_element_of_a_damaged_piece_reaches_a_live_tensor(self, tmp_path):
-        written = Written("direct", tmp_path / "m", 1, 64)
-        entry = written.header.entries["cube"]
-        at = written.header.data_start + entry.start + 3 * 64 + 5
-        file = written.ranks.ranks[0].file
-        file.write_bytes(bytes([file.read_bytes(at, 1)[0] ^ 1]), at)
-        live = torch.ones(SHAPES["cube"][1])
-        with pytest.raises(DamagedError, match=f"bytes {at - 5} to {at - 5 + 64} are damaged"):
-            written.ranks.ranks[0].read(
-                written.stored, [(TensorBox("cube", Box.whole(live.shape)), live)], CONTEXT
-            )
-        flat, expected = live.reshape(-1), written.live["cube"].reshape(-1)
-        assert bytes_of(flat[:48]) == bytes_of(expected[:48])
-        assert bool((flat[48:64] == 1).all())
-        written.ranks.close()
-
-    @pytest.mark.parametrize("generation", [6, 8])
-    def test_bytes_of_another_generation_are_damaged(self, generation, tmp_path):
-        written = Written("direct", tmp_path / "m", 2, 8192)
-        with pytest.raises(DamagedError):
-            written.ranks.ranks[1].read(
-                written.stored, empty_boxes(written.shares, 1), DigestContext("0" * 32, generation)
-            )
-        written.ranks.close()
-
-    @pytest.mark.parametrize("apart", [64, 512], ids=["pieces", "boxes"])
-    def test_boxes_and_pieces_that_have_changed_places_are_damaged(self, apart, tmp_path):
-        """Two rows of 512 bytes, which two ranks have written in pieces of 64 bytes."""
-        live = {"a": random_values((2, 512), torch.uint8, 1)}
-        shares = divide(header_of(live), divided({"a": (2, 512)}, 2), piece_bytes=64)
-        ranks = Ranks("direct", tmp_path / "m", shares)
-        digests = ranks.seal([live] * 2, CONTEXT)
-        file, start = ranks.ranks[0].file, shares.header.data_start
-        first, second = (file.read_bytes(start + at, apart) for at in (0, apart))
-        file.write_bytes(second, start)
-        file.write_bytes(first, start + apart)
-        moved = [list(found) for found in digests]
-        if apart == 512:  # the digests change places as well, as those of two ranks could
-            moved[0], moved[1] = digests[1], digests[0]
-        else:
-            moved[0][0], moved[0][1] = digests[0][1], digests[0][0]
-        stored = [(shares.share(rank), moved[rank]) for rank in range(2)]
-        tensor = torch.zeros(1, 512, dtype=torch.uint8)
-        with pytest.raises(DamagedError):
-            ranks.ranks[0].read(stored, [(shares.boxes[0][0], tensor)], CONTEXT)
-        ranks.close()
-
-    def test_a_read_that_goes_wrong_once_is_read_again(self, tmp_path, caplog):
-        written = Written("direct", tmp_path / "m", 2, 8192)
-        rank = written.ranks.ranks[1]
-
-        class Once(WrapperFile):
-            def read(self, into: Buffer, offset: int) -> IOFuture:
-                future = super().read(into, offset)
-                future.result()
-                into.memoryview()[0] ^= 4
-                return future
-
-        rank.file = Once(rank.file)
-        wanted = empty_boxes(written.shares, 1)
-        rank.read(written.stored, wanted, CONTEXT)
-        written.check(wanted)
-        assert "one read returned other data" in caplog.text
-        written.ranks.close()
+        pieces = [(rank, p) for rank in range(3) for p in one.shares.share(rank).pieces]
+        assert found == [rank for rank, piece in pieces if piece.start <= at < piece.stop]
+        one.flip(at, bit)
 
 
-class TestRefusals:
-    @pytest.fixture
-    def stored(self, tmp_path):
-        header = header_of(values())
-        shares = divide(header, owned_by(3), piece_bytes=8192)
-        ranks = Ranks("buffered", tmp_path / "m", shares)
-        file = ranks.ranks[0].file
-        yield [
-            StoredShare(shares.share(r), file, ["0"] * len(shares.share(r).pieces))
-            for r in range(3)
-        ]
-        ranks.close()
+def test_no_element_of_a_damaged_piece_reaches_a_live_tensor(
+    written: Callable[..., Written],
+) -> None:
+    one = written(1, 64)
+    start = one.header.data_start + one.header.entries["cube"].start + 3 * 64
+    one.flip(start + 5)
+    live = torch.ones(SHAPES["cube"])
+    with pytest.raises(DamagedError, match=f"bytes {start} to {start + 64} are damaged"):
+        one.ranks[0].read(one.stored, [(TensorBox("cube", Box.whole(live.shape)), live)])
+    flat, expected = live.reshape(-1), one.live["cube"].reshape(-1)
+    assert bytes_of(flat[:48]) == bytes_of(expected[:48])
+    assert bool((flat[48:64] == 1).all())
 
-    @pytest.mark.parametrize(
-        ("want", "message"),
-        [
-            (LiveBox("none", Box((0,), (2,)), torch.ones(2)), r"\[0:2,\] of 'none' was written 0"),
-            (LiveBox("a vector", Box((1000,), (2,)), torch.ones(2)), r"F32 with shape \[1001\]"),
-            (LiveBox("a vector", Box((0,), (2,)), torch.ones(2).half()), "is torch.float16 in the"),
-            (LiveBox("a vector", Box((0,), (2,)), torch.ones(3)), r"the live tensor's shape is"),
-        ],
-        ids=["name", "shape", "dtype", "tensor"],
-    )
-    def test_a_box_that_was_not_written_is_refused(self, stored, want, message):
+
+@pytest.mark.parametrize("generation", [6, 8])
+def test_bytes_of_another_generation_are_damaged(
+    generation: int, written: Callable[..., Written]
+) -> None:
+    one = written(2, 8192)
+    context = DigestContext(CONTEXT.store_id, generation)
+    with pytest.raises(DamagedError):
+        one.ranks[1].read(one.stored, empty_boxes(one.shares.boxes[1]), context=context)
+
+
+@pytest.mark.parametrize("apart", [64, 512], ids=["pieces", "boxes"])
+def test_boxes_and_pieces_that_have_changed_places_are_damaged(apart: int, tmp_path: Path) -> None:
+    """Two rows of 512 bytes, which two ranks have written in pieces of 64 bytes."""
+    live = {"a": random_values((2, 512), torch.uint8, 1)}
+    shares = divide(header_of(live), divided({"a": (2, 512)}, 2), piece_bytes=64)
+    ranks = Ranks("direct", tmp_path / "m", shares)
+    moved = ranks.seal(live)
+    file, start = ranks.ranks[0].file, shares.header.data_start
+    first, second = (file.read_bytes(start + at, apart) for at in (0, apart))
+    file.write_bytes(second, start)
+    file.write_bytes(first, start + apart)
+    changed = moved if apart == 512 else moved[0]  # the digests change places as well
+    changed[0], changed[1] = changed[1], changed[0]
+    stored = [(shares.share(rank), moved[rank]) for rank in range(2)]
+    tensor = torch.zeros(1, 512, dtype=torch.uint8)
+    with pytest.raises(DamagedError):
+        ranks.ranks[0].read(stored, [(shares.boxes[0][0], tensor)])
+
+
+def test_a_read_that_goes_wrong_once_is_read_again(
+    written: Callable[..., Written], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Once(WrapperFile):
+        def read(self, into: Buffer, offset: int) -> IOFuture:
+            future = super().read(into, offset)
+            future.result()
+            into.memoryview()[0] ^= 4
+            return future
+
+    one = written(2, 8192)
+    rank = one.ranks[1]
+    rank.file = Once(rank.file)
+    wanted = empty_boxes(one.shares.boxes[1])
+    rank.read(one.stored, wanted)
+    one.check(wanted)
+    assert "one read returned other data" in caplog.text
+
+
+def stored_of(shares: ModelShares, file: File, num_missing: int = 0) -> list[StoredShare]:
+    """Return shares whose digests are of no importance."""
+    found = []
+    for rank in range(3):
+        share = shares.share(rank)
+        found.append(StoredShare(share, file, ["0"] * (len(share.pieces) - num_missing)))
+    return found
+
+
+def box(name: str, start: int, num: int, tensor: torch.Tensor) -> LiveBox:
+    return LiveBox(name, Box((start,), (num,)), tensor)
+
+
+def test_what_was_not_written_is_refused_by_name(written: Callable[..., Written]) -> None:
+    one = written(3, 8192)
+    stored = stored_of(one.shares, one.ranks[0].file)
+    for want, message in (
+        (box("none", 0, 2, torch.ones(2)), r"\[0:2,\] of 'none' was written 0"),
+        (box("a vector", 1000, 2, torch.ones(2)), r"F32 with shape \[1001\]"),
+        (box("a vector", 0, 2, torch.ones(2).half()), "is torch.float16 in the"),
+        (box("a vector", 0, 2, torch.ones(3)), r"the live tensor's shape is"),
+    ):
         with pytest.raises(MismatchError, match=message):
             ShareReading(stored, [want])
-
-    def test_a_share_that_is_missing_is_named_by_what_it_held(self, stored):
-        box = rows((1001,), 3)[1]
-        want = LiveBox("a vector", Box((0,), (1001,)), torch.ones(1001))
-        with pytest.raises(MismatchError) as error:
-            ShareReading([stored[0], stored[2]], [want])
-        assert f"{box.notation()} of 'a vector' was written 0 times" in str(error.value)
-
-    def test_a_list_of_digests_that_does_not_fit_is_refused(self, stored):
-        short = StoredShare(stored[0].share, stored[0].file, stored[0].digests[:-1])
-        with pytest.raises(CheckpointError, match="digests for the"):
-            ShareReading([short], [])
-
-    def test_boxes_without_elements_need_nothing(self, stored):
-        reading = ShareReading(stored, [LiveBox("empty", Box((0, 0), (0, 3)), torch.ones(0, 3))])
-        assert reading.num_bytes == 0
+    with pytest.raises(MismatchError) as error:  # one of three shares is missing
+        ShareReading(stored[::2], [box("a vector", 0, 1001, torch.ones(1001))])
+    assert f"{rows((1001,), 3)[1].notation()} of 'a vector' was written 0" in str(error.value)
+    with pytest.raises(CheckpointError, match="digests for the"):
+        ShareReading(stored_of(one.shares, one.ranks[0].file, 1), [])
+    empty = LiveBox("empty", Box((0, 0), (0, 3)), torch.ones(0, 3))
+    assert ShareReading(stored, [empty]).num_bytes == 0, "no elements, nothing to refuse"

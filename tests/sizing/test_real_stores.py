@@ -38,9 +38,17 @@ def sizes_below(directories: list[Path]) -> tuple[int, int, int]:
     return slots, nbytes, allocated
 
 
-@pytest.mark.parametrize("num_drives", [1, 2])
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "form", "num_drives"),
+    [
+        ("AdamW", "exact", 1),
+        ("AdamW", "split and int8", 2),
+        ("Adam amsgrad", "split and bfloat16", 1),
+        ("Adam amsgrad", "exact", 2),
+        ("SGD momentum", "split and int8", 1),
+        ("SGD momentum", "split and bfloat16", 2),
+    ],
+)
 def test_predicted_bytes_are_those_of_the_files(
     optimizer: str, form: str, num_drives: int, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from gds.cli import main as gds_main
-from offload.sizing import Cluster, Machine, Precision, Run, SizingError, measured_drives, size
+from offload.sizing import Machine, SizingError, measured_drives, size
 from tests.command_line import runner
 
 LLAMA: dict[str, Any] = {
@@ -116,56 +116,76 @@ def test_what_cannot_be_read_is_refused_by_path(
     assert message in str(caught.value)
 
 
-def test_an_index_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(10)}, tmp_path / "secret.safetensors")
-    inner = tmp_path / "model"
-    inner.mkdir()
-    index = {"weight_map": {"a": "../secret.safetensors"}}
-    (inner / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(SizingError, match=r"names '\.\./secret\.safetensors', expected"):
-        size(inner)
-
-
-def test_tensors_of_which_none_is_trained(tmp_path: Path) -> None:
+def test_a_directory_without_anything_to_train(tmp_path: Path) -> None:
     save_file({"ids": torch.arange(5)}, tmp_path / "model.safetensors")
     with pytest.raises(SizingError, match="no tensor is of a dtype that is trained"):
         size(tmp_path)
-
-
-def test_a_directory_with_only_a_lock_is_a_store_without_checkpoints(tmp_path: Path) -> None:
-    (tmp_path / "LOCK").touch()
+    (tmp_path / "model.safetensors").rename(tmp_path / "LOCK")  # of a store without checkpoints
     with pytest.raises(SizingError, match=str(tmp_path)):
         size(tmp_path)
 
 
+SMALL: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48}
+LAYERS = {**SMALL, "num_hidden_layers": 3, "num_attention_heads": 4}
+TWO = {**LAYERS, "num_key_value_heads": 2}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", TWO),
+    "llama tied": ("LlamaConfig", {**LAYERS, "tie_word_embeddings": True}),
+    "llama biased": ("LlamaConfig", {**LAYERS, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralConfig", {**TWO, "head_dim": 16}),
+    "qwen2": ("Qwen2Config", TWO),
+    "qwen3": ("Qwen3Config", TWO),
+    "gemma": ("GemmaConfig", {**LAYERS, "num_key_value_heads": 1}),
+    "mixtral": ("MixtralConfig", {**TWO, "num_local_experts": 5}),
+    "gpt2": ("GPT2Config", {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "gpt2 inner": ("GPT2Config", {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_inner": 40}),
+    "gpt_neox": ("GPTNeoXConfig", LAYERS),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_has_the_size_of_the_models_weights(name: str, tmp_path: Path) -> None:
+    """To the byte: names and shapes of all tensors count in the disk's space."""
+    transformers = pytest.importorskip("transformers")
+    class_name, settings = CONFIGS[name]
+    config = getattr(transformers, class_name)(**settings)
+    config.save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found, expected = size(tmp_path / "config.json"), size(tmp_path / "model.safetensors")
+    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+    assert found.disk == expected.disk
+    assert found.memory == expected.memory
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("changed", "message"),
     [
-        (lambda: Precision(optimizer="Lion"), "optimizer is 'Lion', known are Adadelta"),
-        (lambda: Precision(dtype="int4"), "dtype is 'int4', known are bfloat16"),
-        (lambda: Precision(master="half"), "master is 'half'"),
-        (lambda: Precision(state_dtype="fp8"), "state_dtype is 'fp8'"),
-        (lambda: Precision(gradient_bytes=3), "gradient_bytes is 3"),
-        (lambda: Machine(read_gbps=0.0), "read_gbps is 0.0, expected a positive number"),
-        (lambda: Machine(link_gbps=float("nan")), "link_gbps is nan"),
-        (lambda: Machine(gpu_memory=float("inf")), "gpu_memory is inf"),
-        (lambda: Machine(network_gbps="10"), "network_gbps is '10'"),
-        (lambda: Cluster(gpus=0), "gpus is 0"),
-        (lambda: Cluster(gpus=8, tp=3), "8 GPUs cannot be divided into replicas of 3 x 1"),
-        (lambda: Cluster(efficiency=1.5), "efficiency is 1.5"),
-        (lambda: Run(keep=0), "keep is 0"),
-        (lambda: Run(mttf_s=-1.0), "mttf_s is -1.0"),
-        (lambda: Run(backward_s=6.0), "backward_s needs forward_s"),
-        (lambda: size(7e9, run=Run(upload_s=9.0)), "upload_s needs interval_s"),
-        (lambda: size(7e9, shares=()), "shares is ()"),
-        (lambda: size(7e9, shares=(1, 0)), "shares is (1, 0)"),
-        (lambda: size(7e9, chunk_bytes=100), "chunk_bytes"),
+        ({"model_type": "whisper"}, "model_type is 'whisper', known are .*"),
+        *(({"hidden_size": v}, "hidden_size is ") for v in (None, "32", 0, 1.5, True)),
     ],
 )
-def test_impossible_values_are_refused_by_name(make: Any, message: str) -> None:
-    with pytest.raises(SizingError) as caught:
-        make()
-    assert message in str(caught.value)
+def test_a_field_of_a_config_is_refused_by_name(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changed))
+    with pytest.raises(SizingError, match=rf"config\.json: {message}"):
+        size(tmp_path)
+
+
+def test_the_published_number_of_parameters(tmp_path: Path) -> None:
+    wide = {"vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32}
+    gpt2 = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12}
+    experts = {"num_key_value_heads": 8, "num_local_experts": 8, "intermediate_size": 14336}
+    wide["num_attention_heads"] = 32
+    for config, expected in (
+        ({"model_type": "gpt2", **gpt2}, 124_439_808),
+        ({"model_type": "llama", **wide, "intermediate_size": 11008}, 6_738_415_616),
+        ({"model_type": "mixtral", **wide, **experts}, 46_702_792_704),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert size(tmp_path).num_parameters == expected
 
 
 def test_the_drives_that_gds_bench_measured(
@@ -190,27 +210,6 @@ def test_the_drives_that_gds_bench_measured(
     plan = size(7e9, machine=Machine(**rates))
     assert plan.steps[1].seconds == pytest.approx(
         max(84e9 / medians["read"], 84e9 / medians["write"], 168e9 / medians["mixed"])
-    )
-
-
-def test_rates_of_staged_transfers_count_as_such_and_writes_with_their_syncs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = runner("gds", gds_main, monkeypatch, capsys)
-    arguments = (
-        *("--size", "64K", "--file-size", "1M", "--seconds", "0", "--ramp", "0", "--repeat", "1"),
-        *("--allow-small", "--allow-volatile", "--json"),
-    )
-    code, out, err = run("bench", tmp_path, "--staged", "--sweep", "rw=read,write", *arguments)
-    assert code == 0, err
-    path = tmp_path / "staged.json"
-    path.write_text(out)
-    reads, writes = (result["median"] for result in json.loads(out)["results"])
-    assert measured_drives(path).rates == pytest.approx(
-        {
-            "staged_read_gbps": reads["bytes_per_s"] / 1e9,
-            "staged_write_gbps": writes["durable_bytes_per_s"] / 1e9,
-        }
     )
 
 

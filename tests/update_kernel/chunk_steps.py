@@ -133,20 +133,17 @@ class ChunkStep:
         setattr(offload.update.pool, name, lambda: threads)
         pool = UpdatePool(self.rule)
         setattr(offload.update.pool, name, before)
-        digests = []
         try:
             with on_thread(flushes=flushes):
                 updater = host_updater(self.rule, pool, inputs, kernel=kernel)
                 for chunk, arrays in enumerate(stored):
                     views = {n: memoryview(_as_bytes(a).numpy()) for n, a in arrays.items()}
-                    told = ChunkDigests(views)
-                    updater.update(chunk, arrays, told)
-                    digests.append(told)
+                    updater.update(chunk, arrays, ChunkDigests(views))
                 scalars = updater.finish()
         finally:
             torch.set_flush_denormal(False)
             pool.close()
-        return Taken(live, stored, scalars, digests)
+        return Taken(live, stored, scalars)
 
     def inputs(self, live: Sequence[torch.Tensor]) -> StepInputs:
         """Return what the step computes with; `live` is updated in place."""
@@ -198,7 +195,6 @@ class Taken:
     live: list[torch.Tensor]
     stored: list[dict[str, torch.Tensor]]
     scalars: list[Scalars | None]
-    digests: list[ChunkDigests]
 
     def differences(self, expected: Taken, *, any_nan: bool = False) -> list[str]:
         """Return a line for everything that has other bytes than `expected`.

@@ -1,4 +1,4 @@
-"""What surrounds a step by the kernel: autograd, torch's modes, unusual tensors, loss scaling."""
+"""What surrounds a step by the kernel: autograd, unusual tensors and hyper-parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 import offload
@@ -57,7 +56,6 @@ def by_both(run: Callable[[], Tensors], optimizer_class: type = torch.optim.Adam
 
 
 FORMS: dict[str, Callable[[], torch.Tensor]] = {
-    "float32": lambda: numbers(9, 5),
     "float16": lambda: numbers(9, 5, dtype=torch.float16),
     "transposed-bfloat16": lambda: numbers(9, 5, dtype=torch.bfloat16).t(),
     "channels-last": lambda: numbers(2, 3, 4, 5).to(memory_format=torch.channels_last),
@@ -123,20 +121,32 @@ GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+def plain(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the values of a gradient, one beside the other in memory of their own."""
+    gradient = gradient.inner if isinstance(gradient, Wrapper) else gradient
+    return torch.empty(gradient.shape).copy_(gradient)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("make", GRADIENTS.values(), ids=GRADIENTS)
 def test_unusual_gradients(make: Callable[[torch.Tensor], torch.Tensor], state_dtype: str) -> None:
-    def run() -> Tensors:
-        parameters = [torch.nn.Parameter(numbers(num, seed=num)) for num in (40, 3000, 7)]
+    """They are read by their values, also by torch's fused code, which reads memory as it lies."""
+
+    def run(form: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: gradient) -> Tensors:
+        values = [numbers(num, seed=num) for num in (40, 3000, 7)]
+        parameters = [torch.nn.Parameter(v) for v in (*values, torch._neg_view(numbers(64)))]
         optimizer = offloaded(parameters, state_dtype=state_dtype)
         for step in range(NUM_STEPS):
             for number, parameter in enumerate(parameters):
                 gradient = numbers(len(parameter), seed=100 * step + number)
-                parameter.grad = make(gradient) if number != 2 else gradient
+                parameter.grad = form(make(gradient)) if number != 2 else gradient
             optimizer.step()
         return [p.detach() for p in parameters]
 
     by_both(run)
+    with may_use_kernel(allowed=False):
+        for found, expected in zip(run(), run(plain), strict=True):
+            assert_same_bits(found.resolve_neg(), expected.resolve_neg(), "parameter")
 
 
 ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -176,125 +186,6 @@ def test_parameters_that_share_one_gradient() -> None:
             optimizer.step()
             assert torch.equal(shared, numbers(64, seed=step))
         return [p.detach() for p in parameters]
-
-    by_both(run)
-
-
-@pytest.mark.parametrize("state_dtype", ["bfloat16", "int8"])
-@pytest.mark.parametrize("layout", ["plain", "strided", "negated", "zeros"])
-def test_torchs_code_reads_a_gradient_of_whole_vectors_by_its_values(
-    layout: str, state_dtype: str
-) -> None:
-    """A group that the kernel leaves to torch's fused code, which reads memory as it lies."""
-    found = []
-    for unusual in (False, True):
-        values = torch.nn.Parameter(torch._neg_view(-numbers(64)) if unusual else numbers(64))
-        with may_use_kernel(allowed=False):
-            optimizer = offloaded([values], state_dtype=state_dtype)
-        for step in range(NUM_STEPS):
-            g = numbers(64, seed=step) * (layout != "zeros")
-            if unusual and layout == "strided":
-                g = torch.stack([g, -g], 1)[:, 0]
-            elif unusual and layout == "negated":
-                g = torch._neg_view(-g)
-            elif unusual and layout == "zeros":
-                g = torch._efficientzerotensor((64,))
-            values.grad = g
-            optimizer.step()
-        found.append(values.detach().resolve_neg())
-    assert_same_bits(found[1], found[0], "parameter")
-
-
-class Counting(TorchFunctionMode):
-    """A mode of the user's that sees functions of torch."""
-
-    num_seen = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_seen += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_step_within_the_users_modes() -> None:
-    """They change nothing, and see as much of the kernel as of torch's code."""
-    kernel_for(torch.optim.AdamW, "float32")
-
-    def run() -> Tensors:
-        parameter = torch.nn.Parameter(numbers(2000, dtype=torch.bfloat16))
-        optimizer = offloaded([parameter])
-        seen = []
-        for step in range(NUM_STEPS):
-            parameter.grad = numbers(2000, seed=step, dtype=torch.bfloat16)
-            with (
-                torch.device("meta"),
-                torch.autocast("cpu"),
-                torch.inference_mode(step == 2),
-                Counting() as mode,
-            ):
-                optimizer.step()
-            seen.append(mode.num_seen)
-        return [parameter.detach(), torch.tensor(seen)]
-
-    by_both(run)
-
-
-class Layers(torch.nn.Module):
-    """A small model of mixed dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.first = torch.nn.Linear(19, 67).bfloat16()
-            self.second = torch.nn.Linear(67, 21)
-            self.third = torch.nn.Linear(21, 9).half()
-
-    def forward(self, step: int) -> torch.Tensor:
-        inputs = numbers(8, 19, seed=step, dtype=torch.bfloat16)
-        hidden = self.second(self.first(inputs).relu().float())
-        return self.third(hidden.half()).float().square().mean()
-
-
-@pytest.mark.parametrize(
-    ("overlap", "state_dtype"),
-    [("forward", "float32"), ("backward", "bfloat16"), ("forward", "int8")],
-)
-def test_steps_beside_the_model(overlap: str, state_dtype: str) -> None:
-    def run() -> Tensors:
-        model = Layers()
-        optimizer = offloaded(
-            model.parameters(), model=model, overlap=overlap, state_dtype=state_dtype
-        )
-        for step in range(6):
-            model(step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.checkpoint().result()
-        return [p.detach() for p in model.parameters()]
-
-    by_both(run)
-
-
-@pytest.mark.parametrize(
-    ("state_dtype", "max_norm"), [("float32", 0.01), ("bfloat16", None), ("int8", 0.01)]
-)
-def test_scaled_losses(state_dtype: str, max_norm: float | None) -> None:
-    def run() -> Tensors:
-        model = Layers()
-        optimizer = offloaded(model.parameters(), model=model, state_dtype=state_dtype)
-        scaler = offload.GradScaler("cpu", init_scale=2.0**7, growth_interval=2)
-        scales = []
-        for step in range(8):
-            factor = float("inf") if step == 3 else 1.0
-            scaler.scale(model(step) * factor).backward()
-            if max_norm is not None:
-                scaler.clip_grad_norm_(optimizer, max_norm)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            scales.append(scaler.get_scale())
-        assert scales[3] < scales[2]
-        return [p.detach() for p in model.parameters()]
 
     by_both(run)
 

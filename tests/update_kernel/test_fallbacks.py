@@ -81,11 +81,6 @@ def missing(folder: Path) -> None:
     """Leave the folder without libraries."""
 
 
-def unreadable(folder: Path) -> None:
-    for path in LIBRARIES:
-        (folder / path).write_bytes(b"\x7fELF, and nothing more")
-
-
 def truncated(folder: Path) -> None:
     """Leave half of each library; the loader alone would end the process with a bus error."""
     for path in (Path(loading.__file__).parent / "lib").glob("*.so"):
@@ -93,29 +88,22 @@ def truncated(folder: Path) -> None:
         (folder / path.name).write_bytes(whole[: len(whole) // 2])
 
 
-def of_other_sources(folder: Path, of_source: str = '"0123456789abcdef"') -> None:
+def of_other_sources(folder: Path) -> None:
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler")
     (folder / "other.cpp").write_text(
         'extern "C" int offload_kernel_update(void *) { return 0; }\n'
         'extern "C" int offload_kernel_roots(unsigned, void *, void *, long) { return 0; }\n'
-        + (f'extern "C" const char *offload_kernel_source() {{ return {of_source}; }}\n')
-        * bool(of_source)
+        'extern "C" const char *offload_kernel_source() { return "0123456789abcdef"; }\n'
     )
     for path in LIBRARIES:
         command = ["c++", "-shared", "-fPIC", "-o", path, "other.cpp"]
         subprocess.run(command, cwd=folder, check=True)
 
 
-def without_functions(folder: Path) -> None:
-    of_other_sources(folder, "")
-
-
 SPOILT = {
     missing: "the kernel was not built when this package was installed",
-    unreadable: "cannot be loaded",
     truncated: "bytes: install the package again",
-    without_functions: "cannot be loaded",
     of_other_sources: "was built from other sources: install the package again",
 }
 
@@ -202,8 +190,10 @@ def test_a_step_that_a_program_has_replaced_is_run(monkeypatch: pytest.MonkeyPat
     assert steps_as_torch_in_memory().startswith("kernel")
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize(
+    ("optimizer_class", "state_dtype"),
+    [(torch.optim.AdamW, "float32"), (torch.optim.Adam, "bfloat16"), (torch.optim.SGD, "int8")],
+)
 def test_the_check_notices_another_arithmetic(
     optimizer_class: type[torch.optim.Optimizer],
     state_dtype: str,

@@ -2,112 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from offload.format.arrays import MasterFormat, StateDtype
-from offload.format.digests import LEAF_BYTES, DigestContext
-from tests.update_kernel.chunk_steps import ChunkStep, Parameter, Taken
+import offload
+from offload.format.digests import LEAF_BYTES
 from tests.update_kernel.steps import kernel_for
 
-CONTEXT = DigestContext("a store", 3)
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-MIXED = [
-    Parameter(300_001, BF16, BF16),
-    Parameter(33, FP16, FP16),
-    Parameter(500_000, FP16, FP32),
-    Parameter(1, FP32, FP32),
-    Parameter(400_123, FP32, FP32),
-    Parameter(900_000, BF16, FP32),
-    *(Parameter(n, BF16, BF16) for n in range(1, 40)),
-]
-GAPS = [
-    Parameter(262_144, FP32, FP32),  # its state ends where a leaf ends
-    Parameter(17, FP32, None),
-    Parameter(600_000, FP32, FP32),
-    Parameter(70_000, BF16, BF16, is_new=True),
-    Parameter(70_000, FP16, FP16, group=1),
-    Parameter(5, BF16, None, is_new=True),
-    Parameter(1_000_000, BF16, BF16),
-    Parameter(100_000, FP32, torch.float64),
-    Parameter(262_144, FP16, None),
-    Parameter(300_000, FP16, FP16),
-]
-LAYOUTS = {"mixed": MIXED, "with-gaps": GAPS}
-
-
-def finished(taken: Taken) -> tuple[list[dict[str, str]], int]:
-    """Return the digests of each chunk, and the number of leaves that nobody had digested."""
-    num_left = 0
-
-    def run(function: Callable[[memoryview], bytes], items: Sequence[memoryview]) -> list[bytes]:
-        nonlocal num_left
-        num_left += len(items)
-        return [function(item) for item in items]
-
-    return [told.finish(CONTEXT, n, run) for n, told in enumerate(taken.digests)], num_left
-
-
-def of_bytes(taken: Taken) -> list[dict[str, str]]:
-    """Return the same digests, computed from the bytes afterwards."""
-    return [
-        {
-            name: CONTEXT.digest(name, number, memoryview(values.view(torch.uint8).numpy()))
-            for name, values in arrays.items()
-        }
-        for number, arrays in enumerate(taken.stored)
-    ]
-
-
-def step(layout: str, state_dtype: StateDtype, master: MasterFormat, chunk: int) -> ChunkStep:
-    groups = [{"amsgrad": True}, {"foreach": True}]
-    return ChunkStep(
-        torch.optim.AdamW, LAYOUTS[layout], groups, master, state_dtype, chunk_elements=chunk
-    )
-
-
-@pytest.mark.parametrize(
-    ("state_dtype", "master", "threads", "chunk_elements"),
-    [
-        ("float32", "float32", 1, 1 << 22),
-        ("float32", "split", 2, 1 << 20),
-        ("bfloat16", "split", 5, 1 << 22),
-        ("bfloat16", "float32", 1, 1 << 20),
-        ("int8", "float32", 2, 1 << 22),
-        ("int8", "split", 5, 1 << 20),
+LAYOUTS: dict[str, list[tuple[int, torch.dtype, torch.dtype | None]]] = {
+    # Number of elements, dtype of the parameter, dtype of its gradient.
+    "mixed": [
+        (300_001, BF16, BF16),
+        (33, FP16, FP16),
+        (500_000, FP16, FP16),
+        (1, FP32, FP32),
+        (400_123, FP32, FP32),
+        *((n, BF16, BF16) for n in range(1, 40)),
     ],
-)
+    "with-gaps": [
+        (262_144, FP32, FP32),  # its state ends where a leaf ends
+        (17, FP32, None),
+        (600_000, FP32, FP32),
+        (5, BF16, None),
+        (70_000, FP16, FP16),
+        (1_000_000, BF16, BF16),
+        (262_144, FP16, None),
+        (300_000, FP16, FP16),
+    ],
+}
+CASES: list[tuple[type[torch.optim.Optimizer], dict[str, Any], int, int]] = [
+    (torch.optim.AdamW, {}, 1, 1 << 24),
+    (torch.optim.AdamW, {"master": "split"}, 2, 1 << 22),
+    (torch.optim.AdamW, {"master": "split", "state_dtype": "bfloat16"}, 5, 1 << 24),
+    (torch.optim.Adam, {"state_dtype": "int8"}, 2, 1 << 22),
+    (torch.optim.SGD, {}, 2, 1 << 24),
+]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_digests_are_those_of_the_bytes(
-    layout: str,
-    state_dtype: StateDtype,
-    master: MasterFormat,
+@pytest.mark.parametrize(("optimizer", "form", "threads", "chunk_bytes"), CASES)
+def test_a_checkpoint_of_what_the_kernel_has_stepped_is_verified(
+    optimizer: type[torch.optim.Optimizer],
+    form: dict[str, Any],
     threads: int,
-    chunk_elements: int,
+    chunk_bytes: int,
+    layout: str,
+    tmp_path: Path,
 ) -> None:
-    kernel = kernel_for(torch.optim.AdamW, state_dtype)
-    taken = step(layout, state_dtype, master, chunk_elements).taken(kernel, threads=threads)
-    found, _ = finished(taken)
-    assert found == of_bytes(taken)
-
-
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
-def test_one_thread_leaves_no_leaf_to_digest_again(state_dtype: StateDtype) -> None:
-    kernel = kernel_for(torch.optim.AdamW, state_dtype)
-    taken = step("mixed", state_dtype, "split", 1 << 22).taken(kernel)
-    assert max(v.nbytes for v in taken.stored[0].values()) > 2 * LEAF_BYTES
-    found, num_left = finished(taken)
-    assert found == of_bytes(taken)
-    assert num_left == 0
-
-
-def test_a_parameter_without_state_arrays_leaves_the_digests_of_others_right() -> None:
-    kernel = kernel_for(torch.optim.SGD, "float32")
-    parameters = [Parameter(400_000, FP32, FP32, group=number % 2) for number in range(6)]
-    one = ChunkStep(torch.optim.SGD, parameters, [{}, {"momentum": 0.9}])
-    for threads in (1, 2):
-        taken = one.taken(kernel, threads=threads)
-        assert finished(taken)[0] == of_bytes(taken)
+    """The second group runs torch's code; of SGD, the first one alone has state."""
+    kernel_for(optimizer, form.get("state_dtype", "float32"))
+    parameters = [
+        torch.nn.Parameter(torch.linspace(-1, 1, n).to(kind)) for n, kind, _ in LAYOUTS[layout]
+    ]
+    first = {"momentum": 0.9} if optimizer is torch.optim.SGD else {"amsgrad": True}
+    groups = [{"params": parameters[::2], **first}, {"params": parameters[1::2], "foreach": True}]
+    options = offload.Options(chunk_bytes=chunk_bytes, **form)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with offload.OffloadedOptimizer(
+            optimizer, groups, lr=0.1, directory=str(tmp_path), options=options
+        ) as made:
+            assert made.stats().update_code.startswith("kernel")
+            for _ in range(2):
+                for parameter, (n, _, kind) in zip(parameters, LAYOUTS[layout], strict=True):
+                    parameter.grad = None if kind is None else torch.linspace(-2, 1, n).to(kind)
+                made.step()
+            checkpoint = made.checkpoint().result()
+            assert max(f.stat().st_size for f in Path(checkpoint.path).iterdir()) > LEAF_BYTES
+            assert checkpoint.verify().ok
+    finally:
+        torch.set_num_threads(before)

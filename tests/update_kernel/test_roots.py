@@ -29,23 +29,8 @@ def library() -> Library:
     return found
 
 
-def bits(values: torch.Tensor) -> torch.Tensor:
-    return values.view(torch.int32)
-
-
 def test_it_has_the_root_of_this_torch(library: Library) -> None:
     assert torchs_root(library) is not None
-
-
-def test_the_instruction_is_correctly_rounded(library: Library) -> None:
-    values = torch.rand(1 << 16, generator=torch.Generator().manual_seed(1)) * 1e3
-    found = library.roots(0, values)
-    assert found is not None
-    assert torch.equal(found, values.double().sqrt().float())
-
-
-def test_an_unknown_kind_is_refused(library: Library) -> None:
-    assert library.roots(17, torch.ones(16)) is None
 
 
 @pytest.mark.slow
@@ -57,5 +42,7 @@ def test_every_number_without_a_sign(library: Library) -> None:
         found = library.roots(kind, values)
         assert found is not None
         expected = values.sqrt()
-        same = (bits(found) == bits(expected)) | (found.isnan() & expected.isnan())
+        same = (found.view(torch.int32) == expected.view(torch.int32)) | (
+            found.isnan() & expected.isnan()
+        )
         assert same.all(), f"bits {start + int((~same).nonzero()[0]):#x}"

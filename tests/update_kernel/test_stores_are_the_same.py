@@ -6,11 +6,7 @@ missing or late. The tests of `tests/numerics` compare its FP32 state with torch
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -201,46 +197,3 @@ def test_a_run_that_resumes_and_flushes_denormal_numbers(form: str) -> None:
         assert differences(found, expected) == []
     finally:
         torch.set_flush_denormal(False)
-
-
-ONE_STEP = """
-import sys, torch, offload
-from tests.numerics.models import give_gradients
-from tests.update_kernel.test_stores_are_the_same import FORMATS, Model
-directory, form, step = sys.argv[1], sys.argv[2], int(sys.argv[3])
-torch.set_num_threads(2)
-model = Model(seed=step)
-options = offload.Options(allow_volatile=True, chunk_bytes=20480, **FORMATS[form])
-with offload.AdamW(
-    model.parameters(), lr=1e-2, directory=directory, model=model, options=options
-) as optimizer:
-    if step:
-        optimizer.restore()
-    give_gradients(7 * step, model)
-    optimizer.step()
-    print(optimizer.stats().update_code)
-    print(optimizer.checkpoint().result().path)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["split-bfloat16", "int8"])
-def test_processes_that_take_turns_leave_the_same_files(form: str, tmp_path: Path) -> None:
-    """Each step is taken in a process of its own, whose environment says by which code."""
-    kernel_for(torch.optim.AdamW, FORMATS[form].get("state_dtype", "float32"))
-    found = []
-    for codes in (["torch"] * 3, ["kernel", "torch", "kernel"]):
-        directory = tmp_path / codes[0]
-        for step, code in enumerate(codes):
-            environment = {**os.environ, "OFFLOAD_UPDATE": "torch" if code == "torch" else ""}
-            command = [sys.executable, "-c", ONE_STEP, str(directory), form, str(step)]
-            root = Path(__file__).parents[2]
-            done = subprocess.run(
-                command, cwd=root, env=environment, check=True, capture_output=True, text=True
-            )
-            used, path = done.stdout.splitlines()
-            assert used.startswith(code)
-        files = [f for f in Path(path).glob("*.safetensors") if f.stem != "train_state"]
-        found.append({f.name: f.read_bytes() for f in files})
-    assert found[0].keys() == found[1].keys() >= {"exp_avg.safetensors", "model.safetensors"}
-    assert [name for name, data in found[0].items() if found[1][name] != data] == []

@@ -1,4 +1,4 @@
-"""Update threads: how many there are, under torchrun too, and that they work side by side."""
+"""Update threads: how many there are, under torchrun too, and where the first root is taken."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-import offload.update.host_place
-from offload.update.kernel import KernelCall
-from offload.update.kernel.kernel_step import PART_ELEMENTS
 from offload.update.pool import default_num_threads
-from offload.update.torch_step import TorchCall
 from tests.dying import dying
-from tests.eventually import TIMEOUT_S
-from tests.update_kernel.chunk_steps import ChunkStep, Parameter
-from tests.update_kernel.steps import kernel_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,30 +75,20 @@ def test_each_rank_of_torchrun_takes_its_share_of_the_cores(given: str, tmp_path
             assert (told["of 1"], told["of 7"], told["of 8"]) == (1, 3, 4)
 
 
-@pytest.mark.parametrize(
-    ("omp", "ranks", "num_threads"),
-    [
-        ("1", "2", 4),
-        ("1", "16", 1),
-        ("1", None, 1),
-        ("1", "1", 1),
-        ("1", "0", 1),
-        ("1", "", 1),
-        ("1", "two", 1),
-        (None, "2", 1),
-        ("8", "2", 1),  # torch.set_num_threads(1) is called, too
-    ],
-)
 def test_only_with_the_number_that_torchrun_sets_for_several_ranks_are_cores_shared(
-    omp: str | None, ranks: str | None, num_threads: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Torch uses one thread in these tests; here it has eight cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    for name, value in (("OMP_NUM_THREADS", omp), ("LOCAL_WORLD_SIZE", ranks)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    assert default_num_threads() == num_threads
+    shared = {("1", "2"): 4, ("1", "16"): 1}
+    alone = [("1", ranks) for ranks in (None, "1", "0", "", "two")]
+    for given in (*shared, *alone, (None, "2"), ("8", "2")):
+        for name, value in zip(("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"), given, strict=True):
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+        assert default_num_threads() == shared.get(given, 1), given
 
 
 # Every square root of a process that has just begun, in order, until two steps have been taken.
@@ -156,26 +136,3 @@ def test_the_first_square_root_of_a_process_runs_on_one_thread(code: str) -> Non
     assert (thread, had_begun) == ("MainThread", False)
     assert num_elements < AT_ONCE, "torch would divide it among its own threads"
     assert any(name.startswith("offload-update") for name, _, _ in roots), "later ones run on these"
-
-
-@pytest.mark.parametrize("by_kernel", [False, True], ids=["torch", "kernel"])
-def test_calls_of_a_chunk_run_side_by_side(
-    by_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each call waits until another one has begun, so that one thread alone would never end."""
-    monkeypatch.setattr(offload.update.host_place, "HOT_ELEMENTS", PART_ELEMENTS)
-    both = threading.Barrier(2)
-    code: type[Any] = KernelCall if by_kernel else TorchCall
-    run = code.run
-
-    def meet(self: Any, context: Any) -> None:
-        both.wait(TIMEOUT_S)
-        run(self, context)
-
-    parameter = Parameter(2 * PART_ELEMENTS, torch.bfloat16, torch.bfloat16)
-    one = ChunkStep(torch.optim.SGD, [parameter], [{"momentum": 0.9}])
-    kernel = kernel_for(torch.optim.SGD) if by_kernel else None
-    expected = one.taken(kernel)
-    monkeypatch.setattr(code, "run", meet)
-    found = one.taken(kernel, threads=2)
-    assert torch.equal(found.live[0], expected.live[0])
