@@ -50,7 +50,7 @@ class ShareImage(TensorImage):
     Args:
         plan: Share, with its batches.
         tensors: Live tensor of each entry of the share, with the dtype of the entry and the shape
-            of its box; see `live_boxes.views_of`.
+            of its box.
         marks: Points in the streams of the devices; None for the end of the work that is queued so
             far on the calling thread's current streams.
         traffic: Counter of the bytes that cross.
