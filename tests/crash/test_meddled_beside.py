@@ -14,19 +14,18 @@ from gds import MemoryBackend, WrapperBackend
 from gds.contract import Lock
 from offload import AdamW, open_checkpoint
 from offload.errors import CheckpointNotFoundError, DamagedError
+from tests.crash.damaging import OTHER, STORE
+from tests.crash.damaging import mark as mark_wrongly
 from tests.crash.runs import (
     AWAY,
     LOSE,
-    OTHER,
     REPLACE,
-    STORE,
     Meddle,
     assert_at_step,
     assert_goes_on,
     cut,
     ids,
     mark,
-    mark_wrongly,
     move_away,
     remove_part,
     replace_directory,
@@ -43,7 +42,6 @@ from tests.stores.training import (
     differences,
     optimizer_for,
     options,
-    take_step,
     train,
 )
 
@@ -211,29 +209,6 @@ def test_what_was_lost_can_neither_be_pinned_nor_gone_back_to(how: Meddle, drive
         assert differences(pinned, backend, Reference().after(1)) == []
 
 
-@pytest.mark.parametrize(("how", "drives"), REPLACE, ids=ids(REPLACE))
-def test_what_was_replaced_by_the_same_can_be_pinned_and_gone_back_to(
-    how: Meddle, drives: int
-) -> None:
-    backend = MemoryBackend()
-    model, optimizer = start(backend, drives)
-    train(model, optimizer, 1, 2)
-    how(backend, step_path(2))
-    optimizer.pin("mine")
-    train(model, optimizer, 3)
-    take_step(model, optimizer, 4)
-    which = None if drives == 1 else 3
-    restored = optimizer.restore(which)
-    assert restored is not None
-    assert restored.step == 3
-    train(model, optimizer, 4, 5, 6)
-    optimizer.close()
-    assert_at_step(backend, 6)
-    with open_checkpoint(step_path(2), backend=backend) as pinned:
-        assert differences(pinned, backend, Reference().after(2)) == []
-    assert_goes_on(backend, drives, 6)
-
-
 @pytest.mark.parametrize("drives", [1, 2])
 def test_another_checkpoint_in_its_place_is_left_alone(drives: int) -> None:
     """One of another run, say: this process knows nothing of it, and counts it as none of its."""
@@ -254,23 +229,6 @@ def test_another_checkpoint_in_its_place_is_left_alone(drives: int) -> None:
     assert_at_step(backend, 7)
     with open_checkpoint(step_path(2), backend=backend) as found:
         assert found.train_state == {"foreign": True}
-
-
-@pytest.mark.parametrize("drives", [1, 2])
-def test_what_was_marked_wrongly_can_be_used_again_later(drives: int) -> None:
-    """Neither it nor its parts are rewritten as long as it is there."""
-    backend = MemoryBackend()
-    model, optimizer = start(backend, drives)
-    train(model, optimizer, 1, 2, 3)
-    for step in (2, 3):
-        mark_wrongly(backend, step_path(step))
-    with warned_of(step_path(2)):
-        train(model, optimizer, 4, 5, 6, 7)
-    optimizer.close()
-    for step in (2, 3):
-        backend.remove(f"{step_path(step)}/damaged.txt")
-        with open_checkpoint(step_path(step), backend=backend) as found:
-            assert differences(found, backend, Reference().after(step)) == []
 
 
 @pytest.mark.parametrize("drives", [1, 2])

@@ -24,7 +24,6 @@ from tests.stores.files import tree
 from tests.stores.training import (
     Model,
     Reference,
-    backward,
     differences,
     optimizer_for,
     options,
@@ -126,11 +125,9 @@ def test_an_earlier_version_and_this_one_keep_each_other_out(
     (tmp_path / "run").mkdir()
     with older_version(children, tmp_path, "locked"), pytest.raises(StoreLockedError):
         start(tmp_path)
-    model, optimizer = start(tmp_path)
+    _, optimizer = start(tmp_path)
     with older_version(children, tmp_path, "refused"):
-        train(model, optimizer, 1)
-    optimizer.close()
-    assert_whole(tmp_path / "run", 1)
+        optimizer.close()
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["trains", "has ended"])
@@ -192,32 +189,6 @@ def test_a_directory_that_was_moved_away_is_written_to_by_nobody_else(
     close(optimizer)
     assert (tree(store), checkpoints_in(moved)) == (of_second, of_first)
     assert_whole(moved, 3)
-
-
-def test_a_directory_that_comes_back_is_gone_on_with(tmp_path: Path) -> None:
-    """Nobody else could lock it meanwhile: the lock stays through a rename."""
-    store, moved = tmp_path / "run", tmp_path / "run2"
-    model, optimizer = start(tmp_path)
-    train(model, optimizer, 1, 2)
-    store.rename(moved)
-    with pytest.raises(StoreLockedError):
-        optimizer_for(Model(), str(moved), options())
-    backward(model, 3)
-    with pytest.raises(StoreError, match="until it is back"):
-        optimizer.step()  # which is not taken
-    moved.rename(store)
-    optimizer.step()
-    optimizer.checkpoint().result()
-    take_step(model, optimizer, 4)
-    store.rename(moved)
-    with pytest.raises(SealError, match="until it is back"):
-        optimizer.checkpoint().result()
-    assert isinstance(raised(optimizer.synchronize), SealError)  # which says so once more
-    moved.rename(store)
-    optimizer.checkpoint().result()
-    train(model, optimizer, 5)
-    optimizer.close()
-    assert_whole(store, 5)
 
 
 def test_a_store_that_is_removed_or_whose_link_leads_elsewhere_is_named(tmp_path: Path) -> None:
@@ -306,7 +277,6 @@ def test_it_is_looked_at_again_before_the_commit_and_each_withdrawal(
 
 LEFT = {
     "its own": ("", "", rf"\(process {os.getpid()} on host \S+, since 20\S+\)"),
-    "no such process": ("process [0-9]+", "process 4194304", ""),
     "a container": ("namespace [0-9]+", "namespace 1", "in another container on host "),
     "another host": (
         r"host \S+ since (\S+)\nboot [0-9a-f-]+",
@@ -314,7 +284,6 @@ LEFT = {
         r"\(process [0-9]+ on host x\.y, since ",
     ),
     "torn": (r"\nboot(?s:.*)", "", ""),
-    "long": (r"\Z", " " * 100_000, ""),
     "nothing": (r"(?s:.+)", "", ""),
 }
 """What is changed in the content of LOCK, and what is then said of it."""
