@@ -10,12 +10,12 @@ import warnings
 import pytest
 import torch
 
-from gds import MemoryBackend, WrapperBackend
-from gds.contract import Lock
+from gds import MemoryBackend
 from offload import AdamW, open_checkpoint
 from offload.errors import CheckpointNotFoundError, DamagedError
 from tests.crash.damaging import OTHER, STORE
 from tests.crash.damaging import mark as mark_wrongly
+from tests.crash.meanwhile import Looking
 from tests.crash.runs import (
     AWAY,
     LOSE,
@@ -69,14 +69,13 @@ def test_what_is_acknowledged_after_files_were_replaced_is_there(
 
 @pytest.mark.parametrize("moment", ["between steps", "as it is withdrawn"])
 def test_a_copy_that_was_moved_away_beside_training_is_not_written_to(moment: str) -> None:
-    class Meddles(WrapperBackend):
+    class Meddles(Looking):
         at = ""
 
-        def lock(self, path: str, *, shared: bool = False, create: bool = False) -> Lock:
-            if path == self.at:
+        def look(self, moment: str, path: str) -> None:
+            if (moment, path) == ("before lock", self.at):
                 self.at = ""
                 replace_directory(self.inner, path)
-            return super().lock(path, shared=shared, create=create)
 
     backend = Meddles(MemoryBackend())
     model, optimizer = start(backend)
@@ -94,29 +93,21 @@ def test_a_copy_that_was_moved_away_beside_training_is_not_written_to(moment: st
         assert moved.verify().problems == ()
 
 
-class _LooksBeforeTheRename(WrapperBackend):
-    """Notes what a process that starts just before a checkpoint's rename would go on from."""
+class _LooksBeforeTheCommit(Looking):
+    """Notes what a process that starts just before a seal's rename would go on from."""
 
     def __init__(self, inner: MemoryBackend) -> None:
         super().__init__(inner)
         self.looks = False
         self.found: list[int] = []
 
-    def _look(self, target: str) -> None:
-        if self.looks and "/step-" in target:
+    def look(self, moment: str, path: str) -> None:
+        if self.looks and moment in ("before rename", "before exchange") and "/.slot-" in path:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 with open_checkpoint(STORE, backend=self.inner) as newest:
                     assert newest.verify().problems == ()
                     self.found.append(newest.step)
-
-    def rename(self, source: str, target: str) -> None:
-        self._look(target)
-        super().rename(source, target)
-
-    def exchange(self, a: str, b: str) -> None:
-        self._look(b)
-        super().exchange(a, b)
 
 
 @pytest.mark.parametrize(("how", "drives"), LOSE, ids=ids(LOSE))
@@ -124,7 +115,7 @@ class _LooksBeforeTheRename(WrapperBackend):
 def test_the_last_one_that_is_usable_is_not_withdrawn(how: Meddle, drives: int, keep: int) -> None:
     """What was marked or removed beside training does not count as the newest durable one."""
     inner = MemoryBackend()
-    backend = _LooksBeforeTheRename(inner)
+    backend = _LooksBeforeTheCommit(inner)
     model, optimizer = start(backend, drives, keep)
     train(model, optimizer, 1, 2, 3, 4)
     how(inner, step_path(4))

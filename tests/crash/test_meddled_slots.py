@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gds import Backend, MemoryBackend, PosixBackend, WrapperBackend
+from gds import Backend, MemoryBackend, PosixBackend
 from offload import open_checkpoint
 from offload.errors import SealError
+from tests.crash.meanwhile import Looking
 from tests.crash.runs import (
     OTHER,
     STORE,
@@ -44,14 +45,13 @@ def free_slot(backend: Backend) -> str:
 
 @pytest.mark.parametrize("how", [replace_files, replace_state, replace_manifest, replace_directory])
 def test_a_slot_that_is_replaced_while_it_is_sealed_is_no_checkpoint(how: Meddle) -> None:
-    class Meddles(WrapperBackend):
+    class Meddles(Looking):
         """Does something to a slot once, when its names have been synced, before its rename."""
 
         due = False
 
-        def sync_dir(self, path: str) -> None:
-            super().sync_dir(path)
-            if self.due and "/.slot-" in path:
+        def look(self, moment: str, path: str) -> None:
+            if self.due and moment == "after sync_dir" and "/.slot-" in path:
                 self.due = False
                 how(self.inner, path)
 

@@ -265,9 +265,6 @@ class TestVerifyAlways:
         optimizer.close()
 
 
-# `restore(verify=True)`: the state is read and checked before anything is trained on it.
-
-
 @pytest.mark.parametrize(
     ("name", "how", "overlap", "drives"),
     [
@@ -277,7 +274,7 @@ class TestVerifyAlways:
         ("exp_avg_sq", "argument", "forward", 2),
     ],
 )
-def test_damaged_state_is_passed_over_by_itself(
+def test_a_restore_that_reads_the_state_passes_over_what_is_damaged(
     name: str, how: str, overlap: str | None, drives: int
 ) -> None:
     backend, where = MemoryBackend(), BOTH[:drives]
@@ -293,7 +290,7 @@ def test_damaged_state_is_passed_over_by_itself(
 
 
 @pytest.mark.parametrize("changes", [{}, {"host_memory": "1GiB"}, {"overlap": "forward"}])
-def test_the_bits_are_the_same_and_the_log_says_what_was_read(
+def test_a_restore_that_reads_the_state_gives_the_same_bits_and_logs_what_it_read(
     changes: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = MemoryBackend()

@@ -20,7 +20,8 @@ from offload import (
     list_checkpoints,
     open_checkpoint,
 )
-from tests.crash.meanwhile import Meanwhile
+from tests.crash.meanwhile import Looking, Meanwhile
+from tests.crash.runs import copy_tree
 from tests.crash.trained import Training
 from tests.stores.files import overwrite, remove_tree, write
 from tests.stores.small import STORE, memory_store
@@ -106,6 +107,23 @@ class TestOpening:
             assert reader.verify().ok, "it has not been recycled: the lock is on the right one"
         training.steps_and_seal(2)  # nothing has kept its lock
         training.optimizer.close()
+
+    def test_one_that_is_replaced_as_soon_as_it_is_locked_is_locked_anew(self) -> None:
+        class Replaces(Looking):
+            due = True
+
+            def look(self, moment: str, path: str) -> None:
+                if self.due and (moment, path) == ("after lock", NEWEST):
+                    self.due = False
+                    take_away(self.inner)
+                    copy_tree(self.inner, AWAY, NEWEST)
+
+        backend = Replaces(memory_store())
+        with open_checkpoint(NEWEST, backend=backend) as opened:
+            assert opened.step == 2
+            with pytest.raises(LockHeldError):
+                backend.inner.lock(NEWEST)
+            backend.inner.lock(AWAY).release()
 
     def test_one_that_is_refused_is_not_kept_locked(self) -> None:
         backend = memory_store(3)

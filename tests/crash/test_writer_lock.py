@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from gds import MemoryBackend, PosixBackend, WrapperBackend
+from gds import MemoryBackend, PosixBackend
 from offload import AdamW, DriveTuning, open_checkpoint
 from offload.errors import SealError, StoreError, StoreLockedError
 from tests.crash import second_writers as second
+from tests.crash.meanwhile import Looking
 from tests.forking import Children
 from tests.stores.files import tree
 from tests.stores.training import (
@@ -214,34 +215,22 @@ def test_a_store_that_is_removed_or_whose_link_leads_elsewhere_is_named(tmp_path
     assert (os.listdir(elsewhere), drive.exists()) == ([], False)
 
 
-class _Intruder(WrapperBackend):
+class _Intruder(Looking):
     """Somebody takes LOCK away, and locks another one, just before an operation of the test's."""
 
     def __init__(self) -> None:
         super().__init__(MemoryBackend())
-        self.before: Callable[[str, str], bool] = lambda *_: False
+        self.at: Callable[[str, str], bool] = lambda *_: False
         self.came = False
         self.changed_since: list[str] = []
 
-    def _look(self, kind: str, path: str) -> None:
-        if self.came and kind == "rename":
+    def look(self, moment: str, path: str) -> None:
+        if self.came and moment in ("before rename", "before exchange"):
             self.changed_since.append(path)
-        if not self.came and self.before(kind, path):
+        if not self.came and self.at(moment, path):
             self.came = True
             self.inner.remove(f"{STORE}/LOCK")
             self.inner.lock(f"{STORE}/LOCK", create=True)
-
-    def rename(self, source: str, target: str) -> None:
-        self._look("rename", source)
-        super().rename(source, target)
-
-    def exchange(self, a: str, b: str) -> None:
-        self._look("rename", a)
-        super().exchange(a, b)
-
-    def sync_dir(self, path: str) -> None:
-        self._look("sync_dir", path)
-        super().sync_dir(path)
 
     @property
     def sealed(self) -> list[int]:
@@ -264,7 +253,7 @@ def test_it_is_looked_at_again_before_the_commit_and_each_withdrawal(
     optimizer.restore()
     take_step(model, optimizer, 5)  # withdraws one, to have a slot to write to
     assert backend.sealed == [2, 3, 4]
-    backend.before = lambda what, path: what == kind and where in path
+    backend.at = lambda moment, path: moment == f"before {kind}" and where in path
     error = raised(optimizer.checkpoint().result)
     assert backend.came
     assert isinstance(error, SealError) == (newest == 4), "once it is durable, it is acknowledged"
