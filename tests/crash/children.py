@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import gc
+import itertools
+import json
 import os
 import select
 import signal
@@ -14,13 +15,21 @@ from pathlib import Path
 import torch
 
 from gds import Buffer, IOFuture, PosixBackend, WrapperBackend
-from gds.backends.threads import TransferPool
 from gds.backends.wrapper import WrapperFile
 from gds.contract import File
-from offload import AdamW
+from offload import AdamW, DriveTuning
 from tests.dying import live_on
 from tests.forking import serve
 from tests.stores.training import ARRAYS, Model, backward, optimizer_for, options, train
+
+PLAN = "beside.json"
+"""What is to be done: ``keep`` and ``drives``."""
+
+STOP = "stop"
+"""The name of a file: as soon as it is there the child ends."""
+
+STARTED = "started"
+"""The name of a file: there are checkpoints to look at."""
 
 
 class GatedBackend(WrapperBackend):
@@ -30,7 +39,6 @@ class GatedBackend(WrapperBackend):
         super().__init__(PosixBackend())
         self.gate = threading.Event()
         self.reached = threading.Event()
-        self.on_write: Callable[[], object] = lambda: None
         self.on_state_write: Callable[[], int | None] = lambda: None
         """Returns the number of a process to send SIGUSR1 to, once."""
 
@@ -46,7 +54,6 @@ class _GatedFile(WrapperFile):
     def write(self, source: Buffer, offset: int) -> IOFuture:
         if self.path.endswith("model.safetensors"):
             self._backend.reached.set()
-            self._backend.on_write()
             self._backend.gate.wait()
         elif pid := self._backend.on_state_write():
             self._backend.on_state_write = lambda: None
@@ -75,16 +82,11 @@ def refused(directory: str) -> None:
         print("opened")
 
 
-def hold_the_store(directory: str) -> None:
-    """Open the store, say so, and wait to be killed."""
-    _, optimizer = trained(directory)
-    optimizer.checkpoint().result()
-    _announce(directory, "held")
-    signal.pause()
-
-
 def hold_the_store_and_fork(directory: str) -> None:
-    """The same, with a worker as a data loader has: it lives on and must not keep the lock."""
+    """Open the store, say so by a worker as a data loader has, and wait to be killed.
+
+    The worker lives on, and must not keep the lock.
+    """
     _, optimizer = trained(directory)
     optimizer.checkpoint().result()
     ready, told = os.pipe()
@@ -110,73 +112,6 @@ def checkpoint_in_an_exit_handler(directory: str) -> None:
             print(f"{type(error).__name__}: {error}")
 
     atexit.register(save)
-
-
-def collected_on_the_seals_thread(directory: str) -> None:
-    """An optimizer in a reference cycle is collected by whichever thread allocates next."""
-    backend = GatedBackend()
-    backend.gate.set()
-    dropped = threading.Event()
-    backend.on_write = lambda: (dropped.wait(), gc.collect())
-    model, optimizer = trained(directory, backend)
-    gc.collect()
-    gc.disable()  # only there, and only then
-    handle = optimizer.checkpoint({"step": 2})
-    holder = {"optimizer": optimizer}
-    holder["holder"] = holder  # type: ignore[assignment]
-    del model, optimizer, holder
-    dropped.set()
-    print(handle.result().step)
-
-
-def end_while_stepping(directory: str) -> None:
-    """End with a step beside the model in progress, and a checkpoint behind it."""
-    _held_amid_a_step(directory).set()
-
-
-def killed_while_stepping(directory: str) -> None:
-    """Be killed there."""
-    _held_amid_a_step(directory)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fork_while_stepping(directory: str) -> None:
-    """Use the model in a forked child, for which the step never ends."""
-    let_go = _held_amid_a_step(directory)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            _kept[0].state_dict()
-        except Exception as error:  # noqa: BLE001  (any is the answer)
-            print(f"{type(error).__name__}: {error}", flush=True)
-        os._exit(0)
-    os.waitpid(pid, 0)
-    let_go.set()
-
-
-_kept: list[Model] = []
-
-
-def _held_amid_a_step(directory: str) -> threading.Event:
-    backend = GatedBackend()
-    backend.gate.set()
-    model, optimizer = trained(directory, backend, overlap="forward")
-    optimizer.checkpoint({"step": 2}).result()
-    let_go, stepping = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        stepping.set()
-        let_go.wait()
-
-    backend.on_state_write = hold
-    backward(model, 3)
-    optimizer.step()
-    handle = optimizer.checkpoint({"step": 3})
-    stepping.wait()
-    assert not handle.done()
-    _kept.append(model)
-    atexit.register(lambda: optimizer)  # it lives as long as the program
-    return let_go
 
 
 def end_amid_a_backward(directory: str) -> None:
@@ -217,59 +152,32 @@ def called_within_a_step(directory: str) -> None:
     optimizer.close()
 
 
-def close_with_one_thread_for_all_transfers(directory: str) -> None:
-    """Close while the thread of all transfers, in the callback of a write, has a read behind it."""
-    backend = OneThreadBackend()
+def store_of(directory: str, drives: int) -> list[str]:
+    """Return the directories of the store."""
+    return [f"{directory}/run{number}" for number in range(drives)]
+
+
+def train_until_told(directory: str) -> None:
+    """Seal each step; the first one is pinned, and stays."""
+    plan = json.loads(Path(directory, PLAN).read_text())
     model = Model()
-    optimizer = optimizer_for(model, f"{directory}/run", options(backend))
-    train(model, optimizer, 1, 2, seal=False)
-    optimizer.synchronize()
-    backward(model, 3)
-    # The last write of the step waits until it is being closed, and so do the reads behind it.
-    backend.hold_write = backend.num_writes + 2 * len(ARRAYS)
-    optimizer.step()
-    backend.held.wait()
-    threading.Timer(0.2, backend.gate.set).start()
-    optimizer.close()
-    print("closed")
-
-
-class OneThreadBackend(WrapperBackend):
-    """Does one transfer after the other, whether it reads or writes."""
-
-    def __init__(self) -> None:
-        super().__init__(PosixBackend())
-        self.pool = TransferPool("one", 1)
-        self.num_writes = 0
-        self.hold_write = -1
-        self.held = threading.Event()
-        self.gate = threading.Event()
-
-    def wrap_file(self, file: File) -> File:
-        return _OneThreadFile(file, self)
-
-    def transfer(self, start: Callable[[], IOFuture], *, hold: bool = False) -> IOFuture:
-        def run() -> int:
-            if hold:
-                self.held.set()
-                self.gate.wait()
-            return start().result()
-
-        return self.pool.submit(run)
-
-
-class _OneThreadFile(WrapperFile):
-    def __init__(self, inner: File, backend: OneThreadBackend) -> None:
-        super().__init__(inner)
-        self._backend = backend
-
-    def read(self, into: Buffer, offset: int) -> IOFuture:
-        return self._backend.transfer(lambda: self.inner.read(into, offset))
-
-    def write(self, source: Buffer, offset: int) -> IOFuture:
-        self._backend.num_writes += 1
-        hold = self._backend.num_writes == self._backend.hold_write
-        return self._backend.transfer(lambda: self.inner.write(source, offset), hold=hold)
+    drives = plan["drives"]
+    tuning = DriveTuning(shares=(1,) * drives, direct=False, calibrate=False)
+    settings = options(None, drives=tuning, reader_timeout_s=60.0)
+    with optimizer_for(
+        model, store_of(directory, drives), settings, keep=plan["keep"]
+    ) as optimizer:
+        for step in itertools.count(1):
+            backward(model, step)
+            optimizer.step()
+            optimizer.checkpoint({"step": step}).result()
+            if step == 1:
+                optimizer.pin("first")
+            if step == 3:
+                Path(directory, STARTED).touch()
+            if os.path.exists(f"{directory}/{STOP}"):
+                break
+    print(json.dumps({"steps": step}))
 
 
 def _announce(directory: str, text: str) -> None:

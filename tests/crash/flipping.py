@@ -27,6 +27,8 @@ class FlippingBackend(WrapperBackend):
         self.spared = 0
         """Which of the wrong ones is right all the same, counted from 1; 0 for none."""
         self.num_flipped: Counter[Way] = Counter()
+        self.ways_again: set[Literal["same", "other"]] = set()
+        """Whether second reads were to go the way of the first ones, past the page cache or not."""
         self._lock = threading.Lock()
 
     def due(self, way: Way, path: str) -> bool:
@@ -57,6 +59,7 @@ class _FlippingFile(WrapperFile):
         return self._flipped("read", super().read(into, offset), into)
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        self._backend.ways_again.add("same" if direct == self.direct else "other")
         return self._flipped("read_again", super().read_again(into, offset, direct=direct), into)
 
     def read_bytes(self, offset: int, nbytes: int) -> bytes:

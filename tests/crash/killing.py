@@ -141,7 +141,6 @@ def kill_at_random_moments(parent: str) -> None:
     killer.live(0)  # the last one killed may have sealed more than it could tell of
     last_step = killer.acknowledged + STEPS_AFTER_LAST_KILL
     killer.live(last_step)
-    Killer(f"{directory}/undisturbed", keep, drives, seed).live(last_step)
     result = {
         "killed": num_killed,
         "phases": killer.phases,

@@ -1,8 +1,7 @@
-"""Transfers that begin late, or are held back: a test sees what was not waited for."""
+"""Transfers that begin late: a test sees what was not waited for."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -30,11 +29,9 @@ class Late(Future[int]):
 class LateBackend(WrapperBackend):
     """Writes some files when it is waited for, and sees what is synced or read before that."""
 
-    def __init__(self, file_name: str, before_byte: int = 1 << 62) -> None:
+    def __init__(self, file_name: str) -> None:
         super().__init__(MemoryBackend())
         self.file_name = file_name
-        self.before_byte = before_byte
-        """Writes that begin from there on end at once."""
         self.reads_late = False
         """Whether reads begin late as well."""
         self.late: list[tuple[str, int, Late]] = []
@@ -62,7 +59,7 @@ class _LateFile(WrapperFile):
         self._backend = backend
 
     def write(self, source: Buffer, offset: int) -> IOFuture:
-        if self._backend.file_name not in self.path or offset >= self._backend.before_byte:
+        if self._backend.file_name not in self.path:
             return super().write(source, offset)
         late = Late(lambda: self.inner.write(source, offset))
         self._backend.late.append((self.path, offset, late))
@@ -81,30 +78,3 @@ class _LateFile(WrapperFile):
         if self._backend.unfinished():
             self._backend.too_early.append(f"sync {self.path}")
         super().sync()
-
-
-class GateBackend(WrapperBackend):
-    """Holds back one of the writes to files of a name."""
-
-    def __init__(self, file_name: str) -> None:
-        super().__init__(MemoryBackend())
-        self.file_name = file_name
-        self.num_before = -1
-        self.reached, self.is_open = threading.Event(), threading.Event()
-
-    def wrap_file(self, file: File) -> File:
-        return _GatedFile(file, self)
-
-
-class _GatedFile(WrapperFile):
-    def __init__(self, inner: File, backend: GateBackend) -> None:
-        super().__init__(inner)
-        self._backend = backend
-
-    def write(self, source: Buffer, offset: int) -> IOFuture:
-        if self.path.endswith(self._backend.file_name):
-            if self._backend.num_before == 0:
-                self._backend.reached.set()
-                assert self._backend.is_open.wait(60)
-            self._backend.num_before -= 1
-        return super().write(source, offset)

@@ -1,15 +1,53 @@
-"""A backend that lets something happen at a chosen moment of whoever looks at the files."""
+"""Backends that let something happen at a chosen moment of whoever uses the files."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from typing import Any
 
-from gds import Backend, File, StorageError, WrapperBackend
-from gds.contract import Lock, Stat
+from gds import Backend, File, LockHeldError, StorageError, WrapperBackend
 
 
-class Meanwhile(WrapperBackend):
+def _looked(name: str) -> Any:
+    """Return a method that does an operation on names, and lets the test look at it."""
+
+    def method(self: Looking, *paths: Any, **options: Any) -> Any:
+        self.look(f"before {name}", paths[0])
+        try:
+            found = getattr(super(Looking, self), name)(*paths, **options)
+        except LockHeldError:
+            self.look(f"refused {name}", paths[0])
+            raise
+        self.look(f"after {name}", [path for path in paths if isinstance(path, str)][-1])
+        return found
+
+    return method
+
+
+class Looking(WrapperBackend):
+    """Calls `look` before and after each operation on names."""
+
+    stat = _looked("stat")
+    list_dir = _looked("list_dir")
+    open = _looked("open")
+    lock = _looked("lock")
+    create = _looked("create")
+    make_dir = _looked("make_dir")
+    rename = _looked("rename")
+    exchange = _looked("exchange")
+    sync_dir = _looked("sync_dir")
+
+    def look(self, moment: str, path: str) -> None:
+        """Do what the test wants.
+
+        Args:
+            moment: Such as ``before rename``, ``after create`` or ``refused lock``.
+            path: What it is about; of two, the first one before the operation and the second after.
+        """
+
+
+class Meanwhile(Looking):
     """Lets something happen before one of the operations of a reader.
 
     Args:
@@ -38,6 +76,11 @@ class Meanwhile(WrapperBackend):
 
         self.before(kind, path, raised)
 
+    def look(self, moment: str, path: str) -> None:
+        when, kind = moment.split()
+        if when == "before" and kind in ("stat", "list_dir", "open", "lock", "reading"):
+            self._look(kind, path)
+
     def _look(self, kind: str, path: str) -> None:
         self.left -= 1
         if self.left == 0:
@@ -48,24 +91,8 @@ class Meanwhile(WrapperBackend):
                 one[2]()
                 return
 
-    def stat(self, path: str) -> Stat | None:
-        self._look("stat", path)
-        return super().stat(path)
-
-    def list_dir(self, path: str) -> list[str]:
-        self._look("list_dir", path)
-        return super().list_dir(path)
-
-    def open(self, path: str, *, writable: bool = False) -> File:
-        self._look("open", path)
-        return super().open(path, writable=writable)
-
-    def lock(self, path: str, *, shared: bool = False, create: bool = False) -> Lock:
-        self._look("lock", path)
-        return super().lock(path, shared=shared, create=create)
-
     def wrap_file(self, file: File) -> File:
-        self._look("opened", file.path)  # the file is open, and has not been read
+        self.look("before reading", file.path)  # it is open
         return file
 
     def close(self) -> None:

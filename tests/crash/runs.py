@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from gds import Backend, MemoryBackend
 from offload import AdamW, open_checkpoint, verify_and_mark
 from offload.retention import Retention
+from tests.crash.damaging import OTHER, STORE, part_of
 from tests.stores.files import contents, flip, read, remove_tree, write
 from tests.stores.training import (
     Model,
@@ -20,7 +21,7 @@ from tests.stores.training import (
     train,
 )
 
-STORE, OTHER, AWAY = "/run", "/other", "/away"
+AWAY = "/away"
 
 Meddle = Callable[[Backend, str], None]
 
@@ -73,12 +74,6 @@ def replace_manifest(backend: Backend, path: str) -> None:
     replace_files(backend, path, "manifest.json")
 
 
-def part_of(backend: Backend, path: str) -> str:
-    with open_checkpoint(path, backend=backend) as checkpoint:
-        (part,) = checkpoint.parts
-    return part
-
-
 def replace_part(backend: Backend, path: str) -> None:
     replace_files(backend, part_of(backend, path))
 
@@ -100,10 +95,6 @@ def mark_for_part(backend: Backend, path: str) -> None:
     drive = part.rpartition("/")[0]  # damage there is marked only if the drive was given
     with open_checkpoint(path, parts=[drive], backend=backend) as checkpoint:
         assert verify_and_mark(checkpoint).quarantined
-
-
-def mark_wrongly(backend: Backend, path: str) -> None:
-    write(backend, f"{path}/damaged.txt", b"")
 
 
 def move_away(backend: Backend, path: str) -> None:

@@ -28,7 +28,9 @@ TIMEOUT_S = 60.0
 
 
 class Turnstile(WrapperBackend):
-    """Lets writes to ``model.safetensors`` through one at a time, once it has been shut."""
+    """Lets writes to the files of a name through one at a time, once it has been shut."""
+
+    file_name = "/model.safetensors"
 
     def __init__(self) -> None:
         super().__init__(MemoryBackend())
@@ -52,7 +54,7 @@ class _TurnstileFile(WrapperFile):
 
     def write(self, source: Buffer, offset: int) -> IOFuture:
         backend = self._backend
-        if backend.is_shut and self.path.endswith("model.safetensors"):
+        if backend.is_shut and self.path.endswith(backend.file_name):
             backend.reached.release()
             assert backend.turns.acquire(timeout=TIMEOUT_S)
             if backend.fails:
@@ -60,15 +62,20 @@ class _TurnstileFile(WrapperFile):
         return super().write(source, offset)
 
 
-@pytest.fixture(name="backend")
-def turnstile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turnstile]:
-    """A turnstile for blocks of one parameter each."""
+def make_blocks_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide the parameters into many blocks, as those of a large model are."""
     for module in (
         offload.format.manifest,
         offload.model.model_file,
         offload.checkpoint.sealed_slot,
     ):
         monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", BLOCK_BYTES)
+
+
+@pytest.fixture(name="backend")
+def turnstile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turnstile]:
+    """A turnstile for blocks of one parameter each."""
+    make_blocks_small(monkeypatch)
     # Who waits is told: what is not told is not to be seen a second later, either.
     monkeypatch.setattr(gds.waiting, "_LOST_S", 3600.0)
     backend = Turnstile()

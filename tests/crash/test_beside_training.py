@@ -7,7 +7,6 @@ thousand. Besides, training goes on before single operations of a reader; in a c
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections import Counter
@@ -18,9 +17,7 @@ import pytest
 
 import gds
 import offload
-import offload.checkpoint.reader_lock
-import offload.cli.verify
-from gds import LockHeldError, MemoryBackend, PosixBackend, StorageError, WrapperBackend
+from gds import LockHeldError, MemoryBackend
 from offload import (
     RecycledError,
     export_checkpoint,
@@ -31,7 +28,7 @@ from offload import (
 from offload.cli import main
 from tests.campaigns import FULL
 from tests.command_line import Run, runner
-from tests.crash import beside
+from tests.crash import children as child
 from tests.crash.meanwhile import Meanwhile
 from tests.crash.trained import Training
 from tests.eventually import eventually
@@ -56,7 +53,7 @@ STORES = [(1, 1), (2, 2), (1, 2), (2, 1)][: 4 if IS_CAMPAIGN else 2]
 
 @pytest.fixture(scope="module")
 def children() -> Iterator[Children]:
-    server = Children("tests.crash.beside")
+    server = Children("tests.crash.children")
     yield server
     server.close()
 
@@ -70,11 +67,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def test_verify_beside_a_process_that_trains(
     keep: int, drives: int, children: Children, run: Run, tmp_path: Path
 ) -> None:
-    (tmp_path / beside.PLAN).write_text(json.dumps({"keep": keep, "drives": drives}))
-    pid = children.start(beside.train_until_told, tmp_path)
-    store = Path(beside.store_of(str(tmp_path), drives)[0])
+    (tmp_path / child.PLAN).write_text(json.dumps({"keep": keep, "drives": drives}))
+    pid = children.start(child.train_until_told, tmp_path)
+    store = Path(child.store_of(str(tmp_path), drives)[0])
     try:
-        assert eventually((tmp_path / beside.STARTED).exists)
+        assert eventually((tmp_path / child.STARTED).exists)
         began_at = max(steps(store))
         found: Counter[str] = Counter()
         for number in range(RUNS // len(STORES)):
@@ -103,7 +100,7 @@ def test_verify_beside_a_process_that_trains(
             assert [result["path"] for result in wrong] == [str(damaged.parent)]
             assert str(damaged) in wrong[0]["problems"][0]
     finally:
-        (tmp_path / beside.STOP).touch()
+        (tmp_path / child.STOP).touch()
         ended = children.wait(pid, tmp_path)
     assert ended.status == 0, ended.output
     print(f"keep={keep}, drives={drives}: {dict(found)} beside {ended.output.splitlines()[-1]}")
@@ -226,75 +223,3 @@ def test_the_metrics_of_a_checkpoint_may_be_replaced_while_it_is_verified() -> N
         training.optimizer.checkpoint({"step": 1}, metrics={"loss": 1.0}).result()
         assert opened.verify().problems == ()
     training.optimizer.close()
-
-
-def test_verify_of_all_stores_goes_on_after_one_that_cannot_be_looked_at(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inner = PosixBackend(direct=False)
-    for name in ("a", "b"):
-        trained(inner, [str(tmp_path / name)], 1).optimizer.close()
-
-    class Unreadable(WrapperBackend):
-        def list_dir(self, path: str) -> list[str]:
-            if path == str(tmp_path / "a"):
-                raise StorageError(5, "list", path)
-            return super().list_dir(path)
-
-    for module in (gds, gds.opening):
-        monkeypatch.setattr(module, "PosixBackend", lambda: Unreadable(PosixBackend()))
-    status, out, _ = run("verify", "--all", tmp_path, "--json")
-    assert status == 1
-    by_path = {result["path"]: result for result in json.loads(out)["checkpoints"]}
-    unreadable = by_path.pop(str(tmp_path / "a"))
-    assert unreadable["problems"] == []
-    assert "Input/output error" in unreadable["unreadable"][0]
-    assert [(path.startswith(str(tmp_path / "b")), r["ok"]) for path, r in by_path.items()] == [
-        (True, True)
-    ]
-    inner.close()
-
-
-def test_a_checkpoint_that_a_writer_holds_is_waited_for(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be about to be recycled, and may as well stay: it has a pin, say."""
-    inner = PosixBackend(direct=False)
-    training = trained(inner, [str(tmp_path / "run")], 1)
-    path = training.optimizer.checkpoint({"step": 0}).result().path
-    lock = inner.lock(path)
-    waits: list[float] = []
-
-    class Clock:
-        """The time of those who wait: each look at it is two seconds after the one before."""
-
-        seconds = itertools.count(0, 2)
-
-        @classmethod
-        def monotonic(cls) -> float:
-            return next(cls.seconds)
-
-        @staticmethod
-        def sleep(seconds: float) -> None:
-            waits.append(seconds)
-            if len(waits) == release_at:
-                lock.release()
-
-    monkeypatch.setattr(offload.checkpoint.reader_lock, "time", Clock)
-    monkeypatch.setattr(offload.cli.verify, "time", Clock)
-    release_at = 1
-    status, out, _ = run("verify", path, "--json")
-    said = json.loads(out)
-    assert (status, len(said["checkpoints"]), said["recycled"]) == (0, 1, [])
-    assert waits
-
-    lock = inner.lock(path)  # which stays: nothing is known of this one, and that is said
-    waits.clear()
-    release_at = 1000
-    status, out, _ = run("verify", path, "--json")
-    (result,) = json.loads(out)["checkpoints"]
-    assert (status, result["problems"]) == (1, [])
-    assert "is being recycled" in result["unreadable"][0]
-    lock.release()
-    training.optimizer.close()
-    inner.close()

@@ -23,8 +23,6 @@ from offload import (
     open_checkpoint,
 )
 from tests.crash import children as child
-from tests.crash.damaging import unheeded
-from tests.crash.test_open_files import open_below
 from tests.crash.trained import STORE, Training
 from tests.eventually import eventually
 from tests.forking import Children
@@ -38,11 +36,6 @@ from tests.stores.training import (
     options,
     same_bits,
 )
-
-
-def printed(output: str) -> list[str]:
-    """Return the lines of a process, but for what the log says of steps without a checkpoint."""
-    return [line for line in output.splitlines() if " lost: no checkpoint()" not in line]
 
 
 @pytest.fixture(scope="module")
@@ -66,26 +59,16 @@ class TestProcesses:
     def test_a_second_process_is_refused_until_the_first_is_killed(
         self, children: Children, tmp_path: Path
     ) -> None:
-        os.mkfifo(tmp_path / "announcements")
-        holder = children.start(child.hold_the_store, tmp_path)
-        assert (tmp_path / "announcements").read_text() == "held"
-        found = children.run(child.refused, tmp_path)
-        assert found.output.startswith("StoreLockedError")
-        assert "another process" in found.output
-        assert f"`fuser -v {tmp_path}/run/LOCK` says which process it is" in found.output
-        assert f"(process {holder} on host {socket.gethostname()}, since 20" in found.output
-        os.kill(holder, signal.SIGKILL)
-        assert os.WTERMSIG(children.wait(holder, tmp_path).status or 0) == signal.SIGKILL
-        assert children.run(child.refused, tmp_path).output == "opened\n"
-
-    def test_a_forked_worker_does_not_keep_the_store_locked(
-        self, children: Children, tmp_path: Path
-    ) -> None:
+        """Whatever workers it has forked: they do not keep the lock."""
         os.mkfifo(tmp_path / "announcements")
         holder = children.start(child.hold_the_store_and_fork, tmp_path)
         worker = int((tmp_path / "announcements").read_text())
         try:
-            assert children.run(child.refused, tmp_path).output.startswith("StoreLockedError")
+            found = children.run(child.refused, tmp_path)
+            assert found.output.startswith("StoreLockedError")
+            assert "another process" in found.output
+            assert f"`fuser -v {tmp_path}/run/LOCK` says which process it is" in found.output
+            assert f"(process {holder} on host {socket.gethostname()}, since 20" in found.output
             os.kill(holder, signal.SIGKILL)
             children.wait(holder, tmp_path)
             os.kill(worker, 0)  # it lives
@@ -94,51 +77,27 @@ class TestProcesses:
             os.kill(worker, signal.SIGKILL)
 
     @pytest.mark.parametrize(
-        ("work", "says"),
+        ("work", "status"),
         [
-            (child.checkpoint_in_an_exit_handler, ["2"]),
-            (child.collected_on_the_seals_thread, ["2"]),
-            (child.close_with_one_thread_for_all_transfers, ["closed"]),
+            (child.checkpoint_in_an_exit_handler, 0),
+            (child.end_amid_a_backward, 1),
         ],
-        ids=lambda value: getattr(value, "__name__", ""),
+        ids=["in an exit handler", "amid a backward"],
     )
-    def test_a_program_ends(
-        self, work: Callable[[str], None], says: list[str], children: Children, tmp_path: Path
-    ) -> None:
-        ended = children.run(work, tmp_path)
-        assert ended.status == 0, ended
-        assert printed(ended.output) == says
-        if says == ["2"]:
-            with open_checkpoint(tmp_path / "run") as found:
-                assert differences(found, PosixBackend(), Reference().after(2)) == []
-
-    @pytest.mark.parametrize(
-        ("work", "status", "step"),
-        [
-            (child.end_while_stepping, 0, 3),
-            (child.killed_while_stepping, -signal.SIGKILL, 2),
-            (child.fork_while_stepping, 0, 3),
-            (child.end_amid_a_backward, 1, 2),
-        ],
-        ids=lambda value: getattr(value, "__name__", ""),
-    )
-    def test_what_was_asked_for_is_there_when_a_program_ends_beside_a_step(
+    def test_what_was_asked_for_is_there_when_a_program_ends(
         self,
         work: Callable[[str], None],
         status: int,
-        step: int,
         children: Children,
         tmp_path: Path,
     ) -> None:
+        """`tests/kernel/test_endings.py` has other ends."""
         ended = children.run(work, tmp_path)
         assert ended.status is not None, "it hangs"
         assert os.waitstatus_to_exitcode(ended.status) == status, ended.output
-        if work is child.fork_while_stepping:
-            assert ended.output.startswith("OffloadError: a step was running beside the model")
-            assert "call synchronize() before forking" in ended.output
         with open_checkpoint(tmp_path / "run") as found:
-            assert found.train_state == {"step": step}
-            assert differences(found, PosixBackend(), Reference().after(step)) == []
+            assert found.train_state == {"step": 2}
+            assert differences(found, PosixBackend(), Reference().after(2)) == []
 
     def test_a_signal_handler_that_finds_half_a_step_is_refused(
         self, children: Children, tmp_path: Path
@@ -171,36 +130,6 @@ class TestProcesses:
         with optimizer_for(model, store, options()) as successor:
             found = successor.restore()
             assert (found.step if found else 0) == int(sealing)
-
-
-def test_a_lock_file_that_is_made_again_takes_no_further_descriptor(tmp_path: Path) -> None:
-    training = Training(PosixBackend(direct=False), str(tmp_path / "run"), keep=1)
-    training.steps_and_seal(2)
-    training.steps_and_seal()
-    before = len(open_below(tmp_path / "run"))
-    for _ in range(3):
-        (tmp_path / "run" / "LOCK").unlink()
-        with unheeded():  # the first time it is said
-            training.steps_and_seal()
-        assert (tmp_path / "run" / "LOCK").exists()
-    assert len(open_below(tmp_path / "run")) == before
-    training.optimizer.close()
-
-
-@pytest.mark.parametrize("keep", [1, 3], ids="keep={}".format)
-def test_the_newest_are_kept_and_nothing_else_grows(keep: int) -> None:
-    training = Training(MemoryBackend(), keep=keep)
-    for step in range(1, 9):
-        training.steps_and_seal()
-        names = training.backend.list_dir(STORE)
-        sealed = [name for name in names if name.startswith("step-")]
-        kept = range(max(step - keep, 0) + 1, step + 1)
-        assert sealed == [f"step-{number:08d}" for number in kept]
-        assert len(names) <= 1 + keep + 1, "LOCK, what is kept, and a slot to work in"
-    for name in sealed:
-        with open_checkpoint(f"{STORE}/{name}", backend=training.backend) as checkpoint:
-            assert checkpoint.verify().ok
-    training.optimizer.close()
 
 
 class TestReaders:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import errno
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 
 from gds import Backend, MemoryBackend, WrapperBackend
-from gds.contract import Capabilities
 from offload import AdamW, DriveTuning, list_checkpoints, load_parameters, open_checkpoint
 from offload.errors import (
     CheckpointError,
+    SlotFullError,
     StoreError,
     StoreFullError,
     StoreLockedError,
-    VolatileStoreError,
 )
 from tests.crash.crash_backend import CrashBackend
 from tests.crash.fault_backend import FaultBackend
-from tests.stores.files import contents, everything, overwrite, read, remove_tree, write
+from tests.stores.files import contents, overwrite, read, remove_tree, write
 from tests.stores.training import (
     Model,
     Reference,
@@ -104,27 +103,16 @@ def damage_edited(backend: Backend, part: str) -> None:
     overwrite(backend, f"{part}/part.json", text.replace(b'"drive": 1', b'"drive": 2'))
 
 
-def damage_header(backend: Backend, part: str) -> None:
-    text = read(backend, f"{part}/exp_avg.safetensors")[:4096]
-    overwrite(backend, f"{part}/exp_avg.safetensors", text.replace(b'"F32"', b'"I32"'))
-
-
 DAMAGES: dict[str, tuple[Callable[[Backend, str], None], str]] = {
     "deleted": (remove_tree, "is missing"),
     "of another generation": (damage_stale, "is not the part that was sealed with it"),
     "not sealed": (damage_invalid, "not sealed"),
     "garbage": (lambda b, p: overwrite(b, f"{p}/part.json", b"\xff" * 64), "not a part's file"),
     "edited": (damage_edited, "does not match its digest"),
-    "longer": (
-        lambda b, p: write(b, f"{p}/part.json", read(b, f"{p}/part.json") + b" "),
-        "a file of 4097 bytes",
-    ),
     "without a file": (
         lambda b, p: b.remove(f"{p}/exp_avg.safetensors"),
         "exp_avg.safetensors: missing",
     ),
-    "without part.json": (lambda b, p: b.remove(f"{p}/part.json"), "part.json: nothing, expected"),
-    "another header": (damage_header, "lists other tensors"),
 }
 
 
@@ -163,6 +151,8 @@ class TestMoved:
             open_checkpoint(f"{ONE}/step-00000002", backend=backend)
         assert "directory=[...]" in str(caught.value)
         assert "parts=[...]" in str(caught.value)
+        backend.make_dir("/none")
+        assert load_parameters(Model(), ONE, parts=["/none", "/b/run"], backend=backend) == 2
         with open_checkpoint(ONE, parts=["/b/run"], backend=backend) as newest:
             assert newest.step == 2
             assert newest.verify().ok
@@ -171,16 +161,6 @@ class TestMoved:
         assert [info.valid for info in infos] == [True, True]
         with pytest.raises(CheckpointError, match="2 directories were given"):
             open_checkpoint(f"{ONE}/step-00000002", parts=["/b/run", "/c"], backend=backend)
-
-    def test_a_copy_is_not_mixed_with_the_original(self) -> None:
-        """Whoever names a copy of the second directory writes to that, and only to that."""
-        backend = store_of_two()
-        backend.make_dir("/copy")
-        for part in parts_in(backend):
-            copied(backend, f"{TWO}/{part}", backend, f"/copy/{part}")
-        before = everything(backend, TWO)
-        assert_goes_on(backend, 2, [ONE, "/copy"])
-        assert everything(backend, TWO) == before
 
 
 class TestDirectories:
@@ -208,17 +188,6 @@ class TestDirectories:
         with pytest.raises(ValueError, match="got 3 for 2"):
             optimizer_for(Model(), BOTH, options(MemoryBackend(), drives=tuning))
 
-    def test_volatile_ones_are_refused_by_name(self) -> None:
-        class Mixed(WrapperBackend):
-            def capabilities(self, directory: str) -> Capabilities:
-                found = super().capabilities(directory)
-                return dataclasses.replace(found, volatile=directory.startswith("/second"))
-
-        backend = Mixed(MemoryBackend(directories=["/second"]))
-        with pytest.raises(VolatileStoreError, match=TWO):
-            optimizer_for(Model(), BOTH, options(backend, allow_volatile=False))
-        assert everything(backend) == {"/second": None}, "nothing was made, the first neither"
-
     def test_one_is_locked_whatever_its_number(self) -> None:
         backend = MemoryBackend(directories=[ONE, "/third"])
         for others in (["/other", TWO], [TWO, "/third"]):
@@ -231,8 +200,8 @@ class TestDirectories:
 class _Room(WrapperBackend):
     """As much space in each directory as the test says."""
 
-    def __init__(self) -> None:
-        super().__init__(MemoryBackend())
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
         self.free: dict[str, int] = {}
 
     def free_bytes(self, directory: str) -> int:
@@ -242,38 +211,30 @@ class _Room(WrapperBackend):
 class TestFull:
     @pytest.mark.parametrize("directory", BOTH)
     def test_found_at_construction(self, directory: str) -> None:
-        backend = _Room()
+        backend = _Room(MemoryBackend())
         backend.free[directory] = 20_000
         with pytest.raises(StoreFullError, match="keeping 2 checkpoints needs 3 more") as caught:
             optimizer_in(backend, Model(), keep=2)
         assert caught.value.filename == directory
         assert slots_in(backend) == parts_in(backend) == []
 
-    @pytest.mark.parametrize(("where", "nth"), [(ONE, 1), (ONE, 4), (TWO, 1), (TWO, 3), (TWO, 4)])
-    def test_nothing_half_made_is_left(self, where: str, nth: int) -> None:
-        """The first slot, and a later one: what fails leaves nothing, and may be tried again."""
-        backend, model = FaultBackend(MemoryBackend()), Model()
+    @pytest.mark.parametrize(
+        ("first", "second", "named"),
+        [(1 << 30, 9, [TWO]), (0, 1 << 30, [ONE]), (1, 2, BOTH)],
+    )
+    def test_the_error_of_a_step_names_the_directories_that_are_full(
+        self, first: int, second: int, named: list[str]
+    ) -> None:
+        backend, model = _Room(FaultBackend(MemoryBackend())), Model()
         with optimizer_in(backend, model) as optimizer:
-            for made in range(2):
-                count = 0
-
-                def chosen(kind: str, path: str) -> bool:
-                    nonlocal count
-                    inside = path.startswith((f"{where}/.slot-", f"{where}/part-"))
-                    count += kind == "create" and inside
-                    return count == nth and kind == "create"
-
-                before = slots_in(backend), parts_in(backend)
-                backend.fail_if(chosen)
-                backward(model, made + 1)
-                with pytest.raises(OSError, match="the slot that the next step"):
-                    optimizer.step()
-                assert (slots_in(backend), parts_in(backend)) == before
+            backend.free = {ONE: first, TWO: second}
+            backend.inner.fail_if(lambda kind, _: kind == "create", errno.EDQUOT)
+            backward(model, 1)
+            with pytest.raises(SlotFullError, match=r"(?i)quota") as full:
                 optimizer.step()
-                optimizer.checkpoint({"step": made + 1}).result()
-            assert len(slots_in(backend)) == len(parts_in(backend)) <= 3
-        assert backend.num_failed == 2
-        assert same_bits(dict(model.state_dict()), Reference().after(2).model)
+            assert (full.value.errno, full.value.filename) == (errno.EDQUOT, named[0])
+            assert str(full.value).count(" free)") == len(named)
+            optimizer.step()
 
 
 class TestOrder:
@@ -309,20 +270,6 @@ class TestOrder:
         before = [op for op in log[:withdrawn] if "part-1" in op]
         assert before[-1] == f"sync_dir {TWO}/part-1", "sealed, and not touched until then"
         assert any(op.startswith(f"write {TWO}/part-1/exp_avg") for op in later[5:])
-
-    def test_a_free_part_is_invalidated_before_it_is_written(self) -> None:
-        backend, model = CrashBackend(), Model()
-        with optimizer_in(backend, model, keep=2) as optimizer:
-            train(model, optimizer, 1, 2)
-        remove_tree(backend, f"{ONE}/step-00000001")
-        free, before = f"{TWO}/part-1", len(backend.log)
-        with optimizer_in(backend, model, keep=2) as optimizer:
-            optimizer.restore()
-            train(model, optimizer, 3)
-        log = [str(op) for op in backend.log[before:] if op.path.startswith(free)]
-        assert log[0].startswith(f"write {free}/part.json")
-        assert log[1] == f"sync {free}/part.json"
-        assert any(op.startswith(f"write {free}/exp_avg") for op in log)
 
     def test_a_name_that_was_found_is_made_durable(self) -> None:
         """The process that wrote it may have been killed before it could sync it."""

@@ -37,7 +37,7 @@ from offload.store import prune
 from tests.campaigns import FULL
 from tests.crash.crash_backend import Image
 from tests.crash.fault_backend import FaultBackend, Kind
-from tests.stores.files import everything, write
+from tests.stores.files import everything
 from tests.stores.training import (
     Model,
     Reference,
@@ -45,7 +45,6 @@ from tests.stores.training import (
     differences,
     optimizer_for,
     options,
-    same_bits,
     take_step,
     train,
 )
@@ -300,61 +299,3 @@ def test_what_says_something_about_the_content_is_refused(name: str, where: str)
     infos = list_checkpoints(STORE, backend=run.backend)
     assert [info.valid for info in infos] == [True, True, True, False]
     run.close()
-
-
-def test_a_pin_that_could_not_be_read_stops_the_opening_and_keeps_everything_later() -> None:
-    run = Run()
-    run.fail("open", f"{STORE}/pins/first", errno.EMFILE)
-    with pytest.raises(UnreadableError, match="ulimit -n") as error:
-        run.construct()
-    assert "unpin" not in str(error.value), "it may be whole"
-    run.construct()
-    run.restore()
-    run.recycle()
-    run.close()
-    run.assert_nothing_is_lost()
-
-
-def test_of_a_part_that_cannot_be_read_readers_and_training_are_told_once_what_to_do() -> None:
-    for kind in ("stat", "open"):
-        run = Run(2)
-        with open_checkpoint(NEWEST, backend=run.inner) as found:
-            (part,) = found.parts
-        for call in (run.construct, lambda run=run: open_checkpoint(NEWEST, backend=run.backend)):
-            run.backend.fail_if(lambda *f, k=kind, p=part: f[0] == k and f[1].startswith(p))
-            with pytest.raises(UnreadableError) as error:
-                call()
-            assert str(error.value).count("out of the store") <= 1, error.value
-            assert str(error.value).count("could not be read") == 1, error.value
-        run.construct()
-        run.close()
-
-
-def test_what_is_damaged_is_still_warned_of_and_what_is_older_is_not() -> None:
-    inner = Run().inner
-    for step in (2, SEALED):
-        inner.remove(f"{STORE}/step-0000000{step}/exp_avg.safetensors")
-    with (
-        pytest.warns(RuntimeWarning, match="exp_avg.safetensors: missing") as caught,
-        open_checkpoint(STORE, backend=inner) as found,
-    ):
-        assert found.step == SEALED - 1
-    assert [NEWEST in str(w.message) for w in caught] == [True]
-    model = Model()
-    with pytest.warns(RuntimeWarning, match=f"not using {NEWEST}: "):
-        assert load_parameters(model, STORE, backend=inner) == SEALED - 1
-    assert same_bits(dict(model.state_dict()), reference().after(SEALED - 1).model)
-
-
-def test_a_part_that_a_former_owner_has_left_is_not_read_by_one_process() -> None:
-    """No checkpoint names it, so that nothing depends on what is in it."""
-    run = Run(2)
-    table = f"{STORE}/owner-1/part-1/table.json"
-    run.inner.make_dir(f"{STORE}/owner-1")
-    run.inner.make_dir(f"{STORE}/owner-1/part-1")
-    write(run.inner, table, b"left")
-    run.fail("open", table, errno.EIO)
-    run.construct()
-    run.restore()
-    run.close()
-    assert run.backend.num_failed == 0

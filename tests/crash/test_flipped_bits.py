@@ -125,22 +125,6 @@ def test_a_bit_that_flips_anywhere_is_found(
     record_property("flipped_files", len(paths))
 
 
-def test_a_train_state_is_given_up_whatever_part_of_its_text_is_hit() -> None:
-    """Its length, names, values, digest and version: each is refused by another check."""
-    rng = random.Random(f"{SEED} text")
-    backend = sealed().backend()
-    (path,) = files_of(backend, "train_state")
-    text = read(backend, path).rstrip(b" \0")
-    values = [
-        text.index(before) + len(before)
-        for before in (b'"store_id":"', b'"train_state":"{', b'_digest":"', b'_format":"')
-    ]
-    for offset in [0, *values, *rng.sample(range(8, len(text)), 20 if FULL else 3)]:
-        damaged = sealed().backend()
-        flip(damaged, path, offset, 1 << rng.randrange(8))
-        goes_on(damaged, path)
-
-
 def stale(data: bytes, older: bytes, start: int) -> bytes:
     """The write never arrived: what was there before is there still."""
     return older[start : start + PAGE_BYTES]

@@ -10,22 +10,14 @@ from __future__ import annotations
 
 import os
 import random
-import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
-from itertools import count
 
 import pytest
 
-from gds import Backend, Buffer, File, IOFuture, MemoryBackend, StorageError, WrapperBackend
-from gds.backends.wrapper import WrapperFile
-from offload import OffloadError, open_checkpoint
-from offload.errors import SealError
+from gds import Backend
+from offload import open_checkpoint
 from tests.campaigns import FULL
 from tests.crash.crash_backend import CrashBackend, Image, moments
-from tests.crash.fault_backend import FaultBackend, Kind
-from tests.crash.late import Late
 from tests.stores.frozen_model import STORE, Process, Reference, differences, make_units_small
 
 SEED = int(os.environ.get("CRASH_SEED", "20260711"))
@@ -157,147 +149,3 @@ def test_what_a_killed_process_left_in_the_cache_is_durable_when_it_is_believed(
                     check(image, promised, clones=clones, finish=False)
     record_property("crash_cuts", num_cuts)
     record_property("crash_states", num_cuts)
-
-
-@pytest.mark.parametrize("kind", ["read", "write", "write_bytes", "sync", "open", "read_bytes"])
-@each_way
-def test_any_operation_may_fail_in_the_process_that_follows(
-    kind: Kind, clones: bool, record_property: Callable[[str, object], None]
-) -> None:
-    """No error, or a named one; and what was sealed is whole, in this process and the next one."""
-    first = MemoryBackend(clones=clones)
-    run = Process(first, keep=KEEP)
-    for _ in range(3):
-        run.step_and_seal()
-    run.step()
-    run.close()
-    image = Image.of(first)
-    num_faults = 0
-    for nth in count(1, STRIDE):
-        inner = image.backend(clones=clones)
-        backend = FaultBackend(inner)
-        run = Process(backend, reference_at(3, edited=False), keep=KEEP)
-        backend.fail(kind, nth, forever=False)
-        sealed = 3
-
-        def attempt(call: Callable[[], object], backend: FaultBackend = backend) -> None:
-            try:
-                call()
-            except (OffloadError, StorageError):
-                assert backend.num_failed
-
-        def train(run: Process = run) -> None:
-            nonlocal sealed
-            for _ in range(AFTERWARDS):
-                run.step()
-                sealed = run.seal().step
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            for call in (train, run.optimizer.restore, run.optimizer.restore, run.close):
-                attempt(call)
-        backend.repair()
-        newest = newest_in(inner, edited=False)
-        assert newest >= sealed
-        again = Process(inner.reopened(), reference_at(newest, edited=False), keep=KEEP)
-        for _ in range(AFTERWARDS):
-            again.step_and_seal()
-        again.close()
-        if not backend.num_failed:
-            break
-        num_faults += 1
-    record_property("faults", num_faults)
-    assert num_faults
-
-
-class LateWrites(WrapperBackend):
-    """Writes of model files are made when they are waited for; the second one may fail."""
-
-    fails = False
-
-    def __init__(self) -> None:
-        super().__init__(MemoryBackend())
-        self.writes: list[Future[int]] = []
-
-    def wrap_file(self, file: File) -> File:
-        return _LateWritesFile(file, self)
-
-
-class _LateWritesFile(WrapperFile):
-    def __init__(self, inner: File, backend: LateWrites) -> None:
-        super().__init__(inner)
-        self._backend = backend
-
-    def write(self, source: Buffer, offset: int) -> IOFuture:
-        if not self._backend.fails or not self.path.endswith("model.safetensors"):
-            return super().write(source, offset)
-        writes = self._backend.writes
-        future: Future[int] = Late(lambda: self.inner.write(source, offset))
-        if len(writes) == 1:
-            future = Future()
-            future.set_exception(StorageError(5, "injected failure of write", self.path))
-        writes.append(future)
-        return future
-
-
-def test_no_write_is_under_way_any_more_when_a_seal_has_failed() -> None:
-    """One that came late would overwrite what the next seal puts there."""
-    backend = LateWrites()
-    run = Process(backend, keep=KEEP)
-    run.step()
-    backend.fails = True
-    with pytest.raises(SealError, match="injected failure of write"):
-        run.seal()
-    assert len(backend.writes) > 2
-    assert all(write.done() for write in backend.writes)
-    backend.fails = False
-    with pytest.raises(SealError):
-        run.optimizer.synchronize()
-    run.check(run.seal())
-    run.close()
-
-
-class LateReads(WrapperBackend):
-    """Reads of model files are done when they are waited for; while `are_bad` they fail then."""
-
-    are_bad = False
-
-    def wrap_file(self, file: File) -> File:
-        return _LateReadsFile(file, self)
-
-
-class _LateReadsFile(WrapperFile):
-    def __init__(self, inner: File, backend: LateReads) -> None:
-        super().__init__(inner)
-        self._backend = backend
-
-    def read(self, into: Buffer, offset: int) -> IOFuture:
-        return self._late(self.inner.read, into, offset)
-
-    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
-        return self._late(partial(self.inner.read_again, direct=direct), into, offset)
-
-    def _late(self, read: Callable[[Buffer, int], IOFuture], into: Buffer, offset: int) -> IOFuture:
-        if not self.path.endswith("model.safetensors"):
-            return read(into, offset)
-        at = self.size_bytes if self._backend.are_bad else offset  # where there is nothing
-        return Late(lambda: read(into, at))
-
-
-def test_what_is_read_back_late_and_fails_is_written() -> None:
-    first = MemoryBackend()
-    run = Process(first, keep=KEEP)
-    for _ in range(4):
-        run.step_and_seal()
-    run.close()
-    backend = LateReads(first.reopened())
-    run = Process(backend, reference_at(4, edited=False), keep=KEEP)
-    for tensor in (run.model.base, run.reference.model.base):
-        tensor.data[::100] += 1  # so that little of what is in the slots is right
-    for _ in range(3):
-        run.step()
-        backend.are_bad = True
-        checkpoint = run.seal()
-        backend.are_bad = False
-        run.check(checkpoint)
-    run.close()

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from gds import MemoryBackend, PosixBackend, WrapperBackend
+from gds import PosixBackend
 from offload import AdamW, OffloadError, open_checkpoint
 from tests.campaigns import FULL
 from tests.crash.seal_gates import Turnstile, held_checkpoint, started, turnstile, waits
@@ -156,31 +156,6 @@ def test_nothing_waits_for_ever_behind_an_interrupt(
     backend.close()
 
 
-class InterruptedSync(WrapperBackend):
-    """Is interrupted when names in the store are made durable, while it is told to."""
-
-    interrupts = False
-
-    def sync_dir(self, path: str) -> None:
-        if self.interrupts:
-            raise KeyboardInterrupt
-        super().sync_dir(path)
-
-
-def test_what_an_interrupt_has_left_unknown_is_said_with_its_name() -> None:
-    backend, model = InterruptedSync(MemoryBackend()), Model()
-    optimizer = optimizer_for(model, "/run", options(backend), keep=1)
-    train(model, optimizer, 1)
-    backend.interrupts = True
-    with (
-        pytest.raises(KeyboardInterrupt),
-        pytest.warns(RuntimeWarning, match=r"could not be made durable \(KeyboardInterrupt\)"),
-    ):
-        optimizer.pin("best")
-    backend.interrupts = False
-    optimizer.close()
-
-
 @pytest.mark.parametrize("call", ["synchronize", "close"])
 def test_an_interrupted_wait_leaves_the_seal_in_flight(
     call: str, backend: Turnstile, monkeypatch: pytest.MonkeyPatch
@@ -215,20 +190,3 @@ def test_an_interrupted_wait_leaves_the_seal_in_flight(
     with open_checkpoint("/run", backend=backend) as found:
         assert found.verify().ok
         assert found.step == (4 if call == "synchronize" else 1)
-
-
-def test_one_collected_on_a_thread_that_is_being_started_is_closed_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There no thread can be joined: closing on the spot would wait for ever.
-
-    Nothing but the finalizer's own name leads there: which thread collects cannot be chosen.
-    """
-    model = Model()
-    optimizer = optimizer_for(model, str(tmp_path), options())
-    take_step(model, optimizer, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr("offload.engine.finalizer._is_starting_thread", lambda: True)
-        optimizer._finalizer()
-    with optimizer_for(Model(), str(tmp_path), options()) as other:  # the lock is free
-        assert other.restore() is None

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import offload
-from gds import MemoryBackend, PosixBackend
-from offload.errors import MismatchError, UnreadableError
-from tests.crash.fault_backend import FaultBackend
-from tests.ranks_store.job import SHAPES
-from tests.ranks_store.test_owner_readers import made
+from gds import MemoryBackend
+from offload.errors import MismatchError
 from tests.stores import small
 
 
@@ -56,37 +51,3 @@ class TestLoading:
         assert torch.equal(next(tied.parameters()), next(model.parameters()))
         with pytest.raises(MismatchError, match=r"'b\.weight' is only in the model"):
             offload.load_parameters(layers("a", "b"), "/run", backend=backend)
-
-    def test_a_model_that_cannot_be_read_is_no_damage(self) -> None:
-        inner = MemoryBackend()
-        sealed_model(layers("a"), inner)
-        backend = FaultBackend(inner)
-        backend.fail_if(lambda kind, path: kind == "read" and path.endswith("/model.safetensors"))
-        with pytest.raises(UnreadableError, match=r"If it stays unreadable, move /run/step-0000"):
-            offload.load_parameters(layers("a"), "/run", backend=backend)
-        assert backend.num_failed == 1
-
-
-class TestLoadingFromSeveralOwners:
-    def model(self) -> torch.nn.Module:
-        found = torch.nn.Module()
-        for name, shape in SHAPES.items():
-            empty = torch.zeros(shape, dtype=torch.bfloat16)
-            found.register_parameter(name, torch.nn.Parameter(empty))
-        return found
-
-    def test_a_model_that_cannot_be_read_is_no_damage(self, tmp_path: Path) -> None:
-        store = made(tmp_path / "run", tmp_path / "run")
-        backend = FaultBackend(PosixBackend())
-        backend.fail_if(lambda kind, path: kind == "read" and path.endswith("/model.safetensors"))
-        with pytest.raises(UnreadableError, match=r"If it stays unreadable, move .*/step-0000"):
-            offload.load_parameters(self.model(), store, backend=backend)
-        assert backend.num_failed == 1
-        backend.close()
-
-    def test_shards_are_found_in_the_directories_that_are_given(self, tmp_path: Path) -> None:
-        store = made(tmp_path / "run", tmp_path / "elsewhere", sharded=True)
-        (tmp_path / "elsewhere").rename(tmp_path / "moved")
-        model = self.model()
-        assert offload.load_parameters(model, store, parts=[tmp_path / "moved"]) == 2
-        assert all(parameter.any() for parameter in model.parameters())

@@ -10,23 +10,22 @@ import warnings
 import pytest
 import torch
 
-from gds import MemoryBackend, WrapperBackend
-from gds.contract import Lock
+from gds import MemoryBackend
 from offload import AdamW, open_checkpoint
 from offload.errors import CheckpointNotFoundError, DamagedError
+from tests.crash.damaging import OTHER, STORE
+from tests.crash.damaging import mark as mark_wrongly
+from tests.crash.meanwhile import Looking
 from tests.crash.runs import (
     AWAY,
     LOSE,
-    OTHER,
     REPLACE,
-    STORE,
     Meddle,
     assert_at_step,
     assert_goes_on,
     cut,
     ids,
     mark,
-    mark_wrongly,
     move_away,
     remove_part,
     replace_directory,
@@ -43,7 +42,6 @@ from tests.stores.training import (
     differences,
     optimizer_for,
     options,
-    take_step,
     train,
 )
 
@@ -71,14 +69,13 @@ def test_what_is_acknowledged_after_files_were_replaced_is_there(
 
 @pytest.mark.parametrize("moment", ["between steps", "as it is withdrawn"])
 def test_a_copy_that_was_moved_away_beside_training_is_not_written_to(moment: str) -> None:
-    class Meddles(WrapperBackend):
+    class Meddles(Looking):
         at = ""
 
-        def lock(self, path: str, *, shared: bool = False, create: bool = False) -> Lock:
-            if path == self.at:
+        def look(self, moment: str, path: str) -> None:
+            if (moment, path) == ("before lock", self.at):
                 self.at = ""
                 replace_directory(self.inner, path)
-            return super().lock(path, shared=shared, create=create)
 
     backend = Meddles(MemoryBackend())
     model, optimizer = start(backend)
@@ -96,29 +93,21 @@ def test_a_copy_that_was_moved_away_beside_training_is_not_written_to(moment: st
         assert moved.verify().problems == ()
 
 
-class _LooksBeforeTheRename(WrapperBackend):
-    """Notes what a process that starts just before a checkpoint's rename would go on from."""
+class _LooksBeforeTheCommit(Looking):
+    """Notes what a process that starts just before a seal's rename would go on from."""
 
     def __init__(self, inner: MemoryBackend) -> None:
         super().__init__(inner)
         self.looks = False
         self.found: list[int] = []
 
-    def _look(self, target: str) -> None:
-        if self.looks and "/step-" in target:
+    def look(self, moment: str, path: str) -> None:
+        if self.looks and moment in ("before rename", "before exchange") and "/.slot-" in path:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 with open_checkpoint(STORE, backend=self.inner) as newest:
                     assert newest.verify().problems == ()
                     self.found.append(newest.step)
-
-    def rename(self, source: str, target: str) -> None:
-        self._look(target)
-        super().rename(source, target)
-
-    def exchange(self, a: str, b: str) -> None:
-        self._look(b)
-        super().exchange(a, b)
 
 
 @pytest.mark.parametrize(("how", "drives"), LOSE, ids=ids(LOSE))
@@ -126,7 +115,7 @@ class _LooksBeforeTheRename(WrapperBackend):
 def test_the_last_one_that_is_usable_is_not_withdrawn(how: Meddle, drives: int, keep: int) -> None:
     """What was marked or removed beside training does not count as the newest durable one."""
     inner = MemoryBackend()
-    backend = _LooksBeforeTheRename(inner)
+    backend = _LooksBeforeTheCommit(inner)
     model, optimizer = start(backend, drives, keep)
     train(model, optimizer, 1, 2, 3, 4)
     how(inner, step_path(4))
@@ -211,29 +200,6 @@ def test_what_was_lost_can_neither_be_pinned_nor_gone_back_to(how: Meddle, drive
         assert differences(pinned, backend, Reference().after(1)) == []
 
 
-@pytest.mark.parametrize(("how", "drives"), REPLACE, ids=ids(REPLACE))
-def test_what_was_replaced_by_the_same_can_be_pinned_and_gone_back_to(
-    how: Meddle, drives: int
-) -> None:
-    backend = MemoryBackend()
-    model, optimizer = start(backend, drives)
-    train(model, optimizer, 1, 2)
-    how(backend, step_path(2))
-    optimizer.pin("mine")
-    train(model, optimizer, 3)
-    take_step(model, optimizer, 4)
-    which = None if drives == 1 else 3
-    restored = optimizer.restore(which)
-    assert restored is not None
-    assert restored.step == 3
-    train(model, optimizer, 4, 5, 6)
-    optimizer.close()
-    assert_at_step(backend, 6)
-    with open_checkpoint(step_path(2), backend=backend) as pinned:
-        assert differences(pinned, backend, Reference().after(2)) == []
-    assert_goes_on(backend, drives, 6)
-
-
 @pytest.mark.parametrize("drives", [1, 2])
 def test_another_checkpoint_in_its_place_is_left_alone(drives: int) -> None:
     """One of another run, say: this process knows nothing of it, and counts it as none of its."""
@@ -254,23 +220,6 @@ def test_another_checkpoint_in_its_place_is_left_alone(drives: int) -> None:
     assert_at_step(backend, 7)
     with open_checkpoint(step_path(2), backend=backend) as found:
         assert found.train_state == {"foreign": True}
-
-
-@pytest.mark.parametrize("drives", [1, 2])
-def test_what_was_marked_wrongly_can_be_used_again_later(drives: int) -> None:
-    """Neither it nor its parts are rewritten as long as it is there."""
-    backend = MemoryBackend()
-    model, optimizer = start(backend, drives)
-    train(model, optimizer, 1, 2, 3)
-    for step in (2, 3):
-        mark_wrongly(backend, step_path(step))
-    with warned_of(step_path(2)):
-        train(model, optimizer, 4, 5, 6, 7)
-    optimizer.close()
-    for step in (2, 3):
-        backend.remove(f"{step_path(step)}/damaged.txt")
-        with open_checkpoint(step_path(step), backend=backend) as found:
-            assert differences(found, backend, Reference().after(step)) == []
 
 
 @pytest.mark.parametrize("drives", [1, 2])

@@ -1,26 +1,22 @@
-"""Slots that are replaced or removed beside training, and meddling that only real files show."""
+"""Slots that are replaced or removed beside training, links to files, and what only drives show."""
 
 from __future__ import annotations
 
 import subprocess
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from gds import Backend, MemoryBackend, PosixBackend, WrapperBackend
-from gds.contract import File, Stat
-from offload import AdamW, open_checkpoint
+from gds import Backend, MemoryBackend, PosixBackend
+from offload import open_checkpoint
 from offload.errors import SealError
+from tests.crash.meanwhile import Looking
 from tests.crash.runs import (
+    OTHER,
     STORE,
     Meddle,
     assert_at_step,
     assert_goes_on,
-    cut,
-    mark,
     move_away,
     replace_directory,
     replace_files,
@@ -28,10 +24,8 @@ from tests.crash.runs import (
     replace_state,
     slots_in,
     start,
-    step_path,
 )
-from tests.eventually import eventually
-from tests.stores.files import remove_tree
+from tests.stores.files import everything, remove_tree
 from tests.stores.training import (
     Model,
     Reference,
@@ -51,14 +45,13 @@ def free_slot(backend: Backend) -> str:
 
 @pytest.mark.parametrize("how", [replace_files, replace_state, replace_manifest, replace_directory])
 def test_a_slot_that_is_replaced_while_it_is_sealed_is_no_checkpoint(how: Meddle) -> None:
-    class Meddles(WrapperBackend):
+    class Meddles(Looking):
         """Does something to a slot once, when its names have been synced, before its rename."""
 
         due = False
 
-        def sync_dir(self, path: str) -> None:
-            super().sync_dir(path)
-            if self.due and "/.slot-" in path:
+        def look(self, moment: str, path: str) -> None:
+            if self.due and moment == "after sync_dir" and "/.slot-" in path:
                 self.due = False
                 how(self.inner, path)
 
@@ -150,77 +143,94 @@ def test_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
             assert found.verify().problems == ()
 
 
-MANY = 12
-"""More checkpoints than those whose files are all looked at before each withdrawal."""
+BACKUP = "/backup"
 
 
-class _Calls(WrapperBackend):
-    """Notes what is asked for."""
-
-    def __init__(self, inner: Backend) -> None:
-        super().__init__(inner)
-        self.asked: list[str] = []
-
-    def stat(self, path: str) -> Stat | None:
-        self.asked.append(path)
-        return super().stat(path)
-
-    def list_dir(self, path: str) -> list[str]:
-        self.asked.append(path)
-        return super().list_dir(path)
-
-    def open(self, path: str, *, writable: bool = False) -> File:
-        self.asked.append(path)
-        return super().open(path, writable=writable)
+def link_tree(backend: MemoryBackend, source: str, target: str) -> None:
+    """Do what ``cp -al source target`` does."""
+    backend.make_dir(target)
+    for name in backend.list_dir(source):
+        stat = backend.stat(f"{source}/{name}")
+        assert stat is not None
+        if stat.kind == "directory":
+            link_tree(backend, f"{source}/{name}", f"{target}/{name}")
+        else:
+            backend.link(f"{source}/{name}", f"{target}/{name}")
+    backend.sync_dir(target)
 
 
-@contextmanager
-def many_kept(directory: Path) -> Iterator[tuple[_Calls, Model, AdamW]]:
-    """Yield training that keeps steps 3 to 14, after it has looked at each of them once."""
-    backend, model = _Calls(PosixBackend()), Model()
-    with optimizer_for(model, [str(directory)], options(backend), keep=MANY) as optimizer:
-        train(model, optimizer, *range(1, MANY + 3))
-        for folder in (directory, *directory.glob("step-*")):
-            assert eventually(lambda f=folder: backend.stat(str(f)).changed_ns)
-        optimizer.pin("looks-at-all")
-        optimizer.unpin("looks-at-all")
-        yield backend, model, optimizer
-
-
-def test_what_is_kept_is_not_looked_through_at_each_checkpoint(tmp_path: Path) -> None:
-    with many_kept(tmp_path / "run") as (backend, model, optimizer):
-        backend.asked.clear()
-        train(model, optimizer, MANY + 3)
-        for step in (4, 5, 6):
-            path = f"{tmp_path}/run/step-{step:08d}"
-            assert [one for one in backend.asked if one.startswith(path)] == [path]
-
-
-@pytest.mark.parametrize("how", [mark, remove_tree, cut, replace_files])
-def test_an_old_one_of_many_that_is_lost_does_not_count(how: Meddle, tmp_path: Path) -> None:
-    with many_kept(tmp_path / "run") as (backend, model, optimizer):
-        how(backend.inner, f"{tmp_path}/run/step-00000004")
-        train(model, optimizer, MANY + 3)
-        assert (tmp_path / "run/step-00000003").exists() == (how is not replace_files)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the one that was lost
-            train(model, optimizer, MANY + 4)
-        assert not (tmp_path / "run/step-00000003").exists()
-
-
-@pytest.mark.parametrize("drives", [1, 2])
-def test_many_go_at_once_after_a_change_of_policy_and_what_is_held_stays(drives: int) -> None:
+@pytest.mark.parametrize(
+    ("what", "drives", "new_process"),
+    [("all", 1, False), ("all", 2, True), ("one file", 1, True), ("a part", 2, False)],
+)
+def test_a_linked_checkpoint_stays_what_it_was(what: str, drives: int, new_process: bool) -> None:
+    """Also if only one file of it is linked, and whoever withdraws it."""
     backend = MemoryBackend()
-    model, optimizer = start(backend, drives, 30)
-    train(model, optimizer, *range(1, 31))
-    optimizer.pin("kept", 7)
+    model, optimizer = start(backend, drives)
+    train(model, optimizer, 1, 2)
+    part = optimizer.checkpoint({"step": 2}).result().parts
+    backend.make_dir(BACKUP)
+    if what == "all":
+        link_tree(backend, f"{STORE}/step-00000002", f"{BACKUP}/step-00000002")
+        for path in part:
+            link_tree(backend, path, f"{BACKUP}/part")
+    elif what == "one file":
+        backend.link(f"{STORE}/step-00000002/exp_avg.safetensors", f"{BACKUP}/exp_avg")
+    else:
+        link_tree(backend, part[0], f"{BACKUP}/part")
+    before = everything(backend, BACKUP)
+    if new_process:
+        optimizer.close()
+        backend = backend.reopened()
+        model, optimizer = start(backend, drives)
+        optimizer.restore()
+    train(model, optimizer, 3, 4, 5, 6)
     optimizer.close()
-    model, optimizer = start(backend, drives, 2)
-    optimizer.restore()
-    with open_checkpoint(step_path(20), backend=backend):
-        train(model, optimizer, 31)
-        left = slots_in(backend)
-    assert left[1:] == [f"step-{step:08d}" for step in (7, 20, 30, 31)]
-    train(model, optimizer, 32)
+    assert everything(backend, BACKUP) == before
+    assert_at_step(backend, 6)
+    if what == "all" and drives == 1:
+        with open_checkpoint(f"{BACKUP}/step-00000002", backend=backend) as backup:
+            assert backup.step == 2
+            assert differences(backup, backend, Reference().after(2)) == []
+    assert len(slots_in(backend)) == 3, "what is linked is removed, and made anew"
+    if drives == 2:
+        assert len([n for n in backend.list_dir(OTHER) if n.startswith("part-")]) == 3
+
+
+def test_a_leftover_slot_that_is_linked_is_made_anew() -> None:
+    """Training goes on in a backup of a whole store, whose working slot has become a checkpoint."""
+    backend = MemoryBackend()
+    model, optimizer = start(backend)
+    train(model, optimizer, 1, 2)
+    take_step(model, optimizer, 3)  # in a slot that is linked as such
+    link_tree(backend, STORE, BACKUP)
+    optimizer.checkpoint({"step": 3}).result()
     optimizer.close()
-    assert_goes_on(backend, drives, 32)
+    backend = backend.reopened()
+    before = everything(backend, STORE)
+    backend.remove(f"{BACKUP}/LOCK")  # else it is that of the store itself
+    copy = Model()
+    with optimizer_for(copy, BACKUP, options(backend)) as optimizer:
+        assert optimizer.restore().step == 2
+        train(copy, optimizer, 3, 4, 5)
+    assert everything(backend, STORE) == before
+    assert_at_step(backend, 3)
+    assert same_bits(dict(copy.state_dict()), Reference().after(5).model)
+
+
+def test_cp_al_on_the_local_file_system(tmp_path: Path) -> None:
+    store, backup = tmp_path / "run", tmp_path / "backup"
+    model = Model()
+    with optimizer_for(model, str(store), options()) as optimizer:
+        train(model, optimizer, 1, 2)
+        subprocess.run(["cp", "-al", store / "step-00000002", backup], check=True)
+        train(model, optimizer, 3, 4, 5, 6)
+        take_step(model, optimizer, 7)
+    backend = PosixBackend(direct=False)
+    with open_checkpoint(backup, backend=backend) as found:
+        assert found.step == 2
+        assert differences(found, backend, Reference().after(2)) == []
+    with open_checkpoint(store, backend=backend) as found:
+        assert differences(found, backend, Reference().after(6)) == []
+    backend.close()
+    assert {path.stat().st_nlink for path in store.glob("*/*")} == {1}

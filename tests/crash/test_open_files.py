@@ -7,16 +7,14 @@ would close all files with itself.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from gds import MemoryBackend, PosixBackend
-from offload import AdamW, OffloadError, StorageError, open_checkpoint
-from tests.crash.fault_backend import FaultBackend
+from gds import PosixBackend
+from offload import AdamW, open_checkpoint
 from tests.eventually import eventually
 from tests.stores.training import Model, add_head, optimizer_for, options, take_step, train
 
@@ -41,10 +39,6 @@ def open_below(directory: Path) -> list[str]:
     return found
 
 
-def a_working_slot(model: Model, optimizer: AdamW) -> None:
-    take_step(model, optimizer, 1)
-
-
 def more_checkpoints_than_are_kept_open(model: Model, optimizer: AdamW) -> None:
     train(model, optimizer, 1, 2, 3, 4, 5, 6)
 
@@ -56,12 +50,6 @@ def a_new_layout(model: Model, optimizer: AdamW) -> None:
     take_step(model, optimizer, 4)
 
 
-def a_free_slot(model: Model, optimizer: AdamW) -> None:
-    train(model, optimizer, 1, 2, 3)
-    take_step(model, optimizer, 4)
-    optimizer.restore()
-
-
 def a_train_state_sealed_again(model: Model, optimizer: AdamW) -> None:
     train(model, optimizer, 1)
     for value in (2, 3):
@@ -69,10 +57,8 @@ def a_train_state_sealed_again(model: Model, optimizer: AdamW) -> None:
 
 
 HISTORIES = [
-    a_working_slot,
     more_checkpoints_than_are_kept_open,
     a_new_layout,
-    a_free_slot,
     a_train_state_sealed_again,
 ]
 
@@ -99,17 +85,6 @@ def test_an_optimizer_that_is_closed_has_no_file_open(
     optimizer.close()
 
 
-def test_a_long_row_of_checkpoints_does_not_take_more_and_more_descriptors(
-    tmp_path: Path, backend: PosixBackend
-) -> None:
-    model = Model()
-    with optimizer_for(model, str(tmp_path / "run"), options(backend), keep=20) as optimizer:
-        train(model, optimizer, 1, 2, 3, 4, 5)
-        before = len(open_below(tmp_path))
-        train(model, optimizer, 6, 7, 8, 9)
-        assert len(open_below(tmp_path)) == before
-
-
 @pytest.mark.parametrize("drives", [1, 2], ids=["one drive", "two drives"])
 def test_a_reader_that_is_closed_has_no_file_open(
     drives: int, tmp_path: Path, backend: PosixBackend
@@ -123,14 +98,3 @@ def test_a_reader_that_is_closed_has_no_file_open(
         assert found.train_state == {"step": 1}
         assert [path for path in open_below(tmp_path) if not path.endswith("step-00000001")] == []
     assert open_below(tmp_path) == []
-
-
-def test_a_step_that_has_no_descriptor_left_names_the_limit_and_can_be_repeated() -> None:
-    model, files = Model(), FaultBackend(MemoryBackend())
-    with optimizer_for(model, "/run", options(files)) as optimizer:
-        files.fail_if(lambda kind, _: kind == "create", errno.EMFILE)
-        with pytest.raises(OffloadError, match=r"Too many open files; .*ulimit -n") as error:
-            take_step(model, optimizer, 1)
-        assert type(error.value) is StorageError
-        optimizer.step()
-        assert optimizer.checkpoint().result().step == 1

@@ -1,14 +1,17 @@
-"""Parts on further drives: which are kept, written anew or removed, whatever has gone wrong."""
+"""Parts on further drives, and what directories are known by, whatever has gone wrong."""
 
 from __future__ import annotations
 
+import errno
+import json
 from collections.abc import Callable
 
 import pytest
 
 from gds import Backend, MemoryBackend
 from offload import list_checkpoints, open_checkpoint
-from offload.store import prune
+from offload.errors import SealError, StoreError, UnreadableError
+from tests.crash.crash_backend import CrashBackend
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.test_drives import (
     BOTH,
@@ -16,35 +19,34 @@ from tests.crash.test_drives import (
     TWO,
     assert_goes_on,
     copied,
+    manifest_of,
     optimizer_in,
     part_of,
     parts_in,
     slots_in,
     store_of_two,
 )
-from tests.stores.files import contents, overwrite, remove_tree, write
-from tests.stores.training import (
-    Model,
-    Reference,
-    differences,
-    train,
-)
+from tests.ranks_store import job
+from tests.stores.files import contents, everything, overwrite, read, remove_tree, write
+from tests.stores.training import Model, Reference, differences, train
 
 THREE = [*BOTH, "/third/run"]
+FOREIGN = "f" * 32
+
+
+def refused(backend: MemoryBackend, *directories: str, fresh: bool = False) -> StoreError:
+    """Return the error of the constructor, having checked that it has changed nothing."""
+    before = everything(backend)
+    with pytest.raises(StoreError) as caught:
+        optimizer_in(backend, Model(), directories, fresh=fresh)
+    assert everything(backend) == before
+    return caught.value
 
 
 def assert_newest(backend: Backend, step: int) -> None:
     with open_checkpoint(ONE, backend=backend) as newest:
         assert newest.step == step
         assert differences(newest, backend, Reference().after(step)) == []
-
-
-def store_of_three(keep: int) -> MemoryBackend:
-    """Return files with checkpoints of steps 1, 2, ... on three drives."""
-    backend, model = MemoryBackend(), Model()
-    with optimizer_in(backend, model, THREE, keep=keep) as optimizer:
-        train(model, optimizer, *range(1, keep + 1))
-    return backend.reopened()
 
 
 def zero_manifest(backend: Backend) -> None:
@@ -92,16 +94,6 @@ class TestOfRefusedCheckpoints:
 
 
 class TestByHand:
-    def test_that_of_an_expired_checkpoint_is_removed_in_mid_run(self) -> None:
-        backend, model = MemoryBackend(), Model()
-        with optimizer_in(backend, model, keep=2) as optimizer:
-            train(model, optimizer, 1, 2)
-            remove_tree(backend, f"{TWO}/{part_of(backend, 1)}")
-            with pytest.warns(RuntimeWarning, match="a part of its state is missing"):
-                train(model, optimizer, 3, 4, 5)
-        assert_newest(backend, 5)
-        assert len(parts_in(backend)) == 3
-
     def test_that_of_a_free_slot_is_removed_in_mid_run(self) -> None:
         """The slot is of no use without it, and its name in the first directory says nothing."""
         backend, model = MemoryBackend(), Model()
@@ -112,26 +104,6 @@ class TestByHand:
             train(model, optimizer, 3, 4)
         assert_newest(backend, 4)
         assert len(parts_in(backend)) == len(slots_in(backend)) == 2
-
-    @pytest.mark.parametrize("drive", [1, 2])
-    @pytest.mark.parametrize("fresh", [False, True], ids=["resumed", "given up"])
-    def test_those_of_checkpoints_of_an_earlier_process_are_removed(
-        self, fresh: bool, drive: int
-    ) -> None:
-        backend = store_of_three(3)
-        model = Model()
-        with optimizer_in(backend, model, THREE, keep=1, fresh=fresh) as optimizer:
-            optimizer.restore()
-            gone = 3 if fresh else 1
-            with open_checkpoint(f"{ONE}/step-0000000{gone}", backend=backend) as found:
-                remove_tree(backend, found.parts[drive - 1])
-            if fresh:
-                train(model, optimizer, 1, 2)
-                assert backend.stat(f"{ONE}/step-00000003") is None
-            else:
-                with pytest.warns(RuntimeWarning, match="not using .*/step-00000001 any more"):
-                    train(model, optimizer, 4, 5)
-        assert_newest(backend, 2 if fresh else 5)
 
 
 class TestNumbers:
@@ -146,69 +118,6 @@ class TestNumbers:
         assert_newest(backend, 2)
         assert backend.list_dir(f"{third}/part-7") == ["not-ours"]
 
-    def test_the_one_with_the_most_parts_is_used_and_the_lowest_are_kept(self) -> None:
-        """Directories of parts that are left over, with a checkpoint or without."""
-        left = [f"{directory}/part-{n}" for directory in THREE[1:] for n in (33, 5, 17)]
-        backend, model = MemoryBackend(directories=[ONE, *left, f"{THREE[1]}/part-2"]), Model()
-        for directory in THREE[1:]:
-            backend.create(f"{directory}/LOCK", 0).close()
-        with optimizer_in(backend, model, THREE, keep=1) as optimizer:
-            train(model, optimizer, 1)
-            with open_checkpoint(ONE, backend=backend) as found:
-                assert found.parts == [f"{directory}/part-5" for directory in THREE[1:]]
-            for directory in THREE[1:]:
-                assert len(parts_in(backend, directory)) == 2
-            train(model, optimizer, 2)
-        assert_newest(backend, 2)
-
-
-def test_a_part_of_another_store_is_not_taken_while_it_cannot_be_read() -> None:
-    """As earlier versions let two stores have parts in one directory."""
-    inner, other, model = store_of_two(), MemoryBackend(), Model()
-    with optimizer_in(other, model, ["/elsewhere", TWO]) as optimizer:
-        train(model, optimizer, 1)
-    (part,) = parts_in(other)[:1]
-    copied(other, f"{TWO}/{part}", inner, f"{TWO}/part-50")
-    foreign = contents(inner, f"{TWO}/part-50")
-    backend, model, looked = FaultBackend(inner), Model(), []
-
-    def chosen(kind: str, path: str) -> bool:
-        if kind == "open" and path == f"{TWO}/part-50/part.json":
-            looked.append(path)
-            return True
-        return False
-
-    with pytest.warns(RuntimeWarning, match="sealed for another store"):
-        optimizer = optimizer_in(backend, model, keep=9)
-    with optimizer:
-        optimizer.restore()
-        for step in range(3, 7):
-            backend.fail_if(chosen)
-            train(model, optimizer, step)
-    assert len(looked) > 1
-    assert contents(inner, f"{TWO}/part-50") == foreign
-    assert_newest(inner, 6)
-    backend.close()
-
-
-class TestHalfWithdrawn:
-    """A process has died in a withdrawal: the slot has its manifest, the part is as sealed."""
-
-    @pytest.fixture
-    def backend(self) -> MemoryBackend:
-        backend = store_of_two(keep=3)
-        for step in (1, 2):
-            backend.rename(f"{ONE}/step-0000000{step}", f"{ONE}/.slot-{90 + step}")
-        return backend
-
-    def test_parts_belong_to_no_checkpoint_and_are_pruned(self, backend: MemoryBackend) -> None:
-        kept = part_of(backend, 3)
-        would = prune(ONE, parts=[TWO], dry_run=True, backend=backend)
-        assert {f"{ONE}/.slot-91", f"{ONE}/.slot-92"} < {one.path for one in would.leftovers}
-        assert len([one for one in would.leftovers if one.path.startswith(TWO)]) == 2
-        report = prune(ONE, parts=[TWO], backend=backend)
-        assert (report.unnamed, parts_in(backend)) == ((), [kept])
-
 
 def test_starting_over_keeps_the_old_parts_until_the_new_ones_are_durable() -> None:
     backend, model = store_of_two(), Model()
@@ -220,3 +129,112 @@ def test_starting_over_keeps_the_old_parts_until_the_new_ones_are_durable() -> N
         optimizer.checkpoint({"step": 3}).result()
     assert [info.step for info in list_checkpoints(ONE, backend=backend)] == [3]
     assert len(parts_in(backend)) <= 3
+
+
+class TestCheckpointsThatDoNotFit:
+    """Somebody has put a checkpoint of another store beside the present ones."""
+
+    def test_a_store_whose_checkpoints_differ_in_their_drives_is_refused_untouched(self) -> None:
+        backend, other, model = store_of_two(keep=1), MemoryBackend(), Model()
+        with optimizer_in(other, model, [ONE]) as optimizer:
+            train(model, optimizer, 1, 2)
+        copied(other, f"{ONE}/step-00000002", backend, f"{ONE}/step-00000002")
+        remove_tree(backend, TWO)
+        backend.make_dir(TWO)
+        error = refused(backend, ONE, TWO, fresh=True)
+        assert "step 2 of this store is spread over 1 directories" in str(error)
+
+
+class TestIdentity:
+    """What ``store.json`` says, before a checkpoint does."""
+
+    def test_a_store_goes_on_after_the_power_went_before_its_first_commit(self) -> None:
+        """Its part is sealed, and nothing but ``store.json`` says that it is the store's own."""
+        backend = FaultBackend(MemoryBackend())
+        optimizer = optimizer_in(backend, model := Model())
+        train(model, optimizer, 1, seal=False)
+        backend.fail_if(lambda kind, _: kind == "rename")
+        with pytest.raises(SealError, match="injected failure of rename"):
+            optimizer.checkpoint().result()
+        after = backend.inner.reopened()
+        assert list_checkpoints(ONE, backend=after) == []
+        with optimizer_in(after, model := Model()) as optimizer:
+            assert optimizer.restore() is None
+            train(model, optimizer, 1)
+        assert_goes_on(after, 1)
+
+    def test_parts_are_not_refused_while_it_is_unknown_whose_the_checkpoints_are(self) -> None:
+        backend = store_of_two(keep=1)
+        backend.remove(f"{ONE}/store.json")
+        manifest = f"{ONE}/step-00000001/manifest.json"
+        good = read(backend, manifest)
+        overwrite(backend, manifest, b"\0" * 100, 40)
+        with pytest.warns(RuntimeWarning, match="sealed for another store, and left alone"):
+            optimizer_in(backend, Model()).close()
+        overwrite(backend, manifest, good)
+        assert_goes_on(backend, 1)
+
+    def test_that_of_the_checkpoints_counts_and_not_one_that_somebody_put_there(self) -> None:
+        """Nor its generation: if that counted, none would be left for the next checkpoints."""
+        backend = store_of_two()
+        path = f"{ONE}/store.json"
+        record = {"format": 1, "store_id": FOREIGN, "generation": 2**53 - 1}
+        assert json.loads(read(backend, path)).keys() == {"format", "store_id"}
+        write(backend, path, json.dumps(record).encode().ljust(512))
+        own = manifest_of(backend, 2)["store_id"]
+        assert_goes_on(backend, 2)
+        assert manifest_of(backend, 4)["store_id"] == own
+        assert manifest_of(backend, 4)["generation"] < 100
+
+    def test_it_is_durable_before_a_slot_that_was_left_is_changed(self) -> None:
+        backend = CrashBackend()
+        with optimizer_in(backend, model := Model()) as optimizer:
+            train(model, optimizer, 1, seal=False)
+        backend.remove(f"{ONE}/store.json")
+        before = len(backend.log)
+        with optimizer_in(backend, model := Model()) as optimizer:
+            train(model, optimizer, 1)
+        log = [str(operation) for operation in backend.log[before:]]
+        synced = log.index(f"sync {ONE}/store.json")
+        assert log[synced + 1] == f"sync_dir {ONE}"
+        assert not any(".slot-" in one or "part-" in one for one in log[:synced])
+
+
+class TestMade:
+    """How the directories of a store come into being."""
+
+    def test_each_is_durable_before_the_next_one_is_made(self) -> None:
+        backend = CrashBackend()
+        optimizer_in(backend, Model(), ["/a/b"]).close()
+        assert [str(operation) for operation in backend.log[:5]] == [
+            "sync_dir /", "make_dir /a", "sync_dir /", "make_dir /a/b", "sync_dir /a",
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EINVAL, errno.EIO])
+    def test_a_parent_that_this_user_may_not_sync_is_passed_over(self, number: int) -> None:
+        backend = FaultBackend(MemoryBackend(directories=[ONE]))
+        backend.fail_if(lambda kind, path: (kind, path) == ("sync_dir", "/first"), number)
+        if number == errno.EIO:
+            with pytest.raises(UnreadableError, match="No checkpoint has been changed"):
+                optimizer_in(backend, Model(), [ONE])
+        else:
+            optimizer_in(backend, Model(), [ONE]).close()
+        assert backend.num_failed == 1
+        backend.close()
+
+
+def test_parts_of_ranks_given_to_one_process_are_refused_with_what_is_to_be_done() -> None:
+    backend = MemoryBackend(directories=["/b", "/empty"])
+    with job.Job([backend, backend], directories=[job.ONE, job.ONE]) as ranks:
+        ranks.seal(1)
+    backend.rename(f"{job.ONE}/owner-1", "/b/owner-1")
+    for others, advice in (
+        ([], r"\(owner-1\).*is on another node: start the same ranks again"),
+        (["/empty"], "is on another node: start the same ranks again"),
+        ([job.ONE], f"the first directory of their store is {job.ONE}: put that one first"),
+    ):
+        with pytest.raises(StoreError, match=advice) as caught:
+            optimizer_in(backend, Model(), ["/b", *others])
+        assert caught.value.filename == "/b"
+    with pytest.raises(StoreError, match="this is the directory of one owner"):
+        optimizer_in(backend, Model(), ["/b/owner-1"])

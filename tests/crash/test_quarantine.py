@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import random
 
 import pytest
 
-from gds import Backend, MemoryBackend, WrapperBackend
-from gds.contract import File
+from gds import Backend, MemoryBackend
 from offload import (
     AdamW,
     BrokenOptimizerError,
-    CheckpointError,
     DamagedError,
     list_checkpoints,
     load_parameters,
@@ -22,9 +21,7 @@ from tests.campaigns import FULL
 from tests.crash.crash_backend import CrashBackend, moments
 from tests.crash.damaging import (
     BOTH,
-    MARK,
     NEWEST,
-    OTHER,
     READ_AT_ONCE,
     SEED,
     STATE,
@@ -32,7 +29,6 @@ from tests.crash.damaging import (
     after_power_cuts,
     damage,
     goes_on_from,
-    mark,
     part_of,
     reason,
     store_with,
@@ -44,8 +40,6 @@ from tests.crash.fault_backend import FaultBackend, Kind
 from tests.crash.flipping import FlippingBackend
 from tests.stores.training import (
     Model,
-    Reference,
-    differences,
     optimizer_for,
     options,
     take_step,
@@ -125,23 +119,6 @@ def test_warnings_of_restore_point_at_the_line_that_called_it() -> None:
         optimizer.close()
 
 
-def test_when_none_is_left() -> None:
-    backend = MemoryBackend()
-    store_with(backend, keep=1)
-    damage(backend, "model")
-    model, optimizer = reopened(backend, keep=1)
-    with pytest.raises(DamagedError) as error:
-        optimizer.restore()
-    assert f"{NEWEST}/model.safetensors" in str(error.value)
-    assert "no usable checkpoint left" in str(error.value)
-    assert "fresh=True" in str(error.value)
-    with pytest.raises(BrokenOptimizerError):
-        take_step(model, optimizer, 3)
-    with warned("not using", NEWEST), pytest.raises(CheckpointError, match="none of its"):
-        optimizer.restore()
-    optimizer.close()
-
-
 def verified_by_a_person(backend: Backend) -> dict[int, bool]:
     """Read all checkpoints as `offload verify --quarantine` does; say which are whole."""
     found = {}
@@ -208,106 +185,6 @@ def test_what_a_person_has_marked_is_passed_over() -> None:
         goes_on_from(found, model, optimizer, newest)
         damage(backend, "model", f"{STORE}/step-0000000{newest + 2}")
         optimizer.close()
-
-
-class TestMarking:
-    """`offload verify --quarantine`, as the function that it calls."""
-
-    @pytest.mark.parametrize(("marked", "is_damaged"), [(True, False), (True, True), (False, True)])
-    def test_a_mark_is_on_what_is_damaged_durably(self, marked: bool, is_damaged: bool) -> None:
-        backend = CrashBackend()
-        store_with(backend, BOTH)
-        if marked:
-            mark(backend)
-        path = damage(backend, "exp_avg") if is_damaged else ""
-        with open_checkpoint(
-            NEWEST, parts=[OTHER], even_quarantined=True, backend=backend
-        ) as opened:
-            assert bool(opened.verify().quarantined) is marked, "a look changes nothing"
-            report = verify_and_mark(opened)
-            assert report.quarantined == opened.quarantined
-        assert report.ok is not is_damaged
-        assert path in "".join(report.problems)
-        for survivor in after_power_cuts(backend):
-            assert bool(reason(survivor)) is is_damaged
-            assert marked or "exp_avg" in reason(survivor)
-        if not is_damaged:
-            model, optimizer = reopened(backend, BOTH)
-            goes_on_from(optimizer.restore(), model, optimizer, 2)
-            optimizer.close()
-
-    @pytest.mark.parametrize("marked", [False, True])
-    def test_what_could_not_be_read_is_neither_marked_nor_lifted(self, marked: bool) -> None:
-        backend = FaultBackend(MemoryBackend())
-        store_with(backend)
-        if marked:
-            mark(backend)
-        with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
-            backend.fail("read", 2, forever=False)
-            report = verify_and_mark(opened)
-        assert (report.ok, report.problems) == (False, ())
-        assert "injected failure of read" in report.unreadable[0]
-        assert bool(report.quarantined) is marked
-
-    @pytest.mark.parametrize("kind", ["remove", "sync_dir"])
-    def test_a_mark_that_cannot_be_lifted_is_an_error(self, kind: str) -> None:
-        backend = FaultBackend(MemoryBackend())
-        store_with(backend)
-        mark(backend)
-        with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
-            backend.fail_if(lambda found, _: found == kind)
-            with pytest.raises(OSError, match=f"injected failure of {kind}"):
-                verify_and_mark(opened)
-
-    def test_two_processes_that_mark_or_lift_at_once_are_both_right(self) -> None:
-        class Quicker(WrapperBackend):
-            """Another process does the same just before, and is killed before it syncs."""
-
-            def create(self, path: str, size_bytes: int) -> File:
-                mark(self.inner)
-                return super().create(path, size_bytes)
-
-            def remove(self, path: str) -> None:
-                super().remove(path)
-                super().remove(path)
-
-        inner = CrashBackend()
-        store_with(inner)
-        backend = Quicker(inner)
-        for is_damaged in (True, False):
-            damage(inner, "master")
-            with open_checkpoint(NEWEST, even_quarantined=True, backend=backend) as opened:
-                assert bool(verify_and_mark(opened).quarantined) is is_damaged
-            for survivor in after_power_cuts(inner):
-                assert (survivor.stat(f"{NEWEST}/{MARK}") is not None) is is_damaged
-
-
-def test_one_that_was_asked_for_is_not_replaced_by_another() -> None:
-    backend = MemoryBackend()
-    store_with(backend)
-    damage(backend, "model", f"{STORE}/step-00000001")
-    model, optimizer = reopened(backend)
-    with pytest.raises(DamagedError, match=r"call restore\(\) to continue from .*step-00000002"):
-        optimizer.restore(1, discard_newer=True)
-    with warned("not using", "step-00000001"):
-        found = optimizer.restore()
-    goes_on_from(found, model, optimizer, 2)
-    optimizer.close()
-
-
-def test_one_that_this_process_wrote_is_checked_when_it_goes_back_to_it() -> None:
-    backend = MemoryBackend()
-    model, optimizer = reopened(backend)
-    train(model, optimizer, 1, 2)
-    take_step(model, optimizer, 3)
-    damage(backend, "exp_avg")
-    optimizer.restore()
-    with pytest.raises(DamagedError, match="exp_avg"):
-        take_step(model, optimizer, 3)
-    with warned("not using"):
-        found = optimizer.restore()
-    goes_on_from(found, model, optimizer, 1)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("kind", ["create", "write_bytes", "sync", "sync_dir"])
@@ -387,12 +264,87 @@ class TestVerifyAlways:
         goes_on_from(found, model, optimizer, 1)
         optimizer.close()
 
-    @pytest.mark.parametrize("changes", [{"host_memory": 40_000}, {"overlap": "forward"}])
-    def test_gives_the_same_bits(self, changes: dict[str, object]) -> None:
-        backend = MemoryBackend()
-        model, optimizer = reopened(backend, verify="always", **changes)
+
+@pytest.mark.parametrize(
+    ("name", "how", "overlap", "drives"),
+    [
+        ("master", "argument", None, 1),
+        ("exp_avg", "setting", "forward", 1),
+        ("exp_avg", "argument", None, 2),
+        ("exp_avg_sq", "argument", "forward", 2),
+    ],
+)
+def test_a_restore_that_reads_the_state_passes_over_what_is_damaged(
+    name: str, how: str, overlap: str | None, drives: int
+) -> None:
+    backend, where = MemoryBackend(), BOTH[:drives]
+    store_with(backend, where)
+    path = damage(backend, name, part_of(backend) if drives == 2 else NEWEST)
+    changes = {"verify": "at_restore"} if how == "setting" else {}
+    model, optimizer = reopened(backend, where, overlap=overlap, **changes)
+    with warned(path, "damaged", "is quarantined", "continuing from", "step-00000001"):
+        found = optimizer.restore(verify=None if changes else True)
+    assert path in reason(backend)
+    goes_on_from(found, model, optimizer, 1)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("changes", [{}, {"host_memory": "1GiB"}, {"overlap": "forward"}])
+def test_a_restore_that_reads_the_state_gives_the_same_bits_and_logs_what_it_read(
+    changes: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = MemoryBackend()
+    store_with(backend, BOTH)
+    model, optimizer = reopened(backend, BOTH, **changes)
+    with caplog.at_level(logging.INFO, "offload"):
+        found = optimizer.restore(verify=True)
+    state_bytes = optimizer.stats().state_bytes
+    assert f"all {state_bytes / (1 << 20):.1f} MiB of state are as they were written" in caplog.text
+    assert optimizer.stats().restore_bytes > state_bytes
+    assert optimizer.stats().wait_read_s == 0, "no part of a step"
+    if "host_memory" in changes:
+        before = backend.counters().bytes_read
+        take_step(model, optimizer, 3)
+        assert backend.counters().bytes_read == before, "it is read once"
+        found = optimizer.restore(verify=True)
+    goes_on_from(found, model, optimizer, 2)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("asked", "other"), [(2, 1), (1, 2)])
+def test_one_that_was_asked_for_is_not_replaced_and_costs_no_other(asked: int, other: int) -> None:
+    backend = MemoryBackend()
+    store_with(backend)
+    damage(backend, "exp_avg", f"{STORE}/step-0000000{asked}")
+    model, optimizer = reopened(backend)
+    said = rf"exp_avg.*call restore\(\) to continue from .*-0000000{other}"
+    with pytest.raises(DamagedError, match=said):
+        optimizer.restore(asked, discard_newer=asked == 1, verify=True)
+    with warned("not using", f"step-0000000{asked}"):
+        found = optimizer.restore(verify=True)
+    goes_on_from(found, model, optimizer, other)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_reference_is_checked_where_it_is_loaded(damaged: bool) -> None:
+    """As the Trainer and Lightning do it, who do not call restore() themselves."""
+    backend = MemoryBackend()
+    model = Model()
+    with optimizer_for(model, STORE, options(backend)) as optimizer:
         train(model, optimizer, 1, 2)
-        train(model, optimizer, 3, 4, seal=False)
-        sealed = optimizer.checkpoint({"step": 4}).result()
-        assert differences(sealed, backend, Reference().after(4)) == []
-        optimizer.close()
+        reference = optimizer.state_dict()
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+    if damaged:
+        damage(backend, "exp_avg_sq")
+    model, optimizer = reopened(backend, verify="at_restore")
+    model.load_state_dict(weights)
+    if damaged:
+        with pytest.raises(DamagedError, match=r"exp_avg_sq.*step-00000001"):
+            optimizer.load_state_dict(reference)
+        assert "exp_avg_sq" in reason(backend)
+    else:
+        optimizer.load_state_dict(reference)
+        train(model, optimizer, 3)
+        goes_on_from(optimizer.restore(), model, optimizer, 3)
+    optimizer.close()

@@ -6,69 +6,31 @@ chosen by the operation of the reader before which something happens.
 
 from __future__ import annotations
 
-import errno
 import warnings
-from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 
 import pytest
 
-from gds import Backend, LockHeldError, MemoryBackend, StorageError
-from gds.contract import Stat
+from gds import Backend, LockHeldError, MemoryBackend
 from offload import (
     CheckpointError,
-    DamagedError,
     ManifestError,
     RecycledError,
     UnreadableError,
     list_checkpoints,
-    load_parameters,
     open_checkpoint,
 )
-from offload.checkpoint import open_for_parameters
-from tests.crash.fault_backend import FaultBackend
-from tests.crash.meanwhile import Meanwhile
+from tests.crash.meanwhile import Looking, Meanwhile
+from tests.crash.runs import copy_tree
 from tests.crash.trained import Training
-from tests.stores.files import flip, overwrite, remove_tree, write
+from tests.stores.files import overwrite, remove_tree, write
 from tests.stores.small import STORE, memory_store
-from tests.stores.training import Model
+from tests.torch_contract.test_damaged_checkpoints import edit_manifest
 
 FIRST = f"{STORE}/step-00000001"
 NEWEST = f"{STORE}/step-00000002"
 MANIFEST = f"{NEWEST}/manifest.json"
 AWAY = f"{STORE}/.slot-9"
-MOST_LOOKS = 20_000
-"""A search that takes more looks at one name than this does not end."""
-
-
-class Seen(Meanwhile):
-    """Changes what a look at the newest checkpoint's directory says."""
-
-    def __init__(self, inner: Backend, said: Callable[[int, Stat], Stat | None]) -> None:
-        """Wrap a backend.
-
-        Args:
-            inner: Has the files.
-            said: Called with the number of the look, from 1, and with what is there; returns what
-                the reader is told.
-        """
-        super().__init__(inner)
-        self._said = said
-        self.num_looks = 0
-
-    def stat(self, path: str) -> Stat | None:
-        found = super().stat(path)
-        if path != NEWEST or found is None:
-            return found
-        self.num_looks += 1
-        assert self.num_looks < MOST_LOOKS, "the search does not end"
-        return self._said(self.num_looks, found)
-
-
-def another_at_each_look(look: int, found: Stat) -> Stat:
-    """Return the status of another directory with the same name."""
-    return replace(found, inode=found.inode + 1000 * look)
 
 
 def take_away(backend: Backend) -> None:
@@ -146,23 +108,22 @@ class TestOpening:
         training.steps_and_seal(2)  # nothing has kept its lock
         training.optimizer.close()
 
-    @pytest.mark.parametrize("kind", ["stat", "open"])
-    def test_the_newest_that_cannot_be_read_because_it_goes_is_not_missed(self, kind: str) -> None:
-        backend = Meanwhile(memory_store())
+    def test_one_that_is_replaced_as_soon_as_it_is_locked_is_locked_anew(self) -> None:
+        class Replaces(Looking):
+            due = True
 
-        def gone() -> None:
-            take_away(backend)
-            raise StorageError(errno.ESTALE, kind, MANIFEST)
+            def look(self, moment: str, path: str) -> None:
+                if self.due and (moment, path) == ("after lock", NEWEST):
+                    self.due = False
+                    take_away(self.inner)
+                    copy_tree(self.inner, AWAY, NEWEST)
 
-        backend.before(kind, MANIFEST, gone)
-        with open_checkpoint(STORE, backend=backend) as opened:
-            assert opened.step == 1
-
-    def test_a_search_that_finds_another_one_each_time_ends(self) -> None:
-        backend = Seen(memory_store(), another_at_each_look)
-        with pytest.raises(RecycledError):
-            open_checkpoint(NEWEST, backend=backend)
-        assert listed(backend) == [(1, True)]
+        backend = Replaces(memory_store())
+        with open_checkpoint(NEWEST, backend=backend) as opened:
+            assert opened.step == 2
+            with pytest.raises(LockHeldError):
+                backend.inner.lock(NEWEST)
+            backend.inner.lock(AWAY).release()
 
     def test_one_that_is_refused_is_not_kept_locked(self) -> None:
         backend = memory_store(3)
@@ -185,39 +146,9 @@ class TestOpening:
         for step, which in ((2, [True, False]), (3, [False, True])):
             assert [f"step-0000000{step}" in str(w.message) for w in said] == which
 
-    def test_other_drives_are_not_asked_for_when_only_parameters_are_wanted(self) -> None:
-        """Not even of a checkpoint that was not whole at the first look, and is at the second."""
-        directories = ["/first/run", "/second/run"]
-        backend = FaultBackend(memory_store(directory=directories))
-        backend.rename(directories[1], "/second/moved")
-        train_state = f"{directories[0]}/step-00000002/train_state.safetensors"
-        backend.fail_if(lambda kind, path: (kind, path) == ("stat", train_state), errno.ENOENT)
-        with open_for_parameters(directories[0], backend=backend) as opened:
-            assert opened.step == 1
-        assert backend.num_failed == 1
-
 
 class TestWithoutALock:
     """A checkpoint as a seal or `restore` returns it: it may be recycled at any time."""
-
-    def test_what_is_wrong_with_its_train_state_is_called_what_it_is(self) -> None:
-        inner = MemoryBackend()
-        backend = Meanwhile(inner)
-        training = Training(backend, keep=1)
-        training.step()
-        found = training.optimizer.checkpoint({"step": 1}).result()
-        path = f"{found.path}/train_state.safetensors"
-        for spoil, error in (
-            (lambda: backend.fail("open", path), UnreadableError),
-            (lambda: flip(inner, path, 40), DamagedError),
-            (lambda: inner.remove(path), CheckpointError),
-            (lambda: inner.rename(found.path, AWAY), RecycledError),
-        ):
-            spoil()
-            with pytest.raises(error):
-                _ = found.train_state
-        inner.rename(AWAY, found.path)
-        training.optimizer.close()
 
     def test_one_that_is_locked_and_moved_by_hand_is_damaged(self) -> None:
         """No process recycles what a reader has locked, so this is somebody's mistake."""
@@ -228,6 +159,30 @@ class TestWithoutALock:
             assert any("no manifest.json" in problem for problem in report.problems)
             with pytest.raises(CheckpointError, match="train_state"):
                 _ = opened.train_state
+
+
+class TestVerifying:
+    """What happens to files after they were opened."""
+
+    def test_a_manifest_that_was_replaced_since_is_said_to_be(self) -> None:
+        backend = memory_store()
+        with open_checkpoint(NEWEST, backend=backend) as opened:
+            edit_manifest(lambda body: body.update(torch_version="2.0"))(backend, NEWEST)
+            assert opened.verify().problems == (f"{MANIFEST}: replaced since it was opened",)
+
+    def test_what_cannot_be_read_is_not_called_damaged_and_what_is_gone_is(self) -> None:
+        backend = Meanwhile(memory_store())
+        with open_checkpoint(NEWEST, backend=backend) as opened:
+            backend.fail("open", MANIFEST)
+            report = opened.verify()
+            assert report.problems == ()
+            assert MANIFEST in "".join(report.unreadable)
+            assert opened.verify().ok
+            backend.remove(f"{NEWEST}/exp_avg.safetensors")
+            report = opened.verify()
+            assert report.unreadable == ()
+            assert all("exp_avg.safetensors" in problem for problem in report.problems)
+            assert len(report.problems) > 1, "the file as a whole, and each of its chunks"
 
 
 class TestListing:
@@ -242,21 +197,6 @@ class TestListing:
 
         backend.before("open", MANIFEST, sealed)
         assert listed(backend) == [(1, True), (3, True)]
-
-    def test_a_name_that_is_gone_at_any_one_look_is_listed_when_it_is_back(self) -> None:
-        original = memory_store()
-        for hidden in count(1):
-
-            def said(look: int, found: Stat, hidden: int = hidden) -> Stat | None:
-                if look == hidden:
-                    return None
-                return found if look == 1 else another_at_each_look(2, found)
-
-            backend = Seen(original, said)
-            assert listed(backend) == [(1, True), (2, True)], f"gone at look {hidden}"
-            if backend.num_looks < hidden:
-                break
-        assert hidden > 4
 
     def test_what_cannot_be_listed_is_said_to_be(self) -> None:
         backend = Meanwhile(memory_store())
@@ -285,16 +225,3 @@ class TestListing:
             listed(backend)
         write(backend, f"{STORE}/LOCK", b"")
         assert listed(backend) == []
-
-    def test_the_order_is_that_of_generations_and_not_of_steps(self) -> None:
-        backend, model = MemoryBackend(), Model()
-        training = Training(backend, keep=3)
-        training.steps_and_seal(3)
-        training.optimizer.close()
-        training = Training(backend, keep=3, fresh=True)
-        with open_checkpoint(STORE, backend=backend):  # so that it stays
-            training.steps_and_seal()
-            training.steps_and_seal()
-            assert [step for step, _ in listed(backend)] == [3, 1, 2]
-        assert load_parameters(model, STORE, backend=backend) == 2
-        training.optimizer.close()

@@ -7,23 +7,21 @@ wrong once is read again, by another way and into other memory, before anybody c
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from gds import Backend, MemoryBackend, PosixBackend
+from gds import Backend, MemoryBackend
 from offload import (
-    DriveTuning,
     list_checkpoints,
     load_parameters,
     open_checkpoint,
     read_state,
 )
 from offload.errors import DamagedError, UnreliableReadError
+from tests.crash.damaging import BOTH, NEWEST, STATE, STORE, store_with
 from tests.crash.fault_backend import FaultBackend
-from tests.crash.flipping import FlippingBackend
+from tests.crash.flipping import FlippingBackend, Way
 from tests.stores.training import (
     Model,
     Reference,
@@ -35,9 +33,6 @@ from tests.stores.training import (
     train,
 )
 
-STORE, OTHER = "/run", "/other"
-NEWEST = f"{STORE}/step-00000002"
-STATE = ("master", "exp_avg", "exp_avg_sq")
 FILES = (
     "manifest.json",
     "part.json",
@@ -49,18 +44,11 @@ LOOKED_AT_FIRST = ("manifest.json", "train_state.safetensors")
 """Their first bytes are read apart, and hold nothing but the beginning of the text."""
 
 
-def store_with(backend: Backend | None, *directories: str) -> None:
-    """Leave checkpoints of steps 1 and 2 behind."""
-    model = Model()
-    with optimizer_for(model, [*directories], options(backend)) as optimizer:
-        train(model, optimizer, 1, 2)
-
-
 @pytest.fixture
 def backend() -> FlippingBackend:
     """Hold checkpoints of steps 1 and 2, on two drives."""
     inner = MemoryBackend()
-    store_with(inner, STORE, OTHER)
+    store_with(inner, BOTH)
     return FlippingBackend(inner)
 
 
@@ -90,58 +78,31 @@ def goes_on(backend: Backend | None, directories: list[str], **changes: object) 
     assert same_bits(dict(model.state_dict()), Reference().after(3).model)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, "read_bytes") for name in FILES),
+        *((f"{name}.safetensors", "read") for name in ("model", *STATE)),
+    ],
+)
 def test_training_goes_on_from_what_was_read_right_the_second_time(
-    name: str, backend: FlippingBackend, warnings_logged: Callable[[], list[str]]
+    name: str, way: Way, backend: FlippingBackend, warnings_logged: Callable[[], list[str]]
 ) -> None:
-    backend.flips, backend.left = f"step-00000002/{name}", 1
-    if name == "part.json" or name.startswith(STATE):
+    """Text and headers are read one way, and content another."""
+    backend.flips, backend.left, backend.ways = f"step-00000002/{name}", 1, (way,)
+    if name == "part.json" or name.startswith(tuple(STATE)):
         backend.flips = f"/{name}"  # some chunks are on the other drive
     if name in LOOKED_AT_FIRST:
         backend.left = 2
     num_wrong = backend.left
-    goes_on(backend, [STORE, OTHER])
+    goes_on(backend, BOTH)
     assert backend.num_flipped.total() == num_wrong
+    assert backend.ways_again == {"other"}
     assert not is_marked(backend)
     (message,) = warnings_logged()
     assert name in message
     assert "one read returned other data" in message
     assert "memory" in message
-
-
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
-@pytest.mark.parametrize("name", ["model", "exp_avg"])
-def test_the_second_read_takes_the_other_way(
-    name: str, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every direct read is wrong, real files and all; or each first one, if there is one way."""
-    store = str(tmp_path / "run")
-    store_with(None, store)
-    if direct and not PosixBackend().capabilities(str(tmp_path)).direct:
-        pytest.skip("no direct I/O here")
-    real, ways, seen = os.preadv, list[bool](), set[int]()
-
-    def wrong(fd: int, views: list[memoryview], offset: int) -> int:
-        num = real(fd, views, offset)
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        if path.endswith(f"step-00000002/{name}.safetensors") and offset >= 4096:
-            is_direct = bool(_flags(fd) & os.O_DIRECT)
-            if is_direct if direct else offset not in seen:
-                views[0][0] ^= 1
-            seen.add(offset)
-            ways.append(is_direct)
-        return num
-
-    monkeypatch.setattr(os, "preadv", wrong)
-    goes_on(None, [store], drives=DriveTuning(direct=None if direct else False))
-    assert (True in ways) is direct
-    assert False in ways
-    assert not os.path.exists(f"{store}/step-00000002/damaged.txt")
-
-
-def _flags(fd: int) -> int:
-    lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("flags:")).split()[1], 8)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -181,7 +142,7 @@ def test_what_is_wrong_twice_is_damaged(name: str, backend: FlippingBackend) -> 
 def test_what_cannot_be_read_again_is_no_verdict() -> None:
     """The error of the second read is raised, and nothing is marked."""
     inner = MemoryBackend()
-    store_with(inner, STORE)
+    store_with(inner)
     faulty = FaultBackend(inner)
     backend = FlippingBackend(faulty)
     optimizer = optimizer_for(Model(), STORE, options(backend))
@@ -202,7 +163,7 @@ def test_memory_that_does_not_hold_what_was_read_is_no_damage(
 ) -> None:
     """The second read is right, into other memory; into the ring it is wrong every time."""
     model = Model()
-    optimizer = optimizer_for(model, [STORE, OTHER], options(backend, overlap=overlap))
+    optimizer = optimizer_for(model, BOTH, options(backend, overlap=overlap))
     optimizer.restore()
     backend.flips = f"{NEWEST}/exp_avg.safetensors"
     backend.ways, backend.spared = ("read", "read_again"), 2

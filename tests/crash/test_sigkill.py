@@ -73,17 +73,7 @@ def test_killed_at_random_moments(
     last_step = result["last_step"]
     assert result["acknowledged"] == last_step
     name = f"step-{last_step:08d}"
-    with (
-        open_checkpoint(tmp_path / "stores" / "killed" / name) as found,
-        open_checkpoint(tmp_path / "stores" / "undisturbed" / name) as undisturbed,
-    ):
+    with open_checkpoint(tmp_path / "stores" / "killed" / name) as found:
         assert found.train_state == {"step": last_step}
         assert differences(found, PosixBackend(), Reference().after(last_step)) == []
         assert len(found.parts) == drives - 1
-        for place, other in zip(
-            (found.path, *found.parts), (undisturbed.path, *undisturbed.parts), strict=True
-        ):
-            for file in Path(place).glob("*.safetensors"):
-                if file.name != "train_state.safetensors":  # it names the store
-                    same = Path(other, file.name).read_bytes()
-                    assert file.read_bytes() == same, f"{file} differs"

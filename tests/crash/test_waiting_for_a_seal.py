@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -10,15 +9,12 @@ import torch
 
 from gds import MemoryBackend, StorageError
 from offload import (
-    AdamW,
     Checkpoint,
-    MismatchError,
     SealError,
-    list_checkpoints,
     load_parameters,
     open_checkpoint,
 )
-from tests.crash.fault_backend import FaultBackend, Kind
+from tests.crash.fault_backend import FaultBackend
 from tests.crash.seal_gates import (
     STORE,
     Rows,
@@ -29,11 +25,10 @@ from tests.crash.seal_gates import (
     is_waiting,
     started,
     turnstile,
-    waits,
 )
 from tests.crash.trained import Training
 from tests.eventually import eventually
-from tests.stores.training import HYPER, Reference, differences, options, same_bits
+from tests.stores.training import Reference, differences, same_bits
 
 __all__ = ["turnstile"]
 
@@ -137,26 +132,29 @@ def test_a_step_that_waits_for_the_slot_of_an_expired_checkpoint_gets_it(
     optimizer.close()
 
 
-def test_a_step_beside_the_model_waits_for_the_seal_which_has_the_values_before_it(
-    backend: Turnstile,
-) -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32, bias=False) for _ in range(6)))
-    settings = options(backend, overlap="forward")
-    optimizer = AdamW(model.parameters(), directory=STORE, model=model, options=settings, **HYPER)
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.ones(2, 32)).square().mean().backward()
-        expected = copies(model)
-        handle = held_checkpoint(backend, optimizer) if optimizer.num_steps else None
-        before = {*threading.enumerate()}
-        optimizer.step()
-    beside = {*threading.enumerate()} - before
-    assert eventually(lambda: any(waits(thread.ident) for thread in beside))
-    assert not handle.done()
+def test_resident_state_that_a_seal_is_about_to_write_is_not_stepped(backend: Turnstile) -> None:
+    backend.file_name = "/exp_avg.safetensors"
+    training = Training(backend, host_memory="1GiB")
+    training.step()
+    handle = held_checkpoint(backend, training.optimizer)
+    stepping = is_waiting(training.step)
     backend.open_for_all()
-    sealed = handle.result(60)
-    load_parameters(model, sealed.path, backend=backend)
-    assert same_bits(model.state_dict(), expected)
+    assert goes_on(stepping)
+    assert differences(handle.result(60), backend, Reference().after(1)) == []
+    training.optimizer.checkpoint().result(60)
+    assert training.differences(2) == []
+    training.optimizer.close()
+
+
+def test_a_restore_waits_for_the_seal_in_flight(backend: Turnstile) -> None:
+    _, optimizer = started(backend)
+    handle = held_checkpoint(backend, optimizer)
+    restored: list[Any] = []
+    caller = is_waiting(lambda: restored.append(optimizer.restore()))
+    backend.open_for_all()
+    assert goes_on(caller)
+    assert handle.done()
+    assert restored[0].step == 1
     optimizer.close()
 
 
@@ -173,33 +171,6 @@ def test_a_second_checkpoint_waits_for_the_first(backend: Turnstile) -> None:
     assert goes_on(caller)
     assert first.done(), "the second call returned, so the first seal has ended"
     assert second[0].result(60).train_state == {"number": 2}
-    optimizer.close()
-
-
-def test_an_older_state_is_not_loaded_over_the_checkpoint_of_a_seal_in_flight(
-    backend: Turnstile,
-) -> None:
-    """`load_state_dict` waits for the seal, and then refuses as it does after the seal."""
-    model, optimizer = started(backend)
-    optimizer.checkpoint().result(60)
-    older = optimizer.state_dict()
-    model.fill_gradients(2)
-    optimizer.step()
-    handle = held_checkpoint(backend, optimizer)
-    errors: list[MismatchError] = []
-
-    def load() -> None:
-        try:
-            optimizer.load_state_dict(older)
-        except MismatchError as error:
-            errors.append(error)
-
-    loading = is_waiting(load)
-    backend.open_for_all()
-    assert goes_on(loading)
-    assert "newer checkpoints" in str(errors)
-    assert handle.result(60).step == 2
-    assert [info.step for info in list_checkpoints(STORE, backend=backend)] == [1, 2]
     optimizer.close()
 
 
@@ -250,34 +221,6 @@ class TestFailedSeal:
         training = self.failed()
         with pytest.raises(ZeroDivisionError), training.optimizer:
             raise ZeroDivisionError
-
-    @pytest.mark.parametrize("kind", ["sync", "sync_dir", "rename", "write_bytes"])
-    def test_is_not_what_fails_in_tidying_up_behind_it(self, kind: Kind) -> None:
-        """The new checkpoint is durable. That the old one was not withdrawn is another matter."""
-        backend = FaultBackend(MemoryBackend())
-        training = Training(backend, keep=1)
-        training.steps_and_seal()
-        training.step()
-        seen: list[Kind] = []
-
-        def behind_the_commit(what: Kind, path: str) -> bool:
-            if "rename" in seen and "sync_dir" in seen[seen.index("rename") :]:
-                return what == kind  # the commit's last operation is the sync of its rename
-            seen.append(what)
-            return False
-
-        backend.fail_if(behind_the_commit)
-        found = training.optimizer.checkpoint().result()
-        assert backend.num_failed == 1
-        assert differences(found, backend, Reference().after(2)) == []
-        with pytest.warns(RuntimeWarning, match="this process reuses no slot any more"):
-            training.step()
-        training.steps_and_seal()
-        training.optimizer.close()
-        with Training(backend.inner).optimizer as successor:
-            last = successor.restore()
-            assert last is not None
-            assert last.step == 4
 
     def test_leaves_no_slot_behind_for_every_attempt(self) -> None:
         training = self.failed(keep=1)

@@ -8,8 +8,15 @@ from typing import Any
 import torch
 
 from gds import Backend
-from offload import AdamW, DriveTuning
-from tests.stores.training import Model, backward, optimizer_for, options
+from offload import AdamW, DriveTuning, open_checkpoint
+from tests.stores.training import (
+    Model,
+    Reference,
+    backward,
+    differences,
+    optimizer_for,
+    options,
+)
 
 STORE = "/run"
 
@@ -20,7 +27,7 @@ class Training:
     Args:
         backend: Has the files.
         directories: Of the store; state is divided evenly if there are several.
-        reader_timeout_s: A setting of `Options`.
+        reader_timeout_s: A setting of `Options`, as is `host_memory`.
         changes: Other arguments of the constructor.
     """
 
@@ -30,13 +37,17 @@ class Training:
         directories: str | Sequence[str] = STORE,
         *,
         reader_timeout_s: float = 0.2,
+        host_memory: int | str = 0,
         **changes: Any,
     ) -> None:
         self.backend = backend
         self.model = Model()
         shares = (1,) if isinstance(directories, str) else (1,) * len(directories)
         settings = options(
-            backend, reader_timeout_s=reader_timeout_s, drives=DriveTuning(shares=shares)
+            backend,
+            reader_timeout_s=reader_timeout_s,
+            host_memory=host_memory,
+            drives=DriveTuning(shares=shares),
         )
         self.optimizer: AdamW = optimizer_for(self.model, directories, settings, **changes)
 
@@ -50,3 +61,8 @@ class Training:
         for _ in range(num_steps):
             self.step()
         return self.optimizer.checkpoint().result().path
+
+    def differences(self, step: int) -> list[str]:
+        """Say what of the newest checkpoint, as a reader finds it, is not that of a step."""
+        with open_checkpoint(STORE, backend=self.backend) as found:
+            return differences(found, self.backend, Reference().after(step))

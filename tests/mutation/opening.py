@@ -106,7 +106,7 @@ MUTATIONS = (
         ),
         (
             "tests/crash/test_drives.py",
-            "tests/crash/test_store_directories.py",
+            "tests/crash/test_parts.py",
             "tests/crash/test_crash_points.py",
         ),
     ),
@@ -178,7 +178,7 @@ MUTATIONS = (
 """,
             ),
         ),
-        ("tests/crash/test_readers_meanwhile.py", "tests/crash/test_what_readers_check.py"),
+        ("tests/crash/test_readers_meanwhile.py",),
     ),
     Mutation(
         "lock-not-looked-at-before-the-commit",
@@ -224,7 +224,7 @@ MUTATIONS = (
 """,
             ),
         ),
-        ("tests/crash/test_overlooked_steps.py",),
+        ("tests/crash/test_protocol_steps.py",),
     ),
     Mutation(
         "restore-parameters-unchecked",
@@ -256,7 +256,7 @@ pass
 """,
             ),
         ),
-        ("tests/crash/test_verify_at_restore.py", "tests/crash/test_quarantine.py"),
+        ("tests/crash/test_quarantine.py",),
     ),
     Mutation(
         "restore-half-way-goes-on",

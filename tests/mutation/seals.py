@@ -271,7 +271,7 @@ with leaving:
                 "",
             ),
         ),
-        ("tests/crash/test_protocol_steps.py",),
+        ("tests/crash/test_waiting_for_a_seal.py",),
     ),
     Mutation(
         "model-no-wait-for-writes",
@@ -305,7 +305,7 @@ with leaving:
                 "",
             ),
         ),
-        ("tests/numerics/test_overlap.py", "tests/crash/test_concurrency.py"),
+        ("tests/numerics/test_overlap.py", "tests/crash/test_waiting_for_a_seal.py"),
     ),
     Mutation(
         "two-seals-in-flight",
