@@ -285,4 +285,5 @@ def test_tensors_large_enough_for_torch_to_use_several_threads(name, set_threads
     case = {**CASES, **FOREACH}[name]
     pair = memory_pair(case, Cut(75 * 4096, 2), live=models[0], expected=models[1])
     pair.steps(4)
+    assert torch.get_num_threads() == 2, "nobody's settings change"
     pair.assert_same_state()

@@ -21,7 +21,6 @@ import offload.update.host_place
 from gds import MemoryBackend
 from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import assert_same_bits, read_state
-from tests.numerics.test_added_parameters import Growing
 
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"state_dtype": "int8"},
@@ -248,13 +247,3 @@ def test_several_directories_give_the_bits_of_state_in_memory(name, shares, sett
             other = offload.DriveTuning(shares=(5, 1, 1)[: len(shares)])
             pair.reopen(cut=Cut(8192, 2, settings={**settings, "drives": other}))
             assert pair.optimizer.restore().step == 8
-
-
-def test_parameters_join_in_several_directories():
-    run = Growing("sgd", directory=DIRECTORIES)
-    for first in (0, 3, 6):
-        run.train(*range(first, first + 3))
-        assert len(run.optimizer.checkpoint().result().parts) == 2
-        if first < 6:
-            run.join()
-    run.assert_same_state()

@@ -11,9 +11,7 @@ import torch
 
 from gds import MemoryBackend
 from offload import AdamW
-from offload.errors import SealError
 from offload.format.names import QUARANTINE_NAME
-from offload.model.model_file import ModelImage
 from offload.store import frozen_space
 from tests.stores import frozen_model
 from tests.stores.frozen_model import (
@@ -71,19 +69,6 @@ def sealed(run: Process, num: int) -> list[tuple[list[int], list[int], list[int]
 FIRST = (ALL, [], [])
 LATER = (CHANGING, [], [])
 READ_BACK = (CHANGING, UNCHANGED, [])
-
-
-def everything_is_written_anew(run: Process) -> None:
-    """Seal a step again, after a seal that has failed: nothing of the slot is believed."""
-    with pytest.raises(SealError):
-        run.optimizer.checkpoint()
-    run.backend.taken()
-    checkpoint = run.seal()
-    moves = run.backend.taken()
-    assert leaves(moves, "write") == ALL
-    assert not leaves(moves, "again")
-    run.check(checkpoint)
-    run.close()
 
 
 @pytest.mark.parametrize("keep", [1, 2, 6])
@@ -154,31 +139,6 @@ def test_a_model_file_that_somebody_has_put_there_is_not_taken_for_the_one_that_
     assert leaves(moves, "again") == UNCHANGED
     assert leaves(moves, "write").count(NUM_LEAVES - 1) == 1
     run.close()
-
-
-@pytest.mark.parametrize("stopped", ["a write fails", "an edit"])
-def test_after_a_seal_that_was_stopped_everything_is_written_and_nothing_is_asked(
-    plain, monkeypatch, stopped
-):
-    run = Process(plain)
-    sealed(run, NUM_SLOTS + 1)
-    run.step()
-    gather = ModelImage.gather
-
-    def edited_meanwhile(image: ModelImage, *args: Any, **settings: Any) -> None:
-        gather(image, *args, **settings)
-        with torch.no_grad():
-            run.model.base.add_(0)  # counts as a change, and is none
-
-    if stopped == "an edit":
-        monkeypatch.setattr(ModelImage, "gather", edited_meanwhile)
-    else:
-        plain.fail_writes = True
-    with pytest.raises(SealError, match=r"'base' was changed in place|injected failure of write"):
-        run.optimizer.checkpoint().result()
-    monkeypatch.setattr(ModelImage, "gather", gather)
-    plain.fail_writes = False
-    everything_is_written_anew(run)
 
 
 def test_a_longer_header_moves_what_is_frozen_and_it_is_not_cloned_from_where_it_was():
@@ -316,22 +276,6 @@ def test_nothing_is_cloned_from_a_checkpoint_that_a_reader_has_found_damaged(kee
     run.backend.inner.create(f"{newest}/{QUARANTINE_NAME}", 10).close()
     ((_, again, cloned),) = sealed(run, 1)
     assert (again, cloned) == (UNCHANGED, [])
-    run.close()
-
-
-def test_damage_that_a_reader_has_found_is_not_in_the_next_checkpoint_of_that_slot(
-    plain, monkeypatch
-):
-    """It marks the checkpoint at the moment at which that is withdrawn."""
-    run = Process(plain, keep=3)
-    sealed(run, 4)
-    damaged = f"{STORE}/step-00000002"
-    flip(plain, damaged, 12)
-    mark = f"{damaged}/{QUARANTINE_NAME}"
-    at_the_lock(plain, damaged, lambda: plain.inner.create(mark, 10).close(), monkeypatch)
-    found = sealed(run, 4)
-    assert [written for written, _, _ in found].count([*CHANGING, 12]) == 1
-    assert [again for _, again, _ in found].count(UNCHANGED) == 1
     run.close()
 
 

@@ -15,11 +15,11 @@ import offload
 from gds import MemoryBackend, StorageError
 from offload.errors import BrokenOptimizerError
 from offload.overlap import backward
-from tests.eventually import TIMEOUT_S, eventually, is_freed
+from tests.eventually import TIMEOUT_S, eventually
 from tests.numerics.delays import Held
 from tests.numerics.pairs import Cut
 from tests.numerics.reference import assert_same_bits
-from tests.numerics.twins import NUM_LAYERS, Layers, Twins, is_stepping
+from tests.numerics.twins import NUM_LAYERS, Layers, Twins
 
 
 @pytest.fixture
@@ -179,20 +179,6 @@ def test_gradients_that_come_on_two_threads_open_one_pass(monkeypatch):
         for number, (mine, other) in enumerate(zip(live, expected, strict=True)):
             assert_same_bits(mine.detach(), other.detach(), f"parameter {number}, step {step}")
     optimizer.close()
-
-
-def test_a_dropped_optimizer_with_half_a_step_ends():
-    others = set(threading.enumerate())
-    twins = Twins(Layers, "backward", Held(), num_steps=1)
-    twins.loss(twins.live, 1).backward()
-    optimizer = weakref.ref(twins.optimizer)
-    del twins.optimizer
-    assert is_freed(optimizer)
-    assert eventually(lambda: not is_stepping(set(threading.enumerate()) - others))
-    parameters = list(twins.live.parameters())
-    assert eventually(lambda: not any(p._post_accumulate_grad_hooks for p in parameters))
-    assert eventually(lambda: not any(m._forward_pre_hooks for m in twins.live.modules()))
-    twins.offloaded(twins.live).close()
 
 
 def test_a_store_that_has_to_be_decided_about_is_found_out_in_backward():

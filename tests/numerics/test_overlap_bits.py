@@ -185,6 +185,36 @@ def test_every_kind_of_parameter_with_gradients_from_elsewhere(overlap, name):
     pair.optimizer.close()
 
 
+class Outside(nn.Module):
+    """What is called is not the model, but parts of it; parameters are used elsewhere, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        self.decoder = nn.Linear(32, 32)
+        self.scale = nn.Parameter(torch.ones(32))
+
+
+def only_parts(model: Outside, x: torch.Tensor) -> torch.Tensor:
+    shift = model.scale.square()  # read before anything is called
+    return model.decoder(model.encoder(x)) + shift
+
+
+def upcast_first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """As by those who hand upcast copies to the model."""
+    upcast = {name: p.float() for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, upcast, (x,))
+
+
+@pytest.mark.parametrize(("model", "call"), [(Outside, only_parts), (Batched, upcast_first)])
+def test_a_model_that_is_not_called_itself(model, call):
+    twins = Twins(model)
+    twins.loss = lambda model, step: call(model, twins.batch(step)).square().mean()
+    for step in range(6):
+        twins.step(step)
+    twins.assert_same_state()
+
+
 @BOTH
 def test_some_gradients_from_elsewhere(overlap):
     twins = Twins(Batched, overlap)

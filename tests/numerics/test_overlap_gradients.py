@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from offload.overlap import forward
 from tests.numerics.delays import Late
 from tests.numerics.twins import LAST, Twins, last
 
@@ -182,31 +181,3 @@ def test_gradients_that_nobody_else_has_are_not_copied(run, usual, to_none):
         run.plain.step()
     run.assert_same()
     assert run.optimizer.stats().copied_gradient_bytes == 0
-
-
-def test_only_what_somebody_else_has_is_copied(run):
-    run.backward(2)
-    kept = gradient(run.live)
-    run.optimizer.step()
-    run.plain.step()
-    kept.zero_()
-    run.assert_same()
-    assert run.optimizer.stats().copied_gradient_bytes == NUM_BYTES
-
-
-def test_a_step_that_is_refused_leaves_the_gradients_with_their_parameters(run, monkeypatch):
-    """Also those that had been copied for it."""
-    run.backward(2)
-    kept = gradient(run.live)
-
-    def refuse(*_: object) -> None:
-        raise RuntimeError("refused")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(forward, "begin_pass", refuse)
-        with pytest.raises(RuntimeError, match="refused"):
-            run.optimizer.step()
-    assert gradient(run.live) is kept
-    run.optimizer.step()
-    run.plain.step()
-    run.assert_same()

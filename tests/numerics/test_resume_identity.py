@@ -124,30 +124,6 @@ def test_going_back_to_an_older_checkpoint(to, reopen):
     pair.assert_same_state()
 
 
-@pytest.mark.parametrize("durable", [False, True], ids=["at-once", "after-the-first"])
-def test_sealing_the_same_step_again_replaces_the_train_state(durable):
-    pair = memory_pair(CASES["adamw"], CUTS[0])
-    pair.steps(5)
-    first = pair.optimizer.checkpoint({"epoch": 1})
-    if durable:
-        first.result()
-    second = pair.optimizer.checkpoint({"epoch": 2, "more": torch.arange(5)})
-    third = pair.optimizer.checkpoint({"epoch": 2, "more": torch.arange(5)})
-    assert first.result().path == second.result().path == third.result().path
-    assert checkpoints(pair) == [5]
-    pair.steps(5, 7)
-    pair.reopen()
-    checkpoint = pair.optimizer.restore()
-    assert checkpoint.verify().ok
-    assert checkpoint.step == 5
-    assert checkpoint.train_state["epoch"] == 2
-    assert torch.equal(checkpoint.train_state["more"], torch.arange(5))
-    pair.step_live(5)
-    pair.step_live(6)
-    pair.steps(7, 12)
-    pair.assert_same_state()
-
-
 def test_a_learning_rate_changed_after_the_checkpoint_is_in_the_next_of_the_same_step():
     pair = memory_pair(CASES["adamw"], CUTS[0])
     pair.steps(5)

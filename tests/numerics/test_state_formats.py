@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,6 @@ from gds import MemoryBackend
 from offload.errors import MismatchError, UnsupportedOptimizerError
 from offload.format import rounding_keys
 from offload.update.coding import blocks8, codecs
-from offload.update.fused_step import step_fused
-from offload.update.pool import BlockContext
-from offload.update.rules import UpdateRule
 from tests.numerics.models import Mixed, trainable
 from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import Reference, assert_same_bits
@@ -188,18 +184,6 @@ def test_streaming_rounds_as_memory_does(name, cut, monkeypatch):
     pair.optimizer.close()
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_resume_rounds_as_if_it_had_not_stopped(name):
-    pair = make_pair(name, CUTS[1])
-    for step in range(12):
-        pair.step(step)
-        pair.assert_same_parameters()
-        if step in (0, 3, 4, 8):
-            assert pair.optimizer.checkpoint().result().verify().ok
-            pair.reopen()
-            pair.optimizer.restore()
-
-
 @pytest.mark.parametrize(
     ("name", "case"),
     [("bfloat16", "rmsprop-centered-momentum"), ("bfloat16", "sgd-nesterov"),
@@ -296,58 +280,3 @@ def test_eight_bits_are_refused_for_state_they_may_not_suit(tmp_path):
             torch.optim.Rprop, [parameter], directory=tmp_path / "run", options=options
         )
     assert not (tmp_path / "run").exists()
-
-
-def test_unknown_formats_are_refused_by_name():
-    with pytest.raises(ValueError, match="master must be one of float32, split, got 'half'"):
-        offload.Options(master="half")
-    with pytest.raises(ValueError, match="state_dtype must be one of float32, bfloat16, int8"):
-        offload.Options(state_dtype="fp8")
-    with pytest.raises(ValueError, match=r"host_memory must be a number of bytes.*'8 parsecs'"):
-        offload.Options(host_memory="8 parsecs")
-    assert offload.Options(host_memory="1.5 GiB").host_memory_bytes == 3 << 29
-    assert offload.Options(host_memory="2kB").host_memory_bytes == 2000
-
-
-@pytest.mark.parametrize(
-    ("cls", "hyper"),
-    [
-        (torch.optim.AdamW, {"weight_decay": 0.1}),
-        (torch.optim.Adam, {"amsgrad": True, "maximize": True}),
-        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    ],
-)
-def test_the_fused_step_does_not_depend_on_cuts(cls, hyper):
-    """Torch's kernel does: it computes what follows the last whole vector in another way.
-
-    The function is called itself, since rounding of the state hides the difference nearly always.
-    """
-    rule = UpdateRule(cls, {"lr": 1e-3, **hyper})
-    group = {**rule.defaults}
-    fused = rule.fused(group)
-    assert fused is not None
-    num = 16 * 20_000
-    generator = torch.Generator().manual_seed(5)
-    values = {
-        name: torch.rand(num, generator=generator) * scale
-        for name, scale in [("p", 1.0), ("g", 1e-2), *((a, 1e-3) for a in rule.rule(group).arrays)]
-    }
-    (scalars,) = {rule.rule(group).scalars}
-    held = tuple((name, "f32", 4.0) for name in scalars)
-
-    whole = {name: tensor.clone() for name, tensor in values.items()}
-    arrays = {name: whole[name] for name in rule.rule(group).arrays}
-    optimizer = cls([whole["p"]], lr=1e-3, fused=True, **hyper)
-    whole["p"].grad = whole["g"]
-    optimizer.state[whole["p"]] = {**arrays, **{name: torch.tensor(4.0) for name in scalars}}
-    optimizer.step()
-
-    context = BlockContext(rule)
-    cuts = sorted({0, num, *(n * 7919 % num for n in range(1, 60))})
-    for start, stop in pairwise(cuts):
-        views = {name: values[name][start:stop] for name in arrays}
-        gradient = values["g"][start:stop]
-        state = step_fused(context, values["p"][start:stop], gradient, views, held, fused)
-        assert all(state[name] is views[name] for name in views)
-    for name, tensor in values.items():
-        assert_same_bits(tensor, whole[name].detach(), name)

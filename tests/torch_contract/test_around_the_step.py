@@ -129,8 +129,11 @@ def test_zero_grad(to_none: bool) -> None:
     twins.finish()
 
 
-def test_torchs_scaler_with_bfloat16_parameters_skips_steps_without_touching_the_state() -> None:
-    twins = Twins()
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_torchs_scaler_with_bfloat16_parameters_skips_steps_without_touching_the_state(
+    overlap: str | None,
+) -> None:
+    twins = Twins(overlap=overlap)
     plain = torch.optim.SGD(twins.expected.parameters())  # what the twin's scaler looks at
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in "ab"]
     for step in range(6):
