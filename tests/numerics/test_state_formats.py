@@ -1,8 +1,8 @@
 """Smaller state formats: the streamed update equals an in-memory one that rounds the same way.
 
 The oracle keeps FP32 masters and torch's own state in memory, whole, and passes each parameter's
-through the codec once per step. How a codec rounds is tested in test_codecs_*; here, that chunks,
-blocks, rings, seals and resumes make no difference to what it is given.
+through the codec once per step. How a codec rounds is in test_state_in_fewer_bits.py; here, that
+chunks, blocks, rings, seals and resumes make no difference to what it is given.
 """
 
 from __future__ import annotations

@@ -141,34 +141,6 @@ def test_a_parameter_that_is_unfrozen_and_was_never_given_is_told_of_once(
         assert not told(), "what was given is trained"
 
 
-def test_a_parameter_of_another_optimizer_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Two optimizers of one model, as of a GAN: each is made while everything is trainable."""
-    model = make()
-    params = list(model[0].parameters())
-    with make_optimizer(model, MemoryBackend(), params=params) as optimizer:
-        for trains in (True, False, True):
-            model[1].requires_grad_(trains)
-            step(optimizer)
-            optimizer.checkpoint().result()
-    assert not [m for m in caplog.messages if "frozen" in m]
-
-
-@pytest.mark.parametrize("is_passed", [False, True], ids=["no-model", "model"])
-def test_what_checkpoints_lack_without_a_model_is_told_once(
-    is_passed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="offload")
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    given = model if is_passed else None
-    with make_optimizer(model, MemoryBackend(), model=given) as optimizer:
-        for _ in range(3):
-            step(optimizer)
-            stored = optimizer.checkpoint().result().tensors
-    assert any("running_mean" in tensor.name for tensor in stored) == is_passed
-    told = [m for m in caplog.messages if "because model= was left out" in m]
-    assert len(told) == (0 if is_passed else 1)
-
-
 class Counting(torch.optim.Optimizer):
     """Counts its steps in its groups."""
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import copy
 import inspect
 import pickle
 import re
-import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 import torch
 
 import offload
-from gds import LockHeldError, MemoryBackend, ShortReadError, StorageError
+from gds import MemoryBackend, StorageError
 from offload import (
     AdamW,
     OffloadedOptimizer,
@@ -30,7 +28,6 @@ from offload.errors import (
     CheckpointNotFoundError,
     MismatchError,
     SlotFullError,
-    StoreError,
     UnsupportedOptimizerError,
     UnsupportedParameterError,
 )
@@ -40,7 +37,6 @@ from tests.torch_contract.refusing import nothing_changes
 
 __all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
 
-ROOT = Path(__file__).parents[2]
 CLASSES = {"AdamW": offload.AdamW, "Adam": offload.Adam, "SGD": offload.SGD}
 
 
@@ -72,17 +68,10 @@ def test_hyper_parameters_are_torchs_in_its_order_and_with_its_defaults(
     plain = torchs([parameter], *given)
     settings = options(MemoryBackend())
     with ours([parameter], *given, directory=STORE, options=settings) as optimizer:
+        assert isinstance(optimizer, torch.optim.Optimizer)
         assert optimizer.defaults == plain.defaults
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         assert groups == [{k: v for k, v in g.items() if k != "params"} for g in plain.param_groups]
-
-
-def test_the_type_checker_is_given_calls_that_it_must_refuse() -> None:
-    """It says where an ignored error is none: so each of them is looked for with every check."""
-    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-    assert checked["strict"]
-    assert "tests/typed_arguments.py" in checked["files"]
-    assert (ROOT / "tests/typed_arguments.py").read_text().count("# type: ignore[") >= 8
 
 
 class Tuned(torch.optim.LBFGS):
@@ -137,6 +126,10 @@ def test_what_no_constructor_takes(
             "no effect on a backend that is passed in",
         ),
         (lambda: options(drives={"threads": 2}), r"got dict: write Options\(drives=offload\.Dri"),
+        (lambda: offload.Options(master="half"), "master must be one of float32, split, got 'ha"),
+        (lambda: offload.Options(state_dtype="fp8"), "one of float32, bfloat16, int8"),
+        (lambda: offload.Options(host_memory="8 parsecs"), "must be a number of bytes.*'8 parse"),
+        (lambda: options(overlap="both"), "overlap must be one of None, forward, backward, got"),
     ],
 )
 def test_settings_that_cannot_work(make: Callable[[], object], says: str) -> None:
@@ -288,12 +281,9 @@ def test_train_state_that_is_larger_than_what_is_reserved() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        StoreError(22, "named in bytes", STORE.encode()),
         SlotFullError(28, "No space left on device: the slot needs 3 bytes", STORE),
         CheckpointNotFoundError(2, "there is none", STORE),
         StorageError(5, "write 4096 bytes", STORE, offset=8192),
-        LockHeldError(11, "lock", STORE),
-        ShortReadError(5, "read 3 bytes", STORE, offset=1),
     ],
     ids=repr,
 )
@@ -302,18 +292,3 @@ def test_an_error_leads_with_its_path_and_can_be_pickled(error: OSError) -> None
     assert error.errno
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.errno) == (type(error), str(error), error.errno)
-
-
-def test_every_error_and_every_error_in_the_documents_is_in_the_package() -> None:
-    of_package = {
-        name
-        for name, value in vars(offload.errors).items()
-        if isinstance(value, type) and issubclass(value, OffloadError) and name[0] != "_"
-    }
-    assert len(of_package) > 20
-    assert of_package <= {*offload.__all__}
-    pages = ("recovery.md", "quickstart.md", "guarantees.md")
-    text = "".join((ROOT / "docs" / page).read_text() for page in pages)
-    named = {*re.findall(r"`(?:offload\.)?([A-Z][A-Za-z]*Error)`", text)}
-    assert {"DamagedError", "MismatchError", "StoreLockedError"} <= named
-    assert named <= {*offload.__all__} | {*vars(builtins)}
