@@ -98,22 +98,6 @@ def test_the_edited_value_is_the_master(edit, form):
     assert checkpoint.verify().ok
 
 
-@pytest.mark.parametrize("settings", FORMATS.values(), ids=FORMATS)
-def test_a_parameter_without_state_is_its_own_master_and_its_state_is_zero(settings):
-    pair, _ = trained(settings)
-    with torch.no_grad():
-        pair.live.never.mul_(3)
-        pair.live.late.fill_(0.5)
-    checkpoint = pair.optimizer.checkpoint().result()
-    for name in ("never", "late", "late_full", "never_full"):
-        found = offload.read_state(checkpoint, name)
-        live = trainable(pair.live)[name].detach()
-        assert_same_bits(found.pop("master"), live.float(), name)
-        assert found.keys() == {"exp_avg", "exp_avg_sq"}
-        for array, values in found.items():
-            assert_same_bits(values, torch.zeros(live.shape), f"{array} of {name}")
-
-
 class Reads(WrapperBackend):
     """A backend whose files count the bytes that are read of them."""
 

@@ -11,6 +11,7 @@ import torch
 
 from gds import MemoryBackend
 from offload import AdamW
+from offload.errors import SealError
 from offload.format.names import QUARANTINE_NAME
 from offload.store import frozen_space
 from tests.stores import frozen_model
@@ -97,47 +98,39 @@ def test_a_frozen_tensor_that_is_edited_is_found_by_its_digest(backend, clones):
     run.close()
 
 
-def at_the_lock(
-    backend: Recorded, path: str, action: Callable[[], object], patch: pytest.MonkeyPatch
-) -> None:
-    """Have something done when a checkpoint is locked because it is to be withdrawn."""
-    lock = backend.lock
-
-    def done_and_locked(locked: str, **kwargs: Any) -> Any:
-        if locked == path:
-            patch.setattr(backend, "lock", lock)
-            action()
-        return lock(locked, **kwargs)
-
-    patch.setattr(backend, "lock", done_and_locked)
-
-
-@pytest.mark.parametrize("when", ["before", "while it is withdrawn"])
-def test_a_model_file_that_somebody_has_put_there_is_not_taken_for_the_one_that_was(
-    plain, monkeypatch, when
-):
+def test_a_model_file_that_somebody_has_put_there_is_not_taken_for_the_one_that_was(plain):
     run = Process(plain, keep=6)
     sealed(run, 7)
-    checkpoint = f"{STORE}/step-00000002"
-
-    def put_there() -> None:
-        path = f"{checkpoint}/model.safetensors"
-        file = plain.inner.open(path)
-        data = bytearray(file.read_bytes(0, file.size_bytes))
-        file.close()
-        data[-1] ^= 1
-        plain.inner.remove(path)
-        file = plain.inner.create(path, len(data))
-        file.write_bytes(bytes(data), 0)
-        file.close()
-
-    if when == "before":
-        put_there()
-    else:
-        at_the_lock(plain, checkpoint, put_there, monkeypatch)
+    path = f"{STORE}/step-00000002/model.safetensors"
+    file = plain.inner.open(path)
+    data = bytearray(file.read_bytes(0, file.size_bytes))
+    file.close()
+    data[-1] ^= 1
+    plain.inner.remove(path)
+    file = plain.inner.create(path, len(data))
+    file.write_bytes(bytes(data), 0)
+    file.close()
     moves = run.step_and_seal() + run.step_and_seal()
     assert leaves(moves, "again") == UNCHANGED
     assert leaves(moves, "write").count(NUM_LEAVES - 1) == 1
+    run.close()
+
+
+def test_after_a_seal_whose_write_has_failed_everything_is_written_and_nothing_is_asked(plain):
+    run = Process(plain)
+    sealed(run, NUM_SLOTS + 1)
+    run.step()
+    plain.fail_writes = True
+    with pytest.raises(SealError, match="injected failure of write"):
+        run.optimizer.checkpoint().result()
+    plain.fail_writes = False
+    with pytest.raises(SealError):
+        run.optimizer.checkpoint()
+    plain.taken()
+    checkpoint = run.seal()
+    moves = plain.taken()
+    assert (leaves(moves, "write"), leaves(moves, "again")) == (ALL, [])
+    run.check(checkpoint)
     run.close()
 
 
@@ -268,9 +261,8 @@ def test_what_cannot_be_cloned_is_read_back_or_written(how, found):
     run.close()
 
 
-@pytest.mark.parametrize("keep", [2, 9], ids=["expiring", "nothing-expires"])
-def test_nothing_is_cloned_from_a_checkpoint_that_a_reader_has_found_damaged(keep):
-    run = next_process(Recorded(MemoryBackend(clones=True)), keep=keep)
+def test_nothing_is_cloned_from_a_checkpoint_that_a_reader_has_found_damaged():
+    run = next_process(Recorded(MemoryBackend(clones=True)))
     newest = f"{STORE}/step-{run.step_number:08d}"
     flip(run.backend, newest, 12)
     run.backend.inner.create(f"{newest}/{QUARANTINE_NAME}", 10).close()

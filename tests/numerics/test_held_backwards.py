@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from offload.errors import BrokenOptimizerError, OverlapError
 from tests.numerics.loops import (
     STEPS,
     Loop,
@@ -193,30 +192,6 @@ def test_it_is_said_once_and_why(net, with_gradient, why, caplog):
     (record,) = caplog.records
     assert "step(), which waits for it" in record.message
     assert why in record.message
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_in_a_compiled_model_it_is_refused_and_not_trained_on():
-    """No hook runs in it: what tells is that it reads parameters that have been stepped."""
-    generator, critic = Net(), Net(40, 1)
-    critic.compile(backend="aot_eager")
-    optimizer = optimizer_for(critic)
-
-    def step() -> None:
-        fake = generator(batch(0))
-        optimizer.zero_grad()
-        critic(fake.detach()).mean().backward()
-        optimizer.step()
-        critic(fake).square().mean().backward()
-
-    step()
-    with pytest.raises(OverlapError, match=r"was used between backward\(\) and step\(\)"):
-        step()
-    with pytest.raises(OverlapError, match=r"was cleared or replaced"):
-        optimizer.step()
-    with pytest.raises(BrokenOptimizerError):
-        optimizer.step()
-    optimizer.close()
 
 
 class StoppedError(BaseException):

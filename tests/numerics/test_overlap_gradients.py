@@ -169,8 +169,16 @@ def joined(model: nn.Module, _: Loss) -> None:
     torch.cat(list(model.parameters())).square().mean().backward()
 
 
-@pytest.mark.parametrize("usual", [accumulated, clipped_and_logged, hooked, graph_retained, joined])
-@pytest.mark.parametrize("to_none", [True, False], ids=["", "kept-to-be-cleared"])
+@pytest.mark.parametrize(
+    ("usual", "to_none"),
+    [
+        (accumulated, True),
+        (clipped_and_logged, False),
+        (hooked, True),
+        (graph_retained, False),
+        (joined, True),
+    ],
+)
 def test_gradients_that_nobody_else_has_are_not_copied(run, usual, to_none):
     for step in range(3):
         run.optimizer.zero_grad(set_to_none=to_none)

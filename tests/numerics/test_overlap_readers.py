@@ -158,7 +158,7 @@ class Calls(nn.Module):
         return nn.functional.linear(hidden[-1:], self.head.weight) if fused else self.head(hidden)
 
 
-def on_threads(model: nn.Module, num: int = 1) -> torch.Tensor:
+def on_threads(model: nn.Module, num: int) -> torch.Tensor:
     found: list[torch.Tensor] = []
     threads = [threading.Thread(target=lambda: found.append(model(X))) for _ in range(num)]
     for thread in threads:
@@ -169,14 +169,11 @@ def on_threads(model: nn.Module, num: int = 1) -> torch.Tensor:
 
 
 PATHS: dict[str, tuple[Callable[[Calls], torch.Tensor], Callable[[], object]]] = {
-    "another thread": (on_threads, torch.enable_grad),
     "three threads": (lambda model: on_threads(model, 3), torch.enable_grad),
     "forward in inference_mode": (lambda model: model(X), torch.inference_mode),
     "fused loss in training": (lambda model: model(X, fused=True), torch.enable_grad),
-    "fused loss in no_grad": (lambda model: model(X, fused=True), torch.no_grad),
     "a method in training": (lambda model: model.encode(X), torch.enable_grad),
     "a method in inference_mode": (lambda model: model.encode(X), torch.inference_mode),
-    "a part in no_grad": (lambda model: model.head(X), torch.no_grad),
     "parameters in no_grad": (
         lambda model: X @ model.first.weight @ model.head.weight.T,
         torch.no_grad,

@@ -92,8 +92,8 @@ def test_resuming_from_files_on_a_drive(tmp_path):
 
 @pytest.mark.parametrize(
     ("to", "reopen"),
-    [(3, False), (9, False), (9, True), (15, True)],
-    ids=["3", "9", "9-in-the-next-process", "15-in-the-next-process"],
+    [(3, False), (9, True)],
+    ids=["3", "9-in-the-next-process"],
 )
 def test_going_back_to_an_older_checkpoint(to, reopen):
     pair = memory_pair(CASES["adamw"], CUTS[0], keep=6)
@@ -109,10 +109,9 @@ def test_going_back_to_an_older_checkpoint(to, reopen):
         pair.optimizer.synchronize()
     assert checkpoints(pair) == [3, 6, 9, 12, 15]
     before = {n: p.detach().clone() for n, p in pair.live.named_parameters()}
-    if to != 15:
-        with pytest.raises(MismatchError, match="discard_newer=True"):
-            pair.optimizer.restore(to)
-        assert_same_parameters(pair.live.named_parameters(), before.items())
+    with pytest.raises(MismatchError, match="discard_newer=True"):
+        pair.optimizer.restore(to)
+    assert_same_parameters(pair.live.named_parameters(), before.items())
     checkpoint = pair.optimizer.restore(to, discard_newer=True)
     assert (checkpoint.step, checkpoint.train_state) == (to, {"after": to - 1})
     assert checkpoints(pair) == [step for step in (3, 6, 9, 12, 15) if step <= to]

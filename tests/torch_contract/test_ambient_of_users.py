@@ -304,6 +304,7 @@ def test_what_is_exported_and_imported_is_the_same(store: Path, tmp_path: Path, 
     settings = offload.Options(chunk_bytes=4096, allow_volatile=True)
 
     def exchanged(to: str, place: Path, **callback: Any) -> StoredState:
+        place.mkdir(exist_ok=True)
         with offload.open_checkpoint(store) as opened:
             offload.export_checkpoint(opened, place / to, to, **callback)
         imported = place / f"store of {to}"

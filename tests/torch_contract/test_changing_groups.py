@@ -156,12 +156,6 @@ class Counting(torch.optim.Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] / group["step"])
 
 
-class Calling(torch.optim.Adagrad):
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        super().step()
-
-
 @pytest.mark.parametrize("back", ["restore", "load_state_dict"])
 def test_what_a_class_has_counted_goes_back_with_its_group(back: str) -> None:
     """A state dict of before the first step has no count, and torch replaces the whole group."""
@@ -186,9 +180,3 @@ def test_what_a_class_has_counted_goes_back_with_its_group(back: str) -> None:
         give_and_step(ours, optimizer, 2)
         give_and_step(theirs, twin, 2)
         assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
-
-
-def test_a_step_that_calls_that_of_its_base_class_is_refused_whatever_was_made_before() -> None:
-    made = partial(offload.OffloadedOptimizer, Calling)
-    with pytest.raises(offload.UnsupportedOptimizerError, match=r"calls super\(\)\.step\(\)"):
-        make_optimizer(make(), MemoryBackend(), made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,19 @@ class TestOtherThings:
         assert (tmp_path / "notes.txt").read_text() == "mine"
         assert (tmp_path / ".git").is_dir()
 
+    @pytest.mark.parametrize("left", ["LOCK", "step", "slot"])
+    def test_a_store_is_known_by_any_of_its_names(self, tmp_path: Path, left: str) -> None:
+        """One that was copied by hand may have no LOCK."""
+        train_in(tmp_path, 1)
+        (tmp_path / "notes.txt").write_text("mine")
+        if left != "LOCK":
+            (tmp_path / "LOCK").unlink()
+        if left != "step":
+            (tmp_path / "step-00000001").rename(tmp_path / ".slot-7")
+        if left == "LOCK":
+            shutil.rmtree(tmp_path / ".slot-7")
+        train_in(tmp_path, 1 if left != "step" else 2)
+
 
 class TestOrder:
     @pytest.fixture
@@ -155,6 +169,11 @@ class TestOrder:
         remedy = "pass the directories of that store in their order"
         refused(drives[1], tmp_path, second_of, remedy)
         refused(drives[0] / "step-00000002", tmp_path, "this is a checkpoint, not a store")
+        (tmp_path / "new").mkdir()
+        says = "this directory is the first directory of a store, but was given as number 2"
+        refused([tmp_path / "new", drives[0]], tmp_path, says)
+        gone = "If that store is gone, remove its part-<k>"
+        refused([tmp_path / "new", drives[2]], tmp_path, "number 3 of the store ", gone)
         others = [tmp_path / name for name in "xyz"]
         train_in(others, 1)
         for error in refused([drives[0], others[1], drives[2]], tmp_path, second_of):

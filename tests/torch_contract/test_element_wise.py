@@ -66,17 +66,6 @@ class Shaped(torch.optim.Optimizer):
                 p.sub_(update.nan_to_num_(0.0, 1.0, -1.0).clamp_(-100, 100), alpha=group["lr"])
 
 
-class Flattening(Shaped):
-    """Cannot step a parameter that is not contiguous."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.view(-1).sub_(p.grad.view(-1), alpha=group["lr"])
-
-
 def make_parameters() -> list[torch.nn.Parameter]:
     """Return sizes that leave all kinds of ends; some parameters are not contiguous."""
     generator = torch.Generator().manual_seed(3)
@@ -173,8 +162,3 @@ def test_an_exponent_that_is_changed_is_looked_at_before_a_step_is_taken_with_it
                 plain.step()
             assert all(map(torch.equal, live, expected))
         assert optimizer.num_steps == 2
-
-
-def test_a_class_that_cannot_step_tensors_that_are_not_contiguous_is_taken() -> None:
-    live, expected = ([p for p in make_parameters() if p.is_contiguous()] for _ in range(2))
-    require_same(Flattening, live, expected)

@@ -259,6 +259,17 @@ def test_a_file_in_the_place_of_all_pins_keeps_everything() -> None:
         Run(run.backend.reopened(), keep=1)
 
 
+def test_files_that_nobody_could_have_made_a_pin_are_ignored() -> None:
+    run = Run(keep=1)
+    run.seal()
+    run.optimizer.pin("mine")
+    write(run.backend, f"{STORE}/pins/.mine.9-9.new", b"half")
+    write(run.backend, f"{STORE}/pins/~backup", b"")
+    run.seal()
+    run.seal()
+    assert run.steps() == [1, 3]
+
+
 def test_on_several_drives() -> None:
     backend = MemoryBackend()
     run = Run(backend, directory=[STORE, "/other"], keep=1)

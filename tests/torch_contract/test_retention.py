@@ -27,7 +27,13 @@ class Looking(WrapperBackend):
         super().__init__(inner)
         self.before: dict[str, list[str]] = {}
         """Checkpoints just before another one gets its name."""
-        self.least = 9
+        self.least, self.most = 9, 0
+
+    def make_dir(self, path: str) -> None:
+        super().make_dir(path)
+        if path.startswith(f"{STORE}/.slot-"):
+            names = [n for n in self.list_dir(STORE) if n.startswith((".slot-", "step-"))]
+            self.most = max(self.most, len(names))
 
     def checkpoints(self) -> list[str]:
         return [n for n in self.list_dir(STORE) if n.startswith("step-")]
@@ -56,6 +62,18 @@ def test_every_third_step_stays_beside_the_newest() -> None:
     run.seal()
     assert run.steps() == [11, 12]
     assert len(run.slots()) == 3
+
+
+def test_as_many_slots_as_are_kept_and_one() -> None:
+    """Also while seals are in flight, and however many have come to stay."""
+    backend = Looking(MemoryBackend())
+    run = Run(backend, keep=LastK(1) | EverySteps(2))
+    for _ in range(7):
+        run.step()
+        run.optimizer.checkpoint()
+    run.optimizer.close()
+    assert run.steps() == [2, 4, 6, 7]
+    assert backend.most == 4  # before step 7 is sealed: 2, 4, 6 and the slot it is written to
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
