@@ -69,7 +69,8 @@ def trained(settings: dict[str, Any]) -> tuple[Pair, dict[str, torch.Tensor]]:
     ("edit", "form"),
     [
         *(("one-element", form) for form in FORMATS),
-        *(("infinities-and-zeros", form) for form in FORMATS),
+        ("infinities-and-zeros", "split"),
+        ("infinities-and-zeros", "int8"),
         ("clamping", "float32"),
         ("loading-weights", "split"),
         ("writing-through-data", "bfloat16"),

@@ -73,34 +73,11 @@ def times_norm(model: Deep, x: torch.Tensor) -> torch.Tensor:
     return (model.inner(x) * norm).sin()
 
 
-class Times(torch.autograd.Function):
-    """Keeps the weight where autograd does not see it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight
-        return x @ weight.detach().t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0] @ ctx.weight.detach(), None
-
-
-def while_frozen(model: Deep, x: torch.Tensor) -> torch.Tensor:
-    x = model.inner(x)
-    model.head.requires_grad_(False)
-    x = model.head(x)
-    model.head.requires_grad_(True)
-    return x
-
-
 EARLY: dict[str, Callable[[Deep, torch.Tensor], torch.Tensor]] = {
     "detach in recomputation": recomputed(times_constant),
     "module without gradients in recomputation": recomputed(compared_with_target),
     "no_grad in recomputation": recomputed(times_norm),
     "detach": lambda model, x: functional.linear(model.inner(x), model.head.weight.detach()),
-    "a function": lambda model, x: Times.apply(model.inner(x), model.head.weight),
-    "frozen for a while": while_frozen,
 }
 
 

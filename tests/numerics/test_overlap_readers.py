@@ -240,12 +240,6 @@ def evaluated(model: Encoder) -> torch.Tensor:
         return model(X)
 
 
-def evaluated_by_a_method(model: Encoder) -> torch.Tensor:
-    model.eval()
-    with torch.inference_mode():
-        return model.encode(model.first(X)[None])
-
-
 def evaluated_within(model: Encoder) -> torch.Tensor:
     model.within = True
     out = model(X)
@@ -258,7 +252,6 @@ def evaluated_within(model: Encoder) -> torch.Tensor:
     [
         (evaluated, True),
         (evaluated, False),
-        (evaluated_by_a_method, True),
         (evaluated_within, True),
     ],
 )

@@ -36,14 +36,9 @@ AGAIN_AND_AGAIN = "4 s r 2 s r 1 s r 5 s 1 s r 4"
 
 STORIES = {
     "adamw-amsgrad-in-one-group": AGAIN_AND_AGAIN,
-    "adam-coupled-decay": AGAIN_AND_AGAIN,
     "sgd-momentum-in-some-groups": AGAIN_AND_AGAIN,
-    "nadam": AGAIN_AND_AGAIN,
     "radam": AGAIN_AND_AGAIN,
-    "adamax": AGAIN_AND_AGAIN,
     "rmsprop-centered-momentum": AGAIN_AND_AGAIN,
-    "adagrad": AGAIN_AND_AGAIN,
-    "adadelta": AGAIN_AND_AGAIN,
     "rprop": AGAIN_AND_AGAIN,
     "asgd": AGAIN_AND_AGAIN,
     "adamw": "s r 8 s r 4",

@@ -36,22 +36,6 @@ def test_using_a_store_before_deciding_about_it(call: str) -> None:
         getattr(optimizer, call)()
 
 
-def test_an_older_checkpoint_without_saying_so() -> None:
-    backend, model = memory_store(3), make_model()
-    with make_optimizer(model, backend, keep=3) as optimizer:
-        says = "step-00000001 is not the newest.*open_checkpoint or load_parameters"
-        with (
-            nothing_changes(backend, model, optimizer),
-            pytest.raises(MismatchError, match=says) as error,
-        ):
-            optimizer.restore(1)
-        assert "pass discard_newer=True" in str(error.value)
-        found = optimizer.restore(1, discard_newer=True)
-        assert found is not None
-        assert found.step == 1
-        assert [c.step for c in list_checkpoints(STORE, backend=backend)] == [1]
-
-
 @pytest.mark.parametrize("which", [7, "step-00000007", "/elsewhere/step-00000001"])
 def test_a_checkpoint_that_is_not_there(which: int | str) -> None:
     backend, model = memory_store(2), make_model()

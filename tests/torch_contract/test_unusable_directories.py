@@ -117,27 +117,6 @@ def test_too_little_for_what_is_to_be_kept(keep: int) -> None:
     make_optimizer(model, MemoryBackend(capacity_bytes=needed), keep=keep).close()
 
 
-def test_taken_by_someone_else_before_the_first_step() -> None:
-    backend = MemoryBackend(capacity_bytes=3 * slot_bytes())
-    model, reference = make_model(), make_model()
-    with (
-        make_optimizer(model, backend, keep=2) as optimizer,
-        make_optimizer(reference, MemoryBackend()) as other,
-    ):
-        backend.create("/other", 3 * slot_bytes() - 10_000).close()
-        with (
-            nothing_changes(backend, model, optimizer),
-            pytest.raises(StorageError, match="the slot that the next step writes to") as error,
-        ):
-            step(optimizer)
-        assert error.value.errno == errno.ENOSPC
-        assert optimizer.num_steps == 0
-        backend.remove("/other")
-        optimizer.step()
-        step(other)
-        assert bits(model) == bits(reference)
-
-
 def test_too_little_for_an_added_group() -> None:
     backend = MemoryBackend(capacity_bytes=2 * slot_bytes() + 1000)
     model, twin = (
