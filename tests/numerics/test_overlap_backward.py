@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 import offload
 from gds import MemoryBackend, StorageError
 from offload.errors import BrokenOptimizerError
+from offload.overlap import backward
 from tests.eventually import TIMEOUT_S, eventually
 from tests.numerics.delays import Held
 from tests.numerics.pairs import Cut
@@ -138,16 +139,27 @@ def test_an_error_is_raised_at_the_next_point(layers, at):
         layers.assert_same()
 
 
-def test_gradients_may_come_on_two_threads_at_once():
+def test_gradients_that_come_on_two_threads_open_one_pass(monkeypatch):
     # torch computes the gradients of each device on a thread of its own, and calls hooks there
     live, expected = (torch.nn.ParameterList([torch.ones(9000), torch.ones(9000)]) for _ in "ab")
     options = Cut(4096, 2, settings={"overlap": "backward"}).options(MemoryBackend())
     optimizer = offload.AdamW(live.parameters(), model=live, directory="/store", options=options)
     reference = torch.optim.AdamW(expected.parameters(), foreach=False)
-    together = threading.Barrier(2)
-    for parameter in live:
-        parameter.register_hook(lambda _: (together.wait(TIMEOUT_S), None)[1])
-    for step in range(8):
+    begin, num_begun, second = backward.begin_pass, 0, threading.Event()
+
+    def slow(*arguments):
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == 1:
+            first.set()
+            second.wait(0.3)  # in which the other gradient opens one as well, if it may
+        else:
+            second.set()
+        return begin(*arguments)
+
+    monkeypatch.setattr(backward, "begin_pass", slow)
+    for step in range(2):
+        num_begun, first = 0, threading.Event()
         for number, parameter in enumerate(expected):
             generator = torch.Generator().manual_seed(10 * step + number)
             parameter.grad = torch.randn(9000, generator=generator)
@@ -155,10 +167,12 @@ def test_gradients_may_come_on_two_threads_at_once():
             threading.Thread(target=(mine * other.grad).sum().backward)
             for mine, other in zip(live, expected, strict=True)
         ]
-        for thread in threads:
-            thread.start()
+        threads[0].start()
+        assert first.wait(TIMEOUT_S)
+        threads[1].start()
         for thread in threads:
             thread.join(TIMEOUT_S)
+        assert num_begun == 1
         optimizer.step()
         reference.step()
         for number, (mine, other) in enumerate(zip(live, expected, strict=True)):
