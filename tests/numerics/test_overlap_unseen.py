@@ -7,7 +7,6 @@ it as well; see ``test_overlap_compiled.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,8 @@ X = torch.randn(3, 32, generator=torch.Generator().manual_seed(7))
 SHARED: dict[str, Callable[[Layers], torch.Tensor]] = {
     "NumPy": lambda model: torch.from_numpy(last(model).detach().numpy()),
     "DLPack": lambda model: torch.from_dlpack(last(model).detach()),
+    "detach": lambda model: last(model).detach(),
+    "a view": lambda model: last(model)[0],
     "a state dict": lambda model: model.state_dict()[f"layers.{LAST}.weight"],
 }
 """What shares memory with a parameter since before the step."""
@@ -72,14 +73,24 @@ INDICES = torch.arange(32)
 UNANNOUNCED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "to_dlpack": lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.requires_grad_(False))),
     "torch.tensor": lambda p: torch.tensor(p),
+    "torch.as_tensor": lambda p: torch.as_tensor(p, dtype=torch.float64),
+    "new_tensor": lambda p: torch.ones(1).new_tensor(p),
+    "asarray": lambda p: torch.asarray(p, dtype=torch.float64, requires_grad=False),
+    "constructor": lambda p: torch.Tensor(p).clone(),
+    "constructor of a type": lambda p: torch.FloatTensor(p).clone(),
     "new": lambda p: torch.ones(1).new(p).clone(),
     "q.data = p": assigned(lambda q, p: setattr(q, "data", p)),
     "q.set_(p)": assigned(lambda q, p: q.set_(p)),
+    "q.real = p": assigned(lambda q, p: setattr(q, "real", p)),
+    "Tensor.set_": lambda p: torch.Tensor.set_(torch.empty(0), p).clone(),
+    "sparse_coo_tensor": lambda p: torch.sparse_coo_tensor(INDICES[None], p, (32, 32)).to_dense(),
     "sparse_csr_tensor": lambda p: (
         torch.sparse_csr_tensor(torch.arange(33), INDICES, p).values().clone()
     ),
     "torch.func.grad": lambda p: torch.func.grad(square)(p),
+    "torch.func.grad_and_value": lambda p: torch.func.grad_and_value(square)(p)[1],
     "torch.func.vjp": lambda p: torch.func.vjp(torch.sin, p)[0],
+    "torch.func.functionalize": lambda p: torch.func.functionalize(torch.clone)(p),
     "nested_tensor": lambda p: torch.nested.nested_tensor([p]).to_padded_tensor(0.0),
     "jagged operand": jagged_times,
     "no torch functions": without_torch_functions,
@@ -107,11 +118,3 @@ def test_functions_that_ask_nobody_are_not_seen_but_synchronize_helps(run, read)
     found, expected = read(last(run.live)), read(last(run.expected))
     assert_same_bits(found.detach(), expected.detach(), "after synchronize()")
     assert not torch.equal(found, stale)
-
-
-def test_what_the_guarantees_say_about_readers_that_are_not_seen():
-    page = (Path(__file__).parents[2] / "docs/guarantees.md").read_text()
-    names = ("NumPy", "DLPack", "torch.func.grad(f)(p)", "torch.tensor(p)", "jagged", "q.set_(p)")
-    names += ("torch.func.vjp(f, p)", "torch.sparse_csr_tensor(c, i, p)", "q.data = p", "x.new(p)")
-    for name in names:
-        assert name in page
