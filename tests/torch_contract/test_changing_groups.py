@@ -180,3 +180,15 @@ def test_what_a_class_has_counted_goes_back_with_its_group(back: str) -> None:
         give_and_step(ours, optimizer, 2)
         give_and_step(theirs, twin, 2)
         assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+class Calling(torch.optim.Adagrad):
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        super().step()
+
+
+def test_a_step_that_calls_that_of_its_base_class_is_refused_whatever_was_made_before() -> None:
+    made = partial(offload.OffloadedOptimizer, Calling)
+    with pytest.raises(offload.UnsupportedOptimizerError, match=r"calls super\(\)\.step\(\)"):
+        make_optimizer(make(), MemoryBackend(), made)

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import offload
 from gds import MemoryBackend, PosixBackend
 from offload import AdamW, open_checkpoint
+from offload.distributed.launch import require_beside_forward
 from offload.errors import ProcessGroupError
 from tests.dying import dying
 from tests.stores.training import Model, Reference, differences, optimizer_for, options
@@ -75,6 +77,14 @@ def test_what_ranks_cannot_do_yet_is_refused_before_anything_is_touched(ranks: A
         assert found["environment"].startswith("ProcessGroupError: the environment has WORLD_SIZE=")
         assert "call torch.distributed.init_process_group() before" in found["environment"]
         assert found["made"] == []
+
+
+def test_steps_beside_the_forward_are_refused_where_they_were_not_tried() -> None:
+    """By the function itself: there is no GPU here whose parameters an optimizer could take."""
+    with FakeTensorMode():
+        parameter = torch.empty(1, device="cuda:1")
+    with pytest.raises(ValueError, match=r"with NCCL for example: 'w' is on cuda:1"):
+        require_beside_forward([("v", torch.empty(1)), ("w", parameter)])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 import re
+import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from tests.torch_contract.refusing import nothing_changes
 
 __all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
 
+ROOT = Path(__file__).parents[2]
 CLASSES = {"AdamW": offload.AdamW, "Adam": offload.Adam, "SGD": offload.SGD}
 
 
@@ -72,6 +74,14 @@ def test_hyper_parameters_are_torchs_in_its_order_and_with_its_defaults(
         assert optimizer.defaults == plain.defaults
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         assert groups == [{k: v for k, v in g.items() if k != "params"} for g in plain.param_groups]
+
+
+def test_the_type_checker_is_given_calls_that_it_must_refuse() -> None:
+    """It says where an ignored error is none: so each of them is looked for with every check."""
+    checked = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
+    assert checked["strict"]
+    assert "tests/typed_arguments.py" in checked["files"]
+    assert (ROOT / "tests/typed_arguments.py").read_text().count("# type: ignore[") >= 8
 
 
 class Tuned(torch.optim.LBFGS):
@@ -154,10 +164,12 @@ def test_state_that_is_looked_for_in_memory() -> None:
 
 def test_copies() -> None:
     with make_optimizer(make_model(), MemoryBackend()) as optimizer:
+        assert repr(optimizer).startswith(f"AdamW in {STORE}: step 0, no state yet\n")
         for copied in (pickle.dumps, copy.deepcopy, copy.copy):
             with pytest.raises(TypeError, match=r"be copied or pickled.*call checkpoint\(\)"):
                 copied(optimizer)
     optimizer.close()
+    assert ", closed\n" in repr(optimizer)
     for call in (optimizer.step, optimizer.checkpoint, optimizer.restore, optimizer.pins):
         with pytest.raises(OffloadError, match="is closed; construct it again"):
             call()
