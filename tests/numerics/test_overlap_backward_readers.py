@@ -77,6 +77,7 @@ EARLY: dict[str, Callable[[Deep, torch.Tensor], torch.Tensor]] = {
     "detach in recomputation": recomputed(times_constant),
     "module without gradients in recomputation": recomputed(compared_with_target),
     "no_grad in recomputation": recomputed(times_norm),
+    "data": lambda model, x: functional.linear(model.inner(x), model.head.weight.data),
     "detach": lambda model, x: functional.linear(model.inner(x), model.head.weight.detach()),
 }
 
@@ -223,6 +224,24 @@ def test_a_hook_on_an_activation_that_uses_a_weight_is_refused_and_held_after_re
         for number in range(1, 4):
             step(number)
             compare()
+
+
+def test_what_appears_in_a_later_step_only_is_refused() -> None:
+    net = Deep()
+    with optimizer_for(net) as optimizer:
+        net(batch(0)).square().mean().backward()
+        assert is_open(optimizer)
+        optimizer.step()
+        optimizer.checkpoint().result()
+        net.how = "no_grad in recomputation"
+        with pytest.raises(OverlapError, match=r"'head.weight' was used within backward\(\)"):
+            net(batch(1)).square().mean().backward()
+        optimizer.restore()
+        net.zero_grad()
+        net(batch(1)).square().mean().backward()
+        assert not is_open(optimizer)
+        optimizer.step()
+        optimizer.checkpoint().result()
 
 
 @pytest.mark.parametrize("after", ["a parameter that joins", "a module that is new"])
