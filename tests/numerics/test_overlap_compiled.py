@@ -105,6 +105,27 @@ def test_readers_of_a_compiled_model_are_not_seen_but_synchronize_helps(run, com
     assert_same_bits(X @ last(run.live), X @ last(run.expected), "after synchronize()")
 
 
+def unable(*_: object) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "the compiler fails"])
+def test_something_else_is_compiled_while_a_step_runs(run, compiler, fails):
+    """Parameters are ordinary meanwhile, and watched again afterwards."""
+    run.step_held(2, LAST)
+    shift = torch.compile(lambda x: x + 1, backend=unable if fails else compiler)
+    if fails:
+        with pytest.raises(Exception, match="ZeroDivisionError"):
+            shift(torch.ones(2))
+    else:
+        assert torch.equal(shift(torch.ones(2)), torch.full((2,), 2.0))
+        assert compiler.num_graphs == 1
+    assert is_watched(last(run.live))
+    released_when_waited_for(run)
+    assert_same_bits(X @ last(run.live), X @ last(run.expected), "read")
+    run.assert_same()
+
+
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
 def test_compiled_code_that_reads_a_parameter_of_a_model_that_is_not(
     run, compiler, caplog, fullgraph
