@@ -95,9 +95,3 @@ def training(num_calls: int = 1, *, hidden: bool | None) -> Loop:
 
 def copies(net: nn.Module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in net.parameters()]
-
-
-def wait_for_first_chunk(optimizer: Any) -> None:
-    """Wait until the pass has stepped the chunk whose gradients were final first."""
-    running = optimizer._engine.strategy._running
-    running.wait_for(running.state_pass.chunks[:1])

@@ -9,13 +9,11 @@ from torch.optim.lr_scheduler import LambdaLR
 import offload
 import offload.update.host_place
 from gds import MemoryBackend
-from tests.numerics.models import EMPTY_STEP, clip, trainable
+from tests.numerics.models import EMPTY_STEP, trainable
 from tests.numerics.pairs import CASES, CUTS, FOREACH, Case, Cut, Pair, changing_rate, memory_pair
 from tests.numerics.reference import (
     Reference,
     assert_same_bits,
-    assert_same_parameters,
-    assert_same_state,
     one_nan,
     read_state,
 )
@@ -49,16 +47,14 @@ def train_and_compare(pair: Pair) -> None:
 
 
 CUT_OF_CASE = {name: number % len(CUTS) for number, name in enumerate(CASES)}
-"""Each class and flag with one cut; the classes that most use, and one of odd state, with all."""
-
-EVERY_CUT = ("adamw", "sgd-momentum-in-some-groups", "rprop")
+"""Each class and flag with one cut; the class that most use with all."""
 
 
 @pytest.mark.parametrize(
     ("name", "cut"),
     [
         *CUT_OF_CASE.items(),
-        *((n, c) for n in EVERY_CUT for c in range(len(CUTS)) if c != CUT_OF_CASE[n]),
+        *(("adamw", cut) for cut in range(len(CUTS)) if cut != CUT_OF_CASE["adamw"]),
     ],
 )
 def test_parameters_and_state_equal_those_of_state_in_memory(name, cut, monkeypatch):
@@ -67,8 +63,8 @@ def test_parameters_and_state_equal_those_of_state_in_memory(name, cut, monkeypa
 
 
 FOREACH_OF = [
-    "adamw-amsgrad-in-one-group", "adam-coupled-decay", "sgd-momentum-in-some-groups", "nadam",
-    "radam", "adamax", "rmsprop-centered-momentum", "adagrad", "adadelta", "rprop", "asgd",
+    "adamw-amsgrad-in-one-group", "sgd-momentum-in-some-groups", "radam", "adamax",
+    "rmsprop-centered-momentum", "rprop",
 ]  # fmt: skip
 
 
@@ -95,56 +91,6 @@ def test_hyper_parameters_edited_by_hand_count_from_the_next_step():
     pair.assert_same_state()
 
 
-class Network(torch.nn.Module):
-    """Layers whose gradients autograd makes, accumulating two micro-batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.convolution = torch.nn.Conv2d(3, 9, 3, dtype=torch.bfloat16)
-        self.convolution.to(memory_format=torch.channels_last)
-        self.normalization = torch.nn.BatchNorm2d(9)
-        self.linear = torch.nn.Linear(9 * 36, 35, dtype=torch.bfloat16)
-        self.head = torch.nn.Linear(35, 7)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        features = self.normalization(self.convolution(images).float()).relu()
-        return self.head(self.linear(features.bfloat16().flatten(1)).float())
-
-
-def test_real_gradients_accumulated_and_clipped(monkeypatch):
-    cut = CUTS[0]
-    block_elements(monkeypatch, cut)
-    live, expected = Network(), Network()
-    backend = MemoryBackend()
-    optimizer = offload.AdamW(
-        live.parameters(), lr=1e-2, model=live, directory="/store", options=cut.options(backend)
-    )
-    reference = Reference(torch.optim.AdamW, expected.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(5)
-    losses = []
-    for _ in range(NUM_STEPS):
-        batches = torch.randn(2, 4, 3, 8, 8, generator=generator)
-        for model in (live, expected):
-            model.zero_grad()
-            for images in batches:
-                loss = (model(images.bfloat16()) - 1).square().mean() / 2
-                loss.backward()
-            losses.append(loss.item())
-        assert_same_bits(clip(live, 0.5), clip(expected, 0.5), "gradient norm")
-        optimizer.step()
-        reference.step()
-        assert_same_parameters(live.named_parameters(), expected.named_parameters())
-    assert losses[-1] < losses[0] / 2
-    stored = read_state(optimizer.checkpoint().result().path, backend)
-    assert_same_state(stored, reference, trainable(expected))
-    assert_same_parameters(stored.model.items(), sorted_like(stored.model, expected.state_dict()))
-
-
-def sorted_like(order, tensors):
-    return [(name, tensors[name]) for name in order]
-
-
 SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e-38, 3e38, -3e38, float("inf"), float("-inf"), float("nan")]
 
 
@@ -165,7 +111,6 @@ class Special(torch.nn.Module):
         ("adamw", Cut(4096, 2, 7)),
         ("adamw-amsgrad", CUTS[0]),
         ("sgd-dampening-maximize", Cut(4096, 2, 7)),
-        ("rmsprop", CUTS[0]),
         ("adamax", CUTS[0]),
         ("rprop", CUTS[0]),
     ],
@@ -285,4 +230,5 @@ def test_tensors_large_enough_for_torch_to_use_several_threads(name, set_threads
     case = {**CASES, **FOREACH}[name]
     pair = memory_pair(case, Cut(75 * 4096, 2), live=models[0], expected=models[1])
     pair.steps(4)
+    assert torch.get_num_threads() == 2, "nobody's settings change"
     pair.assert_same_state()

@@ -21,7 +21,6 @@ import offload.update.host_place
 from gds import MemoryBackend
 from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import assert_same_bits, read_state
-from tests.numerics.test_added_parameters import Growing
 
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"state_dtype": "int8"},
@@ -46,26 +45,22 @@ class Way:
 
 PLAIN = Way()
 WAYS = {
-    "chunks-of-4-KiB": (Way({"chunk_bytes": 4096}), "int8", "bfloat16"),
+    "chunks-of-4-KiB": (Way({"chunk_bytes": 4096}), "int8"),
     "chunks-of-12-KiB-in-small-blocks": (
         Way({"chunk_bytes": 12288}, hot_elements=777), "split-int8", "split-bfloat16",
     ),
-    "small-blocks": (Way(hot_elements=100), "bfloat16", "split-int8"),
-    "resident": (Way({"chunk_bytes": 4096, "host_memory": 30_000}), "split-bfloat16", "int8"),
-    "all-resident": (Way({"chunk_bytes": 8192, "host_memory": "1GiB"}), "split-int8", "bfloat16"),
-    "beside-forward": (Way({"chunk_bytes": 4096, "overlap": "forward"}), "int8", "split-bfloat16"),
-    "beside-backward": (Way({"chunk_bytes": 8192, "overlap": "backward"}), "bfloat16", "int8"),
-    "two-directories": (
-        Way({"chunk_bytes": 4096, "drives": offload.DriveTuning(shares=(2, 3))}, 2),
-        "int8", "bfloat16",
-    ),
+    "small-blocks": (Way(hot_elements=100), "split-int8"),
+    "resident": (Way({"chunk_bytes": 4096, "host_memory": 30_000}), "split-bfloat16"),
+    "all-resident": (Way({"chunk_bytes": 8192, "host_memory": "1GiB"}), "bfloat16"),
+    "beside-forward": (Way({"chunk_bytes": 4096, "overlap": "forward"}), "split-bfloat16"),
+    "beside-backward": (Way({"chunk_bytes": 8192, "overlap": "backward"}), "int8"),
     "three-directories": (
         Way({"chunk_bytes": 8192, "drives": offload.DriveTuning(shares=(1, 1, 5))}, 3, 999),
         "split-bfloat16", "split-int8",
     ),
     "resumed": (Way({"chunk_bytes": 4096}, resumed=True), "int8", "split-bfloat16"),
 }  # fmt: skip
-"""Each with two of the forms, of which each is in five."""
+"""Each with a form, or two."""
 
 
 class Part(torch.nn.Module):
@@ -230,7 +225,6 @@ def spread(case: Case, shares: tuple[int, ...], **settings: Any) -> Pair:
     [
         ("adamw", (1, 1, 1), {}),
         ("sgd-momentum-in-some-groups", (1, 4, 2), {}),
-        ("rprop", (7, 1, 1), {}),
         ("adamw", (2, 3), {"host_memory": 90_000}),
     ],
 )
@@ -248,13 +242,3 @@ def test_several_directories_give_the_bits_of_state_in_memory(name, shares, sett
             other = offload.DriveTuning(shares=(5, 1, 1)[: len(shares)])
             pair.reopen(cut=Cut(8192, 2, settings={**settings, "drives": other}))
             assert pair.optimizer.restore().step == 8
-
-
-def test_parameters_join_in_several_directories():
-    run = Growing("sgd", directory=DIRECTORIES)
-    for first in (0, 3, 6):
-        run.train(*range(first, first + 3))
-        assert len(run.optimizer.checkpoint().result().parts) == 2
-        if first < 6:
-            run.join()
-    run.assert_same_state()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,9 +11,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-import offload
-from offload.errors import BrokenOptimizerError, OverlapError
-from tests.numerics.delays import Disordered
 from tests.numerics.loops import (
     STEPS,
     Loop,
@@ -26,16 +22,6 @@ from tests.numerics.loops import (
     optimizer_for,
     training,
 )
-from tests.numerics.pairs import Cut
-from tests.numerics.reference import assert_same_bits
-from tests.numerics.twins import is_open
-
-
-class Named(Net):
-    """Takes its input by name, in something."""
-
-    def forward(self, *, batch: dict[str, list[torch.Tensor]]) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(batch["x"][0])
 
 
 def gan(features: str) -> Loop:
@@ -45,7 +31,7 @@ def gan(features: str) -> Loop:
         generator, critic = nets
         optimizer_g, optimizer_d = optimizers
         seen: list[torch.Tensor] = []
-        if features in ("too", "only"):
+        if features == "only":
             critic.middle.register_forward_hook(lambda _m, _a, output: seen.append(output))
         for step in range(STEPS):
             fake = generator(batch(step))
@@ -63,8 +49,6 @@ def gan(features: str) -> Loop:
             loss = critic(fake).square().mean()
             if features == "only":
                 loss = seen[0].square().mean()
-            elif features == "too":
-                loss = loss + seen[0].square().mean()
             loss.backward()
             assert_hidden(optimizer_d, False)
             yield from [p.grad for p in critic.parameters() if p.grad is not None]
@@ -97,7 +81,7 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("features", ["", "too", "only", "checkpoints"])
+@pytest.mark.parametrize("features", ["", "only", "checkpoints"])
 def test_a_generators_loss_leaves_the_discriminator_as_it_is(features):
     reentrant = features == "checkpoints"
     check(gan(features), lambda: [Net(), Blocks(0, 1, 2, out=1) if reentrant else Net(40, 1)])
@@ -118,16 +102,6 @@ def saliency(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.T
         yield loss
 
 
-def by_name(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for step in range(STEPS):
-        x = batch(step).requires_grad_()
-        nets[0](batch={"x": [x]}).square().mean().backward()
-        assert_hidden(optimizers[0], False)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        yield x.grad
-
-
 def accumulated(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Steps of held backwards: what is done to gradients counts, as nothing is applied before."""
     (net,), (optimizer,) = nets, optimizers
@@ -144,9 +118,9 @@ def accumulated(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torc
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("loop", "model"), [(saliency, Net), (by_name, Named), (accumulated, Net)])
-def test_a_backward_for_the_gradient_of_an_input(loop, model):
-    check(loop, lambda: [model()])
+@pytest.mark.parametrize("loop", [saliency, accumulated])
+def test_a_backward_for_the_gradient_of_an_input(loop):
+    check(loop, lambda: [Net()])
 
 
 def test_a_penalty_on_the_gradient_of_an_input():
@@ -169,24 +143,22 @@ def test_a_penalty_on_the_gradient_of_an_input():
     ("order", "tied", "num_calls"),
     [
         ((0, 1, 0), False, 1),
-        ((-1, 2, 1), False, 1),
         ((2, -2), False, 1),
         ((1, 2), True, 1),
         ((0, 1), False, 2),
     ],
-    ids=["twice", "and-elsewhere", "elsewhere-later", "tied", "two-calls"],
+    ids=["twice", "and-elsewhere", "tied", "two-calls"],
 )
 def test_reentrant_checkpointing_of_what_is_used_twice(order, tied, num_calls):
     check(training(num_calls, hidden=False), lambda: [Blocks(*order, tied=tied)])
 
 
-@pytest.mark.parametrize("twice", [(2, -2), (2, 2)], ids=str)
-def test_reentrant_checkpointing_of_what_is_used_twice_in_some_steps_only(twice):
+def test_reentrant_checkpointing_of_what_is_used_twice_in_some_steps_only():
     """Each use by itself has been seen before, and there was nothing to be said against it."""
 
     def loop(nets: Sequence[Any], optimizers: Sequence[Any]) -> Iterator[torch.Tensor]:
         (net,), (optimizer,) = nets, optimizers
-        for step, order in enumerate([(1, 2), (1, -2), (1, *twice), (1, -2), (1, *twice), (1, 2)]):
+        for step, order in enumerate([(1, 2), (1, -2), (1, 2, -2), (1, -2), (1, 2, 2), (1, 2)]):
             net.order = order
             loss = net(batch(step)).square().mean()
             loss.backward()
@@ -198,7 +170,7 @@ def test_reentrant_checkpointing_of_what_is_used_twice_in_some_steps_only(twice)
     check(loop, lambda: [Blocks()])
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (0, -1, 2), (-1, -1, 2)], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (-1, -1, 2)], ids=str)
 def test_reentrant_checkpointing_of_what_is_used_once_still_overlaps(order):
     check(training(hidden=True), lambda: [Blocks(*order)])
 
@@ -222,36 +194,11 @@ def test_it_is_said_once_and_why(net, with_gradient, why, caplog):
     assert why in record.message
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-def test_in_a_compiled_model_it_is_refused_and_not_trained_on():
-    """No hook runs in it: what tells is that it reads parameters that have been stepped."""
-    generator, critic = Net(), Net(40, 1)
-    critic.compile(backend="aot_eager")
-    optimizer = optimizer_for(critic)
-
-    def step() -> None:
-        fake = generator(batch(0))
-        optimizer.zero_grad()
-        critic(fake.detach()).mean().backward()
-        optimizer.step()
-        critic(fake).square().mean().backward()
-
-    step()
-    with pytest.raises(OverlapError, match=r"was used between backward\(\) and step\(\)"):
-        step()
-    with pytest.raises(OverlapError, match=r"was cleared or replaced"):
-        optimizer.step()
-    with pytest.raises(BrokenOptimizerError):
-        optimizer.step()
-    optimizer.close()
-
-
 class StoppedError(BaseException):
     """As an interrupt is, not an Exception."""
 
 
-@pytest.mark.parametrize("where", ["backward", "call"])
-def test_one_that_is_stopped_does_not_hold_those_after_it(where):
+def test_one_that_is_stopped_does_not_hold_those_after_it():
     def stop(*_: object) -> None:
         raise StoppedError
 
@@ -259,14 +206,9 @@ def test_one_that_is_stopped_does_not_hold_those_after_it(where):
         (net,), (optimizer,) = nets, optimizers
         for step in range(STEPS):
             hidden = batch(step).requires_grad_() * 2
-            if where == "backward":
-                hidden.register_hook(stop)
-            else:
-                handle = net.middle.register_forward_hook(stop)
+            hidden.register_hook(stop)
             with pytest.raises(StoppedError):
                 net(hidden).sum().backward()
-            if where == "call":
-                handle.remove()
             yield from [p.grad for p in net.parameters() if p.grad is not None]
             optimizer.zero_grad()
             loss = net(batch(step)).square().mean()
@@ -277,68 +219,3 @@ def test_one_that_is_stopped_does_not_hold_those_after_it(where):
             yield loss
 
     check(loop, lambda: [Net()])
-
-
-def test_checkpoints_and_evaluation_after_a_held_backward():
-    net = Net()
-    with optimizer_for(net) as optimizer:
-        net(batch(0)).sum().backward()
-        optimizer.step()
-        net(batch(0).requires_grad_()).sum().backward()
-        gradients = [p.grad.clone() for p in net.parameters()]
-        net.state_dict()
-        with torch.no_grad():
-            net(batch(1))
-        assert optimizer.checkpoint().result().step == 1
-        optimizer.synchronize()
-        assert all(map(torch.equal, gradients, [p.grad for p in net.parameters()]))
-        optimizer.step()
-        optimizer.checkpoint().result()
-
-
-def test_after_a_failed_backward_both_optimizers_of_one_model_can_be_restored():
-    """While the parameters of one are half stepped, the other may replace them all."""
-
-    def stop(_gradient: torch.Tensor) -> None:
-        raise StoppedError
-
-    torch.manual_seed(3)
-    net = Net()
-    plain = copy.deepcopy(net)
-    halves = [[*net.middle.parameters(), *net.last.parameters()], [*net.first.parameters()]]
-    settings = Cut(4096, 2, settings={"overlap": "backward"})
-    optimizers = [
-        offload.AdamW(half, lr=0.01, model=net, directory="/store", options=settings.options(where))
-        for half, where in zip(halves, map(Disordered, range(2)), strict=True)
-    ]
-    expected = torch.optim.AdamW(plain.parameters(), lr=0.01, foreach=False)
-
-    def step(number: int, model: nn.Module, stepped: Sequence[torch.optim.Optimizer]) -> None:
-        model(batch(number)).square().mean().backward()
-        for optimizer in stepped:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    for number in range(2):
-        step(number, net, optimizers)
-        step(number, plain, [expected])
-    for optimizer in optimizers:
-        optimizer.checkpoint().result()
-    hook = net.first.weight.register_hook(stop)
-    with pytest.raises(StoppedError):
-        step(2, net, optimizers)
-    hook.remove()
-    assert any(map(is_open, optimizers))
-    with pytest.raises(OverlapError, match="half stepped"):
-        net.state_dict()
-    for optimizer in optimizers:
-        optimizer.restore()
-        optimizer.zero_grad()
-    for number in range(2, STEPS):
-        step(number, net, optimizers)
-        step(number, plain, [expected])
-    for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
-        assert_same_bits(mine, other, "a parameter")
-    for optimizer in optimizers:
-        optimizer.checkpoint().result()
-        optimizer.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -45,10 +43,8 @@ def first_layers(model: Layers) -> torch.Tensor:
 Call = Callable[[nn.Module], torch.Tensor]
 INTERRUPTED: dict[str, tuple[type[nn.Module], int, Callable[[nn.Module], object], Call]] = {
     "entry of a forward": (Early, 1, forward, reader),
-    "entry of an evaluation": (Early, 1, evaluation, forward),
     "module": (Layers, LAST, forward, evaluation),
     "end of a forward": (Layers, LAST, first_layers, reader),
-    "reader": (Early, 1, lambda model: model.second.weight.sum(), forward),
     "state_dict": (Early, 1, lambda model: model.state_dict(), evaluation),
     "edit": (Early, 1, lambda model: model.second.weight.data.mul_(2), reader),
 }
@@ -73,36 +69,6 @@ def test_after_an_interrupted_wait_everything_still_waits(kind, chunk, call, the
         run.step(step)
     run.assert_same()
     run.optimizer.close()
-
-
-@pytest.fixture
-def alarm() -> Iterator[Callable[[Callable[[], object]], None]]:
-    """Return what has something done by a handler of signals, on the main thread."""
-    before = signal.getsignal(signal.SIGUSR1)
-    yield lambda action: signal.signal(signal.SIGUSR1, lambda *_: action())
-    signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_handler_of_signals_amid_a_step_that_has_not_begun_reads_the_values_before_it(
-    run, alarm, monkeypatch
-):
-    """Who would begin the step is the thread that the handler runs on: it must not wait."""
-    run.backward(2)
-    before, found = last(run.live).detach().clone(), []
-    alarm(lambda: found.append(last(run.live).detach().clone()))
-    start = threading.Thread.start
-
-    def started(thread: threading.Thread) -> None:
-        if thread.name == "offload-step":
-            os.kill(os.getpid(), signal.SIGUSR1)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", started)
-    run.optimizer.step()
-    assert len(found) == 1
-    assert_same_bits(found[0], before, "amid the step")
-    run.plain.step()
-    run.assert_same()
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")

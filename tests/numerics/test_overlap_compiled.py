@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -12,10 +10,9 @@ import torch
 from torch import nn
 
 from offload.model.watch import is_watched
-from tests.eventually import TIMEOUT_S
 from tests.numerics.delays import Held
 from tests.numerics.reference import assert_same_bits
-from tests.numerics.twins import LAST, Batched, Twins, last, when_waiting
+from tests.numerics.twins import LAST, Twins, last, when_waiting
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"  # torch's tracer causes it
@@ -52,52 +49,6 @@ def compiled(model: nn.Module, how: str, **settings: object) -> nn.Module:
     for layer in {"layers": model.layers, "last layer": model.layers[-1:]}.get(how, ()):
         layer.compile(**settings)
     return torch.compile(model, **settings) if how in ("compiled", "inner") else model
-
-
-@pytest.mark.parametrize(
-    ("how", "called"),
-    [
-        ("compiled", "before"),
-        ("inner", "after"),
-        ("in place", "after"),
-        ("layers", "before"),
-        ("layers later", "after"),
-    ],
-)
-def test_compiled_models(how, called):
-    """What is compiled is given to the optimizer, or the model in it (`inner`)."""
-    torch.compiler.reset()
-    twins = Twins(Batched)
-    twins.optimizer.close()
-    twins.live = inner = twins.make()
-    if how != "inner":
-        twins.live = compiled(inner, how, backend="eager")
-    if called == "before":
-        with torch.no_grad():
-            twins.live(twins.batch(0)), twins.expected(twins.batch(0))  # BatchNorm counts it
-    twins.optimizer = twins.offloaded(twins.live, fresh=True)
-    if how == "inner":
-        twins.live = compiled(inner, how, backend="eager")
-    for step in range(6):
-        if step == 3 and how == "layers later":
-            compiled(inner, "layers", backend="eager")
-        twins.step(step)
-    twins.live = inner
-    twins.assert_same()
-    twins.optimizer.close()
-    torch.compiler.reset()
-
-
-def test_a_compiled_function_that_calls_a_part_of_the_model():
-    torch.compiler.reset()
-    twins = Twins(Batched)
-    live, eager = twins.live, twins.loss
-    part = torch.compile(lambda x: live.layers(x), backend="eager")
-    twins.loss = lambda model, step: eager(part if model is live else model, step)
-    for step in range(6):
-        twins.step(step)
-    twins.assert_same()
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize(
@@ -175,22 +126,6 @@ def test_something_else_is_compiled_while_a_step_runs(run, compiler, fails):
     run.assert_same()
 
 
-def test_the_bits_of_a_step_during_which_something_is_compiled():
-    """torch's optimizers differ in the last bit meanwhile, on all threads."""
-    torch.compiler.reset()
-    twins = Twins()
-
-    def compile_slowly(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
-        time.sleep(0.1)
-        return graph.forward
-
-    for step in range(4):
-        twins.step(step)
-        torch.compile(lambda x, step=step: x * step, backend=compile_slowly)(torch.ones(3))
-    twins.assert_same_state()
-    torch.compiler.reset()
-
-
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
 def test_compiled_code_that_reads_a_parameter_of_a_model_that_is_not(
     run, compiler, caplog, fullgraph
@@ -211,35 +146,4 @@ def test_compiled_code_that_reads_a_parameter_of_a_model_that_is_not(
     assert compiler.num_graphs <= 2
     (said,) = [r.message for r in caplog.records if "compiled code" in r.message]
     assert "step() waits" in said
-    run.assert_same()
-
-
-def test_a_compiled_loss_within_the_model_is_compiled_once(compiler):
-    fused = torch.compile(nn.functional.linear, backend=compiler, fullgraph=True)
-
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.more, self.head = (nn.Linear(32, 32, bias=False) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return fused(self.more(self.body(x)), self.head.weight)
-
-    run = Twins(Fused, num_steps=6)
-    assert compiler.num_graphs <= 2
-    run.assert_same()
-    run.optimizer.close()
-
-
-def test_compiling_on_another_thread_does_not_wait_for_the_step_which_waits_for_it(run, compiler):
-    """What is compiled there reads a parameter: while it is traced only, which needs no values."""
-    run.step_held(2, LAST)
-    compiled = torch.compile(lambda x, w: x @ w, backend=compiler)
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(compiled(X, last(run.live))))
-    released_when_waited_for(run)
-    thread.start()
-    thread.join(TIMEOUT_S)
-    assert not thread.is_alive()
-    assert_same_bits(found[0].detach(), (X @ last(run.expected)).detach(), "read")
     run.assert_same()

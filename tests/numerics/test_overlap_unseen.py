@@ -7,7 +7,6 @@ it as well; see ``test_overlap_compiled.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,11 +118,3 @@ def test_functions_that_ask_nobody_are_not_seen_but_synchronize_helps(run, read)
     found, expected = read(last(run.live)), read(last(run.expected))
     assert_same_bits(found.detach(), expected.detach(), "after synchronize()")
     assert not torch.equal(found, stale)
-
-
-def test_what_the_guarantees_say_about_readers_that_are_not_seen():
-    page = (Path(__file__).parents[2] / "docs/guarantees.md").read_text()
-    names = ("NumPy", "DLPack", "torch.func.grad(f)(p)", "torch.tensor(p)", "jagged", "q.set_(p)")
-    names += ("torch.func.vjp(f, p)", "torch.sparse_csr_tensor(c, i, p)", "q.data = p", "x.new(p)")
-    for name in names:
-        assert name in page

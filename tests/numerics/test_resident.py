@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import offload
 from gds import MemoryBackend, StorageError, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from offload.errors import BrokenOptimizerError, SealError
 from tests.numerics.pairs import CASES, Cut, Pair
-from tests.numerics.reference import assert_same_parameters
 
 CHUNK_BYTES = 8192
 EVERYTHING = "1GiB"
@@ -100,21 +98,6 @@ def test_bytes_fall_in_proportion_to_what_is_resident() -> None:
     # chunks differ in how much of each array they have
     assert abs(fewer_written / written - 1 / 2) <= 2 / num_chunks
     assert fewer_read < read
-
-
-def test_groups_may_join_while_state_is_in_memory() -> None:
-    pair = pair_with(EVERYTHING)
-    for step in range(3):
-        pair.step(step)
-    extra = [torch.nn.Parameter(torch.full((600,), 0.5).bfloat16()) for _ in range(2)]
-    pair.optimizer.add_param_group({"params": [extra[0]], "lr": 0.01})
-    pair.reference.add_param_group({"params": [extra[1]], "lr": 0.01})
-    for step in range(3, 7):
-        for parameter in extra:
-            parameter.grad = torch.full_like(parameter, 0.25 * step)
-        pair.step(step)
-        pair.assert_same_parameters()
-        assert_same_parameters([("extra", extra[0])], [("extra", extra[1])])
 
 
 class _Failing(WrapperBackend):

@@ -13,7 +13,6 @@ import pytest
 import offload
 from gds import MemoryBackend, StorageError, probe
 from gds.errors import RefusedError
-from tests.contract.test_memory_directories import free_huge_bytes
 from tests.mounts import mounted
 from tests.numerics.pairs import CASES, Cut, Pair
 
@@ -102,26 +101,6 @@ def test_a_full_directory_refuses_the_step_and_nothing_is_lost(tmpfs: Path) -> N
     pair.steps(3, 6)
     pair.assert_same_state()
     pair.optimizer.close()
-
-
-def test_without_a_size_it_is_what_is_free_on_huge_pages(tmp_path: Path) -> None:
-    path = tmp_path / "huge"
-    path.mkdir()
-    with mounted(path, "-t", "hugetlbfs", "-o", f"size={SIZE_BYTES}", "none"):
-        free = free_huge_bytes()
-        if free < SIZE_BYTES:
-            pytest.skip(f"only {free} bytes of huge pages are free here (vm.nr_hugepages)")
-        settings = {"host_memory": path}
-        backend = MemoryBackend()
-        pair = Pair(CASES["adamw"], Cut(8192, 2, settings=settings), backend)
-        pair.steps(4)
-        stats = pair.optimizer.stats()
-        assert stats.resident_bytes > stats.state_bytes  # all of it, on whole pages
-        assert free_bytes(path) == SIZE_BYTES - stats.resident_bytes
-        pair.assert_same_state()
-        pair.optimizer.close()
-        assert free_bytes(path) == SIZE_BYTES
-        assert free_huge_bytes() == free
 
 
 def refusal(host_memory: object) -> str:

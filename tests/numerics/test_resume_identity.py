@@ -36,14 +36,9 @@ AGAIN_AND_AGAIN = "4 s r 2 s r 1 s r 5 s 1 s r 4"
 
 STORIES = {
     "adamw-amsgrad-in-one-group": AGAIN_AND_AGAIN,
-    "adam-coupled-decay": AGAIN_AND_AGAIN,
     "sgd-momentum-in-some-groups": AGAIN_AND_AGAIN,
-    "nadam": AGAIN_AND_AGAIN,
     "radam": AGAIN_AND_AGAIN,
-    "adamax": AGAIN_AND_AGAIN,
     "rmsprop-centered-momentum": AGAIN_AND_AGAIN,
-    "adagrad": AGAIN_AND_AGAIN,
-    "adadelta": AGAIN_AND_AGAIN,
     "rprop": AGAIN_AND_AGAIN,
     "asgd": AGAIN_AND_AGAIN,
     "adamw": "s r 8 s r 4",
@@ -92,8 +87,8 @@ def test_resuming_from_files_on_a_drive(tmp_path):
 
 @pytest.mark.parametrize(
     ("to", "reopen"),
-    [(3, False), (9, False), (9, True), (15, True)],
-    ids=["3", "9", "9-in-the-next-process", "15-in-the-next-process"],
+    [(3, False), (9, True)],
+    ids=["3", "9-in-the-next-process"],
 )
 def test_going_back_to_an_older_checkpoint(to, reopen):
     pair = memory_pair(CASES["adamw"], CUTS[0], keep=6)
@@ -109,10 +104,9 @@ def test_going_back_to_an_older_checkpoint(to, reopen):
         pair.optimizer.synchronize()
     assert checkpoints(pair) == [3, 6, 9, 12, 15]
     before = {n: p.detach().clone() for n, p in pair.live.named_parameters()}
-    if to != 15:
-        with pytest.raises(MismatchError, match="discard_newer=True"):
-            pair.optimizer.restore(to)
-        assert_same_parameters(pair.live.named_parameters(), before.items())
+    with pytest.raises(MismatchError, match="discard_newer=True"):
+        pair.optimizer.restore(to)
+    assert_same_parameters(pair.live.named_parameters(), before.items())
     checkpoint = pair.optimizer.restore(to, discard_newer=True)
     assert (checkpoint.step, checkpoint.train_state) == (to, {"after": to - 1})
     assert checkpoints(pair) == [step for step in (3, 6, 9, 12, 15) if step <= to]
@@ -121,30 +115,6 @@ def test_going_back_to_an_older_checkpoint(to, reopen):
         if (step + 1) % 4 == 0:
             pair.optimizer.checkpoint({"again": step})
     pair.assert_same_parameters()
-    pair.assert_same_state()
-
-
-@pytest.mark.parametrize("durable", [False, True], ids=["at-once", "after-the-first"])
-def test_sealing_the_same_step_again_replaces_the_train_state(durable):
-    pair = memory_pair(CASES["adamw"], CUTS[0])
-    pair.steps(5)
-    first = pair.optimizer.checkpoint({"epoch": 1})
-    if durable:
-        first.result()
-    second = pair.optimizer.checkpoint({"epoch": 2, "more": torch.arange(5)})
-    third = pair.optimizer.checkpoint({"epoch": 2, "more": torch.arange(5)})
-    assert first.result().path == second.result().path == third.result().path
-    assert checkpoints(pair) == [5]
-    pair.steps(5, 7)
-    pair.reopen()
-    checkpoint = pair.optimizer.restore()
-    assert checkpoint.verify().ok
-    assert checkpoint.step == 5
-    assert checkpoint.train_state["epoch"] == 2
-    assert torch.equal(checkpoint.train_state["more"], torch.arange(5))
-    pair.step_live(5)
-    pair.step_live(6)
-    pair.steps(7, 12)
     pair.assert_same_state()
 
 

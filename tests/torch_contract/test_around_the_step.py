@@ -14,15 +14,12 @@ from torch.optim.optimizer import (
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from gds import Backend, MemoryBackend
+from tests.numerics import twins
 from tests.numerics.delays import Late
 from tests.numerics.reference import (
-    Reference,
     assert_same_bits,
     assert_same_parameters,
-    assert_same_state,
-    read_state,
 )
-from tests.stores.small import make_optimizer
 
 Step = Callable[[], object]
 
@@ -30,9 +27,8 @@ Step = Callable[[], object]
 class Net(torch.nn.Module):
     """bfloat16 layers, and an FP32 norm with buffers."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(seed)
         self.first = torch.nn.Linear(11, 40).bfloat16()
         self.norm = torch.nn.BatchNorm1d(40)
         self.second = torch.nn.Linear(40, 3).bfloat16()
@@ -50,33 +46,24 @@ def loss_of(model: Any, step: int) -> torch.Tensor:
     return (model(inputs(step)) - 1).square().mean()
 
 
-class Twins:
+class Twins(twins.Twins):
     """A model whose state is on storage, and the same one with its state in memory."""
 
-    def __init__(self, backend: Backend | None = None, **settings: Any) -> None:
-        self.live, self.expected = Net(), Net()
-        self.backend = backend or MemoryBackend()
-        self.optimizer = make_optimizer(self.live, self.backend, lr=0.01, settings=settings)
-        self.reference = Reference(torch.optim.AdamW, self.expected.parameters(), lr=0.01)
+    def __init__(self, backend: Backend | None = None, overlap: str | None = None) -> None:
+        super().__init__(Net, overlap, backend or MemoryBackend())
 
-    def sides(self) -> list[tuple[Net, Step]]:
-        return [(self.live, self.optimizer.step), (self.expected, self.reference.step)]
+    def steps(self) -> list[tuple[Net, Step]]:
+        return [(model, owner.step) for model, owner in self.sides()]
 
     def train(self, step: int) -> None:
-        for model, take_step in self.sides():
+        for model, take_step in self.steps():
             model.zero_grad()
             loss_of(model, step).backward()
             take_step()
 
-    def assert_same(self) -> None:
-        self.optimizer.synchronize()
-        assert_same_parameters(self.live.state_dict().items(), self.expected.state_dict().items())
-
     def finish(self) -> None:
         """Compare masters and moments, too."""
-        self.assert_same()
-        stored = read_state(self.optimizer.checkpoint().result().path, self.backend)
-        assert_same_state(stored, self.reference, dict(self.expected.named_parameters()))
+        self.assert_same_state()
         self.optimizer.close()
 
 
@@ -87,11 +74,11 @@ ALL = pytest.mark.parametrize("overlap", [None, "forward", "backward"])
 @pytest.mark.parametrize("overlap", [None, "forward"])
 def test_gradients_accumulated_over_micro_batches_and_clipped(overlap: str | None) -> None:
     """By norm, with torch's code for one and for many tensors, and by value."""
-    twins = Twins(overlap=overlap)
+    pair = Twins(overlap=overlap)
     clip = torch.nn.utils
     for step in range(6):
         norms = []
-        for model, take_step in twins.sides():
+        for model, take_step in pair.steps():
             model.zero_grad()
             for part in range(3):
                 (loss_of(model, 10 * step + part) / 3).backward()
@@ -105,18 +92,18 @@ def test_gradients_accumulated_over_micro_batches_and_clipped(overlap: str | Non
             take_step()
         if norms:
             assert_same_bits(norms[0], norms[1], "norm")
-        twins.assert_same()
-    twins.finish()
+        pair.assert_same()
+    pair.finish()
 
 
 @pytest.mark.parametrize("to_none", [True, False], ids=["to-none", "to-zero"])
 def test_zero_grad(to_none: bool) -> None:
     """Gradients of zero are gradients: moments decay, weights too. None is no gradient."""
-    twins = Twins()
-    plain = torch.optim.SGD(twins.expected.parameters())
+    pair = Twins()
+    plain = torch.optim.SGD(pair.expected.parameters())
     for step in range(6):
         for (model, take_step), optimizer in zip(
-            twins.sides(), (twins.optimizer, plain), strict=True
+            pair.steps(), (pair.optimizer, plain), strict=True
         ):
             optimizer.zero_grad(set_to_none=to_none)
             grads = [p.grad for p in model.parameters()]
@@ -124,51 +111,54 @@ def test_zero_grad(to_none: bool) -> None:
             if step % 3 != 2:
                 loss_of(model, step).backward()
             take_step()
-        twins.assert_same()
-    assert twins.optimizer.num_steps == 6
-    twins.finish()
+        pair.assert_same()
+    assert pair.optimizer.num_steps == 6
+    pair.finish()
 
 
-def test_torchs_scaler_with_bfloat16_parameters_skips_steps_without_touching_the_state() -> None:
-    twins = Twins()
-    plain = torch.optim.SGD(twins.expected.parameters())  # what the twin's scaler looks at
+@pytest.mark.parametrize("overlap", [None, "forward"])
+def test_torchs_scaler_with_bfloat16_parameters_skips_steps_without_touching_the_state(
+    overlap: str | None,
+) -> None:
+    pair = Twins(overlap=overlap)
+    plain = torch.optim.SGD(pair.expected.parameters())  # what the twin's scaler looks at
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in "ab"]
     for step in range(6):
         skipped = step in (0, 4)
-        stats = twins.optimizer.stats()
+        stats = pair.optimizer.stats()
         for (model, take_step), optimizer, scaler in zip(
-            twins.sides(), (twins.optimizer, plain), scalers, strict=True
+            pair.steps(), (pair.optimizer, plain), scalers, strict=True
         ):
             model.zero_grad()
             scaler.scale(loss_of(model, step) * (float("inf") if skipped else 1.0)).backward()
-            if model is twins.live:
+            if model is pair.live:
                 scaler.step(optimizer)
             else:
                 scaler.unscale_(optimizer)
                 if not skipped:
                     take_step()
             scaler.update()
-        twins.assert_same()
-        after = twins.optimizer.stats()
+        pair.assert_same()
+        after = pair.optimizer.stats()
         assert (after.steps == stats.steps) == skipped
         if skipped:
             moved = (stats.bytes_read, stats.bytes_written)
             assert (after.bytes_read, after.bytes_written) == moved
         assert scalers[0].state_dict() == scalers[1].state_dict()
-    assert twins.optimizer.num_steps == 4
-    twins.finish()
+    assert pair.optimizer.num_steps == 4
+    pair.finish()
 
 
 @pytest.mark.parametrize(("compiler", "overlap"), [("eager", "backward"), ("aot_eager", None)])
 def test_compiled_models(compiler: str, overlap: str | None) -> None:
     torch.compiler.reset()
-    twins = Twins(overlap=overlap)
+    pair = Twins(overlap=overlap)
     for step in range(3):
-        for model, take_step in twins.sides():
+        for model, take_step in pair.steps():
             model.zero_grad()
             loss_of(torch.compile(model, backend=compiler), step).backward()
             take_step()
-    twins.finish()
+    pair.finish()
 
 
 @ALL
@@ -181,12 +171,12 @@ def test_a_compiled_step_is_not_compiled(overlap: str | None) -> None:
         graphs.append(graph)
         return graph.forward
 
-    twins = Twins(overlap=overlap)
-    take_step = torch.compile(twins.optimizer.step, backend=count)
-    model = torch.compile(twins.live, backend=count)
+    pair = Twins(overlap=overlap)
+    take_step = torch.compile(pair.optimizer.step, backend=count)
+    model = torch.compile(pair.live, backend=count)
 
     def closure() -> torch.Tensor:
-        twins.live.zero_grad()
+        pair.live.zero_grad()
         loss = loss_of(model, 0)
         loss.backward()
         return loss
@@ -197,14 +187,14 @@ def test_a_compiled_step_is_not_compiled(overlap: str | None) -> None:
             take_step(closure)
             assert len(graphs) == 1  # of the model, which is still compiled
         else:
-            twins.live.zero_grad()
-            loss_of(twins.live, 0).backward()
+            pair.live.zero_grad()
+            loss_of(pair.live, 0).backward()
             take_step()
-        twins.expected.zero_grad()
-        loss_of(twins.expected, 0).backward()
-        twins.reference.step()
-        twins.assert_same()
-    twins.finish()
+        pair.expected.zero_grad()
+        loss_of(pair.expected, 0).backward()
+        pair.plain.step()
+        pair.assert_same()
+    pair.finish()
 
 
 @pytest.mark.parametrize(
@@ -212,36 +202,36 @@ def test_a_compiled_step_is_not_compiled(overlap: str | None) -> None:
     [("swa", None), ("swa", "forward"), ("ema", "forward"), ("ema", "backward")],
 )
 def test_averaged_models(kind: str, overlap: str | None) -> None:
-    twins = Twins(overlap=overlap)
+    pair = Twins(overlap=overlap)
     averaging = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if kind == "ema" else {}
-    averages = [AveragedModel(model, **averaging) for model, _ in twins.sides()]
+    averages = [AveragedModel(model, **averaging) for model, _ in pair.steps()]
     schedulers = [
         SWALR(optimizer, swa_lr=0.001, anneal_epochs=3)
-        for optimizer in (twins.optimizer, twins.reference.inner)
+        for optimizer in (pair.optimizer, pair.plain.inner)
     ]
     for step in range(5):
-        twins.train(step)
+        pair.train(step)
         if step >= 2:
             for (model, _), average, scheduler in zip(
-                twins.sides(), averages, schedulers, strict=True
+                pair.steps(), averages, schedulers, strict=True
             ):
                 average.update_parameters(model)
                 scheduler.step()
-        twins.assert_same()
+        pair.assert_same()
     for average in averages:
         update_bn([inputs(step) for step in range(3)], average)
     assert_same_parameters(averages[0].state_dict().items(), averages[1].state_dict().items())
-    for model, average in zip((twins.live, twins.expected), averages, strict=True):
+    for model, average in zip((pair.live, pair.expected), averages, strict=True):
         model.load_state_dict(average.module.state_dict())  # and train on from the average
-    twins.train(99)
-    twins.finish()
+    pair.train(99)
+    pair.finish()
 
 
 @pytest.mark.filterwarnings("ignore:the reference that state_dict")
 @ALL
 def test_each_hook_fires_once(overlap: str | None) -> None:
-    twins = Twins(overlap=overlap)
-    optimizer, seen = twins.optimizer, []
+    pair = Twins(overlap=overlap)
+    optimizer, seen = pair.optimizer, []
 
     def note(name: str) -> Any:
         return lambda o, *_: seen.append((name, o is optimizer))
@@ -265,7 +255,7 @@ def test_each_hook_fires_once(overlap: str | None) -> None:
 
     try:
         for step in range(2):
-            loss_of(twins.live, step).backward()
+            loss_of(pair.live, step).backward()
             assert fired() == []
             optimizer.step()
             optimizer.synchronize()
@@ -294,23 +284,23 @@ def test_a_hook_of_steps_finds_the_parameters_updated(
     register: str, compiled: bool, overlap: str | None
 ) -> None:
     torch.compiler.reset()
-    twins = Twins(Late(0.002), overlap=overlap)
+    pair = Twins(Late(0.002), overlap=overlap)
     if compiled:
-        twins.live.compile(backend="eager")
+        pair.live.compile(backend="eager")
     found: list[torch.Tensor] = []
 
     def values(model: torch.nn.Module) -> torch.Tensor:
         return torch.cat([p.detach().float().flatten() for p in model.parameters()])
 
     def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer is twins.optimizer:
-            found.append(values(twins.live))
+        if optimizer is pair.optimizer:
+            found.append(values(pair.live))
 
-    of_one = twins.optimizer.register_step_post_hook
+    of_one = pair.optimizer.register_step_post_hook
     registered = (of_one if register == "one" else register_optimizer_step_post_hook)(look)
     for step in range(4):
-        twins.train(step)
-        assert_same_bits(found[step], values(twins.expected), f"step {step}")
+        pair.train(step)
+        assert_same_bits(found[step], values(pair.expected), f"step {step}")
     registered.remove()
-    twins.finish()
+    pair.finish()
     torch.compiler.reset()

@@ -141,34 +141,6 @@ def test_a_parameter_that_is_unfrozen_and_was_never_given_is_told_of_once(
         assert not told(), "what was given is trained"
 
 
-def test_a_parameter_of_another_optimizer_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Two optimizers of one model, as of a GAN: each is made while everything is trainable."""
-    model = make()
-    params = list(model[0].parameters())
-    with make_optimizer(model, MemoryBackend(), params=params) as optimizer:
-        for trains in (True, False, True):
-            model[1].requires_grad_(trains)
-            step(optimizer)
-            optimizer.checkpoint().result()
-    assert not [m for m in caplog.messages if "frozen" in m]
-
-
-@pytest.mark.parametrize("is_passed", [False, True], ids=["no-model", "model"])
-def test_what_checkpoints_lack_without_a_model_is_told_once(
-    is_passed: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="offload")
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    given = model if is_passed else None
-    with make_optimizer(model, MemoryBackend(), model=given) as optimizer:
-        for _ in range(3):
-            step(optimizer)
-            stored = optimizer.checkpoint().result().tensors
-    assert any("running_mean" in tensor.name for tensor in stored) == is_passed
-    told = [m for m in caplog.messages if "because model= was left out" in m]
-    assert len(told) == (0 if is_passed else 1)
-
-
 class Counting(torch.optim.Optimizer):
     """Counts its steps in its groups."""
 
@@ -182,12 +154,6 @@ class Counting(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     p.add_(p.grad, alpha=-group["lr"] / group["step"])
-
-
-class Calling(torch.optim.Adagrad):
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:
-        super().step()
 
 
 @pytest.mark.parametrize("back", ["restore", "load_state_dict"])
@@ -214,6 +180,12 @@ def test_what_a_class_has_counted_goes_back_with_its_group(back: str) -> None:
         give_and_step(ours, optimizer, 2)
         give_and_step(theirs, twin, 2)
         assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
+class Calling(torch.optim.Adagrad):
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        super().step()
 
 
 def test_a_step_that_calls_that_of_its_base_class_is_refused_whatever_was_made_before() -> None:

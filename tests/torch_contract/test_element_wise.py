@@ -24,16 +24,12 @@ from tests.stores.small import make_optimizer
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 OF_TORCH = (
-    "erf", "exp", "exp2", "floor", "lgamma", "log", "log1p", "logit", "reciprocal", "rsqrt",
-    "sigmoid", "sin", "sinh", "sqrt", "square", "tanh",
+    "erf", "exp", "floor", "log", "logit", "reciprocal", "rsqrt", "sigmoid", "sin", "sqrt", "tanh",
 )  # fmt: skip
 FUNCTIONS: dict[str, Function] = {
     **{name: getattr(torch, name) for name in OF_TORCH},
-    **{name: getattr(functional, name) for name in ("gelu", "relu6", "softplus")},
-    **{
-        f"power {power}": lambda x, power=power: x.abs().pow(power)
-        for power in (0.3, 0.5, 2.0, 3.0, -1.0)
-    },
+    **{name: getattr(functional, name) for name in ("gelu", "relu6")},
+    **{f"power {power}": lambda x, power=power: x.abs().pow(power) for power in (0.3, 2.0, 3.0)},
     "power of a number": lambda x: torch.pow(0.9, x),
     "power of a tensor": lambda x: x.abs().pow(x),
     "hypot": lambda x: x.hypot(x + 1),
@@ -42,7 +38,7 @@ FUNCTIONS: dict[str, Function] = {
     "float64": lambda x: x.double().exp().float(),
     "power in float64": lambda x: x.double().abs().pow(0.3).float(),
 }
-ALWAYS_EXACT = {"sqrt", "reciprocal", "square", "floor", "lerp", "addcdiv", "power 2.0", "relu6"}
+ALWAYS_EXACT = {"sqrt", "reciprocal", "floor", "lerp", "addcdiv", "power 2.0", "relu6"}
 """A class that uses these is never refused."""
 
 
@@ -55,11 +51,8 @@ class Shaped(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "power": power})
         self.function = function
 
-    calls = 0
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        type(self).calls += 1
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -71,28 +64,6 @@ class Shaped(torch.optim.Optimizer):
                 power = group["power"]
                 update = mean.abs().pow(power) if power else self.function(mean)
                 p.sub_(update.nan_to_num_(0.0, 1.0, -1.0).clamp_(-100, 100), alpha=group["lr"])
-
-
-class OfGradient(Shaped):
-    """Applies the function to the gradient itself."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(self.function(p.grad).nan_to_num_(0.0, 1.0, -1.0))
-
-
-class Flattening(OfGradient):
-    """Cannot step a parameter that is not contiguous."""
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.view(-1).sub_(p.grad.view(-1), alpha=group["lr"])
 
 
 def make_parameters() -> list[torch.nn.Parameter]:
@@ -153,10 +124,6 @@ def in_pieces(function: Function) -> float:
     )
 
 
-def strided(function: Function) -> float:
-    return share(function, lambda values: [torch.stack([values, values], 1)[:, 0]])
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_gives_the_bits_of_torch_or_its_class_is_refused_by_name(name: str) -> None:
     function = FUNCTIONS[name]
@@ -169,20 +136,6 @@ def test_a_function_gives_the_bits_of_torch_or_its_class_is_refused_by_name(name
         assert "last bits depend on where an element lies" in str(error.value)
     else:
         require_same(Shaped, make_parameters(), make_parameters(), function=function)
-
-
-@pytest.mark.parametrize("name", ["logit", "exp2", "exp"])
-def test_a_function_of_gradients_that_are_not_contiguous(name: str) -> None:
-    """The kernel of logit has other bits for those, and only for those."""
-    function = FUNCTIONS[name]
-    different = max(in_pieces(function), strided(function))
-    if 0 < different < 0.002:
-        pytest.skip(f"on this processor {different:.4%} of the results are other: too rare")
-    if different:
-        with pytest.raises(UnsupportedOptimizerError, match="OfGradient cannot be offloaded"):
-            offloaded(OfGradient, make_parameters(), function=function)
-    else:
-        offloaded(OfGradient, make_parameters(), function=function).close()
 
 
 def test_a_small_learning_rate_does_not_hide_it_and_what_the_message_advises_is_taken() -> None:
@@ -209,36 +162,3 @@ def test_an_exponent_that_is_changed_is_looked_at_before_a_step_is_taken_with_it
                 plain.step()
             assert all(map(torch.equal, live, expected))
         assert optimizer.num_steps == 2
-
-
-def test_a_schedule_of_learning_rates_takes_no_more_calls_of_the_step() -> None:
-    """Nor do many tiny parameters: one call for each chunk."""
-    parameters = [torch.nn.Parameter(torch.full((n % 3 + 1,), float(n))) for n in range(400)]
-    num_chunks = -(-sum(p.numel() for p in parameters) // 1024)
-    with offloaded(Shaped, parameters) as optimizer:
-        for step in range(4):
-            give(parameters, step)
-            optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
-            before = Shaped.calls
-            optimizer.step()
-            assert Shaped.calls - before == num_chunks
-
-
-def test_a_class_that_cannot_step_tensors_that_are_not_contiguous_is_taken() -> None:
-    live, expected = ([p for p in make_parameters() if p.is_contiguous()] for _ in range(2))
-    require_same(Flattening, live, expected)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: x / x.norm(),
-        lambda x: x.cumsum(-1),
-        lambda x: x * x.numel(),
-        lambda x: x if x.ndim == 1 else 2 * x,
-    ],
-    ids=["norm", "cumsum", "numel", "ndim"],
-)
-def test_what_needs_more_than_one_element_is_refused(function: Function) -> None:
-    with pytest.raises(UnsupportedOptimizerError, match="the rule is not element-wise"):
-        offloaded(Shaped, make_parameters(), function=function)

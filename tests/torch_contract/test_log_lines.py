@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,17 +13,13 @@ from pathlib import Path
 import pytest
 
 import offload
-from gds import MemoryBackend, PosixBackend
-from gds.calibration import load_calibration
-from offload.stream import tuning
-from offload.units import rate
+from gds import MemoryBackend
 from tests.crash.fault_backend import FaultBackend
 from tests.eventually import eventually
 from tests.stores.files import flip
 from tests.stores.small import STORE, make_model, make_optimizer, memory_store, step, train
 from tests.threads import since
 
-ROOT = Path(__file__).parent.parent.parent
 SECONDS = r"[\d.,]+ (s|ms|us)"
 SIZE = r"[\d.,]+ (KiB|MiB|GiB|bytes)"
 
@@ -90,17 +82,6 @@ def test_a_checkpoint_that_is_passed_over_is_one_line_more(lines: Lines) -> None
     assert restored.startswith(f"{STORE}/step-00000001: restored step 1 ")
 
 
-@pytest.mark.parametrize("is_new", [True, False], ids=["a new process", "the same process"])
-def test_checkpoints_that_a_restore_gives_up_are_recycled(lines: Lines, is_new: bool) -> None:
-    backend = memory_store(3) if is_new else MemoryBackend()
-    with make_optimizer(make_model(), backend, keep=3) as optimizer:
-        if not is_new:
-            train(optimizer, 3)
-        optimizer.restore(1, discard_newer=True)
-        recycled = [re.search(r"recycled step (\d)", line) for line in lines("recycled")]
-        assert [match and match[1] for match in recycled] == ["3", "2"]
-
-
 def test_a_failed_seal_is_not_said_to_be_sealed(lines: Lines) -> None:
     backend = FaultBackend(MemoryBackend())
     with make_optimizer(make_model(), backend) as optimizer:
@@ -113,40 +94,6 @@ def test_a_failed_seal_is_not_said_to_be_sealed(lines: Lines) -> None:
         optimizer.checkpoint().result()
     assert eventually(lambda: lines("sealed"))
     assert len(lines("sealed")) == 1
-
-
-def test_a_calibration_is_made_once_and_says_its_rates(
-    lines: Lines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuning, "MIN_STATE_BYTES", 1)  # a small state is not worth measuring for
-    stored = tmp_path / "calibration.json"
-    for _ in range(2):
-        with make_optimizer(make_model(), directory=str(tmp_path)) as optimizer:
-            step(optimizer)
-            optimizer.synchronize()
-            stats = optimizer.stats()
-    if not stored.exists():  # the drive is too busy or too small for a measurement
-        assert lines("calibrated")[0].startswith(f"{tmp_path}: not calibrated: ")
-        return
-    measured = json.loads(stored.read_text())
-    reads, writes, both = (rate(measured[f"{k}_gbps"] * 1e9) for k in ("read", "write", "mixed"))
-    (line,) = lines("calibrated")
-    assert re.fullmatch(
-        rf"{tmp_path}: calibrated in {SECONDS} for {SIZE} of state: reads {reads}, "
-        rf"writes {writes}, both at once {both}",
-        line,
-    )
-    assert "the drive, measured" in stats.summary()
-    assert stats.drive_read_gbps == measured["read_gbps"]
-    known = load_calibration(str(stored))
-    assert known is not None
-    known = dataclasses.replace(known, read_threads=3, write_threads=5)
-    for asked, tuned in ((None, (3, 5)), (7, (7, 7))):  # options go before what was measured
-        backend, drives = PosixBackend(), offload.DriveTuning(threads=asked)
-        # No face says what the backend of an optimizer was tuned to.
-        tuning.apply_calibration(backend, offload.Options(drives=drives), known, 96 << 20)
-        assert (backend.read_threads, backend.write_threads) == tuned
-        backend.close()
 
 
 @contextmanager
@@ -203,20 +150,3 @@ def test_a_seal_ends_while_the_lock_of_a_handler_is_held() -> None:
         for thread in sealed:
             thread.join()
         assert "sealed step" in holding.passed or "recycled" in holding.passed
-
-
-def test_no_line_is_lost_at_the_end_of_a_program(tmp_path: Path) -> None:
-    code = """
-import logging
-logging.basicConfig(level=logging.INFO, format="%(message)s")
-from tests.stores.small import make_model, make_optimizer, step
-optimizer = make_optimizer(make_model(), directory="run")
-step(optimizer)
-optimizer.checkpoint()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True, timeout=240,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("sealed step 1 in") == 1, done.stderr

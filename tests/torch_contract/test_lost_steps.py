@@ -5,15 +5,13 @@ They are not refused, as there are runs without checkpoints, but said.
 
 from __future__ import annotations
 
-import errno
 import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from gds import MemoryBackend, StorageError, WrapperBackend
-from offload.errors import SealError
+from gds import MemoryBackend
 from tests.eventually import eventually, is_freed
 from tests.stores.small import make_model, make_optimizer, memory_store, step
 from tests.threads import one_thread
@@ -84,22 +82,3 @@ def test_after_a_restore(caplog: pytest.LogCaptureFixture) -> None:
     (lost,) = said(caplog)
     assert "1 optimizer step is lost" in lost
     assert lost.endswith(NEWEST)
-
-
-def test_steps_whose_checkpoint_failed(caplog: pytest.LogCaptureFixture) -> None:
-    class CannotName(WrapperBackend):
-        def rename(self, source: str, target: str) -> None:
-            if target.endswith("/step-00000002"):
-                raise StorageError(errno.EIO, "rename", target)
-            super().rename(source, target)
-
-    backend = CannotName(MemoryBackend())
-    with make_optimizer(make_model(), backend, directory=STORE) as optimizer:
-        step(optimizer)
-        optimizer.checkpoint().result()
-        step(optimizer)
-        optimizer.checkpoint()
-        with pytest.raises(SealError):
-            optimizer.synchronize()
-    (lost,) = said(caplog)
-    assert "1 optimizer step is lost" in lost

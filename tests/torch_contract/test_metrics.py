@@ -78,18 +78,6 @@ def test_one_that_is_never_given_is_warned_of_once() -> None:
         run.seal()  # it was given before
 
 
-@pytest.mark.parametrize("overlap", ["forward", "backward"])
-def test_with_a_step_beside_the_model(overlap: str) -> None:
-    run = Run(overlap=overlap, keep=LastK(1) | BestBy("loss"))
-    for loss in (2.0, 1.0, 3.0):
-        run.step()
-        handle = run.optimizer.checkpoint(metrics={"loss": loss})
-        if loss == 1.0:
-            run.optimizer.pin("lowest")  # waits for it
-    assert handle.result().metrics == {"loss": 3.0}
-    assert [i.pins for i in list_checkpoints(STORE, backend=run.backend)] == [("lowest",), ()]
-
-
 REFUSED: list[tuple[Any, str]] = [
     *(({"loss": value}, "metric 'loss' is a") for value in (True, "low", None, np.ones(3))),
     ({"loss": torch.ones(2)}, "metric 'loss' is a Tensor, expected one number, got tens"),

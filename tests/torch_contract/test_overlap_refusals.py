@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils import clip_grad as clip
-from torch.utils.checkpoint import checkpoint as recompute
 
 from gds import MemoryBackend
 from offload import OffloadedOptimizer
@@ -95,7 +94,6 @@ def half() -> Iterator[Half]:
     [
         ("forward", "overlap='forward' needs model=.*pass the one"),
         ("backward", "overlap='backward' needs model=.*pass the one"),
-        ("both", "overlap must be one of None, forward, backward, got"),
     ],
 )
 def test_settings_that_cannot_work(overlap: str, says: str) -> None:
@@ -121,16 +119,15 @@ USES: dict[str, tuple[str, Callable[[Half], object]]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-def test_using_a_gradient(half: Half, use: str) -> None:
-    function, call = USES[use]
-    with pytest.raises(
-        OverlapError, match=rf"{function}.*\(\) was called on the gradient"
-    ) as error:
-        call(half)
-    assert "'first.weight'" in str(error.value) or "'last.weight'" in str(error.value)
-    assert 'overlap="backward"' in str(error.value)
-    assert 'use Options(overlap="forward")' in str(error.value)
+def test_using_a_gradient(half: Half) -> None:
+    for function, call in USES.values():
+        with pytest.raises(
+            OverlapError, match=rf"{function}.*\(\) was called on the gradient"
+        ) as error:
+            call(half)
+        assert "'first.weight'" in str(error.value) or "'last.weight'" in str(error.value)
+        assert 'overlap="backward"' in str(error.value)
+        assert 'use Options(overlap="forward")' in str(error.value)
     # Nothing has been changed: the step can be completed.
     half.end_step()
     half.assert_same()
@@ -162,16 +159,20 @@ CALLS: dict[str, Callable[[Half], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore:the reference that state_dict")
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_between_backward_and_step(half: Half, name: str) -> None:
-    method = "state_dict()" if name == "load_state_dict()" else name
-    says = rf"{re.escape(method)} was called between backward.*{REMEDY}"
-    with pytest.raises(OverlapError, match=says):
-        CALLS[name](half)
+def test_calls_between_backward_and_step(half: Half) -> None:
+    for name, call in CALLS.items():
+        method = "state_dict()" if name == "load_state_dict()" else name
+        says = rf"{re.escape(method)} was called between backward.*{REMEDY}"
+        with pytest.raises(OverlapError, match=says):
+            call(half)
+    with pytest.raises(OverlapError, match="between backward"):
+        _ = half.optimizer.position
     half.end_step()
     half.assert_same()
-    if name != "load_state_dict()":  # which would find that it is not one
-        CALLS[name](half)
+    assert half.optimizer.position.step == 2
+    for name, call in CALLS.items():
+        if name != "load_state_dict()":  # which would find that it is not one
+            call(half)
 
 
 def test_closures(half: Half) -> None:
@@ -222,18 +223,7 @@ def test_a_second_backward(half: Half) -> None:
     assert_refused_until_restored(half)
 
 
-def test_a_second_backward_that_does_not_come_from_the_model(half: Half) -> None:
-    half.end_step()
-    loss = half.model.last.bias.sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(OverlapError, match=rf"{AGAIN}.*{REMEDY}") as error:
-        loss.backward()
-    assert "'last.bias'" in str(error.value)
-    assert_refused_until_restored(half)
-
-
-@pytest.mark.parametrize("zero", ["None", "model zeros"])
-@pytest.mark.parametrize("then", ["backward", "step"])
+@pytest.mark.parametrize(("zero", "then"), [("None", "step"), ("model zeros", "backward")])
 def test_clearing_gradients_that_have_been_applied(half: Half, zero: str, then: str) -> None:
     """As after an error between backward() and step()."""
     half.end_step()
@@ -257,8 +247,7 @@ def test_replacing_a_gradient(half: Half) -> None:
     assert_refused_until_restored(half)
 
 
-@pytest.mark.parametrize("zero", [False, True])
-def test_a_backward_that_failed_half_way(half: Half, zero: bool) -> None:
+def test_a_backward_that_failed_half_way(half: Half) -> None:
     half.end_step()
     fail = [True]
 
@@ -275,8 +264,7 @@ def test_a_backward_that_failed_half_way(half: Half, zero: bool) -> None:
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     fail[0] = False
-    if zero:
-        half.optimizer.zero_grad()
+    half.optimizer.zero_grad()
     with pytest.raises(OverlapError, match=AGAIN):
         again.backward()
     half.model.first._forward_hooks.popitem()
@@ -326,36 +314,6 @@ def test_nothing_to_restore() -> None:
             optimizer.step()
         with pytest.raises(BrokenOptimizerError, match="construct model and optimizer again"):
             optimizer.restore()
-
-
-class Functional(torch.nn.Module):
-    """Uses a weight in reentrant checkpoints without calling the module that owns it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(20, 20)
-        self.num_uses = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.num_uses):
-            x = recompute(lambda x: self.times(x), x.requires_grad_(), use_reentrant=True)
-        return x
-
-    def times(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.inner.weight).tanh()
-
-
-def test_several_gradients_that_cannot_be_foreseen() -> None:
-    model = Functional()
-    optimizer = optimizer_for(model)
-    loss_of(model).backward()
-    optimizer.step()
-    model.num_uses = 2
-    with pytest.raises(
-        OverlapError, match=rf"the recomputation of activation checkpointing.*{REMEDY}"
-    ):
-        loss_of(model).backward()
-    optimizer.close()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")

@@ -11,7 +11,7 @@ import torch
 import offload
 from gds import MemoryBackend, WrapperBackend
 from offload import open_checkpoint
-from offload.errors import PinError, SealError, StoreBusyError
+from offload.errors import SealError, StoreBusyError
 from tests.stores.files import write
 from tests.stores.small import STORE
 from tests.threads import one_thread
@@ -103,19 +103,6 @@ def test_after_it_is_locked_the_pin_is_refused() -> None:
     assert backend.after is nothing
     assert run.steps() == [4]
     assert "pins" not in backend.list_dir(STORE)
-
-
-def test_while_it_goes_back_nothing_is_withdrawn() -> None:
-    backend, run = started(keep=3)
-    for _ in range(2):
-        run.seal()
-    run.optimizer.close()
-    run = Run(backend, keep=3)
-    backend.reading = lambda: offload.pin(f"{STORE}/{name_of(2)}", "mine", backend=backend)
-    with pytest.raises(PinError, match="'mine', and going back"):
-        run.optimizer.restore(1, discard_newer=True)
-    assert run.steps() == [1, 2, 3]
-    assert run.optimizer.restore().step == 3
 
 
 def test_while_the_pin_is_written_it_is_passed_over() -> None:

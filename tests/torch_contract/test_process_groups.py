@@ -14,10 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import offload
-from gds import MemoryBackend, PosixBackend, StorageError, WrapperBackend
+from gds import MemoryBackend, PosixBackend
 from offload import AdamW, open_checkpoint
 from offload.distributed.launch import require_beside_forward
-from offload.errors import ProcessGroupError, StoreError
+from offload.errors import ProcessGroupError
 from tests.dying import dying
 from tests.stores.training import Model, Reference, differences, optimizer_for, options
 from tests.threads import one_thread
@@ -139,40 +139,3 @@ def test_data_parallel_is_refused(tmp_path: Path) -> None:
         AdamW(model.parameters(), directory=tmp_path / "run", process_group=object())
     assert repr(offload.SEPARATE) == "offload.SEPARATE"
     assert list(tmp_path.iterdir()) == []
-
-
-def test_importing_the_package_does_not_import_what_only_ranks_need() -> None:
-    script = (
-        "import sys, torch; before = set(sys.modules); import offload.optimizer\n"
-        "new = {m for m in set(sys.modules) - before if m.startswith('torch.distributed')}\n"
-        "sys.exit(str(sorted(new)) if new else 0)"
-    )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-class _Racing(WrapperBackend):
-    """Another process makes each directory of the store, or a file, just before this one does."""
-
-    makes_files = False
-    lost: tuple[str, ...] = ()
-
-    def make_dir(self, path: str) -> None:
-        if self.makes_files:
-            self.inner.create(path, 1).close()
-        elif "/.slot-" not in path and "/part-" not in path:
-            self.inner.make_dir(path)
-            self.lost += (path,)
-        super().make_dir(path)
-
-
-def test_directories_that_others_make_at_the_same_time_are_there() -> None:
-    racing = _Racing(MemoryBackend())
-    optimizer_for(Model(), ["/a/b/run", "/a/c/run"], options(racing)).close()
-    assert {*racing.lost} == {"/a", "/a/b", "/a/b/run", "/a/c", "/a/c/run"}
-    racing = _Racing(MemoryBackend())
-    racing.makes_files = True
-    with pytest.raises(StoreError, match="cannot keep a store here") as error:
-        optimizer_for(Model(), "/run", options(racing))
-    assert isinstance(error.value.__cause__, StorageError)

@@ -14,7 +14,7 @@ from offload.errors import CheckpointError, CheckpointNotFoundError, MismatchErr
 from tests.stores.files import flip
 from tests.stores.small import STORE, make_model, make_optimizer, memory_store, step
 from tests.threads import one_thread
-from tests.torch_contract.refusing import bits, nothing_changes
+from tests.torch_contract.refusing import nothing_changes
 
 __all__ = ["one_thread"]  # a fixture: small tensors on many threads are slow
 
@@ -34,22 +34,6 @@ def test_using_a_store_before_deciding_about_it(call: str) -> None:
         assert "fresh=True to the optimizer to start over" in str(error.value)
         assert optimizer.restore() is not None
         getattr(optimizer, call)()
-
-
-def test_an_older_checkpoint_without_saying_so() -> None:
-    backend, model = memory_store(3), make_model()
-    with make_optimizer(model, backend, keep=3) as optimizer:
-        says = "step-00000001 is not the newest.*open_checkpoint or load_parameters"
-        with (
-            nothing_changes(backend, model, optimizer),
-            pytest.raises(MismatchError, match=says) as error,
-        ):
-            optimizer.restore(1)
-        assert "pass discard_newer=True" in str(error.value)
-        found = optimizer.restore(1, discard_newer=True)
-        assert found is not None
-        assert found.step == 1
-        assert [c.step for c in list_checkpoints(STORE, backend=backend)] == [1]
 
 
 @pytest.mark.parametrize("which", [7, "step-00000007", "/elsewhere/step-00000001"])
@@ -160,45 +144,6 @@ def test_another_optimizer_is_refused(cls: Any, params: Any, says: str) -> None:
         pytest.raises(MismatchError, match=says),
     ):
         optimizer.restore()
-
-
-def test_a_group_that_was_added_is_added_before_restoring() -> None:
-    """What the message advises works."""
-
-    def build() -> tuple[torch.nn.Sequential, dict[str, Any]]:
-        model = torch.nn.Sequential(*make_model(), torch.nn.Linear(4, 4))
-        return model, {"params": list(model[2].parameters())}
-
-    backend = MemoryBackend()
-    model, added = build()
-    model[2].requires_grad_(False)
-    with make_optimizer(model, backend, params=list(model[:2].parameters())) as optimizer:
-        step(optimizer)
-        model[2].requires_grad_(True)
-        optimizer.add_param_group(added)
-        step(optimizer)
-        optimizer.checkpoint().result()
-    trained = bits(model)
-    model, added = build()
-    with make_optimizer(model, backend, params=list(model[:2].parameters())) as optimizer:
-        with pytest.raises(MismatchError, match="add those that were added during training"):
-            optimizer.restore()
-        optimizer.add_param_group(added)
-        assert optimizer.restore() is not None
-        assert bits(model) == trained
-
-
-@pytest.mark.filterwarnings("ignore:the reference that state_dict")
-def test_a_state_dict_of_elsewhere() -> None:
-    model, backend = make_model(), MemoryBackend()
-    with make_optimizer(model, backend) as optimizer:
-        step(optimizer)
-        stale = {**optimizer.state_dict(), "step": 9}
-        with (
-            nothing_changes(backend, model, optimizer),
-            pytest.raises(MismatchError, match=r"never sealed.* at step 9, .* at step 1 now"),
-        ):
-            optimizer.load_state_dict(stale)
 
 
 def test_a_restore_does_not_need_the_other_optimizers_of_the_model_at_rest() -> None:

@@ -154,8 +154,6 @@ def fired() -> Iterator[list[torch.optim.Optimizer]]:
     ("where", "bad", "which"),
     [
         ("first", float("inf"), "fp16"),
-        ("after a step", float("-inf"), "fp32"),
-        ("after a checkpoint", float("nan"), "fp16"),
         ("after a checkpoint", float("nan"), "fp32"),
     ],
 )
@@ -164,10 +162,9 @@ def test_a_skipped_step_touches_nothing(where: str, bad: float, which: str, fire
     with offloaded(model) as optimizer:
         scaler = offload.GradScaler("cpu", **SCALE)
         scaler.scale(loss_of(model, 0)).backward()
-        if where != "first":
+        if where == "after a checkpoint":
             scaler.step(optimizer)
             scaler.update()
-        if where == "after a checkpoint":
             optimizer.checkpoint().result()
         optimizer.synchronize()
         fired.clear()

@@ -178,18 +178,6 @@ def test_a_scheduler_that_is_made_after_a_resume_goes_on_from_a_step(rate: str) 
         assert again.get_last_lr() == [g["lr"] for g in optimizer.param_groups]
 
 
-def test_a_scheduler_notices_that_the_optimizer_has_stepped() -> None:
-    """torch patches ``step`` of the instance, and warns where the order is wrong."""
-    with offloaded(ADAMW, make_model(), MemoryBackend(), tensor=False) as optimizer:
-        scheduler = schedulers.ExponentialLR(optimizer, 0.5)
-        with pytest.warns(UserWarning, match=r"lr_scheduler.step\(\)` before `optimizer.step"):
-            scheduler.step()
-        scheduler = schedulers.ExponentialLR(optimizer, 0.5)
-        optimizer.step()
-        scheduler.step()
-        assert optimizer.step.__name__ == "step"
-
-
 def test_a_learning_rate_tensor_keeps_its_identity() -> None:
     rate = torch.tensor(0.25)
     parameter = torch.nn.Parameter(torch.zeros(5))

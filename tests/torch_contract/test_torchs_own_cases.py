@@ -117,20 +117,6 @@ def test_every_configuration_gives_the_bits_of_torch(name: str, cases: dict[str,
     assert num_run >= 5
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_class_of_ones_own_gives_the_same_bits_wherever_an_element_lies(
-    name: str, cases: dict[str, Any]
-) -> None:
-    """A class of one's own is looked at closely: many values, in small pieces and other strides.
-
-    So this takes long, and is tried with every third configuration of each class.
-    """
-    info = cases[name]
-    own = type(f"Own{name}", (info.optim_cls,), {})
-    for _, hyper in [*configurations(info)][::3]:
-        offloaded(own, make_parameters(torch.float32), **hyper)[0].close()
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_no_configuration_of_a_class_that_is_refused_is_taken(
     name: str, cases: dict[str, Any]

@@ -6,7 +6,6 @@ types and edits of parameters in `tests/numerics`, scalers in `test_scaling.py`.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import offload
-from gds import MemoryBackend, StorageError
+from gds import MemoryBackend
 from offload.errors import CheckpointError
-from tests.crash.fault_backend import FaultBackend
 from tests.numerics.reference import Reference, assert_same_bits, assert_same_parameters
 from tests.stores.small import (
-    STORE,
     give_gradients,
     make_mixed_model,
     make_model,
     make_optimizer,
-    memory_store,
     options,
     step,
 )
@@ -39,10 +35,6 @@ def make(seed: int = 0, **hyper: Any) -> tuple[torch.nn.Module, offload.Offloade
     return model, make_optimizer(model, MemoryBackend(), **hyper)
 
 
-def first_line(optimizer: offload.OffloadedOptimizer) -> str:
-    return repr(optimizer).partition("\n")[0]
-
-
 def assert_same_state(found: Any, expected: Any) -> None:
     assert found.keys() == expected.keys()
     assert expected
@@ -50,52 +42,6 @@ def assert_same_state(found: Any, expected: Any) -> None:
         assert found[number].keys() == state.keys()
         for key, value in state.items():
             assert_same_bits(found[number][key], value, f"{key} of {number}")
-
-
-def test_it_is_a_torch_optimizer_with_torchs_defaults_and_groups() -> None:
-    hyper = {"lr": 0.25, "betas": (0.5, 0.75), "amsgrad": True}
-    model, optimizer = make(**hyper)
-    plain = torch.optim.AdamW(model.parameters(), **hyper)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    assert "step" not in vars(optimizer), "schedulers patch step, so it must be a method"
-    assert list(optimizer.defaults.items()) == list(plain.defaults.items())
-    for ours, theirs in zip(optimizer.param_groups, plain.param_groups, strict=True):
-        assert list(ours) == list(theirs)
-    optimizer.close()
-    with make_optimizer(model, MemoryBackend(), params=model.named_parameters()) as optimizer:
-        names = [name for name, _ in model.named_parameters()]
-        assert optimizer.param_groups[0]["param_names"] == names
-
-
-def test_it_prints_as_torchs_do_below_a_line_of_its_own() -> None:
-    model, optimizer = make(lr=0.5)
-    first, rest = repr(optimizer).split("\n", 1)
-    assert first == f"AdamW in {STORE}: step 0, no state yet"
-    assert rest == repr(torch.optim.AdamW(model.parameters(), lr=0.5))
-    step(optimizer)
-    optimizer.checkpoint()
-    line = f"AdamW in {STORE}: step 1, {optimizer.stats().state_bytes / 1024:.1f} KiB of state"
-    assert first_line(optimizer) == line
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if first_line(optimizer).startswith("AdamW in") else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    optimizer.close()
-    assert first_line(optimizer) == f"{line}, closed"
-    assert repr(object.__new__(offload.AdamW)) == "<AdamW without a store>"
-
-
-def test_it_prints_what_is_to_be_done_about_its_checkpoints() -> None:
-    backend = FaultBackend(memory_store(2))
-    with make_optimizer(make_model(), backend, keep=2) as optimizer:
-        line = f"AdamW in {STORE}: not restored, the newest checkpoint is of step 2"
-        assert first_line(optimizer) == line
-        optimizer.restore()
-        assert first_line(optimizer).startswith(f"AdamW in {STORE}: step 2, ")
-        backend.fail("write", 2, forever=False)
-        with pytest.raises(StorageError):
-            step(optimizer)
-        assert ", broken: " in first_line(optimizer)
 
 
 def test_libraries_replace_the_dicts_of_groups() -> None:

@@ -14,11 +14,11 @@ import torch
 
 from gds import MemoryBackend, StorageError
 from offload import AdamW, Options, load_parameters
-from offload.errors import StoreError, StoreFullError, StoreLockedError, VolatileStoreError
+from offload.errors import StoreError, StoreFullError, VolatileStoreError
 from offload.units import size
 from tests.mounts import mounted
 from tests.stores.files import everything
-from tests.stores.small import CHUNK_BYTES, STORE, make_model, make_optimizer, memory_store, step
+from tests.stores.small import STORE, make_model, make_optimizer, memory_store, step
 from tests.threads import one_thread
 from tests.torch_contract.refusing import bits, nothing_changes
 
@@ -99,16 +99,6 @@ def test_that_loses_its_content_at_power_off(in_memory: Path) -> None:
     AdamW(model.parameters(), directory=directory, options=allowed).close()
 
 
-def test_that_another_optimizer_writes_to() -> None:
-    model, backend = make_model(), MemoryBackend()
-    with make_optimizer(model, backend) as first:
-        step(first)
-        says = rf"^{STORE}: another optimizer of this process.*call close\(\) of that optimizer"
-        with nothing_changes(backend, model, first), pytest.raises(StoreLockedError, match=says):
-            make_optimizer(model, backend)
-        step(first)
-
-
 def slot_bytes() -> int:
     return sum(len(d) for p, d in everything(memory_store(1)).items() if d and "/step-" in p)
 
@@ -125,36 +115,6 @@ def test_too_little_for_what_is_to_be_kept(keep: int) -> None:
     assert error.value.errno == errno.ENOSPC
     assert set(everything(small)) <= {STORE, f"{STORE}/LOCK"}
     make_optimizer(model, MemoryBackend(capacity_bytes=needed), keep=keep).close()
-
-
-def test_a_small_disk(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={2 * slot_bytes()}", "tmpfs"):
-        settings = Options(allow_volatile=True, chunk_bytes=CHUNK_BYTES)
-        with pytest.raises(StoreFullError, match="make room"):
-            AdamW(make_model().parameters(), directory=tmp_path / "disk" / "run", options=settings)
-        assert {p.name for p in (tmp_path / "disk").rglob("*")} <= {"run", "LOCK"}
-
-
-def test_taken_by_someone_else_before_the_first_step() -> None:
-    backend = MemoryBackend(capacity_bytes=3 * slot_bytes())
-    model, reference = make_model(), make_model()
-    with (
-        make_optimizer(model, backend, keep=2) as optimizer,
-        make_optimizer(reference, MemoryBackend()) as other,
-    ):
-        backend.create("/other", 3 * slot_bytes() - 10_000).close()
-        with (
-            nothing_changes(backend, model, optimizer),
-            pytest.raises(StorageError, match="the slot that the next step writes to") as error,
-        ):
-            step(optimizer)
-        assert error.value.errno == errno.ENOSPC
-        assert optimizer.num_steps == 0
-        backend.remove("/other")
-        optimizer.step()
-        step(other)
-        assert bits(model) == bits(reference)
 
 
 def test_too_little_for_an_added_group() -> None:

@@ -58,13 +58,9 @@ def quantized(of: torch.Tensor) -> torch.Tensor:
 
 
 EXACT: dict[str, Make] = {
-    "conjugate": lambda: numbers(9, dtype=torch.complex64).conj(),
     "conjugate, transposed": lambda: numbers(3, 5, dtype=torch.complex64).conj().t(),
-    "negative": lambda: torch._neg_view(numbers(9)),
     "negative, strided": lambda: numbers(9, dtype=torch.complex64).conj().imag,
     "overlapping as_strided": lambda: numbers(20).as_strided((4, 4), (2, 1)),
-    "strided": lambda: numbers(20).as_strided((4, 4), (5, 1)),
-    "expanded to one": lambda: numbers(1).expand(1, 1),
     "expanded to nothing": lambda: numbers(1).expand(0),
     "subclass": lambda: numbers(9).as_subclass(Plain),
     "bool": lambda: numbers(9) > 0,
@@ -73,7 +69,6 @@ EXACT: dict[str, Make] = {
 
 REFUSED: dict[str, tuple[Make, str]] = {
     "expanded": (lambda: numbers(1).expand(8), r"shape \[8\], strides \[0\].*\bb\.clone\(\)"),
-    "expanded rows": (lambda: numbers(3).expand(4, 3), "several elements at the same place"),
     "meta": (lambda: torch.ones(3, device="meta"), "is on meta"),
     "sparse": (lambda: torch.eye(3).to_sparse(), "a torch.sparse_coo tensor"),
     "quantised": (lambda: quantized(numbers(3)), "of torch.qint8"),
@@ -81,7 +76,6 @@ REFUSED: dict[str, tuple[Make, str]] = {
         lambda: torch.nested.nested_tensor([numbers(2), numbers(3)], layout=torch.jagged),
         "a nested tensor",
     ),
-    "half complex": (lambda: numbers(3).to(torch.complex32), "of torch.complex32"),
     "wrapper": (lambda: Wrapper(numbers(3)), "Wrapper without memory of its own"),
     "zeros": (lambda: torch._efficientzerotensor((3,)), "without memory of its own"),
 }
@@ -178,23 +172,9 @@ def test_a_lazy_module_that_was_never_called_is_refused_by_name(kind: str) -> No
     lazy = model.pop(1)
     with offloaded(model, MemoryBackend()) as optimizer:
         model.append(lazy)
-        if [*lazy.parameters()]:
-            with pytest.raises(UnsupportedParameterError, match=says):
-                optimizer.add_param_group({"params": [*lazy.parameters()]})
-            assert len(optimizer.param_groups) == 1
         model[0](torch.ones(2, 8)).sum().backward()
         with pytest.raises(UnsupportedParameterError, match=says):
             optimizer.step()
-
-
-def test_an_expanded_parameter_that_is_frozen_is_refused() -> None:
-    model = make_model(lambda: numbers(1).expand(8), "frozen")
-    for given in (model, None):
-        with pytest.raises(UnsupportedParameterError, match="several elements at the same place"):
-            make_optimizer(model, MemoryBackend(), model=given)
-    model = make_model(lambda: numbers(8), "buffer")
-    model[0].register_buffer("mask", numbers(1).expand(8), persistent=False)
-    sealed(model)  # it may be anything
 
 
 def test_one_that_appears_later_is_refused_before_a_checkpoint_is_acknowledged() -> None:
@@ -210,8 +190,7 @@ def test_one_that_appears_later_is_refused_before_a_checkpoint_is_acknowledged()
         assert optimizer.checkpoint().result().step == good.step + 1
 
 
-@pytest.mark.parametrize("trained", ["all", "some"])
-def test_a_model_whose_state_dict_has_other_names_loads_what_it_wrote(trained: str) -> None:
+def test_a_model_whose_state_dict_has_other_names_loads_what_it_wrote() -> None:
     """torch's checkpoint_wrapper renames in a hook of the state dict."""
 
     def make() -> torch.nn.Module:
@@ -220,7 +199,7 @@ def test_a_model_whose_state_dict_has_other_names_loads_what_it_wrote(trained: s
             model = torch.nn.Sequential(
                 checkpoint_wrapper(torch.nn.Linear(8, 8)), torch.nn.BatchNorm1d(8)
             )
-        model[1].requires_grad_(trained == "all")
+        model[1].requires_grad_(False)
         return model
 
     model = make()

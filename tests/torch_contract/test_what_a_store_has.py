@@ -1,6 +1,6 @@
 """What an optimizer says of its store: where it is, its checkpoints, its pins, what a dict names.
 
-What it says is compared with what another process finds on the drive.
+What it says is compared with what readers find on the drive.
 """
 
 from __future__ import annotations
@@ -8,9 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,14 +39,9 @@ def seal(optimizer: OffloadedOptimizer, **metrics: float) -> offload.Checkpoint:
     return optimizer.checkpoint(metrics=metrics or None).result()
 
 
-def cli(*arguments: object) -> str:
-    """Return what a command prints in a process of its own."""
-    command = [sys.executable, "-m", "offload.cli", *map(str, arguments)]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
 def listed(directory: Path) -> Any:
-    return json.loads(cli("ls", directory, "--json"))
+    """Return what a reader finds on the drive, which knows no optimizer."""
+    return as_listed(offload.list_checkpoints(directory))
 
 
 def as_listed(infos: Sequence[offload.CheckpointInfo]) -> Any:
@@ -63,9 +55,8 @@ def pins_on_drive(directory: Path) -> dict[str, str]:
     return {name: str(directory / body["checkpoint"]) for name, body in bodies.items()}
 
 
-@pytest.mark.parametrize("num_drives", [1, 2])
-def test_its_checkpoints_are_what_another_process_lists(num_drives: int, tmp_path: Path) -> None:
-    directories = [tmp_path / f"drive{number}" for number in range(num_drives)]
+def test_its_checkpoints_are_what_readers_list(tmp_path: Path) -> None:
+    directories = [tmp_path / f"drive{number}" for number in range(2)]
     with make(directories) as optimizer:
         assert optimizer.checkpoints() == []
         for number in range(3):
@@ -81,7 +72,7 @@ def test_its_checkpoints_are_what_another_process_lists(num_drives: int, tmp_pat
         assert pins == [(1, ("first",)), (2, ("best",)), (3, ())]
         assert mine[1].metrics == {"loss": 1.5}
         assert optimizer.directories == tuple(map(str, directories))
-        cli("pin", mine[2].path, "kept")
+        offload.pin(mine[2].path, "kept")
         assert optimizer.checkpoints()[2].pins == ("kept",)
         assert optimizer.pins() == pins_on_drive(directories[0])
         assert optimizer.pins()["first"] == mine[0].path
@@ -140,18 +131,9 @@ def test_checkpoints_are_those_that_it_can_go_back_to(tmp_path: Path) -> None:
         assert listed(tmp_path), "on the drive until a new one is durable"
 
 
-@pytest.mark.parametrize(
-    ("steps", "damaged", "expected"),
-    [
-        ([6, 3], {6, 3}, [3, 6]),
-        ([10, 2, 30, 20, 4], {30, 10}, [2, 10, 20, 4, 30]),
-    ],
-    ids=str,
-)
-def test_the_newest_is_last_whatever_its_step_is(
-    steps: list[int], damaged: set[int], expected: list[int], tmp_path: Path
-) -> None:
+def test_the_newest_is_last_whatever_its_step_is(tmp_path: Path) -> None:
     """Checkpoints are listed as they were made; one that cannot be read, where its step says."""
+    steps, damaged, expected = [10, 2, 30, 20, 4], {30, 10}, [2, 10, 20, 4, 30]
     paths = []
     with make(tmp_path) as optimizer:
         for number in steps:
@@ -164,9 +146,6 @@ def test_the_newest_is_last_whatever_its_step_is(
     assert [info.generation for info in found] == sorted(info.generation for info in found)
     with offload.open_checkpoint(tmp_path) as newest:
         assert newest.path == paths[-1]
-    table = cli("ls", tmp_path)
-    places = [table.index(f"step-{number:08}") for number in steps]
-    assert places == sorted(places)
     for number in damaged:
         (tmp_path / f"step-{number:08}" / "manifest.json").write_text("{}")
     found = offload.list_checkpoints(tmp_path)
@@ -189,22 +168,13 @@ def test_its_position_is_what_state_dict_names(overlap: str | None, tmp_path: Pa
             assert position.sealed == sealed
             assert reference_of(saved) == position
             if sealed:
+                optimizer.synchronize()
                 (info,) = listed(tmp_path)
                 on_drive = (info["store"], info["step"], info["generation"])
                 assert on_drive == (position.store, position.step, position.generation)
         optimizer.warn_unsealed = True
         with pytest.warns(RuntimeWarning, match="cannot be resumed from"):
             optimizer.state_dict()
-
-
-def test_between_backward_and_step_it_is_refused_as_state_dict_is() -> None:
-    model = make_model(30, 20, dtype=torch.float32)
-    with make_optimizer(model, MemoryBackend(), settings={"overlap": "backward"}) as optimizer:
-        model(torch.ones(2, 30)).sum().backward()
-        with pytest.raises(offload.OverlapError, match="between backward"):
-            _ = optimizer.position
-        optimizer.step()
-        assert optimizer.position.step == 1
 
 
 def test_what_names_no_checkpoint(tmp_path: Path) -> None:
@@ -221,19 +191,19 @@ def test_what_names_no_checkpoint(tmp_path: Path) -> None:
 
 
 class TestVerifyBeforeResume:
-    @pytest.fixture(params=[1, 2], ids=["one drive", "two drives"])
-    def directories(self, request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
-        found = [tmp_path / f"drive{number}" for number in range(request.param)]
+    @pytest.fixture
+    def directories(self, tmp_path: Path) -> list[Path]:
+        found = [tmp_path / f"drive{number}" for number in range(2)]
         with make(found) as optimizer:
             for _ in range(3):
                 seal(optimizer)
         return found
 
     def damage(self, directories: list[Path], number: int) -> Path:
-        """Overwrite state of a checkpoint: with two drives, on the second one."""
+        """Overwrite state of a checkpoint, on the second drive."""
         checkpoint = directories[0] / f"step-{number:08}"
         with offload.open_checkpoint(checkpoint) as opened:
-            place = Path(opened.parts[0]) if opened.parts else checkpoint
+            place = Path(opened.parts[0])
         (state,) = place.glob("exp_avg.*")
         with state.open("r+b") as file:
             file.seek(-16, os.SEEK_END)
@@ -241,7 +211,7 @@ class TestVerifyBeforeResume:
         return checkpoint
 
     def verify(self, checkpoint: Path, directories: list[Path]) -> offload.VerifyReport:
-        with offload.open_checkpoint(checkpoint, parts=directories[1:] or None) as opened:
+        with offload.open_checkpoint(checkpoint, parts=directories[1:]) as opened:
             return offload.verify_before_resume(opened)
 
     def test_one_is_marked_and_the_one_before_it_is_not(self, directories: list[Path]) -> None:
@@ -261,14 +231,6 @@ class TestVerifyBeforeResume:
         report = self.verify(directories[0] / "step-00000001", directories)
         assert report.ok
         assert not report.quarantined
-
-    def test_an_older_one_and_what_is_no_checkpoint_are_no_reason(
-        self, directories: list[Path]
-    ) -> None:
-        shutil.copytree(directories[0] / "step-00000003", directories[0] / "step-00000009")
-        (directories[0] / "step-00000009" / "manifest.json").write_text("{}")
-        for number in (1, 3):
-            assert self.verify(self.damage(directories, number), directories).quarantined
 
 
 @pytest.mark.parametrize("kind", ["info", "checkpoint"])
