@@ -169,23 +169,6 @@ def test_a_transfer_that_goes_wrong_is_found(drive, fault, rw, path, offset, wor
     assert list(drive.iterdir()) == []
 
 
-def test_data_of_another_file_is_noticed(drive):
-    first = []
-
-    def swap(name, file, memory, offset):
-        """Give the first file's block for that of every file."""
-        future = passed_on(name, file, memory, offset)
-        future.result()
-        if name == "read" and offset == 0:
-            first.append(bytes(memory.memoryview()))
-            memory.memoryview()[:] = first[0]
-        return future
-
-    with pytest.raises(WrongDataError):
-        bench([drive], swap, verify=True, files=2, threads=1)
-    assert list(drive.iterdir()) == []
-
-
 @pytest.mark.parametrize("last", ["a transfer", "the fourth file"])
 def test_what_fails_ends_it_and_leaves_no_file(drives, monkeypatch, last):
     made, real_open = [], os.open
@@ -282,10 +265,7 @@ def test_a_staged_row_names_itself(run, drive):
     status, out, err = run("bench", drive, *arguments, "--staged", "--json")
     assert status == 0, err
     found = json.loads(out)
-    for result in found["results"]:
-        assert result["workload"]["staged"] is True
-        (one,) = result["runs"]
-        assert one["num_requests"] == BLOCKS
-        assert one["bytes_per_s"] >= one["durable_bytes_per_s"] > 0
+    assert [result["workload"]["staged"] for result in found["results"]] == [True, True]
+    assert [result["runs"][0]["num_requests"] for result in found["results"]] == [BLOCKS] * 2
     assert any(note.startswith("Staged: one thread copied") for note in found["notes"])
     assert list(drive.iterdir()) == []
