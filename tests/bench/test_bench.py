@@ -44,8 +44,10 @@ from bench.campaign import CAMPAIGNS
 from gds import probe
 from offload.format.digests import ChunkDigests
 from offload.update.kernel_check import choose_kernel
+from tests.campaigns import FULL
 
 ROOT = Path(__file__).parents[2]
+in_full = pytest.mark.skipif(not FULL, reason="takes minutes; FULL_TESTS=1 runs it")
 Measured = Callable[..., dict[str, Any]]
 
 
@@ -171,6 +173,7 @@ def test_digests(measured: Measured) -> None:
     assert found["facts"]["update_code"].startswith(("kernel", "torch"))
 
 
+@in_full
 def test_update_cpu(measured: Measured) -> None:
     if choose_kernel(torch.optim.AdamW, "float32").kernel is None:
         pytest.skip("updates here run torch's code")
@@ -179,6 +182,7 @@ def test_update_cpu(measured: Measured) -> None:
     assert all(value > 0 for values in found["samples"].values() for value in values)
 
 
+@in_full
 def test_same_bits(measured: Measured) -> None:
     if choose_kernel(torch.optim.AdamW, "float32").kernel is None:
         pytest.skip("updates here run torch's code")

@@ -132,15 +132,6 @@ def test_a_users_files_stay_as_they_are(run, drive):
     assert list(drive.iterdir()) == [file]
 
 
-def test_a_name_that_is_taken_is_not_taken_away(run, drive, monkeypatch):
-    monkeypatch.setattr("secrets.token_hex", lambda _: "same")
-    taken = drive / f".gds-bench-{os.getpid()}-same"
-    taken.write_bytes(b"of another")
-    status, _, err = run("bench", drive, *SMALL)
-    assert (status, "File exists" in err) == (1, True), err
-    assert taken.read_bytes() == b"of another"
-
-
 def test_files_with_holes_or_of_different_sizes_are_refused(run, drive):
     sparse, padded, short = drive / "sparse", drive / "padded", drive / "short"
     sparse.write_bytes(os.urandom(512 << 10))

@@ -16,9 +16,7 @@ import pytest
 
 from gds import WrapperBackend
 from gds.backends import WrapperFile
-from gds.bench import target as module
-from gds.bench.compare import AGREEMENT, Comparison, fio_arguments
-from gds.bench.fio import FioError
+from gds.bench.compare import AGREEMENT, Comparison
 from gds.bench.run import Plan, run
 from gds.bench.series import write_csv
 from gds.bench.steadiness import MOST_ROUNDS, WINDOW_ROUNDS, assess
@@ -199,24 +197,6 @@ def test_sizes_are_powers_of_1024_and_sweeps_are_combined_the_last_one_fastest()
     ]  # fmt: skip
 
 
-def test_fio_is_asked_for_the_same_requests():
-    size = {"size": 1 << 20, "file_bytes": (64 << 20) + 5}
-    workload = Workload(rw="randmixed", mix=30, threads=4, depth=32, **size)
-    job = fio_arguments(workload, "a:b", "io_uring")
-    assert {
-        "--direct=1", "--ioengine=io_uring", "--iodepth=8", "--size=67108864", "--bs=1048576",
-        "--rw=randrw", "--rwmixread=30", "--filename=a\\:b", "--allow_file_create=0",
-    } <= set(job)  # fmt: skip
-    assert "--readonly" not in job
-    workload = Workload(rw="read", path="buffered", threads=3, **size)
-    assert {
-        "--direct=0", "--ioengine=psync", "--numjobs=3", f"--size={21 << 20}",
-        f"--offset_increment={21 << 20}", "--readonly", "--rw=read",
-    } <= set(fio_arguments(workload, "file", "io_uring"))  # fmt: skip
-    with pytest.raises(FioError, match="gds"):
-        fio_arguments(Workload(path="gds"), "file", "io_uring")
-
-
 @pytest.mark.parametrize(
     ("ratios", "agrees", "words"),
     [
@@ -283,28 +263,3 @@ def test_the_scratch_file_is_removed(drive, number, rw, when, more):
     assert out == ""
     assert list(drive.iterdir()) == [mine]
     assert mine.read_bytes() == b"stays"
-
-
-def test_a_signal_during_the_removal_does_not_prevent_it(drive, monkeypatch):
-    real = os.unlink
-    calls = []
-
-    def unlink(path):
-        calls.append(path)
-        if len(calls) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.getpid()  # the handler has run by now
-        real(path)
-
-    monkeypatch.setattr(module.os, "unlink", unlink)
-    before = signal.getsignal(signal.SIGTERM)
-    with (
-        pytest.raises(module.StopSignal) as caught,
-        module.stopping(),
-        module.target_at(str(drive), 1 << 20, seed=0, allow_small=True),
-    ):
-        assert len(list(drive.iterdir())) == 1
-    assert caught.value.number == signal.SIGTERM
-    assert len(calls) == 2
-    assert list(drive.iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) is before
