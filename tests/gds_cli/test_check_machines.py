@@ -72,16 +72,11 @@ def on(filesystem, number=None, **options):
     return change
 
 
-def on_a_raid_of(*slaves):
-    def change(machine):
-        machine.disk("nvme1n1", number="259:4")
-        machine.disk("sda", number="8:0", rotational=1)
-        machine.disk("md0", number="9:0", slaves=slaves)
-        machine.mount("xfs", "/dev/md0")
-        machine.number = (9, 0)
-        machine.cufile = machine.cufile if "sda" not in slaves else None
-
-    return change
+def on_a_raid(machine):
+    machine.disk("nvme1n1", number="259:4")
+    machine.disk("md0", number="9:0", slaves=["nvme0n1p1", "nvme1n1"])
+    machine.mount("xfs", "/dev/md0")
+    machine.number = (9, 0)
 
 
 def without_driver(machine):
@@ -225,7 +220,7 @@ def test_network_file_systems_and_raids_of_nvme_are_left_to_cufile(machine, tmp_
     state, value, why = verdict(found, "file system")
     assert (state, value) == ("limits", "lustre on 10.0.0.1@tcp:/fs")
     assert "served by another machine" in why
-    on_a_raid_of("nvme0n1p1", "nvme1n1")(machine)
+    on_a_raid(machine)
     found = check(machine, tmp_path)
     assert found.reads.path == "gds"
     assert "md0 on nvme0n1+nvme1n1" in verdict(found, "device")[1]
