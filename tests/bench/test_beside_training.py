@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,25 +67,7 @@ def test_work_is_measured_alone_and_beside_the_transfers_of_each_path(
     assert gpu.default_stream, "compatibility mode is there to be compared with"
 
 
-def test_transfers_go_on_until_the_work_has_ended() -> None:
-    class Passes:
-        num = 0
-
-        def run(self, _: int) -> float:
-            self.num += 1
-            if self.num == 3:
-                third.set()
-            return 0.25
-
-    third = threading.Event()
-    passes = Passes()
-    beside = beside_training.Beside(passes)  # type: ignore[arg-type]
-    beside(lambda: third.wait(60))
-    assert passes.num >= 3
-    assert beside.pass_s == [0.25] * passes.num
-
-
-def test_a_failing_transfer_is_raised_when_the_work_has_ended(tmp_path: Path) -> None:
+def test_a_failing_transfer_is_raised_when_the_work_has_ended() -> None:
     class Failing:
         def run(self, _: int) -> float:
             raise StorageError(5, "read", "a")

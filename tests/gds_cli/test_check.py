@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import socket
 import stat
 import subprocess
 import sys
@@ -14,35 +13,21 @@ import pytest
 from gds import probe
 from gds.check import System, examine
 
-EXAMINATION = {
-    "schema", "directory", "reads", "writes", "backends", "findings", "required", "for",
-    "exit_status",
-}  # fmt: skip
-FINDING = {"section", "what", "value", "verdict", "why", "do"}
-WHAT = [
-    "kernel", "page size", "huge pages", "memory", "memlock limit",
-    "file system", "mount", "device", "I/O alignment", "direct I/O", "GDS here", "access",
-    "driver", "devices", "nvidia-fs", "PCI peer-to-peer", "cuFile configuration", "kvikio",
-    "surroundings", "cuFile tried",
-]  # fmt: skip
-
 
 def test_json_has_the_keys_that_scripts_rely_on(run, tmp_path):
     status, out, err = run("check", tmp_path, "--json")
     found = json.loads(out)
-    assert found.keys() == EXAMINATION
-    assert found["schema"] == 1
-    assert found["exit_status"] == status
-    assert found["directory"] == str(tmp_path)
+    assert (found["schema"], found["exit_status"], found["directory"]) == (1, status, str(tmp_path))
     assert err == ""
     for direction in ("reads", "writes"):
         assert found[direction].keys() == {"path", "direct", "why_not"}
         assert list(found[direction]["why_not"]) == ["gds", "bounce", "direct", "buffered"]
     for finding in found["findings"]:
-        assert finding.keys() == FINDING
+        assert finding.keys() == {"section", "what", "value", "verdict", "why", "do"}
         assert finding["verdict"] in ("ok", "limits", "missing")
-    named = [finding["what"] for finding in found["findings"]]
-    assert [what for what in WHAT if what in named or what != "device"] == named
+    assert {"kernel", "file system", "direct I/O", "driver"} <= {
+        finding["what"] for finding in found["findings"]
+    }
 
 
 def test_the_path_is_the_one_that_a_transfer_can_take(run, tmp_path):
@@ -68,9 +53,10 @@ def test_memory_is_no_drive(run):
     assert "lost at power-off" in out
 
 
-@pytest.mark.parametrize("arguments", [["check"], ["check", "/", "--require", "x"], ["nothing"]])
-def test_wrong_usage_is_status_2(run, arguments):
-    assert run(*arguments)[0] == 2
+def test_wrong_usage_is_status_2(run):
+    for arguments in (["check"], ["check", "/", "--require", "x"], ["nothing"]):
+        assert run(*arguments)[0] == 2
+    assert run("--version")[1].startswith("gds ")
 
 
 class Unprivileged(System):
@@ -116,12 +102,6 @@ finally:
     assert "heavy: []" in done.stdout, done.stderr
 
 
-def test_version_is_printed(run):
-    status, out, _ = run("--version")
-    assert status == 0
-    assert out.startswith("gds ")
-
-
 # Places that cannot be used, by `bench` either
 
 BOTH = ("bench", "check")
@@ -161,24 +141,15 @@ def test_a_block_device(command, run):
 
 
 @pytest.mark.parametrize("command", BOTH)
-def test_other_things_that_are_no_files(command, tmp_path, run):
+def test_what_is_no_file_on_a_drive(command, tmp_path, run):
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "file").write_bytes(bytes(1 << 20))
-    (tmp_path / "link").symlink_to("file")
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / "socket"))
-        for place in (tmp_path / "pipe", tmp_path / "socket", Path("/dev/null")):
-            status, _, err = run(command, place)
-            assert status == 1
-            assert f"{place} is neither a directory nor a regular file" in err
-
-
-@pytest.mark.parametrize("command", BOTH)
-def test_a_file_system_of_the_kernels_own(command, run):
-    for place, kind in (("/proc", "proc"), ("/sys", "sysfs")):
-        status, out, err = run(command, place)
-        assert (status, out, err.count("\n")) == (1, "", 1)
-        assert f"{place} is {kind}, a view of the kernel without files on a drive" in err
+    for place in (tmp_path / "pipe", Path("/dev/null")):
+        status, _, err = run(command, place)
+        assert status == 1
+        assert f"{place} is neither a directory nor a regular file" in err
+    status, out, err = run(command, "/proc")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "/proc is proc, a view of the kernel without files on a drive" in err
 
 
 def test_a_directory_that_may_not_be_written_to(tmp_path, run, monkeypatch):

@@ -6,19 +6,14 @@ import ctypes
 import os
 import platform
 import shutil
-import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-import hatch_build
-from hatch_build import KernelError, find_compiler, needed_by, platform_tag
 from offload.update.kernel.sources import source_digest
 from tests.install.trees import (
     KERNEL,
     LIBRARIES,
-    ROOT,
     TINY,
     build,
     copy_checkout,
@@ -54,8 +49,9 @@ def warning(said: str) -> str:
     return line.removeprefix(WARNING)
 
 
-@pytest.mark.parametrize("target", ["wheel", "editable"])
-@pytest.mark.parametrize("compiler", [None, "/nonexistent"])
+@pytest.mark.parametrize(
+    ("target", "compiler"), [("wheel", None), ("wheel", "/nonexistent"), ("editable", None)]
+)
 def test_without_a_compiler_one_line_says_so_and_the_package_is_built(
     tree: Path, target: str, compiler: str | None
 ) -> None:
@@ -69,7 +65,6 @@ def test_without_a_compiler_one_line_says_so_and_the_package_is_built(
 
 BROKEN = {
     "fails": ("echo 'update.cpp:1: error: no such thing' >&2; exit 3", "error: no such thing"),
-    "makes_nothing": ("exit 0", "made no library"),
     "makes_something_else": (
         'while [ "$1" != -o ]; do shift; done; echo text >"$2"',
         "made no library",
@@ -104,13 +99,9 @@ def test_require_makes_it_an_error_which_has_all_that_the_compiler_said(
     assert "Traceback" not in built.said
 
 
-def test_require_without_a_compiler_is_an_error(tree: Path) -> None:
-    built = build(tree, asked="require")
-    assert built.status == 1
-    assert "no C++ compiler was found" in built.said
-
-
 def test_a_value_that_means_nothing_is_refused(tree: Path) -> None:
+    built = build(tree, asked="require")
+    assert (built.status, "no C++ compiler was found" in built.said) == (1, True)
     built = build(tree, asked="no")
     assert built.status == 1
     assert "OFFLOAD_KERNEL is 'no'; expected 'require', 'skip'" in built.said
@@ -124,18 +115,6 @@ def test_another_processor_gets_a_package_without_the_kernel(tree: Path) -> None
     assert built.path.name.endswith("-py3-none-any.whl")
     assert not libraries(tree)
     assert "this is i686 with Linux" in warning(built.said)
-
-
-@pytest.mark.parametrize("machine", ["aarch64", "i686"])
-def test_nothing_is_compiled_for_another_processor(
-    machine: str, tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody has run the kernel there: a compiler that is there must not be asked, either."""
-    monkeypatch.setenv("CXX", "false")
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    with pytest.raises(KernelError, match=f"this is {machine} with "):
-        hatch_build.build(tree / KERNEL)
-    assert not libraries(tree)
 
 
 @needs_compiler
@@ -238,73 +217,3 @@ def test_a_kernel_that_needs_a_new_glibc_is_not_called_manylinux(tmp_path: Path)
     built = build(copy_checkout(tmp_path / "tree", text), on_path=True, asked="require")
     assert built.libraries == LIBRARIES
     assert built.path.name.endswith("-py3-none-linux_x86_64.whl")
-
-
-@pytest.mark.skipif(not shutil.which("objdump"), reason="needs objdump, of binutils")
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads libraries of x86_64")
-def test_what_libraries_need_is_read_as_objdump_reads_it() -> None:
-    folder = Path(sysconfig.get_path("stdlib")) / "lib-dynload"
-    files = [*sorted(folder.glob("*.so")), *Path("/lib/x86_64-linux-gnu").glob("lib*.so.6")]
-    assert len(files) > 20
-    seen = set[tuple[int, ...]]()
-    for file in files:
-        said = subprocess.run(
-            ["objdump", "-p", file], check=True, capture_output=True, text=True
-        ).stdout.splitlines()
-        words = [line.split() for line in said]
-        needed = {line[1] for line in words if line[:1] == ["NEEDED"]}
-        references = (
-            said[said.index("Version References:") :] if "Version References:" in said else []
-        )
-        versions = {
-            tuple(map(int, line.split("GLIBC_")[1].split(".")))
-            for line in references
-            if "GLIBC_" in line and "GLIBC_PRIVATE" not in line and "ABI" not in line
-        }
-        files_needed, versions_needed = needed_by(file.read_bytes())
-        assert files_needed == needed, file
-        assert {version for version in versions_needed if version[0] == 2} == versions, file
-        seen |= versions
-    assert len(seen) > 3
-
-
-@pytest.mark.parametrize("content", [b"", b"text", b"\x7fELF\x02\x01", b"\x7fELF\x02\x01" * 99])
-def test_what_is_no_library_is_refused(content: bytes) -> None:
-    with pytest.raises(ValueError, match="ELF"):
-        needed_by(content)
-
-
-def test_a_compiler_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "sh -c 'two words'")
-    assert find_compiler() == ["sh", "-c", "two words"]
-    monkeypatch.setenv("CXX", "sh 'open")
-    with pytest.raises(KernelError, match="no command"):
-        find_compiler()
-
-
-def test_no_library_at_all_needs_nothing_new() -> None:
-    assert platform_tag([]) == "manylinux_2_28_x86_64"
-
-
-def test_the_digest_is_that_of_names_and_contents(tmp_path: Path) -> None:
-    (tmp_path / "update.cpp").write_text("int x;\n")
-    (tmp_path / "a.h").write_text("//\n")
-    (tmp_path / "notes.txt").write_text("not compiled\n")
-    expected = subprocess.run(
-        ["sh", "-c", r"printf 'a.h\0//\nupdate.cpp\0int x;\n' | sha256sum"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout[:16]
-    assert source_digest(tmp_path) == expected
-    (tmp_path / "a.h").rename(tmp_path / "b.h")
-    assert source_digest(tmp_path) != expected
-    for path in tmp_path.glob("*.[ch]*"):
-        path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"no C\+\+ sources"):
-        source_digest(tmp_path)
-
-
-def test_the_digest_covers_every_file_beside_the_sources_but_licences() -> None:
-    files = {path.name for path in (ROOT / KERNEL / "source").iterdir()}
-    assert not {n for n in files if not n.endswith((".cpp", ".h")) and "LICENSE" not in n}

@@ -12,7 +12,6 @@ import gc
 import json
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -44,14 +43,8 @@ def ends_by_an_error(directory: str) -> None:
     raise RuntimeError("the training script has a bug")
 
 
-def calls_exit(directory: str) -> None:
-    """The same, by `sys.exit`."""
-    _asked(directory)
-    sys.exit(3)
-
-
 def trains_on_a_thread_that_exits(directory: str) -> None:
-    """Train on a thread, which calls `sys.exit`: only the thread ends by that."""
+    """The same, on a thread that calls `sys.exit`: only the thread ends by that."""
 
     def work() -> None:
         _asked(directory)
@@ -79,28 +72,6 @@ def trains_on_a_daemon_thread(directory: str) -> None:
     stepping.wait()
 
 
-def calls_os_exit_once_acknowledged(directory: str) -> None:
-    """`os._exit`, which runs nothing of Python any more, after `result`."""
-    _, _, handle = _asked(directory)
-    handle.result()
-    os._exit(7)
-
-
-def calls_os_exit_while_sealing(directory: str) -> None:
-    """The same while another checkpoint is being sealed, which is lost."""
-    backend = _gated(directory)
-    backend.gate.set()
-    model, optimizer, handle = _asked(directory, backend)
-    handle.result()
-    backend.gate.clear()
-    backend.reached.clear()
-    backward(model, 3)
-    optimizer.step()
-    optimizer.checkpoint({"step": 3})
-    backend.reached.wait()
-    os._exit(7)
-
-
 def interrupted_while_sealing(directory: str) -> None:
     """Ctrl-C in `result`, which nobody catches."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -124,16 +95,6 @@ def interrupted_and_closed(directory: str) -> None:
         print("interrupted")
     _kept[-1].close()
     print("closed")
-
-
-def closed_twice(directory: str) -> None:
-    """Close with a seal in flight, and again."""
-    backend = _gated(directory)
-    _, optimizer, handle = _asked(directory, backend)
-    threading.Timer(ALIVE_S, backend.gate.set).start()
-    optimizer.close()
-    print(handle.done())
-    optimizer.close()
 
 
 def closed_in_an_exit_handler(directory: str) -> None:
@@ -161,14 +122,6 @@ def garbage_when_the_interpreter_ends(directory: str) -> None:
     _kept.clear()
     cycle: dict[str, Any] = {"optimizer": optimizer}
     cycle["cycle"] = cycle
-
-
-def a_model_outlives_the_optimizer(directory: str) -> None:
-    """Use the model after `close`: nothing of the optimizer is left on it."""
-    model, optimizer, _ = _asked(directory)
-    optimizer.close()
-    backward(model, 3)
-    print(len(pickle.dumps(model.state_dict())) > 0)
 
 
 def workers_that_end(directory: str) -> None:

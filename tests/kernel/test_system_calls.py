@@ -183,24 +183,6 @@ def test_a_direct_transfer_moves_less_than_a_block(
     record_property(f"{tracing.FAULTS}{call} (short)", faults)
 
 
-@pytest.mark.parametrize("limit_bytes", [4096 + 4096 + 1000, 4096 + 100])
-def test_the_kernel_takes_less_and_then_nothing(
-    limit_bytes: int, trainees: Trainees, survey: Survey, quick_path: Path
-) -> None:
-    place = copied(survey.template, quick_path / "run")
-    plan = Plan(wait_before=SEALED_BEFORE + 2, file_limit_bytes=limit_bytes)
-    pid = trainees.start(place, plan)
-    wait_until_it_waits(place, pid)
-    let_go(place, pid)
-    ended = trainees.wait(pid, place)
-    report = Report(place)
-    assert os.waitstatus_to_exitcode(ended.status or 0) == 1
-    assert any("File too large" in error for error in report.values("error")), report.lines()
-    # Sealed before the limit, whether the step that failed left time to say so or not.
-    assert report.acknowledged in (0, SEALED_BEFORE + 1), report.lines()
-    assert trainees.resume(place, Plan(), report.acknowledged) == SEALED_BEFORE + 1
-
-
 def troubled(
     survey: Survey,
     place: Path,

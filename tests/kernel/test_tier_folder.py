@@ -121,7 +121,7 @@ def test_what_was_recycled_locally_is_in_the_tier_after_its_power_was_lost(
     print(f"KERNEL_SEED={SEED}: {len(complete)} complete, {len(failed)} failed")
 
 
-@pytest.mark.parametrize("num_sent", [1, 3, 5])
+@pytest.mark.parametrize("num_sent", [1, 4])
 def test_a_push_goes_on_after_the_power_was_lost(
     num_sent: int, drive: Mounted, store: Path, tmp_path: Path, reference: Reference
 ) -> None:
@@ -142,7 +142,10 @@ def test_a_push_goes_on_after_the_power_was_lost(
     again = push(store, tier, object_bytes=SMALL)
     assert again.num_kept == num_sent
     assert again.num_sent > 0
+    drive.lose_power()  # what push has sent is there as soon as it has returned
+    drive.mount_again()
     assert [report.ok for report in verify_tier(tier)] == [True]
+    assert push(store, tier).already_complete
     require_same(tier, 1, tmp_path / "back", reference)
 
 
@@ -167,17 +170,3 @@ def test_nothing_is_sent_to_the_mount_point_of_a_drive_that_is_away(
     shutil.rmtree(f"{drive.path}/tier", ignore_errors=True)
     if folder:  # somebody has removed it, and the drive is the same
         assert not push(store, tier).already_complete
-
-
-def test_a_copy_is_there_as_soon_as_push_has_returned(
-    drive: Mounted, store: Path, tmp_path: Path, reference: Reference
-) -> None:
-    tier = f"file://{drive.path}/tier"
-    push(store, tier, object_bytes=SMALL)
-    drive.lose_power()
-    with pytest.raises(TierError, match="Input/output error"):
-        push(store, tier, object_bytes=SMALL)
-    drive.mount_again()
-    assert [report.ok for report in verify_tier(tier)] == [True]
-    assert push(store, tier).already_complete
-    require_same(tier, 1, tmp_path / "back", reference)

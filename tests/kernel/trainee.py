@@ -8,20 +8,19 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import shutil
 import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Literal, NoReturn
+from typing import Final, NoReturn
 
 import torch
 
 from gds import PosixBackend, StorageError
 from gds.probe import DirectIOUnavailable
-from offload import AdamW, DriveTuning, OffloadError, SealHandle, open_checkpoint
+from offload import AdamW, OffloadError, SealHandle, open_checkpoint
 from tests.forking import TIMEOUT_S, Children, Ended, serve
 from tests.kernel.tracing import has_ended
 from tests.stores.training import Model, Reference, backward, differences, optimizer_for, options
@@ -53,13 +52,8 @@ class Plan:
     restore_after_error: bool = False
     """Whether it waits for `GO` after an error, and then goes on with `restore`."""
 
-    file_limit_bytes: int | None = None
-    """When it has waited, the kernel takes no byte of a file from here on (RLIMIT_FSIZE)."""
-
     transfer_threads: int | None = None
     """For reads, and for writes; 1 makes the order of all system calls of a thread the same."""
-
-    overlap: Literal["forward"] | None = None
 
 
 class Report:
@@ -172,12 +166,10 @@ class _Run:
     def _open(self) -> AdamW:
         plan = self._plan
         store = list(plan.store or [f"{self._directory}/run"])
-        changes: dict[str, object] = {"overlap": plan.overlap, "allow_volatile": True}
+        changes: dict[str, object] = {"allow_volatile": True}
         if plan.transfer_threads is not None:
             number = plan.transfer_threads
             changes["backend"] = PosixBackend(read_threads=number, write_threads=number)
-        if len(store) > 1:
-            changes["drives"] = DriveTuning(shares=(1,) * len(store))
         return optimizer_for(self._model, store, options(**changes), keep=plan.keep)
 
     def _wait_before(self, step: int) -> None:
@@ -186,8 +178,6 @@ class _Run:
             if self.optimizer is not None:
                 self.optimizer.synchronize()
             _wait(self._directory, self._report)
-            if (limit := self._plan.file_limit_bytes) is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
 def _wait(directory: str, report: Report) -> None:

@@ -341,7 +341,7 @@ MUTATIONS = (
                 named""",
             ),
         ),
-        ("tests/tiers/test_ranks_recut.py",),
+        ("tests/tiers/test_ranks_restore.py",),
     ),
     Mutation(
         "arriving-step-early",
@@ -358,6 +358,6 @@ MUTATIONS = (
 """,
             ),
         ),
-        ("tests/tiers/test_ranks_first_forward.py",),
+        ("tests/tiers/test_ranks_restore.py",),
     ),
 )

@@ -18,6 +18,7 @@ from tests.stores.small import train
 from tests.tiers import servers
 from tests.tiers.copies import optimizer_in
 from tests.tiers.proxy import Proxy
+from tests.tiers.rank_jobs import Sent
 
 
 @pytest.fixture(scope="session")
@@ -123,6 +124,17 @@ def jobs() -> Iterator[Jobs]:
     server = Jobs()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def all_sent(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Sent:
+    return Sent(jobs, tmp_path_factory.mktemp("sent"))
+
+
+@pytest.fixture
+def origin(all_sent: Sent, proxy: Proxy) -> Sent:
+    """What ranks have sent; it was not asked for by way of a faulty link."""
+    return all_sent
 
 
 @pytest.fixture

@@ -13,8 +13,10 @@ import offload
 from gds import Backend
 from offload.options import Tier
 from offload.tiers import list_tier, verify_tier
+from offload.tiers.measuring import Measurements
 from offload.tiers.services.opening import open_objects
 from offload.tiers.tier_stats import TierStats
+from tests.eventually import eventually
 from tests.limits import HANG_S
 from tests.stores.files import tree
 from tests.stores.small import make_model, make_optimizer, train
@@ -81,6 +83,26 @@ def files(checkpoint: Path, *without: str) -> dict[str, bytes]:
     """Return the files of a checkpoint, by name, but for some of them."""
     found = {str(path.relative_to(checkpoint)): data for path, data in tree(checkpoint).items()}
     return {name: data for name, data in found.items() if name not in without}
+
+
+class SlowLink(Measurements):
+    """A link of which the clock and the rate are told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        super().__init__(lambda: self.now_s)
+        self.rate: float | None = None
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        return self.rate
+
+
+def until_parameters(tier: str, step: int) -> None:
+    """Wait until the tier has the parameters of a step."""
+    assert eventually(
+        lambda: step in {c.parameters.step for c in list_tier(tier) if c.parameters is not None}
+    )
 
 
 def is_part(name: str) -> bool:

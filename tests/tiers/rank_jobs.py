@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from offload.tiers.services.opening import open_objects
 from tests.limits import HANG_S
 from tests.ranks_training.rank_server import Job, Jobs
 from tests.tiers.proxy import Proxy, Request
@@ -35,27 +38,37 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(names)}
 
 
-def start(jobs: Jobs, folder: Path, into: str, num_ranks: int, case: dict[str, Any]) -> Job:
+def start(jobs: Jobs, folder: Path, into: str, num_ranks: int, *cases: dict[str, Any]) -> Job:
     """Start ranks of `tests.tiers.rank_program`.
 
     Args:
         jobs: Server of ranks.
         folder: Folder of the test.
-        into: Name of the store's directory in it, or of the folder of all hosts.
+        into: Name of the store's directory in it, or of the folder of all hosts. If there are
+            several cases each has one of its own, whose name ends with its number.
         num_ranks: Number of ranks.
-        case: What the ranks do.
+        cases: What the ranks do, one after another.
     """
-    calls = [[{**case, "into": into}]] * num_ranks
+    names = [into, *(f"{into}-{number}" for number in range(1, len(cases)))]
+    calls = [{**case, "into": name} for case, name in zip(cases, names, strict=True)]
     program = "tests.tiers.rank_program"
-    return jobs.start(folder, calls, program=program, environment=environment())
+    return jobs.start(folder, [calls] * num_ranks, program=program, environment=environment())
+
+
+def all_results(job: Job) -> list[list[dict[str, Any]]]:
+    """Wait for ranks, all of which must succeed; return what each one said of each case."""
+    ranks = job.wait()
+    for rank in ranks:
+        assert rank.has_come_to_its_end, rank.errors
+        assert rank.outcomes, rank.errors
+    said = [[one["value"] for one in rank.outcomes] for rank in ranks]
+    return [list(case) for case in zip(*said, strict=True)]
 
 
 def results(job: Job) -> list[dict[str, Any]]:
-    """Wait for ranks, all of which must succeed; return what each one said."""
-    ranks = job.wait()
-    failed = [(number, rank.errors) for number, rank in enumerate(ranks) if not rank.outcomes]
-    assert not failed, failed
-    return [rank.of("main")["value"] for rank in ranks]
+    """Do the same for ranks with one case."""
+    (said,) = all_results(job)
+    return said
 
 
 def run(
@@ -63,6 +76,58 @@ def run(
 ) -> list[dict[str, Any]]:
     """Run ranks, all of which must succeed; return what each one said."""
     return results(start(jobs, folder, into, num_ranks, case))
+
+
+class Sent:
+    """What ranks have sent to tiers after steps 1 and 2, and how they go on where they were.
+
+    Each number of ranks of a kind does so once, however many tests ask.
+    """
+
+    def __init__(self, jobs: Jobs, folder: Path) -> None:
+        self._jobs, self._folder = jobs, folder
+        self._tiers: dict[str, str] = {}
+        self._expected: dict[str, list[Any]] = {}
+
+    def run(self, kind: str, num_ranks: int) -> Path:
+        """Return the directory of the ranks' store, or the folder of all hosts."""
+        name = f"{kind}-{num_ranks}".replace(" ", "-")
+        if name not in self._tiers:
+            self._tiers[name] = f"s3://bucket/{uuid.uuid4().hex}/run"
+            run(self._jobs, self._folder, name, num_ranks, case(kind, self._tiers[name], 1, 2))
+        return self._folder / name
+
+    def into(self, tier: str, kind: str, num_ranks: int, *, first: bool = True) -> None:
+        """Copy what they have sent into a tier; perhaps without the checkpoint of step 1."""
+        source = self._tiers[self.run(kind, num_ranks).name]
+        with open_objects(source) as sent, open_objects(tier) as objects:
+            for name, nbytes in sent.sizes_below("").items():
+                if first or "/gen-00000001/" not in name:
+                    objects.put(name, sent.get(name, nbytes))
+
+    def expected(
+        self, kind: str, num_ranks: int, last: int, *then: str, made: tuple[str, int] | None = None
+    ) -> list[Any]:
+        """Return the outcome of ranks of a kind that go on from that directory.
+
+        Args:
+            kind: Of those ranks.
+            num_ranks: How many.
+            last: Their last step.
+            then: What they do first, which must not change a checkpoint.
+            made: Kind and number of the ranks that have made it, if those were others.
+        """
+        place = self.run(*(made or (kind, num_ranks)))
+        key = f"{place.name} {kind} {num_ranks} {last} {then}"
+        if key not in self._expected:
+            name = place.name
+            if "hosts" not in kind:  # another number of ranks may change what it does not need
+                name = f"{place.name}-{len(self._expected)}"
+                shutil.copytree(place, self._folder / name)
+            setting = case(kind, "", last=last, then=[*then])
+            said = run(self._jobs, self._folder, name, num_ranks, setting)
+            self._expected[key] = outcome(said)
+        return self._expected[key]
 
 
 def outcome(said: list[dict[str, Any]]) -> list[Any]:

@@ -78,11 +78,8 @@ def test_damage_and_unfinished_copies_are_shown(run: Run, store: Path, s3: str) 
     ("arguments", "status", "said"),
     [
         (["ls", "s3://no-such-bucket/run"], 1, "bucket does not exist"),
-        (["ls", "ftp://host/run"], 1, "not the URL of a tier"),
         (["verify", "s3://bucket/none"], 1, "no complete copy"),
-        (["pull", "s3://bucket/none", "back"], 1, "no complete copy"),
         (["verify", "s3://bucket/none", "--quarantine"], 2, "a tier has no --all"),
-        (["prune", "s3://bucket/none", "--part", "x"], 2, "a tier has no --part"),
         (["prune", "store", "--unfinished"], 2, "--unfinished is for tiers"),
         (["push", "none", "s3://bucket/none"], 1, "no checkpoint or store here"),
     ],

@@ -15,7 +15,7 @@ from tests.ranks_training.rank_server import Jobs
 from tests.stores.small import train
 from tests.tiers import rank_jobs
 from tests.tiers.copies import change, new_in, wait_for_uploads, whole
-from tests.tiers.rank_jobs import case
+from tests.tiers.rank_jobs import Sent, case
 
 STATE = "state/exp_avg.000000"
 
@@ -47,9 +47,8 @@ def go_on(store: Path, tier: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("model.safetensors", "last"), ("model.safetensors", "missing"),
-        ("manifest.json", "middle"), ("train_state.safetensors", "short"),
-        (STATE, "last"), (STATE, "short"), (STATE, "missing"),
+        ("model.safetensors", "last"), ("manifest.json", "middle"),
+        ("train_state.safetensors", "short"), (STATE, "last"), (STATE, "missing"),
         ("COMPLETE.json", "middle"), ("COMPLETE.json", "missing"),
     ],
 )  # fmt: skip
@@ -105,9 +104,9 @@ def test_if_no_copy_is_whole_all_of_them_are_named(sent: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["model.safetensors", "owner-1/table.json"])
 def test_ranks_restore_the_copy_before_a_damaged_one(
-    jobs: Jobs, tmp_path: Path, s3: str, name: str
+    jobs: Jobs, tmp_path: Path, s3: str, origin: Sent, name: str
 ) -> None:
-    rank_jobs.run(jobs, tmp_path, "run", 2, case("replicas", s3, 1, 2))
+    origin.into(s3, "replicas", 2)
     change(s3, name, "middle")
     found = rank_jobs.run(jobs, tmp_path, "new", 2, case("replicas", s3, last=3))
     assert [rank["resumed"] for rank in found] == [1, 1]

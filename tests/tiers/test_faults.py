@@ -30,7 +30,6 @@ from tests.stores.files import steps, tree
 from tests.threads import since
 from tests.tiers.copies import (
     SMALL,
-    files,
     optimizer_in,
     sent_twice,
     steps_in,
@@ -38,20 +37,6 @@ from tests.tiers.copies import (
     whole,
 )
 from tests.tiers.proxy import KEY_ID, SECRET, Proxy, Request
-
-
-def test_errors_that_pass_are_passed_over(store: Path, s3: str, proxy: Proxy) -> None:
-    """Every third request is answered with 503, broken off or lost, once."""
-    faults = ["503", "cut", "lost", "503:SlowDown"]
-    proxy.rule = lambda r: faults[r.number // 3 % 4] if r.number % 3 == 2 else ""
-    push(store, s3, object_bytes=SMALL)
-    pull(s3, store.parent / "back")
-    proxy.rule = lambda _: ""
-    assert whole(s3) == [True]
-    assert {r.fault for r in proxy.requests} >= {*faults}
-    before, after = (files(p / "step-00000003") for p in (store, store.parent / "back"))
-    assert before == after
-
 
 ONCE = {
     "list": lambda r: r.method == "GET" and "list-type" in r.path,
@@ -63,12 +48,12 @@ ONCE = {
 }
 
 
-@pytest.mark.parametrize("fault", ["hang", "lost", "truncate", "409", "400:RequestTimeout", "429"])
+@pytest.mark.parametrize("fault", ["hang", "lost", "cut", "truncate", "409", "429", "503"])
 def test_a_fault_that_happens_once_is_passed_over(
     store: Path, s3: str, proxy: Proxy, fault: str
 ) -> None:
     """It happens once to each kind of request, whether or not the server has carried it out."""
-    asks = "hang", "truncate", "429"  # not what a server says of a write
+    asks = "hang", "truncate", "429", "503"  # not what a server says of a write
     kinds = [kind for kind in ONCE if ("list" in kind or "read" in kind) == (fault in asks)]
     kinds = [*kinds, "conditional put"] if fault == "hang" else kinds
     fault = {"409": "409:OperationAborted", "429": "429:SlowDown"}.get(fault, fault)
@@ -89,13 +74,16 @@ def test_a_fault_that_happens_once_is_passed_over(
     assert (steps_in(s3), whole(s3)) == ([3], [True])
 
 
-@pytest.mark.parametrize("fault", ["503", "cut", "lost"])
+@pytest.mark.parametrize("fault", ["503", "lost"])
 def test_errors_that_stay_are_named_and_what_was_sent_stays(
     store: Path, s3: str, proxy: Proxy, fault: str
 ) -> None:
     proxy.rule = lambda r: fault if r.number >= 17 else ""
     with pytest.raises(TierUnavailableError, match="repeat this later"):
         push(store, s3, object_bytes=SMALL, num_transfers=1, retry_s=0.2)
+    proxy.rule = lambda r: "hang" if r.method == "PUT" else ""
+    with pytest.raises(TierUnavailableError, match="does not answer"):
+        push(store, s3, object_bytes=SMALL, timeout_s=SHORT_ANSWER_S, retry_s=0)
     proxy.rule = lambda _: ""
     assert steps_in(s3) == [None]
     with pytest.raises(TierNotFoundError, match="no complete copy"):
@@ -107,27 +95,16 @@ def test_errors_that_stay_are_named_and_what_was_sent_stays(
     assert whole(s3) == [True]
 
 
-def test_a_server_that_never_answers_is_given_up(store: Path, s3: str, proxy: Proxy) -> None:
-    proxy.rule = lambda r: "hang" if r.method == "PUT" else ""
-    with pytest.raises(TierUnavailableError, match="does not answer"):
-        push(store, s3, timeout_s=SHORT_ANSWER_S, retry_s=0)
-
-
 @pytest.mark.parametrize(
     ("fault", "kind", "said"),
     [
         ("403:ExpiredToken", TierAccessError, "have expired"),
-        ("400:ExpiredToken", TierAccessError, "have expired"),
         ("403:InvalidAccessKeyId", TierAccessError, "are wrong, or do not allow"),
-        ("403:SignatureDoesNotMatch", TierAccessError, "are wrong, or do not allow"),
-        ("403:AccessDenied", TierAccessError, "are wrong, or do not allow"),
         ("403:RequestTimeTooSkewed", TierAccessError, "clock"),
         ("404:NoSuchBucket", TierNotFoundError, "bucket does not exist"),
         ("500:InternalError", TierUnavailableError, "status 500 InternalError"),
         ("301:PermanentRedirect", TierError, "another region, or at another endpoint"),
-        ("400:AuthorizationHeaderMalformed", TierError, "another region, or at another endpoint"),
         ("507:XMinioStorageFull", TierError, "full, or its quota is used up"),
-        ("403:QuotaExceeded", TierError, "full, or its quota is used up"),
         ("409:OperationAborted", TierUnavailableError, "were changing the same object"),
     ],
 )
@@ -163,11 +140,9 @@ def test_refusals_have_names_and_say_no_secrets(
         ("http://no-such-host.invalid", "the name of the server is not known"),
         ("https://127.0.0.1:{port}", "does not speak TLS"),
         ("http://127.0.0.1:9", "nothing answers at the address"),
-        *[
-            (endpoint, "AWS_ENDPOINT_URL is not the address of a server")
-            for endpoint in ("127.0.0.1:9000", "localhost:9000", "http://", "http://h:99999",
-                             "ftp://host", "//host", "http://a b")
-        ],
+        ("127.0.0.1:9000", "AWS_ENDPOINT_URL is not the address of a server"),
+        ("http://h:99999", "AWS_ENDPOINT_URL is not the address of a server"),
+        ("ftp://host", "AWS_ENDPOINT_URL is not the address of a server"),
     ],
 )  # fmt: skip
 def test_a_server_that_is_not_reached_has_a_reason(
@@ -205,7 +180,7 @@ optimizer.restore()
 """
 
 
-@pytest.mark.parametrize("what", ["ls", "push", "restore"])
+@pytest.mark.parametrize("what", ["push", "restore"])
 def test_an_interrupt_ends_what_waits_for_an_answer(
     store: Path, s3: str, proxy: Proxy, tmp_path: Path, what: str
 ) -> None:
@@ -217,7 +192,6 @@ def test_an_interrupt_ends_what_waits_for_an_answer(
 
     proxy.rule = rule
     commands = {
-        "ls": ["-m", "offload.cli", "ls", s3],
         "push": ["-m", "offload.cli", "push", str(store), s3],
         "restore": ["-c", RESTORE.format(str(tmp_path / "new"), s3)],
     }
@@ -230,15 +204,14 @@ def test_an_interrupt_ends_what_waits_for_an_answer(
         process.kill()
 
 
-def test_no_object_contains_credentials(store: Path, s3: str, proxy: Proxy, tmp_path: Path) -> None:
+def test_no_object_contains_credentials(store: Path, s3: str, tmp_path: Path) -> None:
     push(store, s3)
     pull(s3, tmp_path / "back")
     assert not [p for p, data in tree(tmp_path).items() if SECRET.encode() in data]
     with open_objects(s3) as objects:
-        for name, nbytes in objects.sizes_below("").items():
-            data = bytes(objects.get_range(name, 0, nbytes))
-            assert SECRET.encode() not in data
-            assert KEY_ID.encode() not in data
+        sent = [objects.get(name, nbytes) for name, nbytes in objects.sizes_below("").items()]
+    assert sent
+    assert not [data for data in sent if SECRET.encode() in data or KEY_ID.encode() in data]
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate"])
@@ -258,7 +231,12 @@ def test_a_wrong_answer_is_asked_for_again(
     push(store, s3, object_bytes=SMALL)
     assert not sent_twice(proxy)
     seen.clear()
-    pull(s3, tmp_path / "back")
+    proxy.rule = lambda r: "flip" if r.method == "GET" and "/state/exp_avg_sq" in r.path else ""
+    with pytest.raises(DamagedError, match="exp_avg_sq"):
+        pull(s3, tmp_path / "back")
+    assert steps(tmp_path / "back") == [], "wrong bytes are never published"
+    proxy.rule = first_answer_is_wrong
+    assert pull(s3, tmp_path / "back").bytes_kept > 0
     assert [r.fault for r in proxy.requests].count(how) >= 6
     with offload.open_checkpoint(tmp_path / "back") as checkpoint:
         assert checkpoint.verify().ok
@@ -294,21 +272,6 @@ def test_a_server_that_changes_what_it_stores_gets_no_marker_that_counts(
         assert steps_in(tier) in ([], [None]), name
         push(store, tier, object_bytes=SMALL)
         assert whole(tier) == [True]
-
-
-def test_wrong_bytes_are_never_published(
-    store: Path, s3: str, proxy: Proxy, tmp_path: Path
-) -> None:
-    push(store, s3, object_bytes=SMALL)
-    proxy.rule = lambda r: "flip" if r.method == "GET" and "/state/exp_avg_sq" in r.path else ""
-    with pytest.raises(DamagedError, match="exp_avg_sq"):
-        pull(s3, tmp_path / "back")
-    assert steps(tmp_path / "back") == []
-    proxy.rule = lambda _: ""
-    got = pull(s3, tmp_path / "back")
-    assert got.bytes_kept > 0
-    with offload.open_checkpoint(tmp_path / "back") as checkpoint:
-        assert checkpoint.verify().ok
 
 
 def test_a_late_answer_is_not_written_to_what_was_released(

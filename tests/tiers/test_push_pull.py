@@ -138,12 +138,9 @@ def test_two_runs_that_went_on_from_the_same_checkpoint_are_told_apart(
     assert all(whole(s3))
 
 
-@pytest.mark.parametrize("drives", [(1, 2), (3, 2)], ids=str)
-def test_the_state_may_come_back_on_another_number_of_drives(
-    tmp_path: Path, drives: tuple[int, int], s3: str
-) -> None:
-    before = [tmp_path / f"a{number}" for number in range(drives[0])]
-    after = [tmp_path / f"b{number}" for number in range(drives[1])]
+def test_the_state_may_come_back_on_another_number_of_drives(tmp_path: Path, s3: str) -> None:
+    before = [tmp_path / f"a{number}" for number in range(3)]
+    after = [tmp_path / f"b{number}" for number in range(2)]
     with optimizer_in(before) as optimizer:
         train(optimizer, 2)
     push(before[0], s3, object_bytes=SMALL)
@@ -225,13 +222,6 @@ def test_two_uploads_of_one_checkpoint_at_a_time_are_refused(store: Path, s3: st
     assert "another process uploads this checkpoint" in str(errors[0])
 
 
-def test_a_store_that_cannot_be_written_is_pushed_without_a_record(store: Path, s3: str) -> None:
-    (store / "tiers").write_bytes(b"in the way")
-    with pytest.warns(RuntimeWarning, match="no record of the upload can be kept"):
-        assert push(store, s3).num_sent == 6
-    assert whole(s3) == [True]
-
-
 NAMES = ["model.safetensors", "manifest.json", "train_state.safetensors", "state/exp_avg.000000",
          "COMPLETE.json"]  # fmt: skip
 
@@ -277,19 +267,8 @@ def test_a_copy_that_somebody_has_removed_objects_of_is_sent_anew(
     assert again.url != first.url
     assert whole(again.url) == [True]
     assert push(store, s3).url == again.url
-
-
-def test_the_copy_that_is_whole_is_pulled(store: Path, s3: str, tmp_path: Path) -> None:
-    """Wherever a list has it among copies that somebody has removed objects of."""
-    damaged = list[str]()
-    while not damaged or push(store, s3).url < min(damaged):
-        damaged.append(push(store, s3).url)
-        with open_objects(s3) as objects:
-            copy = damaged[-1].removeprefix(f"{objects.url}/")
-            objects.delete([f"{copy}/state/exp_avg.000000"])
-    assert whole(s3).count(True) == 1
-    pulled = Path(pull(s3, tmp_path / "back").path)
-    assert files(pulled) == files(store / "step-00000003")
+    pulled = Path(pull(s3, store.parent / "back").path)
+    assert files(pulled) == files(store / "step-00000003"), "the copy that is whole"
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])

@@ -16,19 +16,19 @@ from gds import PosixBackend, WrapperBackend
 from offload.errors import OffloadError, TierError, TierNotFoundError
 from offload.options import Tier
 from offload.tiers import list_tier, pull, push, verify_tier
-from offload.tiers.measuring import Measurements
 from offload.tiers.services.opening import open_objects
 from tests.command_line import Run
-from tests.eventually import eventually
 from tests.limits import HANG_S
 from tests.stores.files import steps
 from tests.stores.small import train
 from tests.tiers.copies import (
     SMALL,
+    SlowLink,
     new_in,
     optimizer_in,
     steps_in,
     train_and_send,
+    until_parameters,
     wait_for_uploads,
     whole,
 )
@@ -119,45 +119,6 @@ def test_an_upload_gives_way_if_there_is_no_room_and_the_next_checkpoint_arrives
     assert "gave way to a step that needed its slot" in said
     assert list_tier(s3)[-1].marker is not None
     assert all(whole(s3))
-
-
-def test_nothing_is_recycled_before_its_copy_is_verified(
-    tmp_path: Path, s3: str, proxy: Proxy, drive: Drive
-) -> None:
-    """A slow link, and many checkpoints: whatever was begun is completed, in bounded space."""
-    proxy.bytes_per_s = 2e5
-    store, most = tmp_path / "store", 0
-    with optimizer_in(store, s3, backend=drive, keep=2) as optimizer:
-        for number in range(12):
-            train(optimizer, 1)
-            most = max(most, num_slots(store))
-            threading.Event().wait(0.07 * (number % 3))
-        proxy.bytes_per_s = None
-        stats = wait_for_uploads(optimizer)
-    sent = [event.outcome for event in stats.events if event.choice == "upload"]
-    assert {*sent} == {"complete"}
-    assert most <= 5
-    assert all(whole(s3))
-
-
-class SlowLink(Measurements):
-    """A link of which the clock and the rate are told."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        super().__init__(lambda: self.now_s)
-        self.rate: float | None = None
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        return self.rate
-
-
-def until_parameters(tier: str, step: int) -> None:
-    """Wait until the tier has the parameters of a step."""
-    assert eventually(
-        lambda: step in {c.parameters.step for c in list_tier(tier) if c.parameters is not None}
-    )
 
 
 def test_parameters_arrive_although_the_link_is_too_slow_for_all(
