@@ -190,18 +190,3 @@ def test_blocks_of_all_magnitudes(kind, errors, library):
     values[5_555::7_777] = torch.inf
     values[3_333::8_888] *= -1
     both_encode(library(errors), values, kind)
-
-
-def test_bfloat16_conversions_are_torchs(library):
-    """Of the shim, which stands for an instruction there: to nearest, ties to even."""
-    bits = torch.arange(-(1 << 31), 1 << 31, 257, dtype=torch.int64).to(torch.int32)
-    found = torch.empty_like(bits)
-    library("mixed").halves_of(pointer(bits), ctypes.c_uint64(len(bits)), pointer(found))
-    values = bits.view(torch.float32)
-    expected = values.bfloat16()
-    low, high = (
-        half.to(torch.int16).view(torch.bfloat16) for half in (found & 0xFFFF, found >> 16)
-    )
-    for half in (low, high):
-        same = half.view(torch.int16) == expected.view(torch.int16)
-        assert bool((same | (half.isnan() & values.isnan())).all())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import offload.model.table
 from gds import MemoryBackend
 from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
 from tests.fake_gpu.backend import DeviceBackend
-from tests.fake_gpu.compute import FakeCompute
 from tests.fake_gpu.device import FakeDevice, on_device, upload, values
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Cut
@@ -24,7 +22,6 @@ from tests.placement.pairs import (
     FORMATS,
     ON_DEVICE,
     STEPS,
-    DevicePair,
     checkpoint_files,
     device_pair,
     give_device_gradients,
@@ -202,22 +199,6 @@ def test_only_parameters_cross_and_only_when_sealed_or_restored(device, compute)
     assert device.num_fetched == model_bytes
 
 
-def test_state_is_read_whole_and_replaced_through_the_host(device, compute, torch_arithmetic):
-    pair = device_pair(CASES["adamw"], CUT, device, torch_arithmetic)
-    train(pair, STEPS[:2])
-    with pair.optimizer.materialized():
-        whole = copy.deepcopy(pair.optimizer.state_dict())
-    backend = DeviceBackend(MemoryBackend(), device)
-    other = DevicePair(pair.case, pair.cut, backend, live=on_device(Mixed(seed=99)))
-    with torch.no_grad():
-        for name, parameter in other.live.named_parameters():
-            parameter.copy_(upload(values(dict(pair.live.named_parameters())[name])))
-    other.optimizer.load_state_dict(whole)
-    other.expected, other.reference = pair.expected, pair.reference
-    train(other, STEPS[2:])
-    other.assert_same_state()
-
-
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 def test_a_step_beside_the_model_gives_the_same_bits(overlap, device, compute):
     found = []
@@ -381,18 +362,3 @@ def test_a_kernel_that_nothing_can_replace_is_used_and_the_difference_is_said(
     assert code.startswith("kernels (meta), although the kernel of AdamW does not give the bits")
     assert compute.num_updates > 2
     assert caplog.text.count("does not give the bits") == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "owner", "call", "broken"),
-    [
-        ("adagrad", FakeDevice, "computing", lambda _: False),
-        ("sgd-nesterov", FakeCompute, "wait", lambda *_: None),
-    ],
-    ids=["work on another stream", "a frame that is written too early"],
-)
-def test_the_substitute_notices(name, owner, call, broken, device, compute, monkeypatch):
-    monkeypatch.setattr(owner, call, broken)
-    pair = device_pair(CASES[name], CUT, device)
-    with pytest.raises(AssertionError):
-        train(pair)

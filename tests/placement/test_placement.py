@@ -89,17 +89,6 @@ def test_a_step_takes_the_time_of_its_slowest_part_which_is_named(
         assert f"s on the CPU (limited by {limits[1]})" in reason
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [({"update_gbps": v}, "update_gbps must be") for v in (0, -1, float("inf"), float("nan"))]
-    + [({"direct": 1}, "direct must be True or False")],
-    ids=str,
-)
-def test_what_is_no_rate_is_refused(given, said):
-    with pytest.raises(ValueError, match=said):
-        changed(**given)
-
-
 def auto_pair(directory: str, name: str = "sgd-nesterov") -> DevicePair:
     cut = Cut(3 * 4096, 3, settings={"placement": "auto"})
     return DevicePair(CASES[name], cut, None, directory, live=on_device(Mixed()))
