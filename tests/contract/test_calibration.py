@@ -209,6 +209,20 @@ def test_a_value_that_cannot_be_is_ignored(tmp_path, good, field, values):
         assert load_calibration(str(path)) is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[" * 60_000, b"[1,2]", b" " * 70_000, b'{"reason":"\xff"}', b"1e999"],
+    ids=["empty", "deep", "list", "long", "not-utf-8", "overflow"],
+)
+def test_what_is_no_calibration_is_ignored(tmp_path, good, text):
+    path = tmp_path / "calibration.json"
+    path.write_bytes(text)
+    assert load_calibration(str(path)) is None
+    rate = json.dumps(dataclasses.asdict(good)).replace("6.5", text.decode(errors="replace"))
+    path.write_text(rate)
+    assert load_calibration(str(path)) is None
+
+
 def test_what_is_of_another_device_or_not_a_file_is_ignored(tmp_path, memory_directory, good):
     save_calibration(path := f"{memory_directory}/calibration.json", good)
     assert load_calibration(path) is None
