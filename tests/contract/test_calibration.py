@@ -235,16 +235,6 @@ def test_what_is_of_another_device_or_not_a_file_is_ignored(tmp_path, memory_dir
     assert open_below(str(tmp_path)) == []
 
 
-def test_a_ring_has_room_for_what_is_in_flight_in_both_directions(good):
-    assert good.depth_bytes == 64 * MIB
-    assert good.ring_chunks(96 * MIB) == 4
-    assert good.ring_chunks(32 * MIB) == 6
-    assert good.ring_chunks(8 * MIB) == 18
-    assert good.ring_chunks(1) == 64
-    with pytest.raises(ValueError, match="chunk_bytes"):
-        good.ring_chunks(0)
-
-
 def test_the_command_runs_as_a_module(memory_directory, tmp_path):
     def run(*arguments):
         command = [sys.executable, "-W", "error", "-m", "gds.calibration", *arguments]
@@ -298,13 +288,3 @@ def test_the_simplest_setting_that_is_fastest_is_chosen(drive, expected):
     best = max(map(drive, candidates(MOST_IN_FLIGHT_BYTES)))
     noisier = [choose(measured(drive, noise=0.1, drift=0.3, seed=seed)) for seed in range(40)]
     assert sum(map(drive, noisier)) / len(noisier) > 0.95 * best
-
-
-def test_ties_go_to_fewer_threads_and_larger_requests():
-    simple, more, smaller = Setting(1, 8 * MIB), Setting(2, 8 * MIB), Setting(1, 4 * MIB)
-    assert choose([{more: 1.04, smaller: 1.04, simple: 1.0}] * 3) == simple
-    assert choose([{more: 1.06, smaller: 1.0, simple: 1.0}] * 3) == more
-    assert choose([{more: 1.06, smaller: 1.06, simple: 1.0}] * 3) == smaller
-    # Rates that change from round to round hide no difference; what was given up counts no more.
-    assert choose([{simple: x, more: 1.1 * x} for x in (1.0, 0.5, 2.0)]) == more
-    assert choose([{more: 1.0, simple: 5.0}, {more: 1.0}, {more: 1.0}]) == more

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from gds import ALIGNMENT, HybridPolicy, PosixBackend, libc
-from gds.backends.hybrid import Hybrid, WriteGate
+from gds.backends.hybrid import Hybrid
 from gds.probe import DirectIOUnavailable
 from gds.testing._harness import contents, filled
-from tests.contract.conftest import drop_cache, open_below, wait_for
+from tests.contract.conftest import drop_cache, open_below
 
 KIB, MIB = 1 << 10, 1 << 20
 ROOMY = "MemTotal: 1000000 kB\nMemAvailable: 900000 kB\n"
@@ -220,42 +220,6 @@ def test_both_modes_at_once_beside_each_other_lose_nothing(directory, kernel):
                     assert data[edge : edge + 4 * KIB] == contents(small)
     assert min(num_calls) >= num_rounds, "both modes were used"
     backend.close()
-
-
-def test_a_mode_that_waits_is_not_passed_by_newcomers():
-    """Through a backend nobody sees that a write waits for its turn, so this is the gate alone."""
-    gate = WriteGate()
-    order: list[str] = []
-    first_in, go_on = threading.Event(), threading.Event()
-
-    def first():
-        with gate.passing("direct"):
-            first_in.set()
-            go_on.wait(60)
-            order.append("first")
-
-    def other(mode, name):
-        def run():
-            with gate.passing(mode):
-                order.append(name)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
-    threads = [threading.Thread(target=first)]
-    threads[0].start()
-    assert first_in.wait(60)
-    threads.append(other("direct", "together with the first"))
-    threads[-1].join(60)
-    threads.append(other("buffered", "waits"))
-    wait_for(lambda: gate._num_waiting["buffered"])
-    threads.append(other("direct", "behind it"))
-    wait_for(lambda: gate._num_waiting["direct"])
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert order == ["together with the first", "first", "waits", "behind it"]
 
 
 def test_a_write_that_fails_opens_the_gate(backend, directory, kernel):

@@ -9,7 +9,6 @@ import errno
 import importlib.abc
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
@@ -177,15 +176,6 @@ def test_a_directory_is_examined_once_where_it_is_and_only_for_device_memory(mak
     assert (examined, gpu.num_opened) == ([f"{directory}/after"], 0)
 
 
-@pytest.mark.parametrize("path", ["compat", "bounce"])
-def test_a_path_that_was_asked_for_needs_no_examination(make, gpu, directory, path):
-    backend = make(path=path, examine=lambda _: pytest.fail("examined"))
-    file = new_file(backend, f"{directory}/file", nbytes=4 * ALIGNMENT)
-    assert file.used("write").path == backend.paths_in(directory)["write"].path == path
-    assert backend.moved()["write"][path] == 4 * ALIGNMENT
-    assert gpu.num_opened == (path == "compat")
-
-
 def test_only_the_bounce_needs_no_kvikio(make, gpu, directory, monkeypatch):
     gpu.gds = True
     monkeypatch.setitem(sys.modules, "kvikio", None)
@@ -196,19 +186,6 @@ def test_only_the_bounce_needs_no_kvikio(make, gpu, directory, monkeypatch):
     file = new_file(backend, f"{directory}/other")
     assert file.used("write").path == "bounce", "although cuFile works"
     assert "kvikio" in file.used("write").reason
-
-
-def test_the_examination_is_that_of_the_check(make, directory, monkeypatch):
-    from gds.check import system
-
-    class Machine(system.System):
-        def library_error(self, name):
-            return "no such file"
-
-    monkeypatch.setattr(system, "System", Machine)
-    found = make(examine=None).paths_in(directory)
-    assert {used.path for used in found.values()} == {"bounce"}
-    assert "no CUDA driver: no such file" in found["read"].reason
 
 
 # Libraries
@@ -266,11 +243,6 @@ def test_one_call_makes_any_backend(gpu):
         backend.close()
     with pytest.raises(ValueError, match="'posix' or 'kvikio'"):
         gds.open_backend("cufile")
-
-
-def test_importing_the_backend_imports_no_library():
-    code = "import sys, gds.kvikio; sys.exit(bool({'kvikio', 'cupy', 'torch'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_backends_of_several_drives_do_not_take_threads_from_each_other(make, gpu, directory):

@@ -48,33 +48,6 @@ def test_a_request_size_that_would_misalign_parts_is_refused(backend, request_by
         backend.tune(read_threads=1, write_threads=1, request_bytes=request_bytes)
 
 
-def test_each_part_is_one_direct_call(backend, directory, kernel):
-    file = backend.create(f"{directory}/file", NBYTES)
-    kernel.start()
-    memory = backend.allocate(NBYTES)
-    assert file.write(memory, 0).result() == NBYTES
-    assert file.read(memory, 0).result() == NBYTES
-    for name in ("pwritev", "preadv"):
-        assert sorted(call for call in kernel.calls if call[0] == name) == [
-            (name, True, start, REQUEST_BYTES) for start in range(0, NBYTES, REQUEST_BYTES)
-        ]
-
-
-def test_unaligned_edges_are_buffered_and_parts_between_them_direct(backend, directory, kernel):
-    file = backend.create(f"{directory}/file", NBYTES)
-    source = backend.allocate(NBYTES).slice(100, 6 * ALIGNMENT)
-    source.memoryview()[:] = data = random.Random(1).randbytes(6 * ALIGNMENT)
-    kernel.start()
-    assert file.write(source, ALIGNMENT + 100).result() == 6 * ALIGNMENT
-    assert sorted(kernel.calls, key=lambda call: call[2]) == [
-        ("pwritev", False, ALIGNMENT + 100, ALIGNMENT - 100),
-        ("pwritev", True, 2 * ALIGNMENT, 3 * ALIGNMENT),
-        ("pwritev", True, 5 * ALIGNMENT, 2 * ALIGNMENT),
-        ("pwritev", False, 7 * ALIGNMENT, 100),
-    ]
-    assert file.read_bytes(ALIGNMENT + 100, 6 * ALIGNMENT) == data
-
-
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_parts_run_at_once_and_the_future_waits_for_all(backend, directory, kernel, verb):
     file = backend.create(f"{directory}/file", 2 * REQUEST_BYTES)

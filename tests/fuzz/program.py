@@ -44,30 +44,6 @@ class Program:
         """Return the program with these operations only."""
         return Program(self.name, self.config, tuple(operations))
 
-    def without(self, unwanted: list[str]) -> Program:
-        """Return the program less some kinds of operations, ambient modes, hooks or overlaps.
-
-        Hooks are named as ``hook:step``, overlaps as ``overlap:forward``.
-        """
-        kept = []
-        for op in self.operations:
-            args = {**op.args}
-            if args.get("ambient") in unwanted:
-                args["ambient"] = None
-            if op.kind == "reopen":
-                args["options"] = self._options(args["options"], unwanted)
-            if op.kind not in unwanted and args.get("mode") not in unwanted:
-                kept.append(Operation(op.kind, op.seed, args))
-        hooks = [hook for hook in self.config["hooks"] if f"hook:{hook}" not in unwanted]
-        config = {**self.config, "hooks": hooks}
-        config["options"] = self._options(config["options"], unwanted)
-        return Program(self.name, config, tuple(kept))
-
-    @staticmethod
-    def _options(options: dict[str, Any], unwanted: list[str]) -> dict[str, Any]:
-        unused = f"overlap:{options['overlap']}" in unwanted
-        return {**options, "overlap": None} if unused else options
-
     def to_json(self) -> str:
         """Return text that `from_json` reads."""
         return json.dumps(asdict(self))
@@ -290,7 +266,6 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str
     "state": (2, _choice(ambient=[None, *AMBIENT])),
     "read": (1.5, _choice(verify=[True, False])),
     "fork": (0.7, _choice(path=["call", "encode"])),
-    "loader": (0.15, _choice(workers=[1])),
     "threads": (1.5, _choice(path=["call", "encode", "block"])),
     "interrupt": (
         3,
@@ -298,11 +273,6 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str
             "action": rng.choice(["train", "train", "checkpoint", "restore", "state", "evaluate"]),
             "at": int(2 ** rng.uniform(0, 11)),
         },
-    ),
-    "average": (1.5, _choice(what=["update", "update", "swap"])),
-    "refuse": (
-        1.5,
-        _choice(what=["copy", "pickle", "older", "lock", "half", "twice", "class", "fused"]),
     ),
     "ambient": (3, _choice(call=list(CALLS), mode=list(AMBIENT))),
     "grad": (0.7, _choice(create=[True, False])),

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 
 import torch
 
-import offload
-from offload import errors
 from tests.fuzz import loops, readers, stores
 from tests.fuzz.compare import FindingError, require_same
 from tests.fuzz.interrupts import interrupted
 from tests.fuzz.program import Operation
 from tests.fuzz.sides import Ours, Plain, ambient
-from tests.fuzz.stores import Pair, bring_back, refused
+from tests.fuzz.stores import Pair, bring_back
 
 
 def interrupt(pair: Pair, op: Operation) -> None:
@@ -106,47 +102,6 @@ def same_extra(pair: Pair) -> bool:
     return True
 
 
-def refuse(pair: Pair, op: Operation) -> None:
-    """Do what is documented to be refused, and go on."""
-    ours, what = pair.ours, op.args["what"]
-    optimizer = ours.optimizers[0]
-    if what == "copy":
-        refused(lambda: copy.deepcopy(optimizer), TypeError, offload.OffloadError)
-    elif what == "pickle":
-        refused(lambda: pickle.dumps(optimizer), TypeError, offload.OffloadError)
-    elif what == "older":
-        ours.settle()
-        available = pair.listed(0)
-        if len(available) > 1:
-            refused(lambda: optimizer.restore(available[-1]), errors.MismatchError)
-    elif what == "lock":
-        lives, late = ours.lives, list(ours.late)
-        refused(lambda: ours.optimizer(0), offload.OffloadError)
-        ours.lives, ours.late = lives, late
-    elif what == "twice":
-        given = ours.parameters(0)[:1]
-        refused(lambda: optimizer.add_param_group({"params": given}), ValueError)
-    elif what in ("class", "fused", "half"):
-        parameter = torch.nn.Parameter(
-            torch.ones(2, dtype=torch.float64 if what == "half" else None)
-        )
-        kind = torch.optim.LBFGS if what == "class" else torch.optim.AdamW
-        more = {"fused": True} if what == "fused" else {}
-        where = ours.root / "refused"
-        refused(
-            lambda: offload.OffloadedOptimizer(
-                kind,
-                [parameter],
-                directory=where,
-                options=offload.Options(allow_volatile=True),
-                **more,
-            ),
-            offload.OffloadError,
-        )
-        if where.exists():
-            raise FindingError(f"a refused construction has made {where}")
-
-
 def in_mode(pair: Pair, op: Operation) -> None:
     """Call something within an ambient mode of torch."""
     call, mode = op.args["call"], op.args["mode"]
@@ -188,7 +143,7 @@ STORES: dict[str, Callable[[Pair, Operation], None]] = {
     for function in (
         *(stores.checkpoint, stores.restore, stores.reopen, stores.pin, stores.unpin),
         *(stores.reference, stores.load_full, stores.materialized, stores.state, stores.read),
-        *(interrupt, refuse),
+        interrupt,
     )
 }
 STORES["ambient"] = in_mode
