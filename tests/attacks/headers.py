@@ -1,7 +1,7 @@
 """Attacks on the headers of tensor files, in a checkpoint whose manifest is good.
 
 Only the start of the good file is overwritten: a file of another size is refused before anybody
-looks at its header. `tests/format/test_tensorfile_hostile.py` has what the parser refuses.
+looks at its header. `tests/format/test_tensorfile.py` has what the parser refuses.
 """
 
 from __future__ import annotations

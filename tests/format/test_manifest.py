@@ -19,7 +19,6 @@ from offload.format.manifest import (
     MAX_CONTENT_BYTES,
     MAX_MANIFEST_BYTES,
     decode,
-    invalid_manifest,
     num_model_blocks,
     reserved_bytes,
 )
@@ -140,31 +139,6 @@ def test_the_defaults_of_a_class_fit_itself(name):
         check_hyperparameters(a_manifest(groups=({"lr": "x"},)), defaults, PATH)
 
 
-def test_a_checkpoint_just_sealed_verifies_although_its_groups_have_names(tmp_path):
-    model = torch.nn.Linear(4, 4)
-    options = offload.Options(allow_volatile=True)
-    named = model.named_parameters()
-    with offload.AdamW(named, directory=tmp_path, model=model, options=options) as optimizer:
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        checkpoint = optimizer.checkpoint().result()
-        assert checkpoint.verify().problems == ()
-        assert "param_names" not in checkpoint.hyperparameters[0]
-
-
-def test_optional_fields_are_left_out():
-    ordered = good.body() | {"order": [[3, 1, 2, 0]], "shares": [2**16]}
-    found = decode(good.manifest(ordered), PATH)
-    assert (found.order, found.layout.shares) == (((3, 1, 2, 0),), (2**16,))
-    body = json.loads(a_manifest().encode(RESERVED))["body"]
-    assert body.keys() == good.BODY.keys()
-    owners = synthetic.manifest_of([synthetic.reference_to(1)])
-    body = json.loads(owners.encode(RESERVED))["body"]
-    assert body.keys() - good.BODY.keys() == {"counts_from", "owners", "model_boxes"}
-    assert good.BODY.keys() - body.keys() == {"model_digests"}
-
-
 # Lies
 
 HUGE_INTEGER = {"tensor": str(2**64), "dtype": "int64", "shape": []}
@@ -208,18 +182,6 @@ def test_parts_are_one_for_each_directory_and_those_of_its_digests():
     body["parts"][0]["digest"] = "0" * 32
     with pytest.raises(ManifestError, match="the parts on other drives are not those"):
         decode(good.manifest(body), PATH)
-
-
-def test_what_is_wrong_with_the_whole_is_said():
-    text = good.signed({**good.BODY, "counts_from": "parameter"})
-    text["format"] = 3
-    for data, words in (
-        (good.as_json(text), "format version 3 is for compressed state"),
-        (invalid_manifest(4096), f"^{PATH}: withdrawn: .*being rewritten"),
-        (good.manifest().replace(b'"step":2', b'"step":3'), f"^{PATH}: damaged: its content does"),
-    ):
-        with pytest.raises(ManifestError, match=words):
-            decode(data, PATH)
 
 
 # Room
