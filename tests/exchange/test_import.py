@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -283,31 +282,6 @@ def test_a_plain_checkpoint_of_one_group_needs_no_names(tmp_path):
     own.step()
     assert_same_parameters(other.named_parameters(), model.named_parameters())
     own.close()
-
-
-class Evil:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
-def test_a_pickle_that_would_run_something_is_refused(tmp_path):
-    model, optimizer = trained(steps=1)
-    evil = Evil(tmp_path / "made")
-    for kind in ("pt", "dcp"):
-        path = save(model, optimizer, tmp_path / kind, kind)
-        if kind == "pt":
-            torch.save({"model": {}, "optimizer": optimizer.state_dict(), "more": evil}, path)
-        else:
-            (path / ".metadata").write_bytes(pickle.dumps(evil))
-        with pytest.raises(CheckpointError, match="cannot be read"):
-            import_checkpoint(path, tmp_path / "store", options=OPTIONS)
-        assert not evil.path.exists()
-    assert not (tmp_path / "store").exists()
 
 
 ELSE = {

@@ -228,17 +228,6 @@ class TestRefusals:
                 optimizer.load_state_dict(short)
 
 
-def test_hooks_see_what_is_saved_and_loaded():
-    model, backend = make_mixed_model(), MemoryBackend()
-    seen = []
-    with make_optimizer(model, backend) as optimizer:
-        optimizer.register_state_dict_post_hook(lambda _, sd: {**sd, "note": 5})
-        optimizer.register_load_state_dict_pre_hook(lambda _, sd: seen.append(sd["note"]))
-        optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert seen == [5, "loaded"]
-
-
 def unsealed(message: str = "the reference that state_dict") -> Any:
     return pytest.warns(RuntimeWarning, match=message)
 
@@ -297,16 +286,3 @@ class TestAStateThatNobodyHasSealed:
         assert ("/run/step-00000001, call restore()" in said) == has_checkpoint
         assert ("/run has no checkpoint to continue from" in said) != has_checkpoint
         assert "directory=" not in said  # it is the right one
-
-    def test_a_seal_that_did_not_end_is_not_blamed_on_the_directory_alone(self):
-        model, backend = make_mixed_model(), MemoryBackend()
-        with make_optimizer(model, backend) as optimizer:
-            step(optimizer, 1)
-            optimizer.checkpoint()
-            reference = optimizer.state_dict()
-        with (
-            # as after a power cut
-            make_optimizer(make_mixed_model(), MemoryBackend()) as optimizer,
-            pytest.raises(MismatchError, match=r"/run has no checkpoint: either .* sealing did n"),
-        ):
-            optimizer.load_state_dict(reference)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from offload.errors import CheckpointError
-from offload.exchange.pickle_reading import PickleError, read_pickle
 from offload.exchange.stored_tensor import StoredTensor
 from offload.exchange.torch_reading import read_structure
 from tests.numerics.reference import assert_same_bits
@@ -209,24 +208,6 @@ def refusal(path: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
-
-
-def test_random_programs_end_with_a_value_or_a_refusal():
-    draw = random.Random(0)
-    codes = b"(.0125NKMJ\x88\x89\x8a\x8b\x8cXBCG]}ael\x85\x86\x87t)\x8f\x90susqrhj\x94bRQ"
-    codes += b"\x81c\x93\x80\x95"
-    ended = 0
-    for _ in range(3_000):
-        size = draw.choice([3, 10, 40])
-        program = bytes(draw.choice(codes) for _ in range(size)) + b"."
-        if draw.random() < 0.5:
-            program = program[: draw.randrange(size)] + draw.randbytes(4) + program
-        try:
-            read_pickle(program, {})
-            ended += 1
-        except PickleError:
-            continue
-    assert ended > 10
 
 
 def test_two_readers_cannot_disagree_about_where_the_list_is(tmp_path):

@@ -84,22 +84,6 @@ def test_chunks_are_ranges_end_to_end_which_hold_whole_blocks(sizes, rule):
         assert found.array_headers == replace(found, chunk_elements=1 << 20).array_headers
 
 
-@settings(deadline=None, max_examples=40)
-@given(sizes, sizes, shares, rules)
-def test_added_parameters_leave_every_whole_chunk_where_it_is(sizes, more, shares, rule):
-    before, after = layout(sizes, shares, *rule), layout(sizes + more, shares, *rule)
-    whole = before.num_elements // CHUNK
-    assert after.drives[: before.num_chunks] == before.drives
-    for array in before.array_names:
-        for chunk in range(whole):
-            places = []
-            for found in (before, after):
-                offset, nbytes = found.byte_range(array, chunk)
-                header = found.array_headers[found.drives[chunk]][array]
-                places.append((offset - header.data_start, nbytes))
-            assert places[0] == places[1]
-
-
 @pytest.mark.parametrize(
     ("speeds", "expected"),
     [
