@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import offload
-from tests.attacks.imports import CASES, Hostile, attempt
+from tests.attacks.importing import attempt
+from tests.attacks.imports import CASES, Hostile
 from tests.campaigns import FULL
 from tests.forking import Children
 
@@ -25,7 +26,7 @@ SOME = {
 
 @pytest.fixture(scope="module")
 def children() -> Iterator[Children]:
-    made = Children("tests.attacks.imports")
+    made = Children("tests.attacks.importing")
     yield made
     made.close()
 
