@@ -110,33 +110,36 @@ def test_each_direction_takes_its_own_path(make, gpu, directory, works):
         assert backend.moved()[name][used.path] == ALIGNMENT
 
 
-def test_what_cufile_does_not_take_is_not_called_direct(make, gpu, directory):
+NOT_DIRECT = {
+    "cufile-refuses-the-file": "cuFile error 5027",
+    "told-by-the-environment": "copy through the host",
+    "told-by-the-driver": "copy through the host",
+    "no-kvikio": "kvikio",
+}
+
+
+@pytest.mark.parametrize("case", NOT_DIRECT)
+def test_what_may_be_a_copy_through_the_host_is_not_called_direct(
+    make, gpu, directory, monkeypatch, case
+):
+    gpu.gds = case != "cufile-refuses-the-file"
+    gpu.copies_untold = case == "told-by-the-driver"
+    if case == "told-by-the-environment":
+        monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "true")
+    if case == "no-kvikio":
+        monkeypatch.setitem(sys.modules, "kvikio", None)
     backend = make(examine=lambda _: dict(GDS))
     file = backend.create(f"{directory}/file", ALIGNMENT)
     file.write(filled(backend, ALIGNMENT, 1), 0).result()
     for direction in ("read", "write"):
         used = file.used(direction)
         assert used.path == "bounce"
-        assert "cuFile error 5027" in used.reason
+        assert NOT_DIRECT[case] in used.reason
     assert backend.moved()["write"] == {"gds": 0, "compat": 0, "bounce": ALIGNMENT}
-
-
-@pytest.mark.parametrize("told", ["by the environment", "by the driver"])
-def test_what_may_be_a_copy_through_the_host_is_not_called_direct(
-    make, gpu, directory, monkeypatch, told
-):
-    gpu.gds = True
-    gpu.copies_untold = told == "by the driver"
-    if told == "by the environment":
-        monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "true")
-    backend = make()
-    file = backend.create(f"{directory}/file", ALIGNMENT)
-    file.write(backend.allocate(ALIGNMENT), 0).result()
-    assert file.used("write").path == "bounce"
-    assert "copy through the host" in file.used("write").reason
-    assert backend.moved()["write"]["gds"] == 0
-    demanding = make(path="gds")
-    with pytest.raises(StorageError, match="copy through the host") as caught:
+    if case == "no-kvikio":
+        return
+    demanding = make(path="gds", examine=lambda _: dict(GDS))
+    with pytest.raises(StorageError, match=NOT_DIRECT[case]) as caught:
         demanding.open(f"{directory}/file").read(demanding.allocate(1), 0).result()
     assert caught.value.errno == errno.EOPNOTSUPP
 
@@ -174,18 +177,6 @@ def test_a_directory_is_examined_once_where_it_is_and_only_for_device_memory(mak
     for file in files * 2:
         file.read(backend.allocate(ALIGNMENT), 0).result()
     assert (examined, gpu.num_opened) == ([f"{directory}/after"], 0)
-
-
-def test_only_the_bounce_needs_no_kvikio(make, gpu, directory, monkeypatch):
-    gpu.gds = True
-    monkeypatch.setitem(sys.modules, "kvikio", None)
-    backend = make(path="bounce")
-    new_file(backend, f"{directory}/file").close()
-    assert backend.capabilities(directory).device_memory
-    backend = make()
-    file = new_file(backend, f"{directory}/other")
-    assert file.used("write").path == "bounce", "although cuFile works"
-    assert "kvikio" in file.used("write").reason
 
 
 # Libraries

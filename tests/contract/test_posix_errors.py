@@ -6,8 +6,6 @@ replaced `os.preadv` or `os.pwritev` where not; each test shows that it happened
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -127,38 +125,6 @@ def test_an_interrupted_transfer_goes_on(backend, directory, kernel):
     assert file.write(source, 0).result() == NBYTES
     assert left == []
     assert file.read_bytes(0, NBYTES) == data
-
-
-LIMITED_WRITE = """
-import resource, sys
-from gds import PosixBackend, StorageError
-size, limit = 1 << 20, 614400
-backend = PosixBackend(direct=True)
-file = backend.create(sys.argv[1], size)
-source = backend.allocate(size - 4096)
-source.memoryview()[:] = b"x" * source.nbytes
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-try:
-    file.write(source, 4096).result()
-except StorageError as error:
-    print(error.errno, error.offset, f"{limit - 4096} done" in str(error))
-backend.close()
-"""
-
-
-def test_a_real_limit_is_a_short_write_and_then_its_error(directory):
-    # In a child, because the limit is the whole process's.
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED_WRITE, f"{directory}/file"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == (f"{errno.EFBIG} 4096 True\n", "")
-    data = Path(directory, "file").read_bytes()
-    assert len(data) == 1 << 20
-    assert data.rstrip(b"\0") == bytes(4096) + b"x" * (614400 - 4096)
 
 
 @pytest.mark.parametrize("call", ["fdatasync", "fsync"])

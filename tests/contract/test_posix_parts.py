@@ -4,11 +4,8 @@ The contract of `test_backends.py` runs in parts, too: bytes, counters and reads
 """
 
 import errno
-import gc
 import os
-import random
 import threading
-import weakref
 
 import pytest
 
@@ -133,42 +130,6 @@ def test_a_failed_transfer_resolves_only_when_no_part_uses_the_memory(backend, d
 
 
 # Ends, and what is kept until then
-
-
-@pytest.mark.parametrize("what", ["file", "backend"])
-def test_closing_waits_for_every_part(backend, directory, kernel, what):
-    file = backend.create(f"{directory}/file", NBYTES)
-    gate = Gate()
-    kernel.start(gate)
-    future = file.write(backend.allocate(NBYTES), 0)
-    assert gate.arrived.acquire(timeout=60)
-    closing = threading.Thread(target={"file": file, "backend": backend}[what].close)
-    closing.start()
-    closing.join(0.05)
-    assert closing.is_alive()
-    assert not future.done()
-    gate.opened.set()
-    closing.join(60)
-    assert not closing.is_alive()
-    assert future.result(0) == NBYTES
-    assert len(kernel.calls) == NUM_PARTS
-
-
-def test_a_dropped_transfer_in_parts_is_completed_and_then_forgotten(backend, directory, kernel):
-    file = backend.create(f"{directory}/file", NBYTES)
-    source = backend.allocate(NBYTES)
-    source.memoryview()[:] = data = random.Random(3).randbytes(NBYTES)
-    gate = Gate()
-    kernel.start(gate)
-    file.write(source, 0)
-    refs = [weakref.ref(source), weakref.ref(file)]
-    del source, file
-    gc.collect()
-    assert all(ref() for ref in refs)
-    gate.opened.set()
-    wait_for(lambda: not any(ref() for ref in refs))
-    with open(f"{directory}/file", "rb") as found:
-        assert found.read() == data
 
 
 # Tuning

@@ -24,28 +24,6 @@ ROOT = Path(__file__).parents[2]
 # Names
 
 
-def test_files_get_the_umask_and_every_block_of_their_size(backend, directory):
-    before = os.umask(0o027)
-    try:
-        backend.create(f"{directory}/file", NBYTES + 1).close()
-    finally:
-        os.umask(before)
-    found = os.stat(f"{directory}/file")
-    assert found.st_mode & 0o777 == 0o640
-    assert found.st_blocks * 512 >= NBYTES + 1
-
-
-def test_a_pipe_is_refused_at_once(backend, directory):
-    os.mkfifo(f"{directory}/pipe")
-    with pytest.raises(StorageError, match="regular"):
-        backend.open(f"{directory}/pipe")
-    with pytest.raises(StorageError, match="neither"):
-        backend.lock(f"{directory}/pipe")
-    found = backend.stat(f"{directory}/pipe")
-    assert found is not None
-    assert found.kind == "other"
-
-
 def test_renames_work_where_the_kernel_has_no_flags_for_them(backend, directory, monkeypatch):
     monkeypatch.setattr(libc, "_function", lambda _: None)
     backend.make_dir(f"{directory}/a")

@@ -7,8 +7,6 @@ import threading
 import time
 from queue import SimpleQueue
 
-import pytest
-
 from gds import ALIGNMENT, PosixBackend
 from gds.backends.threads import TransferPool
 from gds.waiting import Pending, wait
@@ -76,29 +74,6 @@ def test_an_outcome_can_be_waited_for_and_told_after_an_interrupt():
         told = SimpleQueue()
         pending.add_done_callback(told.put)
         assert told.get_nowait().result(0) == pending.result() == 7
-
-
-def test_an_outcome_is_known_once():
-    pending, failed = Pending(), Pending()
-    assert not pending.wait(0)
-    assert not pending.wait(-1)
-    with pytest.raises(TimeoutError):
-        pending.result(0.001)
-    told = []
-    pending.add_done_callback(told.append)
-    pending.add_done_callback(lambda _: 1 / 0)  # which is logged
-    pending.add_done_callback(told.append)
-    pending.set_result(None)
-    assert told == [pending, pending]
-    with pytest.raises(RuntimeError, match="already set"):
-        pending.set_exception(OSError())
-    assert pending.result() is None
-    assert pending.exception() is None
-    failed.set_exception(OSError("disk"))
-    for _ in range(2):
-        with pytest.raises(OSError, match="disk"):
-            failed.result()
-    assert str(failed.exception()) == "disk"
 
 
 def test_a_transfer_that_an_interrupt_keeps_from_being_begun_does_not_run_later():

@@ -206,22 +206,9 @@ def _choice(**choices: list[Any]) -> Callable[[random.Random, dict[str, Any]], d
 
 
 def _reopen(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
-    return {"options": options(rng, config), "close": rng.random() < 0.8}
+    mode = rng.choice([None, None, *AMBIENT])
+    return {"options": options(rng, config), "close": rng.random() < 0.8, "ambient": mode}
 
-
-CALLS = (
-    "step",
-    "checkpoint",
-    "restore",
-    "state_dict",
-    "full_state_dict",
-    "load_full",
-    "synchronize",
-    "stats",
-    "pin",
-    "materialized",
-    "reopen",
-)
 
 KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str, Any]]]] = {
     "train": (30, _train),
@@ -258,7 +245,7 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str
     ),
     "restore": (4, _choice(back=[0, 0, 1, 2], zero=[True, False], ambient=[None, None, *AMBIENT])),
     "reopen": (3, _reopen),
-    "pin": (1, _choice(name=["a", "b"])),
+    "pin": (1, _choice(name=["a", "b"], ambient=[None, *AMBIENT])),
     "unpin": (1, _choice(name=["a", "b"])),
     "reference": (1, _choice(ambient=[None, *AMBIENT])),
     "load_full": (1, _choice(source=["ours", "plain"], ambient=[None, *AMBIENT])),
@@ -274,7 +261,6 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str
             "at": int(2 ** rng.uniform(0, 11)),
         },
     ),
-    "ambient": (3, _choice(call=list(CALLS), mode=list(AMBIENT))),
     "grad": (0.7, _choice(create=[True, False])),
     "saliency": (0.7, _choice(training=[True, False])),
 }

@@ -1,4 +1,4 @@
-"""Interrupts, refusals, calls within ambient modes; and the table of operations on both sides."""
+"""Interrupts; and the table of operations on both sides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.fuzz import loops, readers, stores
 from tests.fuzz.compare import FindingError, require_same
 from tests.fuzz.interrupts import interrupted
 from tests.fuzz.program import Operation
-from tests.fuzz.sides import Ours, Plain, ambient
+from tests.fuzz.sides import Ours, Plain
 from tests.fuzz.stores import Pair, bring_back
 
 
@@ -102,42 +102,6 @@ def same_extra(pair: Pair) -> bool:
     return True
 
 
-def in_mode(pair: Pair, op: Operation) -> None:
-    """Call something within an ambient mode of torch."""
-    call, mode = op.args["call"], op.args["mode"]
-    wide = {
-        "ambient": mode,
-        "zero": True,
-        "back": 0,
-        "name": "a",
-        "source": "ours",
-        "wait": True,
-        "again": None,
-        "metric": None,
-    }
-    inner = Operation(call, op.seed, wide)
-    if call in ("checkpoint", "restore", "pin", "materialized"):
-        STORES[call](pair, inner)
-    elif call == "reopen":
-        stores.reopen(
-            pair, Operation(call, op.seed, {"options": pair.ours.options, "ambient": mode})
-        )
-    elif call == "load_full":
-        stores.load_full(pair, inner)
-    elif call == "full_state_dict":
-        stores.state(pair, inner)
-    elif call == "step":
-        for side in (pair.plain, pair.ours):
-            torch.manual_seed(op.seed)
-            if side.overlap != "backward" and not side.scaler:
-                loops.accumulate(side, Operation("accumulate", op.seed, {"path": "call"}))
-                loops.steps(side, wide)
-    else:
-        for optimizer in pair.ours.optimizers:
-            with ambient(mode):
-                getattr(optimizer, call)()
-
-
 STORES: dict[str, Callable[[Pair, Operation], None]] = {
     function.__name__: function
     for function in (
@@ -146,4 +110,3 @@ STORES: dict[str, Callable[[Pair, Operation], None]] = {
         interrupt,
     )
 }
-STORES["ambient"] = in_mode
