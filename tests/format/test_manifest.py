@@ -24,7 +24,6 @@ from offload.format.manifest import (
 )
 from offload.format.shares.owners import ModelBox, encode_model_boxes
 from offload.format.strict_json import MAX_VALUES, num_marks, parse_json
-from offload.update.hyperparameters import check_hyperparameters
 from offload.update.rules import UpdateRule
 from tests.attacks import good
 from tests.attacks.manifests import put
@@ -126,17 +125,6 @@ def test_a_store_has_no_more_directories_than_are_read(tmp_path):
     with pytest.raises(ValueError, match="at most 64 directories, got 65"):
         offload.AdamW([torch.nn.Parameter(torch.zeros(1))], directory=places)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "ASGD"])
-def test_the_defaults_of_a_class_fit_itself(name):
-    defaults = dict(UpdateRule(getattr(torch.optim, name), {}).defaults)
-    # What users set: a tensor, an integer, a scheduler's own key.
-    changed = {**defaults, "lr": torch.tensor(0.5), "weight_decay": 1, "initial_lr": float("nan")}
-    for group in (defaults, changed):
-        check_hyperparameters(a_manifest(groups=(group,)), defaults, PATH)
-    with pytest.raises(CheckpointError, match=rf"{PATH}: param_groups\[0\]\['lr'\] is 'x'"):
-        check_hyperparameters(a_manifest(groups=({"lr": "x"},)), defaults, PATH)
 
 
 # Lies

@@ -348,23 +348,3 @@ def test_a_hostile_header_is_refused_by_name(case):
             safetensors.deserialize(file)
     else:
         safetensors.deserialize(file)
-
-
-def test_one_flipped_bit_is_refused_by_name_or_harmless_to_the_library_too():
-    file = raw_file({"__metadata__": {"k": "v"}, **GOOD}, b"0" * 11)
-    assert [one.stop for one in parse_header(file, len(file)).entries.values()] == [8, 11]
-    num_refused = num_accepted = 0
-    for position in range(len(file) - 11):
-        for bit in range(8):
-            bad = bytearray(file)
-            bad[position] ^= 1 << bit
-            try:
-                parse_header(bytes(bad), len(bad))
-            except TensorFileError:
-                num_refused += 1
-            else:
-                # A name, or a word of the metadata, became another legal one.
-                safetensors.deserialize(bytes(bad))
-                num_accepted += 1
-    assert num_accepted > 0
-    assert num_refused > 0.9 * 8 * (len(file) - 11)
