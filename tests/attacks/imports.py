@@ -312,7 +312,7 @@ def _cases() -> Iterator[Hostile]:
     yield Hostile("groups-int", optimizer(param_groups=5), "param_groups")
     yield Hostile("no-groups", optimizer(param_groups=[]), "param_groups")
     yield Hostile("no-params", group(params=None), "params")
-    yield Hostile("params-twice", group(params=[0, 0]), "two groups|twice|params")
+    yield Hostile("params-twice", group(params=[0, 0]), "expected float32 of shape")
     yield Hostile("state-of-others", optimizer(state={0: {"x": 1}}), "keeps")
     yield Hostile("betas-text", group(betas="ab"), "betas")
     yield Hostile("lr-nan", group(lr=float("nan")), "lr")
