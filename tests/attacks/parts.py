@@ -28,13 +28,8 @@ def _parts() -> Iterator[tuple[str, bytes, str]]:
     yield "long", text.ljust(10_000), "of 10000 bytes, expected a file of 4096"
     yield "spaces", _padded(b""), "not a JSON document"
     yield "zero-bytes", bytes(_PART_BYTES), "not a JSON document"
-    yield "byte-order-mark", _padded(b"\xef\xbb\xbf" + text), "not a JSON document"
-    yield "utf-16", _padded(text.decode().encode("utf-16")), "not UTF-8"
     yield "pickle", _padded(b"cos\nsystem\n(S'touch PWNED'\ntR."), "not a JSON document"
     yield "deep", b"[" * _PART_BYTES, "nested too deeply"
-    yield "list", _padded(b"[]"), "it has no 'format'"
-    yield "number", _padded(b"5"), "it has no 'format'"
-    yield "text", _padded(b'"invalid format body"'), "it has no 'format'"
     yield "nan", _padded(text.replace(b'"drive":1', b'"drive":NaN')), "NaN is not a JSON number"
     yield (
         "huge-integer",
@@ -44,22 +39,15 @@ def _parts() -> Iterator[tuple[str, bytes, str]]:
     yield "key-twice", _padded(text.replace(b'"drive":1', b'"drive":1,"drive":2')), "a key twice"
     yield "format", _padded(good.as_json({**good.part(), "format": True})), "format version True"
     yield "digest", _padded(good.as_json({**good.part(), "digest": "0" * 32})), "does not match"
-    yield "digest-list", _padded(good.as_json({**good.part(), "digest": []})), "does not match"
-    yield "body-list", _padded(good.as_json({**good.part(), "body": [1]})), "does not match"
     yield (
         "invalid-escapes",
         _padded(good.as_json({"format": 1, "invalid": "\x1b]2;owned\x07\n" * 90})),
         "not sealed",
     )
     its_body = "its body is"
-    yield "store-id-number", _spoilt(store_id=1), its_body
     yield "store-id-surrogate", _spoilt(store_id="\ud800" * 32), its_body
     yield "store-id-escapes", _spoilt(store_id="\x1b[2J"), its_body
-    yield "generation-text", _spoilt(generation="9"), its_body
-    yield "generation-negative", _spoilt(generation=-9), its_body
     yield "drive-bool", _spoilt(drive=True), its_body
-    yield "drive-deep", _spoilt(drive=[[[[[[[[[[1]]]]]]]]]]), its_body
-    yield "content-none", _spoilt(content=None), its_body
     yield "field-unknown", _spoilt(__class__="os.system"), its_body
     yield "another-part", _padded(text), "is not the part that was sealed with it"
 
