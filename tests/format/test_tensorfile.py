@@ -241,7 +241,6 @@ HOSTILE = {
     "nul-padding": (raw_file(b"{}\0\0"), HeaderEncodingError, True),
     "two-objects": (raw_file(b"{}{}"), HeaderEncodingError, True),
     "nan": (raw_file(b'{"a":NaN}'), HeaderEncodingError, True),
-    "infinity": (raw_file(b'{"a":-Infinity}'), HeaderEncodingError, True),
     "surrogate-name": (raw_file({"\ud800": entry()}, b"0"), HeaderEncodingError, True),
     "surrogate-metadata": (raw_file({"__metadata__": {"a": "\ud800"}}), HeaderEncodingError, True),
     "thousand-digits": (
@@ -251,7 +250,6 @@ HOSTILE = {
     ),
     "ten-thousand-digits": (raw_file(b'{"a":' + b"1" * 10_000 + b"}"), HeaderEncodingError, True),
     "deep-nesting": (raw_file(b'{"a":' + b"[" * 200_000), HeaderStructureError, True),
-    "some-nesting": (raw_file(b'{"a":' + b"[" * 90 + b"]" * 90 + b"}"), HeaderStructureError, True),
     "duplicate-name": (
         raw_file(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2), b"0"),
         DuplicateNameError,
@@ -272,7 +270,6 @@ HOSTILE = {
         DuplicateNameError,
         True,
     ),
-    "tensor-is-a-number": (raw_file({"a": 1}), HeaderStructureError, True),
     "tensor-is-a-list": (raw_file({"a": ["U8", [1], [0, 1]]}, b"0"), HeaderStructureError, False),
     "unknown-field": (raw_file({"a": {**entry(), "x": 1}}, b"0"), HeaderStructureError, False),
     "missing-field": (
@@ -281,9 +278,7 @@ HOSTILE = {
         True,
     ),
     "unknown-dtype": (raw_file({"a": entry("F31")}, b"0"), DtypeError, True),
-    "dtype-is-a-list": (raw_file({"a": entry(["U8"])}, b"0"), DtypeError, True),
     "sub-byte-dtype": (raw_file({"a": entry("F4", [2])}, b"0"), DtypeError, False),
-    "shape-is-a-number": (raw_file({"a": entry(shape=1)}, b"0"), ShapeError, True),
     "negative-size": (raw_file({"a": entry(shape=[-1])}, b"0"), ShapeError, True),
     "negative-zero": (
         raw_file(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'),
@@ -291,8 +286,6 @@ HOSTILE = {
         True,
     ),
     "bool-size": (raw_file({"a": entry(shape=[True])}, b"0"), ShapeError, True),
-    "float-size": (raw_file({"a": entry(shape=[1.0])}, b"0"), ShapeError, True),
-    "text-size": (raw_file({"a": entry(shape=["1"])}, b"0"), ShapeError, True),
     "overflowing-product": (raw_file({"a": entry(shape=[2**40, 2**40])}, b"0"), ShapeError, True),
     "product-wraps-to-fit": (
         raw_file({"a": entry(shape=[2**32 + 1, 2**32 - 1, 1])}, b"0"),
@@ -308,7 +301,6 @@ HOSTILE = {
     "shape-and-offsets-differ": (raw_file({"a": entry(shape=[2])}, b"0"), ShapeError, True),
     "offsets-reversed": (raw_file({"a": entry(offsets=[1, 0])}, b"0"), OffsetError, True),
     "offsets-negative": (raw_file({"a": entry(offsets=[-1, 0])}, b"0"), OffsetError, True),
-    "offsets-of-three": (raw_file({"a": entry(offsets=[0, 1, 1])}, b"0"), OffsetError, True),
     "offsets-bool": (raw_file({"a": entry(offsets=[False, True])}, b"0"), OffsetError, True),
     "hole-at-start": (raw_file({"a": entry(offsets=[1, 2])}, b"00"), OffsetError, True),
     "hole": (raw_file({"a": entry(), "b": entry(offsets=[2, 3])}, b"000"), OffsetError, True),
@@ -317,7 +309,6 @@ HOSTILE = {
         OffsetError,
         True,
     ),
-    "same-range-twice": (raw_file({"a": entry(), "b": entry()}, b"0"), OffsetError, True),
     "empty-inside-another": (
         raw_file(
             {"a": entry(shape=[2], offsets=[0, 2]), "b": entry(shape=[0], offsets=[1, 1])}, b"00"
@@ -328,8 +319,6 @@ HOSTILE = {
     "trailing-slack": (raw_file(GOOD, b"0" * 12), FileSizeError, True),
     "cut-short": (raw_file(GOOD, b"0" * 10), FileSizeError, True),
     "metadata-null": (raw_file({"__metadata__": None}), MetadataError, False),
-    "metadata-list": (raw_file({"__metadata__": []}), MetadataError, True),
-    "metadata-number": (raw_file({"__metadata__": {"a": 1}}), MetadataError, True),
     "metadata-nested": (raw_file({"__metadata__": {"a": {}}}), MetadataError, True),
 }
 
