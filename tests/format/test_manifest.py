@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,6 @@ import pytest
 import torch
 
 import offload
-from offload.checkpoint import reading
 from offload.errors import CheckpointError, ManifestError, OffloadError, UnsupportedOptimizerError
 from offload.format import Layout, Manifest, ModelTensor, ParameterSpec, manifest
 from offload.format._manifest_fields import TENSOR_DTYPES
@@ -264,36 +264,35 @@ def test_one_that_readers_would_refuse_gets_no_room(monkeypatch):
         reserved_bytes(nothing, 2)
 
 
-def test_more_than_the_limits_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+def test_more_than_the_limits_is_refused_before_it_is_parsed(tmp_path):
     assert len(parse_json(b"[1,1,1,1]", max_values=4)) == 4
     with pytest.raises(ValueError, match="about 5 values, at most 4 are read"):
         parse_json(b"[1,1,1,1,this is no JSON", max_values=4)
     directory = tmp_path / "step-00000002"
     directory.mkdir()
 
-    def refused(text):
-        (directory / "manifest.json").write_bytes(text)
+    def refused(make):
+        make(directory / "manifest.json")
         with pytest.raises(CheckpointError) as caught:
             offload.open_checkpoint(directory)
         return str(caught.value)
 
-    for name, limit in (("MAX_CONTENT_BYTES", 5000), ("MAX_MANIFEST_BYTES", 9000)):
-        monkeypatch.setattr(reading, name, limit)
-    assert "5001 bytes of content, expected at most 5000" in refused(b"x" * 5001 + b" " * 99)
-    assert "bytes of content" not in refused(b"{}".ljust(9000)), "padding is none"
-    assert "expected a file of at most 9000" in refused(b" " * 9001)
+    num_bytes = MAX_CONTENT_BYTES + 1
+    said = refused(lambda path: path.write_bytes(b"x" * num_bytes + b" " * 99))  # padding is none
+    assert f"{num_bytes} bytes of content, expected at most {MAX_CONTENT_BYTES}" in said
+    said = refused(lambda path: os.truncate(path, MAX_MANIFEST_BYTES + 1))
+    assert f"expected a file of at most {MAX_MANIFEST_BYTES}" in said
 
 
 CHILD = """
 import resource, sys
-from gds import PosixBackend
-from offload.errors import ManifestError
-from offload.checkpoint.reading import decode_manifest
+import offload
+from offload.errors import CheckpointError
 
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
-    decode_manifest(PosixBackend(), sys.argv[1])
-except ManifestError as error:
+    offload.open_checkpoint(sys.argv[1])
+except CheckpointError as error:
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, str(error)[:300])
 """
 
@@ -302,9 +301,11 @@ def test_small_values_which_take_more_memory_than_text_are_refused_in_little(tmp
     """In a process of its own, whose memory is compared: it is read twice, and copied once."""
     head, unit, tail = b'{"format":2,"digest":"x","body":{"a":[', b"[],", b"0]}}"
     count = (MAX_CONTENT_BYTES - len(head) - len(tail)) // len(unit)
-    (tmp_path / "manifest.json").write_bytes(head + unit * count + tail)
+    directory = tmp_path / "step-00000002"
+    directory.mkdir()
+    (directory / "manifest.json").write_bytes(head + unit * count + tail)
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", CHILD, str(directory)], capture_output=True, text=True, check=True
     )
     grown_kib, _, message = done.stdout.partition(" ")
     assert f"at most {MAX_VALUES} are read" in message
