@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +25,6 @@ from offload.format.manifest import (
 )
 from offload.format.shares.owners import ModelBox, encode_model_boxes
 from offload.format.strict_json import MAX_VALUES, num_marks, parse_json
-from offload.update.rules import UpdateRule
 from tests.attacks import good
 from tests.attacks.manifests import put
 from tests.ranks_store import synthetic
@@ -103,7 +103,7 @@ def test_numbers_that_could_not_be_read_again_are_not_sealed(field):
             a_manifest(**{field: bad}).encode(RESERVED)
 
 
-def test_a_state_array_must_be_able_to_name_a_file():
+def test_a_state_array_must_be_able_to_name_a_file(tmp_path):
     class Keeping(torch.optim.SGD):
         key = ""
 
@@ -112,12 +112,21 @@ def test_a_state_array_must_be_able_to_name_a_file():
                 for p in group["params"]:
                     self.state[p].setdefault(self.key, torch.zeros_like(p)).add_(p.grad)
 
-    group = {**UpdateRule(Keeping, {"lr": 0.1}).defaults}
+    def stepped():
+        parameter = torch.nn.Parameter(torch.ones(3))
+        parameter.grad = torch.ones(3)
+        options = offload.Options(allow_volatile=True)
+        with offload.OffloadedOptimizer(
+            Keeping, [parameter], lr=0.1, directory=tmp_path / "run", options=options
+        ) as optimizer:
+            optimizer.step()
+            return [path.name for path in Path(optimizer.checkpoint().result().path).iterdir()]
+
     for Keeping.key in ("../../x", "model", "a\0b", "", "a" * 65):
         with pytest.raises(UnsupportedOptimizerError, match="a state array names a file"):
-            UpdateRule(Keeping, {"lr": 0.1}).rule(group)
+            stepped()
     Keeping.key = "sum_of_gradients"
-    assert UpdateRule(Keeping, {"lr": 0.1}).rule(group).arrays == ("sum_of_gradients",)
+    assert "sum_of_gradients.safetensors" in stepped()
 
 
 def test_a_store_has_no_more_directories_than_are_read(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import offload
-import offload.update.host_place
 from gds import MemoryBackend
 from offload.errors import UnsupportedParameterError
 from tests.fake_gpu.device import OnDevice, on_device, upload, values
