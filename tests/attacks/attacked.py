@@ -83,7 +83,8 @@ class Attacked:
     directories: list[Path]
     outside: Path
     thorough: bool
-    """Whether everything is tried: for the first of a kind, and what no file can hold."""
+    """Whether everything is tried: for the first of a kind, and in a long run for what no file can
+    hold."""
 
     complaints: list[str] = field(default_factory=list)
 
@@ -294,7 +295,7 @@ def mapped_bytes() -> int:
 
 
 def main() -> None:
-    attacks = chosen(sys.argv[1])
+    attacks, is_short = chosen(sys.argv[1]), sys.argv[1] == "some"
     directory = Path(sys.argv[2])
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be searched when this ends, which takes a second
@@ -322,8 +323,8 @@ def main() -> None:
     exec("pass")  # shows that the hook notes what it should
     for attack in attacks:
         print(f"attack: {attack.id}", flush=True)
-        kind = (attack.target, attack.stage)
-        thorough = attack.content is None or kind not in kinds
+        kind = (attack.group if is_short else attack.target, attack.stage)
+        thorough = kind not in kinds or (attack.content is None and not is_short)
         kinds.add(kind)
         template = templates[attack.num_directories]
         signal.alarm(TIMEOUT_S)  # a hang is the death of this process

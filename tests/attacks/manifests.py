@@ -95,8 +95,6 @@ def put(*path: str | int, value: object) -> Callable[[Body], None]:
     return change
 
 
-
-
 def _many_arrays(body: Body) -> None:
     names = [f"a{index}" for index in range(3000)]
     body["parameters"][0][4] = names

@@ -1,6 +1,5 @@
 """Direct or buffered for each request: what is chosen, and that both see each other's bytes."""
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,21 +72,6 @@ def test_the_choice_is_what_the_kernel_is_asked(backend, directory, kernel, resi
     assert calls(file.write, MIB, 0) == [True]
     drop_cache(file.path)
     assert calls(file.read, MIB, 0) == [True]
-    file.close()
-
-
-def test_a_read_that_is_cached_in_part_goes_to_the_drive(backend, directory, residency):
-    file = backend.create(f"{directory}/file", 2 * MIB)
-    memory = filled(backend, 2 * MIB, 1)
-    file.write(memory, 0).result()
-    for cached, expected in ((MIB, "direct: large"), (2 * MIB, "buffered: cached")):
-        drop_cache(file.path)
-        with open(file.path, "rb", buffering=0) as whole:
-            os.posix_fadvise(whole.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no further
-            assert len(whole.read(cached)) == cached
-        before = counts(backend).get(f"read {expected}", 0)
-        file.read(memory, 0).result()
-        assert counts(backend)[f"read {expected}"] == before + 1
     file.close()
 
 
@@ -168,11 +152,6 @@ def test_nothing_more_is_put_into_the_page_cache_if_memory_is_short(
         Path(file.path).read_bytes()
         file.read(memory, 0).result()
         assert counts(backend)["read buffered: cached"] == 1, "what is there already is taken"
-
-
-def test_direct_and_hybrid_exclude_each_other():
-    with pytest.raises(ValueError, match="direct=False"):
-        PosixBackend(direct=False, hybrid=True)
 
 
 # Both modes on one file
