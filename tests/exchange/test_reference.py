@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gds import MemoryBackend
-from offload.errors import MismatchError, NotRestoredError
+from offload.errors import MismatchError
 from tests.numerics.reference import bits
 from tests.stores.small import make_mixed_model, make_optimizer, step
 
@@ -121,20 +121,6 @@ def test_another_process_goes_on_from_the_sealed_checkpoint_that_it_names():
         step(optimizer, 3)
         step(optimizer, 4)
         assert_same(parameters(other), expected)
-
-
-def test_what_is_loaded_at_construction_time_decides_nothing():
-    """accelerate's `prepare()` loads what `state_dict()` gave it, before anybody restores."""
-    model, backend = make_mixed_model(), MemoryBackend()
-    with make_optimizer(model, backend) as optimizer:
-        step(optimizer, 1)
-        optimizer.checkpoint()
-    with make_optimizer(model, backend.reopened()) as optimizer:
-        optimizer.load_state_dict(optimizer.state_dict())
-        with pytest.raises(NotRestoredError):
-            step(optimizer, 2)
-        optimizer.restore()
-        step(optimizer, 2)
 
 
 class TestRefusals:
