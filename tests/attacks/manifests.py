@@ -236,7 +236,6 @@ LATER: dict[str, tuple[Callable[[Body], None], str, Stage]] = {
         "'amsgrad'.* is 'os.system', expected True or False",
         "restore",
     ),
-    "fused": (put("groups", 0, "fused", value=True), "fused=True is not supported", "restore"),
     "amsgrad-without-its-array": (
         put("groups", 0, "amsgrad", value=True),
         "was in group 0 and kept",
