@@ -236,26 +236,6 @@ def test_one_call_makes_any_backend(gpu):
         gds.open_backend("cufile")
 
 
-def test_backends_of_several_drives_do_not_take_threads_from_each_other(make, gpu, directory):
-    """KvikIO has one pool for the process, which only its compatibility mode uses."""
-    before = dict(gpu.settings)
-    for _ in range(4):
-        make(read_threads=3, write_threads=3)
-    assert gpu.settings == before, "transfers run on the threads of their backend"
-    first = make(path="compat", read_threads=3, write_threads=3)
-    second = make(path="compat", read_threads=2, write_threads=1, request_bytes=MIB)
-    assert gpu.settings["num_threads"] == 9
-    first.tune(read_threads=4, write_threads=3, request_bytes=None)
-    assert gpu.settings["num_threads"] == 10
-    for number, backend in enumerate((first, second)):
-        new_file(backend, f"{directory}/{number}", nbytes=ALIGNMENT).close()
-    assert gpu.task_sizes == [16 * MIB, MIB], "nor the size of tasks"
-    first.close()
-    assert gpu.settings["num_threads"] == 3
-    first.close()
-    assert gpu.settings["num_threads"] == 3
-
-
 def test_cufile_is_told_before_it_is_loaded_and_only_then(make, gpu, directory):
     compat = make(path="compat")
     new_file(compat, f"{directory}/compat").close()

@@ -61,7 +61,6 @@ class FakeGpu:
         self.arrays: dict[int, Any] = {}
         self.transferring: set[int] = set()
         """Streams with a stream call of KvikIO that has not begun."""
-        self.task_sizes: list[int | None] = []
         self.gds = False
         """Whether cuFile takes files."""
         self.copies_untold = False
