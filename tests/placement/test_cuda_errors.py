@@ -129,3 +129,8 @@ def test_pages_are_locked_for_as_long_as_that_is_asked_for(cuda, monkeypatch):
     assert cuda.last_error == 0
     del locked
     assert cuda.num_locked == 0, "what was not locked is not unlocked"
+
+
+def test_page_locked_memory_is_counted_as_torchs_pool_takes_it(cuda):
+    sizes = {0: 0, 1: 1, 64: 64, 65: 128, (16 << 20) + 64: 32 << 20}
+    assert {asked: CudaBoundary(DEVICE).held_bytes(asked) for asked in sizes} == sizes
