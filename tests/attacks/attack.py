@@ -34,7 +34,7 @@ class Attack:
     start_only: bool = False
     """Whether `content` only overwrites the start of the good file, whose size stays."""
 
-    make: Callable[[Path, Path], None] | None = None
+    make: Callable[[Path, Path], object] | None = None
     """Puts something there that no repository can hold: called with the target, which has been
     removed, and with a directory outside of the store that holds what was there."""
 

@@ -3,7 +3,7 @@
 It makes a store, and for every third attack from the first a copy with the attack in it; with
 ``some`` for a few attacks of each kind. Prints the name of each before it begins, so that a hang
 or a death has one, and at the end JSON: for each attack what was wrong with how it was refused,
-and by how many bytes the process grew at most.
+by how many bytes the process grew at most, and what Python's audit events say was run.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import rich.cells
 import torch
 import typer.main
 
@@ -45,6 +46,13 @@ TIMEOUT_S = 200
 
 ADDRESS_SPACE_BYTES = 2 << 30
 """More than this process may map: one that asks for terabytes dies of it, and no one else."""
+
+EVENTS = {
+    *("exec", "compile", "import", "code.__new__", "marshal.loads", "marshal.load"),
+    *("pickle.find_class", "ctypes.dlopen", "ctypes.dlsym", "os.system", "os.exec", "os.fork"),
+    *("os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"),
+}
+"""Of Python's audit: with these, code that a store holds or names could come to run."""
 
 
 def open_store(model: torch.nn.Module, directories: list[Path]) -> offload.OffloadedOptimizer:
@@ -75,7 +83,8 @@ class Attacked:
     directories: list[Path]
     outside: Path
     thorough: bool
-    """Whether everything is tried: for the first of a kind, and what no file can hold."""
+    """Whether everything is tried: for the first of a kind, and in a long run for what no file can
+    hold."""
 
     complaints: list[str] = field(default_factory=list)
 
@@ -178,6 +187,8 @@ def read_only(attacked: Attacked) -> None:
     if refused_at_open:
         attacked.good_message("list_checkpoints", newest.reason)
         attacked.refused("open", lambda: offload.open_checkpoint(step_path, parts=attacked.parts))
+    with contextlib.suppress(OffloadError, OSError):  # which of them is not the question here
+        offload.load_parameters(make_model(*WIDTHS), step_path)
     with offload.open_checkpoint(store, parts=attacked.parts) as opened:
         attacked.expect("the store's newest", opened.step == (1 if refused_at_open else 2), opened)
     if stage == "read":
@@ -284,7 +295,7 @@ def mapped_bytes() -> int:
 
 
 def main() -> None:
-    attacks = chosen(sys.argv[1])
+    attacks, is_short = chosen(sys.argv[1]), sys.argv[1] == "some"
     directory = Path(sys.argv[2])
     torch.set_num_threads(1)
     gc.freeze()  # what was imported need not be searched when this ends, which takes a second
@@ -298,10 +309,22 @@ def main() -> None:
     complaints: dict[str, list[str]] = {}
     first = peak_bytes()
     kinds: set[tuple[str, str]] = set()
+    for attack in {attack.stage: attack for attack in attacks}.values():
+        # Modules that are imported when they are first needed are there after this.
+        run(attack, templates[attack.num_directories], directory / "run", thorough=True)
+    rich.cells.cell_len("\u4e2d")  # and rich's table of widths
+    noted: list[str] = []
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if event in EVENTS:
+            noted.append(f"{event} {arguments!r:.200}")
+
+    sys.addaudithook(note)
+    exec("pass")  # shows that the hook notes what it should
     for attack in attacks:
         print(f"attack: {attack.id}", flush=True)
-        kind = (attack.target, attack.stage)
-        thorough = attack.content is None or kind not in kinds
+        kind = (attack.group if is_short else attack.target, attack.stage)
+        thorough = kind not in kinds or (attack.content is None and not is_short)
         kinds.add(kind)
         template = templates[attack.num_directories]
         signal.alarm(TIMEOUT_S)  # a hang is the death of this process
@@ -310,9 +333,10 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001  (one more thing that was wrong)
             complaints[attack.id] = [f"{type(error).__name__}: {error}"]
         signal.alarm(0)
+    ran = noted.copy()
     marks = [str(path) for path in directory.rglob("PWNED")]
     grown = peak_bytes() - first
-    print(json.dumps({"complaints": complaints, "grown_bytes": grown, "marks": marks}))
+    print(json.dumps({"complaints": complaints, "grown_bytes": grown, "marks": marks, "ran": ran}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Attacks on the headers of tensor files, in a checkpoint whose manifest is good.
 
 Only the start of the good file is overwritten: a file of another size is refused before anybody
-looks at its header. `tests/format/test_tensorfile_hostile.py` has the parser's own list.
+looks at its header. `tests/format/test_tensorfile.py` has what the parser refuses.
 """
 
 from __future__ import annotations
@@ -59,17 +59,12 @@ def _renamed(new: str) -> bytes:
 def _starts() -> Iterator[tuple[str, bytes, str]]:
     good_text = _text(_tree())
     damaged = "damaged header"
-    for name, length in (("zero", 0), ("2-to-63", 2**63), ("at-the-limit", 100_000_000)):
+    for name, length in (("2-to-63", 2**63), ("at-the-limit", 100_000_000)):
         yield f"length-{name}", start(good_text, length), damaged
-    yield "length-past-the-end", start(good_text, 8192), damaged
     yield "length-to-the-end", start(good_text, _ROOM + 2 * 1404), "its header takes"
     yield "not-json", start(b"{nope"), damaged
-    yield "utf-16", start(good_text[:1000].decode().encode("utf-16-le")), damaged
-    yield "zero-padding", start(good_text.ljust(_ROOM, b"\0")), damaged
     yield "deep", start(b'{"a":' + b"[" * 4000), damaged
-    yield "nan", start(good_text.replace(b'"BF16"', b"NaN", 1)), damaged
     yield "tensor-twice", start(good_text[:-1] + b"," + good_text[1:]), "twice"
-    yield "metadata-nested", start({**_tree(), "__metadata__": {"a": {"b": "c"}}}), damaged
     other = "its header lists other tensors than the manifest"
     yield "name-traversal", _renamed("../../../../etc/passwd"), other
     yield "name-zero-byte", _renamed("a\0b"), other
@@ -77,19 +72,9 @@ def _starts() -> Iterator[tuple[str, bytes, str]]:
     yield "name-surrogate", _renamed("\ud800"), damaged
     yield "name-escapes", _renamed("\x1b]2;owned\x07[/red]"), other
     yield "shape-transposed", start(_changed("0.weight", shape=[30, 40])), other
+    yield "shape-wraps", start(_changed("0.weight", shape=[2**32 + 1, 2**32 - 1])), damaged
     yield "dtype-other", start(_changed("0.weight", dtype="F16")), other
-    yield "dtype-unknown", start(_changed("0.weight", dtype="os.system")), damaged
-    for name, shape in (
-        ("negative", [-40, -30]),
-        ("wraps", [2**32 + 1, 2**32 - 1]),
-        ("zero-times-huge", [0, 2**62, 2**62]),
-        ("text", ["40", "30"]),
-    ):
-        yield f"shape-{name}", start(_changed("0.weight", shape=shape)), damaged
-    for name, offsets in (("huge", [2**62, 2**62 + 2400]), ("past-the-end", [4096, 6496])):
-        yield f"offsets-{name}", start(_changed("0.weight", data_offsets=offsets)), damaged
-    yield "offsets-overlap", start(_changed("0.bias", data_offsets=[2392, 2472])), damaged
-    yield "field-unknown", start(_changed("0.bias", code="import os")), damaged
+    yield "offsets-huge", start(_changed("0.weight", data_offsets=[2**62, 2**62 + 2400])), damaged
 
 
 def attacks() -> Iterator[Attack]:

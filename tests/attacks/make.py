@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.attacks import headers, manifests, names, parts, train_states
 from tests.attacks.attack import Attack
 
-ONE_IN = 24
+ONE_IN = 48
 """How many attacks there are to each of a short run, beside the first of each kind."""
 
 

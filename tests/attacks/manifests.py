@@ -95,10 +95,6 @@ def put(*path: str | int, value: object) -> Callable[[Body], None]:
     return change
 
 
-def _drop(key: str) -> Callable[[Body], None]:
-    return lambda body: body.pop(key)
-
-
 def _many_arrays(body: Body) -> None:
     names = [f"a{index}" for index in range(3000)]
     body["parameters"][0][4] = names
@@ -137,26 +133,16 @@ LIES: dict[str, Callable[[Body], None]] = {
     "store-id-traversal": put("store_id", value="../../../../tmp/other"),
     "store-id-surrogate": put("store_id", value="\ud800" * 32),
     "generation-2-to-63": put("generation", value=2**63),
-    "generation-bool": put("generation", value=True),
-    "generation-float": put("generation", value=9.0),
-    "step-negative": put("step", value=-1),
     "step-2-to-63": put("step", value=2**63),
     "created-not-a-time": put("created", value="[/bold]\x1b[2J"),
     "created-long": put("created", value="2026-01-01" * 1000),
-    "torch-version-list": put("torch_version", value=["2"]),
-    "optimizer-surrogate": put("optimizer", value="\udfff"),
     "optimizer-with-escapes": put("optimizer", value="\x1b]2;owned\x07[/red][bold]\n"),
     "torch-version-long": put("torch_version", value="2" * 5000),
-    "optimizer-object": put("optimizer", value={"$": "os.system"}),
-    "groups-object": put("groups", value={"0": {}}),
-    "group-a-list": put("groups", 0, value=[["lr", 1.0]]),
     "group-params": put("groups", 0, "params", value=["0.weight"]),
     "group-param-names": put("groups", 0, "param_names", value=["x"]),
     "group-key-surrogate": put("groups", 0, "\ud800", value=1),
     "hyper-deep": put("groups", 0, "lr", value=_DEEP),
     "hyper-object": put("groups", 0, "lr", value={"$": "eval", "code": "1"}),
-    "hyper-integer-65-bits": put("groups", 0, "lr", value=2**64),
-    "hyper-tuple-of-text": put("groups", 0, "betas", value={"tuple": "ab"}),
     "hyper-float-by-name": put("groups", 0, "lr", value={"float": "1e5"}),
     "hyper-float-long": put("groups", 0, "lr", value={"float": "1" * 5000}),
     "hyper-tensor-huge": put(
@@ -175,44 +161,24 @@ LIES: dict[str, Callable[[Body], None]] = {
     "hyper-dtype-complex": put(
         "groups", 0, "lr", value={"tensor": "1", "dtype": "complex64", "shape": []}
     ),
-    "hyper-dtype-a-list": put(
-        "groups", 0, "lr", value={"tensor": "1", "dtype": ["float32"], "shape": []}
-    ),
-    "scalar-kind": put("scalars", 0, 0, 1, value="f16"),
-    "scalar-number": put("scalars", 0, 0, 2, value=2.0),
     "scalar-long": put("scalars", 0, 0, value=["step", "int", "9" * 4000]),
-    "scalar-spelling": put("scalars", 0, 0, value=["step", "int", " 1_000"]),
     "scalar-code": put("scalars", 0, 0, value=["step", "f32", "__import__('os')"]),
     "chunk-zero": put("chunk_elements", value=0),
-    "chunk-odd": put("chunk_elements", value=1000),
     "chunk-2-to-80": put("chunk_elements", value=2**66),
-    "state-dtype-unknown": put("state_dtype", value="float4"),
-    "state-dtype-list": put("state_dtype", value=["float32"]),
-    "shares-empty": put("shares", value=[]),
-    "shares-zero": put("shares", value=[0]),
     "shares-huge": put("shares", value=[2**62]),
     "shares-of-60000": put("shares", value=[1] * 60_000),
     "shares-without-parts": put("shares", value=[1, 1]),
     "array-traversal": _array_called("../../../../etc/passwd"),
     "array-zero-byte": _array_called("exp\0avg"),
-    "array-empty": _array_called(""),
     "array-called-model": _array_called("model"),
-    "array-called-train-state": _array_called("train_state"),
     "array-long-name": _array_called("a" * 5000),
     "arrays-3000": _many_arrays,
     "arrays-repeated": put("parameters", 0, 4, value=["master", "exp_avg", "exp_avg"]),
     "arrays-differ": put("arrays", 0, 1, value="F64"),
-    "arrays-text": put("parameters", 0, 4, value="abc"),
-    "parameters-object": put("parameters", value={"0.weight": []}),
-    "parameter-text": put("parameters", 0, value="abcde"),
     "parameter-name-surrogate": put("parameters", 0, 0, value="\ud83d"),
     "parameter-not-in-model": put("parameters", 0, 0, value="../../0.weight"),
-    "parameter-dtype": put("parameters", 0, 1, value="F31"),
-    "parameter-group-not-there": put("parameters", 0, 3, value=7),
     "parameter-group-negative": put("parameters", 0, 3, value=-1),
     "parameter-twice": lambda body: body["parameters"].append(body["parameters"][0]),
-    "shape-negative": put("parameters", 0, 2, value=[-40, -30]),
-    "shape-object": put("parameters", 0, 2, value={"40": 30}),
     "shape-overflows": _sized(2**62, chunk=1024, chunks=2, blocks=1),
     "shape-of-1000-dimensions": put("model", 0, 2, value=[1] * 1000),
     "model-tensor-twice": lambda body: body["model"].append(body["model"][0]),
@@ -220,9 +186,7 @@ LIES: dict[str, Callable[[Body], None]] = {
     "model-name-reserved": lambda body: body["model"].append(["__metadata__", "F32", [], []]),
     "terabytes": _sized(2**45, chunk=1024, chunks=2, blocks=1),
     "digests-too-few": put("digests", "exp_avg", value=["0" * 16]),
-    "digests-too-many": put("digests", "exp_avg", value=["0" * 16] * 1000),
     "digests-of-another-array": put("digests", "exec", value=["0" * 16] * 2),
-    "digest-of-a-chunk-not-hex": put("digests", "exp_avg", 0, value="g" * 16),
     "model-digests-missing": put("model_digests", value=[]),
     "model-block-huge": put("model_block_bytes", value=2**62),
     "parts-for-one-directory": lambda body: body.update(parts=good.two_drives()["parts"]),
@@ -235,13 +199,9 @@ PART_LIES: dict[str, Callable[[Body], None]] = {
     "part-directory-relative": put("parts", 0, "directory", value="../../../etc"),
     "part-directory-zero-byte": put("parts", 0, "directory", value="/tmp/\0/etc"),
     "part-directory-surrogate": put("parts", 0, "directory", value="/tmp/\ud800"),
-    "part-directory-number": put("parts", 0, "directory", value=1),
     "part-generation": put("parts", 0, "generation", value=1),
-    "part-generation-bool": put("parts", 0, "generation", value=True),
     "part-digest": put("parts", 0, "digest", value="0" * 32),
-    "part-digest-list": put("parts", 0, "digest", value=[]),
     "part-twice": lambda body: body["parts"].append(body["parts"][0]),
-    "part-a-list": put("parts", 0, value=["/tmp", "part-1"]),
 }
 
 # Manifests that are whole, and pass for one until an optimizer, or the drive, is asked.
@@ -266,19 +226,9 @@ LATER: dict[str, tuple[Callable[[Body], None], str, Stage]] = {
         "has 2 parameter groups",
         "restore",
     ),
-    "lr-text": (
-        put("groups", 0, "lr", value="0.001"),
-        "'lr'.* is '0.001', expected a number",
-        "restore",
-    ),
     "lr-nan": (
         put("groups", 0, "lr", value={"float": "nan"}),
         "'lr'.* is nan, expected a number",
-        "restore",
-    ),
-    "betas-number": (
-        put("groups", 0, "betas", value=0.9),
-        "'betas'.*expected 2 numbers",
         "restore",
     ),
     "amsgrad-text": (
@@ -286,18 +236,12 @@ LATER: dict[str, tuple[Callable[[Body], None], str, Stage]] = {
         "'amsgrad'.* is 'os.system', expected True or False",
         "restore",
     ),
-    "fused": (put("groups", 0, "fused", value=True), "fused=True is not supported", "restore"),
     "amsgrad-without-its-array": (
         put("groups", 0, "amsgrad", value=True),
         "was in group 0 and kept",
         "restore",
     ),
     "step-count-nan": (put("scalars", 0, 0, 2, value="nan"), "step count .* is nan", "restore"),
-    "step-count-negative": (
-        put("scalars", 0, 0, 2, value="-1.0"),
-        "step count .* is -1",
-        "restore",
-    ),
     "step-count-a-plain-number": (
         put("scalars", 0, 0, value=["step", "int", "2"]),
         "scalar state of '0.weight'",

@@ -1,5 +1,7 @@
 """Every attack on a store is refused by name, in bounded memory and time, and nothing is harmed.
 
+Nothing in a store is compiled, executed, imported or unpickled, as Python's own audit events say.
+
 A short run carries out a few attacks of each kind; FULL_TESTS=1 all of them.
 """
 
@@ -55,5 +57,7 @@ def test_every_attack_is_refused(
     wrong = {name: found for name, found in report["complaints"].items() if found}
     assert wrong == {}
     assert report["marks"] == [], "a pickle was loaded"
+    ran = [what.partition(" ")[0] for what in report["ran"]]
+    assert ran == ["compile", "exec"], f"more than the test's own line was run: {report['ran']}"
     assert report["grown_bytes"] < MOST_GROWN_BYTES
     record_property("attacks", len(attacks))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -41,39 +40,6 @@ def test_what_is_no_regular_file_is_not_even_opened(
                 backend.open(path, writable=writable)
             assert caught.value.filename == path
     assert opened == []
-
-
-def test_a_pipe_that_takes_the_name_between_the_look_and_the_opening_does_not_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The direct descriptor is opened second: by then the name may be anything."""
-    path = tmp_path / "file"
-    path.write_bytes(bytes(8192))
-    real, num_opened = os.open, 0
-
-    def replacing(name: object, flags: int, mode: int = 0o777, **keywords: int) -> int:
-        nonlocal num_opened
-        fd = real(name, flags, mode, **keywords)  # type: ignore[arg-type]
-        if name == str(path):
-            num_opened += 1
-            if num_opened == 1:
-                path.unlink()
-                os.mkfifo(path)
-        return fd
-
-    backend = PosixBackend()
-    if not backend.capabilities(str(tmp_path)).direct:
-        pytest.skip("no direct I/O here, so nothing is opened twice")
-    monkeypatch.setattr(os, "open", replacing)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a pipe refuses O_DIRECT, as a file system may
-            file = backend.open(str(path))
-        assert file.read_bytes(0, 8192) == bytes(8192), "it is still the file that was looked at"
-        assert not file.direct
-    finally:
-        backend.close()
-    assert num_opened == 2
 
 
 def make_store(directory: Path) -> None:

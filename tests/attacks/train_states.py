@@ -6,19 +6,16 @@ import json
 import struct
 from collections.abc import Iterator
 
-from offload.format.train_state import EncodedState, StoredTensor, pack_encoded
+from offload.format.train_state import EncodedState, pack_encoded
 from tests.attacks.attack import Attack
 from tests.attacks.good import STORE_ID
 
 _TIES = {"store_id": STORE_ID, "generation": "2", "step": "2"}
 """Those of the checkpoint that they are put into, which is the second of its store."""
 
-_TENSORS = {"t": StoredTensor("F32", (2,), bytes(8))}
 
-
-def _packed(text: str, capacity_bytes: int = 2048, *, tensors: bool = False) -> bytes:
-    encoded = EncodedState(text, _TENSORS if tensors else {})
-    return pack_encoded(encoded, capacity_bytes=capacity_bytes, header=_TIES)
+def _packed(text: str, capacity_bytes: int = 2048) -> bytes:
+    return pack_encoded(EncodedState(text), capacity_bytes=capacity_bytes, header=_TIES)
 
 
 def _tag(name: object, /, **fields: object) -> str:
@@ -56,61 +53,24 @@ def _files() -> Iterator[tuple[str, bytes, str]]:
 
 def _texts() -> Iterator[tuple[str, str, str]]:
     yield "not-json", "{", "not JSON"
-    yield "nan", "[NaN]", "NaN is not a JSON number"
-    yield "overflow", "1e999", "is not finite"
     yield "integer-of-5000-digits", "9" * 5000, "5000 digits"
-    yield "integer-of-65-bits", str(2**64), "64 bits"
-    yield "key-twice", '{"a":1,"a":2}', "a key twice"
-    yield "deep-lists", "[" * 100_000, "nested too deeply"
     yield "deep-objects", '{"a":' * 100_000, "nested too deeply"
     yield "deep-tuples", '{"$":"tuple","items":[' * 150 + "1" + "]}" * 150, "deeper than"
-    for tag in ("eval", "os.system", "__reduce__", "object", "type", "torch.nn.Module", "module"):
+    for tag in ("eval", "os.system", "__reduce__", "torch.nn.Module"):
         yield f"tag-{tag}", _tag(tag, items=["id"], code="id"), "the tag .* is unknown"
-    yield "tag-list", _tag(["tuple"], items=[]), "the tag is a list"
-    yield "factory-eval", _tag("defaultdict", items=[], factory="eval"), "default_factory 'eval'"
     yield "factory-dotted", _tag("defaultdict", items=[], factory="os.system"), "default_factory"
-    yield "dtype-attribute", _tag("torch.dtype", name="load"), "train_state"
     yield "dtype-lazy-module", _tag("torch.dtype", name="_dynamo"), "train_state"
     yield "device", _tag("torch.device", name="__import__('os')"), "train_state"
     yield "size-huge", _tag("torch.Size", items=[2**63 - 1, 2**63]), "train_state"
     yield "deque-huge", _tag("deque", items=[], maxlen=2**63), "maxlen"
-    yield "integer-base-16", _tag("int", hex="0x" + "g" * 100), "base 16"
-    yield "bytes", _tag("bytes", base64="A" * 1001), "train_state"
-    yield (
-        "scalar-object",
-        _tag("numpy.scalar", dtype="object", base64="AAAAAAAAAAA="),
-        "train_state",
-    )
-    yield "array-object", _tag("numpy.ndarray", tensor="t", dtype="|O"), "train_state"
-    yield "tensor-missing", _tag("torch.Tensor", tensor="x", dtype="float32"), "missing or used"
-    yield "set-of-lists", _tag("set", items=[[1]]), "cannot be in a set"
-    yield "key-a-list", _tag("dict", items=[[[1], 2]]), "a key cannot be used"
 
 
 def attacks() -> Iterator[Attack]:
-    """Yield all of them."""
+    """Yield all; `tests/format/test_train_state_refusals.py` has what the parser refuses."""
     target = "{step}/train_state.safetensors"
     for name, content, reason in _files():
         yield Attack(name, "train_state", target, reason, content, stage="read")
     for name, text, reason in _texts():
-        tensors = '"tensor": "t"' in text
         capacity = -(-(len(json.dumps(text)) + 1024) // 8) * 8
-        content = _packed(text, capacity, tensors=tensors)
+        content = _packed(text, capacity)
         yield Attack(f"json-{name}", "train_state", target, reason, content, stage="read")
-    twice = _tag("torch.Tensor", tensor="t", dtype="float32")
-    yield Attack(
-        "json-tensor-twice",
-        "train_state",
-        target,
-        "missing or used twice",
-        _packed(f"[{twice},{twice}]", tensors=True),
-        stage="read",
-    )
-    yield Attack(
-        "json-tensor-unused",
-        "train_state",
-        target,
-        "belong to no value",
-        _packed("1", tensors=True),
-        stage="read",
-    )

@@ -10,7 +10,7 @@ from gguf.constants import GGMLQuantizationType
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload.demo import SCENARIOS, data, models
-from offload.demo.data import Batches
+from offload.demo.train import Batches
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
 WORDS = [

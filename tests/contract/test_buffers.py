@@ -3,7 +3,6 @@
 import gc
 import os
 import re
-import threading
 from pathlib import Path
 
 import pytest
@@ -42,27 +41,6 @@ def test_large_buffers_are_aligned_to_huge_pages_and_advised_to_be_on_them():
         pytest.skip("the kernel gives no transparent huge pages")
     buffer = HostBuffer(16 * MIB)
     assert "hg" in mapping_of(buffer.address)["VmFlags"].split(), "huge pages were not asked for"
-
-
-def anonymous_bytes() -> int:
-    """Return how much memory this process has that is no file's, in RAM or swapped out."""
-    status = Path("/proc/self/status").read_text()
-    return sum(int(kib) << 10 for kib in re.findall(r"(?:RssAnon|VmSwap):\s+(\d+) kB", status))
-
-
-def test_memory_in_use_is_no_more_than_asked_for():
-    # A huge page for the last, partial 2 MiB would exceed it, in those buffers where it fits.
-    if THP.exists() and "[always]" in THP.read_text():
-        pytest.skip("the system gives huge pages unasked")
-    nbytes, num_buffers = HUGE_PAGE_BYTES + ALIGNMENT, 16
-    gc.collect()  # or what earlier tests have left may go meanwhile
-    before = anonymous_bytes()
-    buffers = [HostBuffer(nbytes) for _ in range(num_buffers)]
-    for buffer in buffers:
-        buffer.memoryview()[:] = b"x" * nbytes
-    grown = anonymous_bytes() - before
-    asked = num_buffers * nbytes
-    assert asked - 4 * MIB <= grown <= asked + 8 * MIB  # with a huge page more each: 30 MiB more
 
 
 def test_a_torch_tensor_over_the_memory_is_writable_and_keeps_it_alive():
@@ -141,22 +119,6 @@ def test_buffers_of_a_pool_are_made_when_needed_and_used_again():
         assert fourth not in (first, third)
 
 
-def test_who_finds_no_buffer_left_waits():
-    pool = BufferPool(HostBuffer, 100, 1)
-    got = threading.Event()
-
-    def borrow():
-        with pool.borrowed():
-            got.set()
-
-    thread = threading.Thread(target=borrow)
-    with pool.borrowed():
-        thread.start()
-        assert not got.wait(0.05)
-    thread.join(60)
-    assert got.is_set()
-
-
 def test_a_larger_pool_lets_waiters_in_and_a_smaller_one_drops_what_comes_back():
     pool = BufferPool(HostBuffer, 100, 1)
     with pool.borrowed() as first:
@@ -166,18 +128,3 @@ def test_a_larger_pool_lets_waiters_in_and_a_smaller_one_drops_what_comes_back()
     with pool.borrowed() as third:
         assert third is first
         assert third is not second
-
-
-def test_an_allocation_that_fails_leaves_room_for_another():
-    answers = [None, HostBuffer(1)]
-
-    def allocate(nbytes):
-        if (answer := answers.pop(0)) is None:
-            raise MemoryError(f"{nbytes} bytes")
-        return answer
-
-    pool = BufferPool(allocate, 1, 1)
-    with pytest.raises(MemoryError, match="1 bytes"), pool.borrowed():
-        pytest.fail("there was no buffer")
-    with pool.borrowed() as buffer:
-        assert buffer.nbytes == 1

@@ -1,6 +1,5 @@
 """Direct or buffered for each request: what is chosen, and that both see each other's bytes."""
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any
 import pytest
 
 from gds import ALIGNMENT, HybridPolicy, PosixBackend, libc
-from gds.backends.hybrid import Hybrid, WriteGate
+from gds.backends.hybrid import Hybrid
 from gds.probe import DirectIOUnavailable
 from gds.testing._harness import contents, filled
-from tests.contract.conftest import drop_cache, open_below, wait_for
+from tests.contract.conftest import drop_cache, open_below
 
 KIB, MIB = 1 << 10, 1 << 20
 ROOMY = "MemTotal: 1000000 kB\nMemAvailable: 900000 kB\n"
@@ -73,21 +72,6 @@ def test_the_choice_is_what_the_kernel_is_asked(backend, directory, kernel, resi
     assert calls(file.write, MIB, 0) == [True]
     drop_cache(file.path)
     assert calls(file.read, MIB, 0) == [True]
-    file.close()
-
-
-def test_a_read_that_is_cached_in_part_goes_to_the_drive(backend, directory, residency):
-    file = backend.create(f"{directory}/file", 2 * MIB)
-    memory = filled(backend, 2 * MIB, 1)
-    file.write(memory, 0).result()
-    for cached, expected in ((MIB, "direct: large"), (2 * MIB, "buffered: cached")):
-        drop_cache(file.path)
-        with open(file.path, "rb", buffering=0) as whole:
-            os.posix_fadvise(whole.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no further
-            assert len(whole.read(cached)) == cached
-        before = counts(backend).get(f"read {expected}", 0)
-        file.read(memory, 0).result()
-        assert counts(backend)[f"read {expected}"] == before + 1
     file.close()
 
 
@@ -170,11 +154,6 @@ def test_nothing_more_is_put_into_the_page_cache_if_memory_is_short(
         assert counts(backend)["read buffered: cached"] == 1, "what is there already is taken"
 
 
-def test_direct_and_hybrid_exclude_each_other():
-    with pytest.raises(ValueError, match="direct=False"):
-        PosixBackend(direct=False, hybrid=True)
-
-
 # Both modes on one file
 
 
@@ -220,42 +199,6 @@ def test_both_modes_at_once_beside_each_other_lose_nothing(directory, kernel):
                     assert data[edge : edge + 4 * KIB] == contents(small)
     assert min(num_calls) >= num_rounds, "both modes were used"
     backend.close()
-
-
-def test_a_mode_that_waits_is_not_passed_by_newcomers():
-    """Through a backend nobody sees that a write waits for its turn, so this is the gate alone."""
-    gate = WriteGate()
-    order: list[str] = []
-    first_in, go_on = threading.Event(), threading.Event()
-
-    def first():
-        with gate.passing("direct"):
-            first_in.set()
-            go_on.wait(60)
-            order.append("first")
-
-    def other(mode, name):
-        def run():
-            with gate.passing(mode):
-                order.append(name)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
-    threads = [threading.Thread(target=first)]
-    threads[0].start()
-    assert first_in.wait(60)
-    threads.append(other("direct", "together with the first"))
-    threads[-1].join(60)
-    threads.append(other("buffered", "waits"))
-    wait_for(lambda: gate._num_waiting["buffered"])
-    threads.append(other("direct", "behind it"))
-    wait_for(lambda: gate._num_waiting["direct"])
-    go_on.set()
-    for thread in threads:
-        thread.join(60)
-    assert order == ["together with the first", "first", "waits", "behind it"]
 
 
 def test_a_write_that_fails_opens_the_gate(backend, directory, kernel):

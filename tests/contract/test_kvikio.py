@@ -9,7 +9,6 @@ import errno
 import importlib.abc
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
@@ -111,33 +110,36 @@ def test_each_direction_takes_its_own_path(make, gpu, directory, works):
         assert backend.moved()[name][used.path] == ALIGNMENT
 
 
-def test_what_cufile_does_not_take_is_not_called_direct(make, gpu, directory):
+NOT_DIRECT = {
+    "cufile-refuses-the-file": "cuFile error 5027",
+    "told-by-the-environment": "copy through the host",
+    "told-by-the-driver": "copy through the host",
+    "no-kvikio": "kvikio",
+}
+
+
+@pytest.mark.parametrize("case", NOT_DIRECT)
+def test_what_may_be_a_copy_through_the_host_is_not_called_direct(
+    make, gpu, directory, monkeypatch, case
+):
+    gpu.gds = case != "cufile-refuses-the-file"
+    gpu.copies_untold = case == "told-by-the-driver"
+    if case == "told-by-the-environment":
+        monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "true")
+    if case == "no-kvikio":
+        monkeypatch.setitem(sys.modules, "kvikio", None)
     backend = make(examine=lambda _: dict(GDS))
     file = backend.create(f"{directory}/file", ALIGNMENT)
     file.write(filled(backend, ALIGNMENT, 1), 0).result()
     for direction in ("read", "write"):
         used = file.used(direction)
         assert used.path == "bounce"
-        assert "cuFile error 5027" in used.reason
+        assert NOT_DIRECT[case] in used.reason
     assert backend.moved()["write"] == {"gds": 0, "compat": 0, "bounce": ALIGNMENT}
-
-
-@pytest.mark.parametrize("told", ["by the environment", "by the driver"])
-def test_what_may_be_a_copy_through_the_host_is_not_called_direct(
-    make, gpu, directory, monkeypatch, told
-):
-    gpu.gds = True
-    gpu.copies_untold = told == "by the driver"
-    if told == "by the environment":
-        monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "true")
-    backend = make()
-    file = backend.create(f"{directory}/file", ALIGNMENT)
-    file.write(backend.allocate(ALIGNMENT), 0).result()
-    assert file.used("write").path == "bounce"
-    assert "copy through the host" in file.used("write").reason
-    assert backend.moved()["write"]["gds"] == 0
-    demanding = make(path="gds")
-    with pytest.raises(StorageError, match="copy through the host") as caught:
+    if case == "no-kvikio":
+        return
+    demanding = make(path="gds", examine=lambda _: dict(GDS))
+    with pytest.raises(StorageError, match=NOT_DIRECT[case]) as caught:
         demanding.open(f"{directory}/file").read(demanding.allocate(1), 0).result()
     assert caught.value.errno == errno.EOPNOTSUPP
 
@@ -175,40 +177,6 @@ def test_a_directory_is_examined_once_where_it_is_and_only_for_device_memory(mak
     for file in files * 2:
         file.read(backend.allocate(ALIGNMENT), 0).result()
     assert (examined, gpu.num_opened) == ([f"{directory}/after"], 0)
-
-
-@pytest.mark.parametrize("path", ["compat", "bounce"])
-def test_a_path_that_was_asked_for_needs_no_examination(make, gpu, directory, path):
-    backend = make(path=path, examine=lambda _: pytest.fail("examined"))
-    file = new_file(backend, f"{directory}/file", nbytes=4 * ALIGNMENT)
-    assert file.used("write").path == backend.paths_in(directory)["write"].path == path
-    assert backend.moved()["write"][path] == 4 * ALIGNMENT
-    assert gpu.num_opened == (path == "compat")
-
-
-def test_only_the_bounce_needs_no_kvikio(make, gpu, directory, monkeypatch):
-    gpu.gds = True
-    monkeypatch.setitem(sys.modules, "kvikio", None)
-    backend = make(path="bounce")
-    new_file(backend, f"{directory}/file").close()
-    assert backend.capabilities(directory).device_memory
-    backend = make()
-    file = new_file(backend, f"{directory}/other")
-    assert file.used("write").path == "bounce", "although cuFile works"
-    assert "kvikio" in file.used("write").reason
-
-
-def test_the_examination_is_that_of_the_check(make, directory, monkeypatch):
-    from gds.check import system
-
-    class Machine(system.System):
-        def library_error(self, name):
-            return "no such file"
-
-    monkeypatch.setattr(system, "System", Machine)
-    found = make(examine=None).paths_in(directory)
-    assert {used.path for used in found.values()} == {"bounce"}
-    assert "no CUDA driver: no such file" in found["read"].reason
 
 
 # Libraries
@@ -266,31 +234,6 @@ def test_one_call_makes_any_backend(gpu):
         backend.close()
     with pytest.raises(ValueError, match="'posix' or 'kvikio'"):
         gds.open_backend("cufile")
-
-
-def test_importing_the_backend_imports_no_library():
-    code = "import sys, gds.kvikio; sys.exit(bool({'kvikio', 'cupy', 'torch'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
-
-
-def test_backends_of_several_drives_do_not_take_threads_from_each_other(make, gpu, directory):
-    """KvikIO has one pool for the process, which only its compatibility mode uses."""
-    before = dict(gpu.settings)
-    for _ in range(4):
-        make(read_threads=3, write_threads=3)
-    assert gpu.settings == before, "transfers run on the threads of their backend"
-    first = make(path="compat", read_threads=3, write_threads=3)
-    second = make(path="compat", read_threads=2, write_threads=1, request_bytes=MIB)
-    assert gpu.settings["num_threads"] == 9
-    first.tune(read_threads=4, write_threads=3, request_bytes=None)
-    assert gpu.settings["num_threads"] == 10
-    for number, backend in enumerate((first, second)):
-        new_file(backend, f"{directory}/{number}", nbytes=ALIGNMENT).close()
-    assert gpu.task_sizes == [16 * MIB, MIB], "nor the size of tasks"
-    first.close()
-    assert gpu.settings["num_threads"] == 3
-    first.close()
-    assert gpu.settings["num_threads"] == 3
 
 
 def test_cufile_is_told_before_it_is_loaded_and_only_then(make, gpu, directory):

@@ -234,32 +234,6 @@ def test_a_read_waits_for_the_kernel_that_still_needs_the_memory(make, gpu, dire
     assert contents(buffer) == contents(filled(backend, ALIGNMENT, 1))
 
 
-def test_only_the_memory_that_is_moved_is_waited_for(make, gpu, directory):
-    backend = make()
-    file = backend.create(f"{directory}/file", ALIGNMENT)
-    buffer = backend.allocate(2 * ALIGNMENT)
-    assert isinstance(buffer, DeviceBuffer)
-    ran: list[bool] = []
-    stream = gpu.new_stream()
-    gpu.streams.launch(stream, lambda: ran.append(True))
-    buffer.slice(ALIGNMENT, ALIGNMENT).after(stream)
-    file.write(buffer.slice(0, ALIGNMENT), 0).result()
-    assert ran == []
-    file.write(buffer.slice(ALIGNMENT, 1), 0).result()
-    assert ran == [True]
-
-
-def test_events_of_a_stream_do_not_pile_up(make, gpu):
-    buffer = make().allocate(100)
-    assert isinstance(buffer, DeviceBuffer)
-    streams = [gpu.new_stream() for _ in range(2)]
-    for _ in range(50):
-        for stream in streams:
-            buffer.slice(10, 20).after(stream)
-            buffer.after(stream)
-    assert len(buffer.region.events(buffer.address, buffer.address + 1)) == 2
-
-
 # Failures of the device
 
 LOST = "cudaErrorECCUncorrectable: uncorrectable ECC error encountered"

@@ -6,15 +6,13 @@ replaced `os.preadv` or `os.pwritev` where not; each test shows that it happened
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from gds import ALIGNMENT, PosixBackend, ShortReadError, StorageError, libc
-from gds.testing._harness import fails_with, new_file
+from gds.testing._harness import new_file
 from tests.contract.conftest import random_source
 from tests.eventually import eventually
 
@@ -129,80 +127,6 @@ def test_an_interrupted_transfer_goes_on(backend, directory, kernel):
     assert file.read_bytes(0, NBYTES) == data
 
 
-LIMITED_WRITE = """
-import resource, sys
-from gds import PosixBackend, StorageError
-size, limit = 1 << 20, 614400
-backend = PosixBackend(direct=True)
-file = backend.create(sys.argv[1], size)
-source = backend.allocate(size - 4096)
-source.memoryview()[:] = b"x" * source.nbytes
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-try:
-    file.write(source, 4096).result()
-except StorageError as error:
-    print(error.errno, error.offset, f"{limit - 4096} done" in str(error))
-backend.close()
-"""
-
-
-def test_a_real_limit_is_a_short_write_and_then_its_error(directory):
-    # In a child, because the limit is the whole process's.
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED_WRITE, f"{directory}/file"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == (f"{errno.EFBIG} 4096 True\n", "")
-    data = Path(directory, "file").read_bytes()
-    assert len(data) == 1 << 20
-    assert data.rstrip(b"\0") == bytes(4096) + b"x" * (614400 - 4096)
-
-
-FULL_DISK = """
-import os, sys, warnings
-from gds import PosixBackend, StorageError
-warnings.simplefilter("ignore")
-backend = PosixBackend()
-try:
-    backend.create("reserved", 2 << 20)
-except StorageError as error:
-    print(error.errno, error.filename, os.listdir("."))
-with open("sparse", "xb") as file:
-    file.truncate(2 << 20)
-file = backend.open("sparse", writable=True)
-try:
-    file.write(backend.allocate((2 << 20) - 100), 100).result()
-except StorageError as error:
-    print(error.errno, error.filename, error.offset, "1048476 done" in str(error))
-backend.close()
-"""
-
-
-def test_a_full_disk_is_reported_by_create_and_by_a_write_into_a_hole(tmp_path):
-    # A mount of its own, in a mount namespace of its own: nothing is left of it afterwards.
-    mount = 'mount -t tmpfs -o size=1m none "$1" && cd "$1" && echo mounted && exec "$2" -c "$3"'
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", mount, "sh", tmp_path, sys.executable, FULL_DISK],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    lines = done.stdout.splitlines()
-    if not lines:
-        pytest.skip(f"no mounts without privileges: {done.stderr.strip()}")
-    assert done.stderr == ""
-    assert lines == [
-        "mounted",
-        f"{errno.ENOSPC} reserved []",
-        f"{errno.ENOSPC} sparse 100 True",
-    ]
-
-
 @pytest.mark.parametrize("call", ["fdatasync", "fsync"])
 def test_a_failed_sync_is_reported_and_not_retried(backend, directory, monkeypatch, call):
     file = backend.create(f"{directory}/file", NBYTES)
@@ -241,17 +165,4 @@ def test_closing_a_file_waits_for_a_clone_of_it(tmp_path, monkeypatch, closed):
     assert found == [os.stat(tmp_path / name).st_ino for name in names]
     with pytest.raises(StorageError, match="closed"):
         files["target"].clone(files["source"], 0, ALIGNMENT)
-    backend.close()
-
-
-def test_a_clone_that_fails_is_an_error_that_names_file_and_offset(tmp_path, monkeypatch):
-    def fails(*_):
-        raise OSError(errno.ENOSPC, "injected")
-
-    backend = PosixBackend()
-    source, target = (new_file(backend, f"{tmp_path}/{name}") for name in ("source", "target"))
-    monkeypatch.setattr(libc, "clone_range", fails)
-    with fails_with("ENOSPC") as caught:
-        target.clone(source, ALIGNMENT, ALIGNMENT)
-    assert (caught.value.filename, caught.value.offset) == (f"{tmp_path}/target", ALIGNMENT)
     backend.close()

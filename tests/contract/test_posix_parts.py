@@ -4,11 +4,8 @@ The contract of `test_backends.py` runs in parts, too: bytes, counters and reads
 """
 
 import errno
-import gc
 import os
-import random
 import threading
-import weakref
 
 import pytest
 
@@ -46,33 +43,6 @@ def test_a_request_size_that_would_misalign_parts_is_refused(backend, request_by
         PosixBackend(request_bytes=request_bytes)
     with pytest.raises(ValueError, match=f"multiple of {ALIGNMENT}"):
         backend.tune(read_threads=1, write_threads=1, request_bytes=request_bytes)
-
-
-def test_each_part_is_one_direct_call(backend, directory, kernel):
-    file = backend.create(f"{directory}/file", NBYTES)
-    kernel.start()
-    memory = backend.allocate(NBYTES)
-    assert file.write(memory, 0).result() == NBYTES
-    assert file.read(memory, 0).result() == NBYTES
-    for name in ("pwritev", "preadv"):
-        assert sorted(call for call in kernel.calls if call[0] == name) == [
-            (name, True, start, REQUEST_BYTES) for start in range(0, NBYTES, REQUEST_BYTES)
-        ]
-
-
-def test_unaligned_edges_are_buffered_and_parts_between_them_direct(backend, directory, kernel):
-    file = backend.create(f"{directory}/file", NBYTES)
-    source = backend.allocate(NBYTES).slice(100, 6 * ALIGNMENT)
-    source.memoryview()[:] = data = random.Random(1).randbytes(6 * ALIGNMENT)
-    kernel.start()
-    assert file.write(source, ALIGNMENT + 100).result() == 6 * ALIGNMENT
-    assert sorted(kernel.calls, key=lambda call: call[2]) == [
-        ("pwritev", False, ALIGNMENT + 100, ALIGNMENT - 100),
-        ("pwritev", True, 2 * ALIGNMENT, 3 * ALIGNMENT),
-        ("pwritev", True, 5 * ALIGNMENT, 2 * ALIGNMENT),
-        ("pwritev", False, 7 * ALIGNMENT, 100),
-    ]
-    assert file.read_bytes(ALIGNMENT + 100, 6 * ALIGNMENT) == data
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
@@ -160,42 +130,6 @@ def test_a_failed_transfer_resolves_only_when_no_part_uses_the_memory(backend, d
 
 
 # Ends, and what is kept until then
-
-
-@pytest.mark.parametrize("what", ["file", "backend"])
-def test_closing_waits_for_every_part(backend, directory, kernel, what):
-    file = backend.create(f"{directory}/file", NBYTES)
-    gate = Gate()
-    kernel.start(gate)
-    future = file.write(backend.allocate(NBYTES), 0)
-    assert gate.arrived.acquire(timeout=60)
-    closing = threading.Thread(target={"file": file, "backend": backend}[what].close)
-    closing.start()
-    closing.join(0.05)
-    assert closing.is_alive()
-    assert not future.done()
-    gate.opened.set()
-    closing.join(60)
-    assert not closing.is_alive()
-    assert future.result(0) == NBYTES
-    assert len(kernel.calls) == NUM_PARTS
-
-
-def test_a_dropped_transfer_in_parts_is_completed_and_then_forgotten(backend, directory, kernel):
-    file = backend.create(f"{directory}/file", NBYTES)
-    source = backend.allocate(NBYTES)
-    source.memoryview()[:] = data = random.Random(3).randbytes(NBYTES)
-    gate = Gate()
-    kernel.start(gate)
-    file.write(source, 0)
-    refs = [weakref.ref(source), weakref.ref(file)]
-    del source, file
-    gc.collect()
-    assert all(ref() for ref in refs)
-    gate.opened.set()
-    wait_for(lambda: not any(ref() for ref in refs))
-    with open(f"{directory}/file", "rb") as found:
-        assert found.read() == data
 
 
 # Tuning

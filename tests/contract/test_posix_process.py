@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,28 +22,6 @@ ROOT = Path(__file__).parents[2]
 
 
 # Names
-
-
-def test_files_get_the_umask_and_every_block_of_their_size(backend, directory):
-    before = os.umask(0o027)
-    try:
-        backend.create(f"{directory}/file", NBYTES + 1).close()
-    finally:
-        os.umask(before)
-    found = os.stat(f"{directory}/file")
-    assert found.st_mode & 0o777 == 0o640
-    assert found.st_blocks * 512 >= NBYTES + 1
-
-
-def test_a_pipe_is_refused_at_once(backend, directory):
-    os.mkfifo(f"{directory}/pipe")
-    with pytest.raises(StorageError, match="regular"):
-        backend.open(f"{directory}/pipe")
-    with pytest.raises(StorageError, match="neither"):
-        backend.lock(f"{directory}/pipe")
-    found = backend.stat(f"{directory}/pipe")
-    assert found is not None
-    assert found.kind == "other"
 
 
 def test_renames_work_where_the_kernel_has_no_flags_for_them(backend, directory, monkeypatch):
@@ -140,20 +117,6 @@ def test_writes_do_not_delay_reads(backend, directory, kernel):
     finally:
         gate.set()
     assert [future.result(60) for future in trailing] == [NBYTES] * 10
-
-
-def test_a_callback_may_close_the_file_and_the_backend(directory):
-    backend = PosixBackend()
-    file = backend.create(f"{directory}/file", NBYTES)
-    closed = threading.Event()
-
-    def close(_):
-        file.close()
-        backend.close()
-        closed.set()
-
-    file.write(backend.allocate(NBYTES), 0).add_done_callback(close)
-    assert closed.wait(60)
 
 
 def test_a_forked_child_refuses_to_wait_for_threads_that_it_does_not_have(
@@ -308,28 +271,3 @@ print("ends")
         check=False,
     )
     assert (done.stdout, done.stderr, done.returncode) == ("ends\n", "", 0)
-
-
-def test_importing_the_package_loads_neither_torch_nor_numpy():
-    script = "import sys, gds; sys.exit(bool({'torch', 'numpy', 'pytest'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
-
-
-def test_busy_time_is_the_time_with_at_least_one_transfer(directory, kernel, monkeypatch):
-    backend, now_s, both = PosixBackend(write_threads=2), [0.0], threading.Barrier(2, timeout=60)
-    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
-    file = backend.create(f"{directory}/file", 2 * NBYTES)
-
-    def hold_both(name, real, fd, view, offset):
-        if both.wait() == 0:
-            now_s[0] += 4.0
-        both.wait()
-        return real(fd, [view], offset)
-
-    kernel.start(hold_both)
-    for future in [file.write(backend.allocate(NBYTES), at) for at in (0, NBYTES)]:
-        future.result(60)
-    now_s[0] = 100.0
-    found = backend.counters()
-    assert (found.bytes_written, found.num_writes, found.write_s) == (2 * NBYTES, 2, 4.0)
-    backend.close()

@@ -8,7 +8,6 @@ import pytest
 
 from gds import ALIGNMENT, PosixBackend, libc, probe
 from gds.buffers import HostBuffer
-from tests.contract.conftest import drop_cache
 
 TABLE = r"""
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
@@ -67,19 +66,6 @@ def test_what_another_machine_or_a_program_serves_is_remote():
         assert said.startswith(f"files on {filesystem} are served by ") or filesystem in LOCAL
 
 
-def test_the_page_cache_is_counted_as_it_fills_and_empties(directory, residency):
-    path = Path(directory, "file")
-    path.write_bytes(os.urandom(1 << 20))
-    drop_cache(str(path))
-    with path.open("rb") as file:
-        fd = file.fileno()
-        assert libc.cached_bytes(fd, 1 << 20) == 0
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        os.pread(fd, 256 << 10, 0)
-        assert libc.cached_bytes(fd, 1 << 20) == 256 << 10
-        assert libc.cached_bytes(fd, 128 << 10) == 128 << 10
-
-
 def test_the_mount_of_a_directory_is_what_the_system_says(tmp_path):
     said = subprocess.run(
         ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True
@@ -108,21 +94,6 @@ def test_the_kernel_takes_the_alignment_that_it_told_and_no_less(directory):
             os.preadv(fd, [view[: offset // 2]], 0)
     finally:
         os.close(fd)
-
-
-def test_the_block_device_or_the_default_decides_if_the_kernel_does_not_tell(tmp_path, monkeypatch):
-    with open(tmp_path / "file", "wb") as file:
-        for told, expected in (((512, 4096), (512, 4096)), ((0, 0), None), ((0, 512), None)):
-            monkeypatch.setattr(libc, "direct_alignment", lambda _, told=told: told)
-            assert probe.required_alignment(file.fileno()) == expected
-        monkeypatch.setattr(libc, "direct_alignment", lambda _: None)
-        memory, offset = probe.required_alignment(file.fileno())
-        device = os.fstat(file.fileno()).st_dev
-    queue = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/logical_block_size")
-    expected = int(queue.read_text()) if queue.exists() else ALIGNMENT
-    assert (memory, offset) == (expected, expected)
-    with open("/proc/self/status") as file:  # no block device behind it
-        assert probe.required_alignment(file.fileno()) == (ALIGNMENT, ALIGNMENT)
 
 
 def test_an_alignment_above_the_layouts_is_refused_with_its_number(directory, monkeypatch):
@@ -182,9 +153,3 @@ def test_a_file_system_that_lies_is_found_out(directory, monkeypatch, call, answ
     found = probe.direct_io(directory)
     assert found.supported is (words == "")
     assert words in found.reason
-
-
-def test_a_directory_that_cannot_be_written_says_so():
-    found = probe.direct_io("/proc/self")
-    assert not found.supported
-    assert found.reason

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import chain, combinations
 
@@ -135,20 +134,6 @@ def test_what_was_let_go_of_is_never_missed(policies, records):
         assert len(there) <= room
         assert room <= max(1, sum(p.most or 0 for p in policies)) + len(there)
     assert {r.generation for r in there} == kept_generations(policy, records)
-
-
-@settings(deadline=None, max_examples=30)
-@given(policy=single, records=histories(), incoming=st.integers(0, 50))
-def test_one_without_metrics_displaces_no_more_than_one_with(policy, records, incoming):
-    """So what is withdrawn for one that is being sealed goes rightly, whatever its worth."""
-    generation = max((r.generation for r in records), default=0) + 1
-    step = max((r.step for r in records), default=0)
-    plain = Record(step, generation, clock(incoming))
-    for metrics in ({"a": -9.0}, {"a": 9.0, "b": -9.0}):
-        measured = replace(plain, metrics=metrics)
-        assert kept_generations(policy, [*records, plain]) >= (
-            kept_generations(policy, [*records, measured]) - {generation}
-        )
 
 
 def test_the_last_few_and_every_thousandth():

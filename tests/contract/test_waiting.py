@@ -7,12 +7,9 @@ import threading
 import time
 from queue import SimpleQueue
 
-import pytest
-
 from gds import ALIGNMENT, PosixBackend
 from gds.backends.threads import TransferPool
-from gds.buffers import BufferPool
-from gds.waiting import Monitor, Pending, wait
+from gds.waiting import Pending, wait
 from tests.eventually import TIMEOUT_S
 from tests.fuzz.interrupts import interrupted
 
@@ -58,36 +55,6 @@ class Helper:
         self.told.put(None)
 
 
-def passes(monitor):
-    with monitor:
-        monitor.notify_all()
-    return True
-
-
-def test_a_monitor_is_free_after_an_interrupt():
-    def monitor_and_helper():
-        monitor = Monitor()
-        return monitor, Helper(lambda: passes(monitor))
-
-    def enter(prepared):
-        monitor, _ = prepared
-        with monitor, monitor:
-            passes(monitor)
-
-    def wait_for_a_change(prepared):
-        monitor, helper = prepared
-        turns = iter([False, True])
-        monitor.wait_until(lambda: next(turns) or helper.acts())
-
-    for action, at_least in ((enter, 3), (wait_for_a_change, 6)):
-        for monitor, helper in each_moment(monitor_and_helper, action, at_least=at_least):
-            assert not monitor._is_owned()
-            assert elsewhere(lambda monitor=monitor: passes(monitor))
-            helper.acts()
-            helper.thread.join(TIMEOUT_S)
-            assert not helper.thread.is_alive()
-
-
 def test_an_outcome_can_be_waited_for_and_told_after_an_interrupt():
     def outcome_and_helper():
         pending = Pending()
@@ -107,29 +74,6 @@ def test_an_outcome_can_be_waited_for_and_told_after_an_interrupt():
         told = SimpleQueue()
         pending.add_done_callback(told.put)
         assert told.get_nowait().result(0) == pending.result() == 7
-
-
-def test_an_outcome_is_known_once():
-    pending, failed = Pending(), Pending()
-    assert not pending.wait(0)
-    assert not pending.wait(-1)
-    with pytest.raises(TimeoutError):
-        pending.result(0.001)
-    told = []
-    pending.add_done_callback(told.append)
-    pending.add_done_callback(lambda _: 1 / 0)  # which is logged
-    pending.add_done_callback(told.append)
-    pending.set_result(None)
-    assert told == [pending, pending]
-    with pytest.raises(RuntimeError, match="already set"):
-        pending.set_exception(OSError())
-    assert pending.result() is None
-    assert pending.exception() is None
-    failed.set_exception(OSError("disk"))
-    for _ in range(2):
-        with pytest.raises(OSError, match="disk"):
-            failed.result()
-    assert str(failed.exception()) == "disk"
 
 
 def test_a_transfer_that_an_interrupt_keeps_from_being_begun_does_not_run_later():
@@ -160,26 +104,6 @@ def test_a_transfer_that_an_interrupt_keeps_from_being_begun_does_not_run_later(
         assert [pool.submit(lambda n=n: n).result(TIMEOUT_S) for n in range(3)] == [0, 1, 2]
         assert len(ran) == num_ran, "one ran that nobody waits for"
         pool.close()
-
-
-def test_threads_that_an_interrupt_comes_to_while_they_start_come_to_their_work():
-    def submit(pool):
-        pool.submit(lambda: 0).result()
-
-    for pool in each_moment(lambda: TransferPool("test", 3), submit, at_least=20):
-        barrier = threading.Barrier(3)
-        waits = [pool.submit(lambda barrier=barrier: barrier.wait(TIMEOUT_S)) for _ in range(3)]
-        assert sorted(wait.result(TIMEOUT_S) for wait in waits) == [0, 1, 2], "all three are there"
-        pool.close()
-
-
-def test_a_buffer_pool_lends_to_others_after_an_interrupt():
-    def lend(pool):
-        with pool.borrowed():
-            pass
-
-    for pool in each_moment(lambda: BufferPool(bytearray, 1, 100), lend, at_least=8):
-        assert elsewhere(lambda pool=pool: lend(pool) or True)
 
 
 def test_small_writes_take_their_turn_on_a_thread_that_is_not_interrupted(tmp_path):

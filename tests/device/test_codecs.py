@@ -170,38 +170,3 @@ def test_scales_of_all_second_moments_of_two_binades_are_the_same(errors, librar
         scales = torch.empty(len(values), dtype=torch.bfloat16)
         blocks8._encode_unsigned(values[:, None], codes, scales, (len(values), 1), Scratch())
         assert torch.equal(found, scales.view(torch.int16))
-
-
-@pytest.mark.parametrize("errors", ERRORS)
-@BOTH
-def test_blocks_of_all_magnitudes(kind, errors, library):
-    generator = torch.Generator().manual_seed(8)
-    num = 32 * 40_000
-    centers = torch.randint(-149, 125, (num // 32, 1), generator=generator)
-    spread = torch.randint(-30, 1, (num // 32, 32), generator=generator)
-    values = torch.ldexp(torch.rand(num // 32, 32, generator=generator) + 1, centers + spread)
-    values[torch.rand(values.shape, generator=generator) < 0.1] = 0
-    values[::50] = 0
-    if kind == "signed":
-        values *= torch.randint(0, 2, values.shape, generator=generator) * 2 - 1
-    values = values.reshape(-1)
-    values[64:96] = -0.0
-    values[7_777::9_999] = torch.nan
-    values[5_555::7_777] = torch.inf
-    values[3_333::8_888] *= -1
-    both_encode(library(errors), values, kind)
-
-
-def test_bfloat16_conversions_are_torchs(library):
-    """Of the shim, which stands for an instruction there: to nearest, ties to even."""
-    bits = torch.arange(-(1 << 31), 1 << 31, 257, dtype=torch.int64).to(torch.int32)
-    found = torch.empty_like(bits)
-    library("mixed").halves_of(pointer(bits), ctypes.c_uint64(len(bits)), pointer(found))
-    values = bits.view(torch.float32)
-    expected = values.bfloat16()
-    low, high = (
-        half.to(torch.int16).view(torch.bfloat16) for half in (found & 0xFFFF, found >> 16)
-    )
-    for half in (low, high):
-        same = half.view(torch.int16) == expected.view(torch.int16)
-        assert bool((same | (half.isnan() & values.isnan())).all())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,138 +12,10 @@ import numpy as np
 import pytest
 
 from gds.errors import DeviceLostError, RefusedError
-from offload.device.kernels.binary_cache import BinaryCache, directory
+from offload.device.kernels.binary_cache import directory
 from offload.device.kernels.loading import load
 from offload.device.kernels.sources import OPTIONS
 from tests.fake_gpu.machine import FakeGpu
-
-PARTS = ["source", "-DX=1", "90"]
-
-
-def test_modules_import_neither_cupy_nor_compile_anything():
-    code = (
-        "import sys, offload.device.kernels.update, offload.device.kernels.digest;"
-        "sys.exit('cupy' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
-
-
-# The cache. Its own methods are called: no face gives control over two processes at once.
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "cache" / "kernels"
-
-
-@pytest.fixture
-def entry(path: Path) -> Path:
-    BinaryCache(path).keep(PARTS, b"machine code" * 1000)
-    (found,) = path.iterdir()
-    return found
-
-
-def found(path: Path, parts=PARTS) -> bytes | None:
-    return BinaryCache(path).find(parts)
-
-
-def test_it_is_in_the_users_cache_directory(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert directory() == Path("/somewhere/ssd-offload/kernels")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
-    monkeypatch.setenv("HOME", "/home/user")
-    assert directory() == Path("/home/user/.cache/ssd-offload/kernels")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it is without a home
-    BinaryCache(directory()).keep(PARTS, b"new")
-    assert BinaryCache(directory()).find(PARTS) is None
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_kept_is_found_by_all_of_its_parts(path, entry):
-    assert found(path) == b"machine code" * 1000
-    for parts in (["source", "-DX=1"], ["source-DX=1", "90"], ["source", "-DX=", "190"]):
-        assert found(path, parts) is None
-
-
-@pytest.mark.parametrize("length", [0, 10, 40, 500, None], ids=str)
-def test_a_damaged_or_torn_entry_is_not_found_and_is_replaced(length, path, entry):
-    whole = entry.read_bytes()
-    damaged = [whole[:length]] if length is not None else []
-    for at in (0, 25, 60, -1) if length is None else ():
-        content = bytearray(whole)
-        content[at] ^= 1
-        damaged.append(bytes(content))
-    for content in damaged:
-        entry.write_bytes(content)
-        assert found(path) is None
-        BinaryCache(path).keep(PARTS, b"new")
-        assert found(path) == b"new"
-
-
-def test_nothing_that_others_can_write_is_trusted_or_written(path, entry, monkeypatch):
-    for target in (entry, path, path.parent):
-        mode = target.stat().st_mode
-        for shared in (0o002, 0o020):
-            target.chmod(mode | shared)
-            assert found(path) is None
-        target.chmod(mode)
-        assert found(path)
-    with monkeypatch.context() as another:
-        another.setattr(os, "geteuid", lambda: 12345)
-        assert found(path) is None
-    elsewhere = path.parent / "elsewhere"
-    entry.rename(elsewhere)
-    entry.symlink_to(elsewhere)
-    assert found(path) is None
-    entry.unlink()
-    os.mkfifo(entry)
-    assert found(path) is None
-    entry.unlink()
-    path.chmod(0o777)
-    BinaryCache(path).keep(PARTS, b"new")
-    assert list(path.iterdir()) == []
-
-
-def test_the_umask_does_not_matter(path):
-    before = os.umask(0)
-    try:
-        BinaryCache(path).keep(PARTS, b"new")
-    finally:
-        os.umask(before)
-    assert found(path) == b"new"
-
-
-def test_what_cannot_be_kept_is_done_without(tmp_path, path, entry, monkeypatch):
-    (tmp_path / "file").write_text("no directory")
-    cache = BinaryCache(tmp_path / "file" / "kernels")
-    cache.keep(PARTS, b"new")
-    assert cache.find(PARTS) is None
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    BinaryCache(path).keep(["other"], b"new")
-    assert list(path.iterdir()) == [entry]
-
-
-def test_processes_that_keep_the_same_one_at_once_agree(path):
-    binaries = [bytes([number]) * 100_000 for number in range(4)]
-    threads = [
-        threading.Thread(target=lambda b=b: [BinaryCache(path).keep(PARTS, b) for _ in range(20)])
-        for b in binaries
-    ]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        assert found(path) in [None, *binaries]
-    assert found(path) in binaries
-    assert len(list(path.iterdir())) == 1
-
-
-# What is asked of CuPy, on one that writes it down.
 
 
 @pytest.fixture
@@ -195,6 +66,95 @@ def test_it_is_compiled_once_for_everything_that_it_depends_on(gpu, monkeypatch)
         monkeypatch.setattr(owner, name, value)
         assert asked(gpu) == ["compile", "load"]
         assert asked(gpu) == ["load"]
+
+
+def test_they_are_kept_in_the_users_cache_directory(gpu, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert directory() == Path("/somewhere/ssd-offload/kernels")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which the specification says to ignore
+    monkeypatch.setenv("HOME", "/home/user")
+    assert directory() == Path("/home/user/.cache/ssd-offload/kernels")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as it is without a home
+    for _ in range(2):
+        assert asked(gpu) == ["compile", "load"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def flip(at: int) -> Callable[[Path], object]:
+    def spoil(entry: Path) -> None:
+        content = bytearray(entry.read_bytes())
+        content[at] ^= 1
+        entry.write_bytes(content)
+
+    return spoil
+
+
+def tear(length: int) -> Callable[[Path], object]:
+    return lambda entry: os.truncate(entry, length)
+
+
+def share(parent: int, mode: int) -> Callable[[Path], object]:
+    """Let others write to the entry, or to a directory above it."""
+
+    def spoil(entry: Path) -> None:
+        target = (entry, *entry.parents)[parent]
+        target.chmod(target.stat().st_mode | mode)
+
+    return spoil
+
+
+def replace(make: Callable[[Path, Path], object]) -> Callable[[Path], object]:
+    def spoil(entry: Path) -> None:
+        aside = entry.parents[1] / "aside"
+        entry.rename(aside)
+        make(entry, aside)
+
+    return spoil
+
+
+MENDED = {
+    **{f"torn-at-{length}": tear(length) for length in (0, 10, 40)},
+    **{f"flipped-at-{at}": flip(at) for at in (0, 25, 35, -1)},
+    "a-link": replace(lambda entry, aside: entry.symlink_to(aside)),
+}
+NOT_USED = {
+    "writable-by-the-group": share(0, 0o020),
+    "directory-writable-by-all": share(1, 0o002),
+    "cache-writable-by-the-group": share(2, 0o020),
+    "a-pipe": replace(lambda entry, _: os.mkfifo(entry)),
+    "a-directory": replace(lambda entry, _: entry.mkdir()),
+}
+
+
+@pytest.mark.parametrize("case", [*MENDED, *NOT_USED])
+def test_what_is_damaged_or_may_be_anothers_is_compiled_anew(case, gpu):
+    assert asked(gpu) == ["compile", "load"]
+    (entry,) = directory().iterdir()
+    (MENDED | NOT_USED)[case](entry)
+    assert asked(gpu) == ["compile", "load"]
+    if case in MENDED:
+        assert asked(gpu) == ["load"], "it has been replaced"
+    elif "directory-" in case or "cache-" in case:
+        assert asked(gpu) == ["compile", "load"], "nothing is kept there"
+
+
+def test_another_users_are_not_used_and_a_full_disk_is_done_without(gpu, monkeypatch):
+    assert asked(gpu) == ["compile", "load"]
+    with monkeypatch.context() as another:
+        another.setattr(os, "geteuid", lambda: 12345)
+        assert asked(gpu) == ["compile", "load"]
+    assert asked(gpu) == ["load"]
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = list(directory().iterdir())
+    monkeypatch.setattr(os, "replace", full)
+    for _ in range(2):
+        assert asked(gpu, source="another") == ["compile", "load"]
+    assert list(directory().iterdir()) == before
 
 
 def test_what_the_driver_does_not_load_is_compiled_anew(gpu):

@@ -11,18 +11,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import gds.backends.cufile
 import gds.buffers.cuda
 from gds.backends.kvikio_library import Library
-from gds.buffers.cuda import Cuda, _Handle
+from gds.buffers.cuda import _Handle
 from gds.buffers.device import DeviceBytes
-from gds.errors import RefusedError
 from gds.probe import direct_io
-from offload.device.kernels.launches import ARGUMENTS
 
 ALIGNMENT = 4096
 
@@ -42,11 +39,6 @@ def kvikio() -> Any:
 @pytest.fixture
 def cuda() -> Any:
     return imported("cupy").cuda
-
-
-def needs_no_driver() -> None:
-    if not gds.buffers.cuda.no_driver():
-        pytest.skip("there is a CUDA driver, and what it says depends on the device")
 
 
 def parameters(function: Any) -> list[str]:
@@ -161,23 +153,6 @@ def test_cupys_runtime_streams_and_compiler_take_what_they_are_given(cuda):
     module = cuda.Module()
     assert parameters(module.load)[-1] == "cubin"
     assert parameters(module.get_function)[-1] == "name"
-
-
-def test_without_a_driver_cupy_names_it_and_takes_numbers_and_one_structure(cuda, monkeypatch):
-    needs_no_driver()  # a function that is none must not be launched
-    monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "")
-    with pytest.raises(RefusedError, match="no GPU can be used: cudaError"):
-        Cuda()
-    kind = importlib.import_module("cupy.cuda.function").Function
-    function = kind.__new__(kind)
-    # arguments are looked at first, the driver afterwards
-    for arguments, error in (
-        ((np.uint64(1), np.uint64(2)), cuda.runtime.CUDARuntimeError),
-        ((np.zeros(1, ARGUMENTS),), cuda.runtime.CUDARuntimeError),
-        ((np.zeros(2, ARGUMENTS),), TypeError),
-    ):
-        with pytest.raises(error):
-            function((1,), (32,), arguments, stream=_Handle(0))
 
 
 def test_torchs_streams_and_events_are_made_as_here():

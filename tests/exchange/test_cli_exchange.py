@@ -103,23 +103,6 @@ def test_errors_are_one_line(store, tmp_path, monkeypatch, capsys):
         assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("kind", ["pt", "hf", "safetensors"])
-def test_from_python_the_same_bytes_are_written(store, tmp_path, kind, monkeypatch, capsys):
-    first, second = tmp_path / "first" / "out", tmp_path / "second" / "out"
-    for place in (first, second):
-        place.parent.mkdir()
-    told = []
-    with offload.open_checkpoint(store) as checkpoint:
-        offload.export_checkpoint(checkpoint, first, kind, progress=lambda *now: told.append(now))
-    assert told[-1][0] == told[-1][1] > 0
-    call = runner("offload", main, monkeypatch, capsys)
-    assert call("export", store, second, "--to", kind, "--quiet")[0] == 0
-    written = [file for file in (first, *first.rglob("*")) if file.is_file()]
-    assert written
-    for file in written:
-        assert file.read_bytes() == (second / file.relative_to(first)).read_bytes(), file.name
-
-
 def test_a_model_in_a_file_of_its_own_is_imported_and_gone_on_from(expected, tmp_path):
     model, _, plain = expected
     torch.save(plain.state_dict(), tmp_path / "optimizer.pt")

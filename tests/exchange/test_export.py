@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 
 import offload
 from offload import export_checkpoint, import_checkpoint
 from offload.errors import DamagedError, StoreError
-from tests.exchange.test_torch_dicts import numbered, torch_dict
+from tests.exchange.test_torch_dicts import numbered
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import assert_same_bits, assert_same_parameters
@@ -117,28 +116,32 @@ def assert_is(found: dict[str, Any], full: dict[str, Any], pair: Pair) -> None:
         found["optimizer"]["param_groups"], full["param_groups"], strict=True
     ):
         group.pop("param_names", None)
-        group["betas"] = (
-            tuple(group["betas"]["tuple"]) if isinstance(group["betas"], dict) else group["betas"]
-        )
-        assert group == expected
+        found_group = {
+            key: tuple(value["tuple"]) if isinstance(value, dict) else value
+            for key, value in group.items()
+        }
+        assert found_group == expected
 
 
 @pytest.mark.parametrize(
-    ("stored", "kind", "drives"),
+    ("case", "stored", "kind", "drives"),
     [
-        ("exact", "pt", 1),
-        ("exact", "hf", 3),
-        ("exact", "safetensors", 1),
-        ("exact", "dcp", 3),
-        ("resident", "safetensors", 1),
-        ("split", "dcp", 1),
-        ("bfloat16", "hf", 1),
-        ("int8", "pt", 1),
-        ("int8", "safetensors", 1),
+        ("adamw", "exact", "pt", 1),
+        ("adamw", "exact", "hf", 3),
+        ("adamw", "exact", "safetensors", 1),
+        ("adamw", "exact", "dcp", 3),
+        ("adamw", "resident", "safetensors", 1),
+        ("adamw", "split", "dcp", 1),
+        ("adamw", "bfloat16", "hf", 1),
+        ("adamw", "int8", "pt", 1),
+        ("adamw", "int8", "safetensors", 1),
+        ("sgd-nesterov", "exact", "pt", 1),
+        ("nadam", "exact", "hf", 1),
+        ("asgd", "exact", "dcp", 1),
     ],
 )
-def test_every_stored_format_and_every_format_of_files(tmp_path, stored, kind, drives):
-    pair, path = sealed(tmp_path, CASES["adamw"], SETTINGS[stored], drives=drives)
+def test_every_stored_format_and_every_format_of_files(tmp_path, case, stored, kind, drives):
+    pair, path = sealed(tmp_path, CASES[case], SETTINGS[stored], drives=drives)
     full = pair.optimizer.full_state_dict()
     destination = tmp_path / "export"
     told = export(path, destination, kind)
@@ -172,26 +175,6 @@ def test_plain_torch_trains_on_with_the_same_bits(tmp_path, kind):
         pair.step_expected(step)
         fresh.step_expected(step)
     assert_same_parameters(fresh.expected.named_parameters(), pair.expected.named_parameters())
-    pair.optimizer.close()
-
-
-@pytest.mark.parametrize("name", ["sgd-nesterov", "nadam", "asgd"])
-def test_other_classes(tmp_path, name):
-    pair, path = sealed(tmp_path, CASES[name], {})
-    export(path, tmp_path / "export", "pt")
-    found = torch.load(tmp_path / "export", weights_only=True)["optimizer"]
-    expected = torch_dict(pair)
-    expected_state = {
-        n: {k: v for k, v in s.items() if v is not None} for n, s in expected["state"].items()
-    }
-    assert found["state"].keys() == expected_state.keys()
-    for number, state in expected_state.items():
-        assert found["state"][number].keys() == state.keys()
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                assert_same_bits(found["state"][number][key], value, key)
-            else:
-                assert found["state"][number][key] == value
     pair.optimizer.close()
 
 
@@ -266,16 +249,4 @@ def test_what_cannot_be_exported_to_is_refused(tmp_path):
         export(path, tmp_path / "other", "onnx")
     with pytest.raises(StoreError, match="does not exist; create it"):
         export(path, tmp_path / "no" / "export", "pt")
-    pair.optimizer.close()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcps_own_load_fills_a_model(tmp_path):
-    pair, path = sealed(tmp_path, CASES["adamw"], {})
-    export(path, tmp_path / "export", "dcp")
-    other = Mixed(seed=8)
-    state = {"model": other.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "export", no_dist=True)
-    other.load_state_dict(state["model"])
-    assert_same_parameters(other.named_parameters(), pair.live.named_parameters())
     pair.optimizer.close()

@@ -58,19 +58,6 @@ def test_whatever_fails_the_checkpoint_is_whole_and_no_file_is_partial(folder, k
             return
 
 
-def test_nothing_is_written_if_the_files_are_there_already(folder):
-    backend = FaultBackend(MemoryBackend())
-    with make_optimizer(make_model(), backend) as optimizer:
-        train(optimizer, 1)
-        sealed = optimizer.checkpoint().result()
-        assert sealed.has_model_names
-        offload.add_hf_files(sealed, folder)
-        before = dict(backend.num_done)
-        assert offload.add_hf_files(sealed, folder) == ["chat_template.jinja", "config.json"]
-        for kind in ("create", "write", "write_bytes", "sync", "sync_dir", "rename", "remove"):
-            assert backend.num_done[kind] == before.get(kind, 0), kind
-
-
 @pytest.mark.parametrize(("mark", "again"), [(None, True), ("damaged.txt", False)])
 def test_a_slot_that_a_process_has_left_is_used_again_without_these_files(folder, mark, again):
     """Unless it is marked as damaged: its space may be bad."""

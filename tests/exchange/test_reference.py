@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gds import MemoryBackend
-from offload.errors import MismatchError, NotRestoredError
+from offload.errors import MismatchError
 from tests.numerics.reference import bits
 from tests.stores.small import make_mixed_model, make_optimizer, step
 
@@ -123,20 +123,6 @@ def test_another_process_goes_on_from_the_sealed_checkpoint_that_it_names():
         assert_same(parameters(other), expected)
 
 
-def test_what_is_loaded_at_construction_time_decides_nothing():
-    """accelerate's `prepare()` loads what `state_dict()` gave it, before anybody restores."""
-    model, backend = make_mixed_model(), MemoryBackend()
-    with make_optimizer(model, backend) as optimizer:
-        step(optimizer, 1)
-        optimizer.checkpoint()
-    with make_optimizer(model, backend.reopened()) as optimizer:
-        optimizer.load_state_dict(optimizer.state_dict())
-        with pytest.raises(NotRestoredError):
-            step(optimizer, 2)
-        optimizer.restore()
-        step(optimizer, 2)
-
-
 class TestRefusals:
     def test_a_state_that_has_moved_on(self):
         model, backend = make_mixed_model(), MemoryBackend()
@@ -228,17 +214,6 @@ class TestRefusals:
                 optimizer.load_state_dict(short)
 
 
-def test_hooks_see_what_is_saved_and_loaded():
-    model, backend = make_mixed_model(), MemoryBackend()
-    seen = []
-    with make_optimizer(model, backend) as optimizer:
-        optimizer.register_state_dict_post_hook(lambda _, sd: {**sd, "note": 5})
-        optimizer.register_load_state_dict_pre_hook(lambda _, sd: seen.append(sd["note"]))
-        optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
-        optimizer.load_state_dict(optimizer.state_dict())
-        assert seen == [5, "loaded"]
-
-
 def unsealed(message: str = "the reference that state_dict") -> Any:
     return pytest.warns(RuntimeWarning, match=message)
 
@@ -297,16 +272,3 @@ class TestAStateThatNobodyHasSealed:
         assert ("/run/step-00000001, call restore()" in said) == has_checkpoint
         assert ("/run has no checkpoint to continue from" in said) != has_checkpoint
         assert "directory=" not in said  # it is the right one
-
-    def test_a_seal_that_did_not_end_is_not_blamed_on_the_directory_alone(self):
-        model, backend = make_mixed_model(), MemoryBackend()
-        with make_optimizer(model, backend) as optimizer:
-            step(optimizer, 1)
-            optimizer.checkpoint()
-            reference = optimizer.state_dict()
-        with (
-            # as after a power cut
-            make_optimizer(make_mixed_model(), MemoryBackend()) as optimizer,
-            pytest.raises(MismatchError, match=r"/run has no checkpoint: either .* sealing did n"),
-        ):
-            optimizer.load_state_dict(reference)

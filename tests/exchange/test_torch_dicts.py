@@ -285,20 +285,6 @@ def test_it_comes_back(overlap):
     optimizer.close()
 
 
-def test_it_is_taken_over_by_another_store_and_goes_on_from_there():
-    _, optimizer = trained()
-    full = optimizer.full_state_dict()
-    other, again = trained()
-    for number in (100, 2, 0):  # also below what parameters have seen
-        again.load_state_dict({**full, "num_steps": number})
-        other(torch.ones(2, 30)).square().sum().backward()
-        again.step()
-        assert again.full_state_dict()["num_steps"] == again.num_steps == number + 1
-        again.zero_grad()
-    optimizer.close()
-    again.close()
-
-
 def test_what_is_no_number_of_steps_is_refused():
     _, optimizer = trained()
     full = optimizer.full_state_dict()

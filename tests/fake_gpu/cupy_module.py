@@ -129,12 +129,11 @@ class Runtime:
         array = (ctypes.c_ubyte * (nbytes + 2 * ALIGNMENT))()
         base = ctypes.addressof(array)
         # Aligned as cudaMalloc promises, and to no more.
-        ptr = base + -base % ALIGNMENT + (512 if gpu.aligns_badly else 0)
+        ptr = base + -base % ALIGNMENT + 512
         ctypes.memset(ptr, GARBAGE, nbytes)
         with gpu.lock:
             gpu.live[ptr] = nbytes
             gpu.arrays[ptr] = array
-            gpu.peak_bytes = max(gpu.peak_bytes, sum(gpu.live.values()))
         return ptr
 
     def free(self, ptr: int) -> None:

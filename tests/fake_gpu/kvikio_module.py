@@ -82,13 +82,11 @@ class CuFile:
     def pread(
         self, buf: Any, size: int, file_offset: int = 0, task_size: int | None = None
     ) -> _Future:
-        self.gpu.task_sizes.append(task_size)
         return self._start("read", buf, size, file_offset)
 
     def pwrite(
         self, buf: Any, size: int, file_offset: int = 0, task_size: int | None = None
     ) -> _Future:
-        self.gpu.task_sizes.append(task_size)
         return self._start("write", buf, size, file_offset)
 
     def raw_read_async(

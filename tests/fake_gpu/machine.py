@@ -56,15 +56,11 @@ class FakeGpu:
         """Whether cuFile has a configuration file, without which there are no stream calls."""
         self.refuses: Callable[[str, int], str] = lambda _call, _nbytes: ""
         """The text of the error of a call of the runtime, if it is to fail."""
-        self.aligns_badly = True
         self.copies: list[tuple[int, int]] = []
         """Kind and stream of every copy."""
         self.arrays: dict[int, Any] = {}
-        self.peak_bytes = 0
-        """Most device memory that was allocated at one time."""
         self.transferring: set[int] = set()
         """Streams with a stream call of KvikIO that has not begun."""
-        self.task_sizes: list[int | None] = []
         self.gds = False
         """Whether cuFile takes files."""
         self.copies_untold = False

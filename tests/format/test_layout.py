@@ -1,148 +1,27 @@
-"""Where the state of several drives lies: each element once, in proportion, and for good."""
+"""What no file shows at once: speeds as shares, chunks that end near a parameter, boxes of ranges.
+
+`test_spec_drives.py` and `test_spec_state.py` read from files where the state lies.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from offload.format import Layout, ModelTensor, ParameterSpec
 from offload.format.boxes import cut_range
-from offload.format.header import parse_header
 from offload.stream.drives import proportional_shares
 
 CHUNK = 1024
-ADAM = ("exp_avg", "exp_avg_sq")
 
 
-def layout(
-    sizes: list[int],
-    shares: tuple[int, ...] = (1,),
-    state_dtype: str = "float32",
-    counts_from: str = "parameter",
-) -> Layout:
-    """Lay out parameters, of which every third is FP32 and every fifth has one array less."""
-    specs, model = [], []
-    for index, size in enumerate(sizes):
-        dtype = "F32" if index % 3 == 2 else "BF16"
-        moments = ADAM[: 1 if index % 5 == 4 else 2]
-        if state_dtype == "int8":
-            moments = tuple(name for m in moments for name in (m, f"{m}_scale"))
-        arrays = (*(() if dtype == "F32" else ("master",)), *moments)
-        specs.append(ParameterSpec(f"p{index}", dtype, (size,), 0, arrays))
-        model.append(ModelTensor(f"p{index}", dtype, (size,)))
-    return Layout(tuple(specs), tuple(model), CHUNK, state_dtype, shares, counts_from)
-
-
-# Often such that one ends shortly after the edge of a chunk, where edges move.
-near_edges = st.tuples(st.integers(0, 3), st.integers(-40, 40)).map(lambda n: n[0] * CHUNK + n[1])
-sizes = st.lists(
-    st.one_of(st.integers(0, 5 * CHUNK), near_edges.filter(lambda n: n >= 0)),
-    min_size=1,
-    max_size=8,
-)
-rules = st.sampled_from(
-    [("float32", "parameter"), ("bfloat16", "parameter"), ("int8", "parameter"), ("int8", "chunk")]
-)
-shares = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
-
-
-@settings(deadline=None, max_examples=25)
-@given(sizes, shares)
-def test_every_element_is_on_one_drive_at_one_place(sizes, shares):
-    found = layout(sizes, shares)
-    for array in found.array_names:
-        owners: dict[tuple[str, int], tuple[int, int]] = {}
-        for drive, headers in enumerate(found.array_headers):
-            size = found.file_sizes(drive)[f"{array}.safetensors"]
-            assert parse_header(headers[array].encoded, size) == headers[array]
-            for key, entry in headers[array].entries.items():
-                name, _, cut = key.partition("[")
-                start = int(cut.split(":")[0]) if cut else 0
-                for element in range((entry.stop - entry.start) // 4):
-                    assert (name, start + element) not in owners
-                    owners[name, start + element] = (drive, entry.start + 4 * element)
-        expected = {
-            (p.name, e) for p in found.parameters if array in p.arrays for e in range(p.shape[0])
-        }
-        assert owners.keys() == expected
-        # and that is where chunks are read from and written to
-        for chunk in range(found.num_chunks):
-            drive = found.drives[chunk]
-            offset, nbytes = found.byte_range(array, chunk)
-            at = offset - found.array_headers[drive][array].data_start
-            for piece in found.plans[chunk].pieces:
-                p = found.parameters[piece.parameter]
-                for element in range(piece.start, piece.stop) if array in p.arrays else ():
-                    assert owners[p.name, element] == (drive, at)
-                    at += 4
-            assert at - (offset - found.array_headers[drive][array].data_start) == nbytes
-
-
-@settings(deadline=None, max_examples=40)
-@given(sizes, rules)
-def test_chunks_are_ranges_end_to_end_which_hold_whole_blocks(sizes, rule):
-    found = layout(sizes, (1,), *rule)
-    ranges = [(plan.first, plan.last) for plan in found.plans]
-    assert [0, *(stop for _, stop in ranges)] == [
-        *(start for start, _ in ranges), found.num_elements,
-    ]  # fmt: skip
-    assert all(start < stop for start, stop in ranges)
-    moved = rule == ("int8", "parameter")
-    for chunk, (start, _) in enumerate(ranges):
-        assert chunk * CHUNK <= start <= chunk * CHUNK + (31 if moved else 0)
-        for piece in found.plans[chunk].pieces:
-            assert not moved or piece.start % 32 == 0
-    whole = [
-        (piece.parameter, element)
-        for chunk in range(found.num_chunks)
-        for piece in found.plans[chunk].pieces
-        for element in range(piece.start, piece.stop)
-    ]
-    assert whole == [(n, e) for n, size in enumerate(sizes) for e in range(size)]
-    if rule[0] == "int8":  # and each block has one scale
-        scales = 0
-        for chunk in range(found.num_chunks):
-            offset, nbytes = found.byte_range("exp_avg_scale", chunk)
-            assert offset == found.array_headers[0]["exp_avg_scale"].data_start + 2 * scales
-            lengths = [piece.stop - piece.start for piece in found.plans[chunk].pieces]
-            assert nbytes == 2 * sum(-(-length // 32) for length in lengths)
-            scales += nbytes // 2
-        assert scales == sum(-(-size // 32) for size in sizes) or not moved
-    if rule[1] == "parameter":  # what is stored on one drive does not depend on chunks
-        assert found.array_headers == replace(found, chunk_elements=1 << 20).array_headers
-
-
-@settings(deadline=None, max_examples=40)
-@given(sizes, sizes, shares, rules)
-def test_added_parameters_leave_every_whole_chunk_where_it_is(sizes, more, shares, rule):
-    before, after = layout(sizes, shares, *rule), layout(sizes + more, shares, *rule)
-    whole = before.num_elements // CHUNK
-    assert after.drives[: before.num_chunks] == before.drives
-    for array in before.array_names:
-        for chunk in range(whole):
-            places = []
-            for found in (before, after):
-                offset, nbytes = found.byte_range(array, chunk)
-                header = found.array_headers[found.drives[chunk]][array]
-                places.append((offset - header.data_start, nbytes))
-            assert places[0] == places[1]
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.integers(1, 200), shares)
-def test_bytes_are_in_proportion_and_drives_take_turns(num_chunks, shares):
-    found = layout([num_chunks * CHUNK], shares)
-    total = sum(shares)
-    for drive, share in enumerate(shares):
-        for stop in range(num_chunks + 1):  # at every moment of a pass, not only at its end
-            ideal = Fraction(stop * share, total)
-            assert abs(found.drives[:stop].count(drive) - ideal) < len(shares)
+def int8_layout(*sizes: int) -> Layout:
+    arrays = ("master", "exp_avg", "exp_avg_scale")
+    named = [(f"p{number}", "BF16", (size,)) for number, size in enumerate(sizes)]
+    specs = tuple(ParameterSpec(*one, 0, arrays) for one in named)
+    return Layout(specs, tuple(ModelTensor(*one) for one in named), CHUNK, "int8")
 
 
 @pytest.mark.parametrize(
@@ -163,12 +42,22 @@ def test_speeds_become_small_whole_shares(speeds, expected):
     )
 
 
+def test_chunks_near_the_end_of_a_parameter_hold_whole_blocks():
+    for size in range(CHUNK - 40, CHUNK + 41):
+        found = int8_layout(size, CHUNK)
+        assert [plan.first for plan in found.plans][1:] == [plan.last for plan in found.plans[:-1]]
+        assert found.plans[-1].last == size + CHUNK
+        for chunk, plan in enumerate(found.plans):
+            assert chunk * CHUNK <= plan.first <= chunk * CHUNK + 31
+            assert all(piece.start % 32 == 0 for piece in plan.pieces)
+
+
 def test_a_last_chunk_whose_beginning_moves_to_the_end_does_not_exist():
     """The second chunk would begin in a block of 32 that ends with the parameter."""
-    found = layout([10, CHUNK - 4], state_dtype="int8")
+    found = int8_layout(10, CHUNK - 4)
     assert found.num_chunks == 1
     assert (found.plans[0].first, found.plans[0].last) == (0, CHUNK + 6)
-    assert layout([10, CHUNK + 30], state_dtype="int8").num_chunks == 2
+    assert int8_layout(10, CHUNK + 30).num_chunks == 2
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (4, 1, 2, 3), (1, 1, 9)], ids=str)

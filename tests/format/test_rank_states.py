@@ -12,8 +12,6 @@ from offload.format.train_state import (
     EncodedState,
     StoredTensor,
     TrainStateFormatError,
-    TrainStateTagError,
-    decode,
     encode,
     pack_encoded,
     unpack_encoded,
@@ -44,11 +42,6 @@ def test_a_state_of_one_process_is_that_of_one_rank():
         assert split_ranks(encode(state)) == (encode(state),)
 
 
-def test_no_reader_of_one_state_takes_several_for_one():
-    with pytest.raises(TrainStateTagError, match="'ranks' is unknown"):
-        decode(join_ranks([encode(1), encode(2)]))
-
-
 TENSOR = StoredTensor("U8", (1,), b"x")
 
 
@@ -67,9 +60,3 @@ TENSOR = StoredTensor("U8", (1,), b"x")
 def test_what_was_not_joined_is_refused(text, tensors, words):
     with pytest.raises(TrainStateFormatError, match=words):
         split_ranks(EncodedState(text, tensors))
-
-
-@pytest.mark.parametrize("num", [0, MAX_RANKS + 1])
-def test_the_number_of_ranks_is_bounded(num):
-    with pytest.raises(ValueError, match="one per rank"):
-        join_ranks([encode(None)] * num)

@@ -7,7 +7,7 @@ import pytest
 
 from gds import MemoryBackend
 from offload import open_checkpoint
-from offload.errors import CheckpointError, RecycledError
+from offload.errors import RecycledError
 from tests.stores import small
 from tests.stores.files import contents, remove_tree, write
 
@@ -28,17 +28,6 @@ def test_an_abandoned_checkpoint_that_a_warning_keeps_has_no_lock_any_more():
     with pytest.raises(RecycledError):
         _ = kept.train_state
     kept.close()
-
-
-@pytest.mark.parametrize("path", ["/run", "/step-00000002"])
-def test_a_store_without_checkpoints_is_told_so_and_nothing_else(path):
-    """A directory with a ``LOCK`` is a store: nobody needs to look for others below it."""
-    backend = MemoryBackend()
-    backend.make_dir(path)
-    write(backend, f"{path}/LOCK", b"")
-    with pytest.raises(CheckpointError) as found:
-        open_checkpoint(path, backend=backend)
-    assert str(found.value).endswith("no usable checkpoint here: it has no step-<N> directory")
 
 
 def test_what_cannot_be_newer_than_the_newest_checkpoint_needs_no_warning():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import decimal
 import enum
 import json
 from collections import defaultdict, namedtuple
@@ -26,10 +25,6 @@ from offload.format.train_state import (
 
 class Colour(enum.Enum):
     RED = 1
-
-
-class Level(enum.IntEnum):
-    LOW = 1
 
 
 class Text(str):
@@ -62,10 +57,8 @@ REFUSED = {
         {"scheduler": {"lr_lambdas": [lambda step: step]}},
         r"train_state\['scheduler'\]\['lr_lambdas'\]\[0\]: .*function.*store its fields instead",
     ),
-    "class": ({"cls": dict}, r"train_state\['cls'\]: .*type"),
     "module": ({"m": torch.nn.Linear(1, 1)}, r"Linear; store its state_dict\(\) instead"),
     "enum": ({"e": Colour.RED}, r"\['e'\]: .*Colour.*\.name or \.value"),
-    "int-enum": ({"e": Level.LOW}, r"\['e'\]: .*Level.*\.name or \.value"),
     "str-subclass": (
         {"s": Text("a")},
         r"Text: restoring imports no modules, so it would become a plain str.*str\(value\)",
@@ -78,25 +71,18 @@ REFUSED = {
         {"p": Point(1, 2)},
         r"Point: restoring imports no modules, so it would become a plain tuple",
     ),
-    "str-subclass-key": ({Text("a"): 1}, r"train_state\.keys\('a'\): .*Text"),
     "object-key": ({("k", Colour.RED): 1}, r"train_state\.keys\(.*\)\[1\]: .*Colour"),
-    "set-member": ({"s": {Colour.RED}}, r"train_state\['s'\]\{.*\}: .*Colour"),
-    "decimal": ([decimal.Decimal(1)], "Decimal"),
     "defaultdict-lambda": ([defaultdict(lambda: 1)], r"train_state\[0\]: .*default_factory"),
     "parameter": ({"w": torch.nn.Parameter(torch.zeros(1))}, r"\['w'\]: .*Parameter.*detach"),
     "generator": ({"g": torch.Generator()}, r"\['g'\]: .*Generator; store its get_state\(\)"),
     "sparse": ({"t": torch.eye(2).to_sparse()}, r"train_state\['t'\]: .*sparse_coo"),
     "meta-tensor": ([torch.empty(2, device="meta")], r"train_state\[0\]: .*meta"),
     "tensor-key": ({torch.zeros(1): 1}, r"train_state\.keys\(.*: a tensor or array cannot be"),
-    "tensor-in-key": ({(1, torch.zeros(1)): 1}, r"\[1\]: a tensor or array cannot be"),
     "tensor-in-set": ({torch.zeros(1)}, "a tensor or array cannot be"),
     "object-array": (np.array([None]), "train_state: .*object"),
     "text-array": ({"a": np.array(["x"])}, r"\['a'\]: .*<U1"),
-    "structured-array": (np.zeros(1, [("f", "f4")]), "numpy value of dtype"),
-    "masked-array": (np.ma.masked_array([1]), "MaskedArray"),
     "long-double": (np.longdouble(1), "longdouble|float128|float64"),
     "datetime64": (np.datetime64(0, "s"), "datetime64"),
-    "numpy-str": (np.str_("a"), r"numpy\.str_"),
     "cycle": (cycle(), r"train_state\[0\]\['again'\]\[0\]: contains itself"),
     "too-deep": (nested(MAX_DEPTH + 1), f"deeper than {MAX_DEPTH} levels"),
 }
@@ -143,48 +129,37 @@ BAD_JSON = {
     "tag-is-a-number": '{"$":1}',
     "tag-is-a-list": '{"$":["tuple"],"items":[]}',
     "missing-field": tag("tuple"),
-    "extra-field": tag("tuple", items=[], x=1),
-    "tuple-of-no-list": tag("tuple", items="ab"),
     "set-of-lists": tag("set", items=[[1]]),
     "set-twice": tag("set", items=[1, 1]),
     "key-twice": tag("dict", items=[[1, 2], [1, 3]]),
     "key-is-a-list": tag("dict", items=[[[1], 2]]),
-    "no-pair": tag("Counter", items=[[1]]),
     "deque-overfull": tag("deque", items=[1, 2], maxlen=1),
     "deque-negative": tag("deque", items=[], maxlen=-1),
-    "deque-bool": tag("deque", items=[], maxlen=True),
     "factory-unknown": tag("defaultdict", items=[], factory="eval"),
-    "factory-list": tag("defaultdict", items=[], factory=[]),
     "int-not-hex": tag("int", hex="0xzz"),
     "int-small": tag("int", hex="0x1"),
     "int-spaced": tag("int", hex=" 0x1_0000_0000_0000_0000"),
-    "int-number": tag("int", hex=1),
     "float-name": tag("float", value="infinity"),
-    "float-list": tag("float", value=[]),
-    "complex-short": tag("complex", parts=["1.0"]),
     "complex-spelling": tag("complex", parts=["1", "2"]),
-    "complex-number": tag("complex", parts=3),
     "str-odd": tag("str", hex="a"),
     "str-not-utf8": tag("str", hex="ff"),
     "bytes-not-base64": tag("bytes", base64="!!"),
     "bytes-not-canonical": tag("bytes", base64="QUJ="),
-    "bytes-number": tag("bytearray", base64=1),
-    "size-of-text": tag("torch.Size", items=["1"]),
     "size-overflow": tag("torch.Size", items=[2**63]),
     "dtype-by-attribute": tag("torch.dtype", name="nn"),
     "dtype-deep": '{"$":"torch.dtype","name":' + "[" * 400 + "]" * 400 + "}",
     "tag-deep": '{"$":' + "[" * 400 + "]" * 400 + "}",
-    "dtype-list": tag("torch.dtype", name=[]),
+    "size-huge": tag("torch.Size", items=[2**63 - 1, 2**63]),
+    "deque-huge": tag("deque", items=[], maxlen=2**63),
+    "factory-dotted": tag("defaultdict", items=[], factory="os.system"),
+    "device-code": tag("torch.device", name="__import__('os')"),
     "device-unknown": tag("torch.device", name="fridge:0"),
     "scalar-dtype": tag("numpy.scalar", dtype="O", base64="AAAAAAAAAAA="),
     "scalar-length": tag("numpy.scalar", dtype="int8", base64="AAA="),
     "tensor-missing": tag("torch.Tensor", tensor="nope", dtype="float32"),
-    "tensor-name-list": tag("torch.Tensor", tensor=["t"], dtype="float32"),
     "tensor-unused": "1",
     "tensor-other-dtype": tag("torch.Tensor", tensor="t", dtype="float64"),
     "tensor-unknown-dtype": tag("torch.Tensor", tensor="t", dtype="nn"),
-    "tensor-not-complex": tag("torch.Tensor", tensor="t", dtype="complex32"),
-    "array-other-dtype": tag("numpy.ndarray", tensor="t", dtype="<i4"),
     "array-object-dtype": tag("numpy.ndarray", tensor="t", dtype="|O"),
     "tensor-twice": f"[{', '.join([tag('torch.Tensor', tensor='t', dtype='float32')] * 2)}]",
 }
@@ -203,13 +178,6 @@ def test_what_is_never_written_is_refused_by_name(name):
     assert type(caught.value) is expected
     assert str(caught.value).startswith("train_state")
     assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize("dtype", ["float32", "nothing"])
-def test_a_tensor_with_the_wrong_number_of_bytes_is_refused(dtype):
-    text = tag("torch.Tensor", tensor="t", dtype=dtype)
-    with pytest.raises(TrainStateFormatError):
-        decode(EncodedState(text, {"t": StoredTensor("F32", (2,), bytes(7))}))
 
 
 def test_a_message_names_the_path_inside_the_state():

@@ -27,13 +27,6 @@ def main() -> int:
         "--also", type=Path, action="append", default=[], help="run the program in this file first"
     )
     parser.add_argument("--shorten", type=float, default=60.0, help="seconds for each finding")
-    parser.add_argument("--stop", action="store_true", help="stop at the first finding")
-    parser.add_argument(
-        "--without",
-        action="append",
-        default=[],
-        help="operations, ambient modes, hooks, overlaps; see `program.Program.without`",
-    )
     parser.add_argument("--record", type=Path, help="write the result to this file")
     parser.add_argument("--keep", type=Path, help="write short failing programs to this folder")
     args = parser.parse_args()
@@ -43,7 +36,7 @@ def main() -> int:
     kinds: dict[str, list[str]] = {}
     numbers = range(args.first, args.first + args.count)
     listed = [programs.Program.from_json(path.read_text()) for path in args.also]
-    listed += [programs.make(args.seed, number).without(args.without) for number in numbers]
+    listed += [programs.make(args.seed, number) for number in numbers]
     count = len(listed)
     for program in listed:
         outcome = isolated(program)
@@ -62,8 +55,6 @@ def main() -> int:
                 args.keep.mkdir(parents=True, exist_ok=True)
                 name = program.name.replace(":", "-")
                 (args.keep / f"{name}.json").write_text(program.to_json())
-        if args.stop:
-            break
     found = sum(len(names) for names in kinds.values())
     seconds = time.monotonic() - began
     print(f"\n{count} programs, {sum(ran.values())} operations, {seconds:.0f} s, {found} findings")

@@ -240,7 +240,6 @@ LOOPS: dict[str, Callable[[Side, Operation], Any]] = {
     for function in (
         *(train, accumulate, step, zero_grad, grad, saliency),
         *(readers.evaluate, readers.look, readers.edit, readers.freeze, readers.unfreeze),
-        *(readers.hyper, readers.add_group, readers.fork, readers.loader, readers.threads),
-        readers.average,
+        *(readers.hyper, readers.add_group, readers.fork, readers.threads),
     )
 }

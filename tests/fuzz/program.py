@@ -44,30 +44,6 @@ class Program:
         """Return the program with these operations only."""
         return Program(self.name, self.config, tuple(operations))
 
-    def without(self, unwanted: list[str]) -> Program:
-        """Return the program less some kinds of operations, ambient modes, hooks or overlaps.
-
-        Hooks are named as ``hook:step``, overlaps as ``overlap:forward``.
-        """
-        kept = []
-        for op in self.operations:
-            args = {**op.args}
-            if args.get("ambient") in unwanted:
-                args["ambient"] = None
-            if op.kind == "reopen":
-                args["options"] = self._options(args["options"], unwanted)
-            if op.kind not in unwanted and args.get("mode") not in unwanted:
-                kept.append(Operation(op.kind, op.seed, args))
-        hooks = [hook for hook in self.config["hooks"] if f"hook:{hook}" not in unwanted]
-        config = {**self.config, "hooks": hooks}
-        config["options"] = self._options(config["options"], unwanted)
-        return Program(self.name, config, tuple(kept))
-
-    @staticmethod
-    def _options(options: dict[str, Any], unwanted: list[str]) -> dict[str, Any]:
-        unused = f"overlap:{options['overlap']}" in unwanted
-        return {**options, "overlap": None} if unused else options
-
     def to_json(self) -> str:
         """Return text that `from_json` reads."""
         return json.dumps(asdict(self))
@@ -230,22 +206,9 @@ def _choice(**choices: list[Any]) -> Callable[[random.Random, dict[str, Any]], d
 
 
 def _reopen(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
-    return {"options": options(rng, config), "close": rng.random() < 0.8}
+    mode = rng.choice([None, None, *AMBIENT])
+    return {"options": options(rng, config), "close": rng.random() < 0.8, "ambient": mode}
 
-
-CALLS = (
-    "step",
-    "checkpoint",
-    "restore",
-    "state_dict",
-    "full_state_dict",
-    "load_full",
-    "synchronize",
-    "stats",
-    "pin",
-    "materialized",
-    "reopen",
-)
 
 KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str, Any]]]] = {
     "train": (30, _train),
@@ -282,7 +245,7 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str
     ),
     "restore": (4, _choice(back=[0, 0, 1, 2], zero=[True, False], ambient=[None, None, *AMBIENT])),
     "reopen": (3, _reopen),
-    "pin": (1, _choice(name=["a", "b"])),
+    "pin": (1, _choice(name=["a", "b"], ambient=[None, *AMBIENT])),
     "unpin": (1, _choice(name=["a", "b"])),
     "reference": (1, _choice(ambient=[None, *AMBIENT])),
     "load_full": (1, _choice(source=["ours", "plain"], ambient=[None, *AMBIENT])),
@@ -290,7 +253,6 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str
     "state": (2, _choice(ambient=[None, *AMBIENT])),
     "read": (1.5, _choice(verify=[True, False])),
     "fork": (0.7, _choice(path=["call", "encode"])),
-    "loader": (0.15, _choice(workers=[1])),
     "threads": (1.5, _choice(path=["call", "encode", "block"])),
     "interrupt": (
         3,
@@ -299,12 +261,6 @@ KINDS: dict[str, tuple[float, Callable[[random.Random, dict[str, Any]], dict[str
             "at": int(2 ** rng.uniform(0, 11)),
         },
     ),
-    "average": (1.5, _choice(what=["update", "update", "swap"])),
-    "refuse": (
-        1.5,
-        _choice(what=["copy", "pickle", "older", "lock", "half", "twice", "class", "fused"]),
-    ),
-    "ambient": (3, _choice(call=list(CALLS), mode=list(AMBIENT))),
     "grad": (0.7, _choice(create=[True, False])),
     "saliency": (0.7, _choice(training=[True, False])),
 }

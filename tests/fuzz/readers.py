@@ -176,15 +176,6 @@ def fork(side: Side, op: Operation) -> Any:
     return answer, os.waitpid(child, 0)[1]
 
 
-def loader(side: Side, op: Operation) -> Any:
-    """Read batches from workers that are forked."""
-    batches = [side.model.batch(n) for n in range(3)]
-    loaded = torch.utils.data.DataLoader(batches, batch_size=None, num_workers=1)  # type: ignore[arg-type]
-    side.model.eval()
-    with torch.no_grad():
-        return [side.model(x) for x, _ in loaded]
-
-
 def threads(side: Side, op: Operation) -> Any:
     """Call the model on two threads at once, only to read."""
     side.model.eval()
@@ -203,20 +194,3 @@ def threads(side: Side, op: Operation) -> Any:
     for thread in running:
         thread.join()
     return results
-
-
-def average(side: Side, op: Operation) -> Any:
-    """Keep an exponential average of the model, or go on from it."""
-    if "parametrised" in {name for name, _ in side.model.shape["blocks"]}:
-        return None
-    side.settle()
-    if side.average is None:
-        function = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-        side.average = torch.optim.swa_utils.AveragedModel(side.model, multi_avg_fn=function)
-    side.average.update_parameters(side.model)
-    if op.args["what"] == "swap":
-        with torch.no_grad():
-            pairs = zip(side.model.parameters(), side.average.module.parameters(), strict=True)
-            for parameter, mean in pairs:
-                parameter.copy_(mean)
-    return [p.detach().clone() for p in side.average.module.parameters()]

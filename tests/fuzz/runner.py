@@ -21,7 +21,7 @@ from tests.fuzz.program import Program
 
 LIMIT_S = 120.0
 # What programs import when they first need it: once here, instead of in each child.
-LATER = ("torch._dynamo", "torch.utils.data", "torch.func", "torch.optim.swa_utils", "sympy")
+LATER = ("torch._dynamo", "torch.func", "sympy")
 
 
 def prepare() -> None:

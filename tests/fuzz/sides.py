@@ -76,7 +76,6 @@ class Side:
         kind = self.config["scheduler"]
         self.schedulers = [SCHEDULERS[kind](o) for o in self.optimizers] if kind else []
         self.scaler: Any = self.make_scaler() if self.config["scaler"] else None
-        self.average: Any = None
         self.hooks()
 
     def groups(self, i: int) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from tests.campaigns import FULL
-from tests.fuzz.interrupts import interrupted
 from tests.fuzz.program import Program, make
 
 FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
@@ -44,39 +43,3 @@ def test_a_program_is_made_from_its_seed_and_number_alone():
     assert make(7, 3) != make(7, 4)
     assert make(7, 3) != make(8, 3)
     assert Program.from_json(make(7, 3).to_json()).to_json() == make(7, 3).to_json()
-
-
-class Closing:
-    def __init__(self, closed: list[int]) -> None:
-        self._closed = closed
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        len(self._closed)
-        self._closed.append(1)
-
-
-def drop(held: list[Closing]) -> None:
-    len(held)
-    held.clear()
-    len(held)
-
-
-def test_an_interrupt_is_raised_after_a_finalizer_and_not_within() -> None:
-    """Within, Python would lose it, and the program that it is to end would go on."""
-    num_raised, at = 0, 0
-    while True:
-        at += 1
-        closed: list[int] = []
-        held = [Closing(closed)]
-        with interrupted(at, __file__) as fired:
-            try:
-                drop(held)
-            except KeyboardInterrupt:
-                num_raised += 1
-        assert len(held) + len(closed) == 1
-        if not fired:
-            break
-    assert num_raised == at - 1 > 3

@@ -1,21 +1,17 @@
-"""Interrupts, refusals, calls within ambient modes; and the table of operations on both sides."""
+"""Interrupts; and the table of operations on both sides."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 
 import torch
 
-import offload
-from offload import errors
 from tests.fuzz import loops, readers, stores
 from tests.fuzz.compare import FindingError, require_same
 from tests.fuzz.interrupts import interrupted
 from tests.fuzz.program import Operation
-from tests.fuzz.sides import Ours, Plain, ambient
-from tests.fuzz.stores import Pair, bring_back, refused
+from tests.fuzz.sides import Ours, Plain
+from tests.fuzz.stores import Pair, bring_back
 
 
 def interrupt(pair: Pair, op: Operation) -> None:
@@ -106,89 +102,11 @@ def same_extra(pair: Pair) -> bool:
     return True
 
 
-def refuse(pair: Pair, op: Operation) -> None:
-    """Do what is documented to be refused, and go on."""
-    ours, what = pair.ours, op.args["what"]
-    optimizer = ours.optimizers[0]
-    if what == "copy":
-        refused(lambda: copy.deepcopy(optimizer), TypeError, offload.OffloadError)
-    elif what == "pickle":
-        refused(lambda: pickle.dumps(optimizer), TypeError, offload.OffloadError)
-    elif what == "older":
-        ours.settle()
-        available = pair.listed(0)
-        if len(available) > 1:
-            refused(lambda: optimizer.restore(available[-1]), errors.MismatchError)
-    elif what == "lock":
-        lives, late = ours.lives, list(ours.late)
-        refused(lambda: ours.optimizer(0), offload.OffloadError)
-        ours.lives, ours.late = lives, late
-    elif what == "twice":
-        given = ours.parameters(0)[:1]
-        refused(lambda: optimizer.add_param_group({"params": given}), ValueError)
-    elif what in ("class", "fused", "half"):
-        parameter = torch.nn.Parameter(
-            torch.ones(2, dtype=torch.float64 if what == "half" else None)
-        )
-        kind = torch.optim.LBFGS if what == "class" else torch.optim.AdamW
-        more = {"fused": True} if what == "fused" else {}
-        where = ours.root / "refused"
-        refused(
-            lambda: offload.OffloadedOptimizer(
-                kind,
-                [parameter],
-                directory=where,
-                options=offload.Options(allow_volatile=True),
-                **more,
-            ),
-            offload.OffloadError,
-        )
-        if where.exists():
-            raise FindingError(f"a refused construction has made {where}")
-
-
-def in_mode(pair: Pair, op: Operation) -> None:
-    """Call something within an ambient mode of torch."""
-    call, mode = op.args["call"], op.args["mode"]
-    wide = {
-        "ambient": mode,
-        "zero": True,
-        "back": 0,
-        "name": "a",
-        "source": "ours",
-        "wait": True,
-        "again": None,
-        "metric": None,
-    }
-    inner = Operation(call, op.seed, wide)
-    if call in ("checkpoint", "restore", "pin", "materialized"):
-        STORES[call](pair, inner)
-    elif call == "reopen":
-        stores.reopen(
-            pair, Operation(call, op.seed, {"options": pair.ours.options, "ambient": mode})
-        )
-    elif call == "load_full":
-        stores.load_full(pair, inner)
-    elif call == "full_state_dict":
-        stores.state(pair, inner)
-    elif call == "step":
-        for side in (pair.plain, pair.ours):
-            torch.manual_seed(op.seed)
-            if side.overlap != "backward" and not side.scaler:
-                loops.accumulate(side, Operation("accumulate", op.seed, {"path": "call"}))
-                loops.steps(side, wide)
-    else:
-        for optimizer in pair.ours.optimizers:
-            with ambient(mode):
-                getattr(optimizer, call)()
-
-
 STORES: dict[str, Callable[[Pair, Operation], None]] = {
     function.__name__: function
     for function in (
         *(stores.checkpoint, stores.restore, stores.reopen, stores.pin, stores.unpin),
         *(stores.reference, stores.load_full, stores.materialized, stores.state, stores.read),
-        *(interrupt, refuse),
+        interrupt,
     )
 }
-STORES["ambient"] = in_mode

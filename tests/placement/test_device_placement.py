@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import offload.model.table
 from gds import MemoryBackend
 from offload.errors import UnsupportedOptimizerError, UnsupportedParameterError
 from tests.fake_gpu.backend import DeviceBackend
-from tests.fake_gpu.compute import FakeCompute
 from tests.fake_gpu.device import FakeDevice, on_device, upload, values
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Cut
@@ -24,7 +22,6 @@ from tests.placement.pairs import (
     FORMATS,
     ON_DEVICE,
     STEPS,
-    DevicePair,
     checkpoint_files,
     device_pair,
     give_device_gradients,
@@ -76,28 +73,6 @@ def test_other_classes_run_torchs_own_step_there(name, device, compute):
     assert device.num_computed > 0
 
 
-@pytest.mark.parametrize("settings", FORMATS, ids=["split", "bfloat16", "int8"])
-def test_compressed_state_does_not_depend_on_chunks_or_residents(settings, device, compute):
-    found = []
-    for chunk_bytes, more in (
-        (1 << 20, {"device_memory": "1GiB"}),
-        (4096, {}),
-        (3 * 4096, {"device_memory": "1GiB"}),
-    ):
-        backend = DeviceBackend(MemoryBackend(), device)
-        model = on_device(Mixed())
-        options = Cut(chunk_bytes, 2, settings={**more, **settings, **ON_DEVICE})
-        with offload.AdamW(
-            model.parameters(), model=model, directory="/s", options=options.options(backend)
-        ) as optimizer:
-            for step in (0, 1, 2):
-                give_device_gradients(step, model)
-                optimizer.step()
-            found.append(checkpoint_files(optimizer, backend))
-    assert all(files == found[0] for files in found)
-    assert compute.num_updates > 0
-
-
 @pytest.mark.parametrize(
     ("settings", "counts_from"),
     [*((settings, "parameter") for settings in FORMATS), (FORMATS[1], "chunk")],
@@ -110,9 +85,10 @@ def test_compressed_state_decodes_to_what_the_codecs_of_the_cpu_make(
     monkeypatch.setattr(offload.model.table, "NEW_STORES_COUNT_FROM", counts_from)
     hyper = {"lr": 1e-2, "momentum": 0.9, "nesterov": True}
     found = []
-    for model, placement in ((on_device(Mixed()), "device"), (Mixed(), "host")):
+    residents = {**ON_DEVICE, "device_memory": 30_000}
+    for model, place in ((on_device(Mixed()), residents), (Mixed(), {"placement": "host"})):
         backend = DeviceBackend(MemoryBackend(), device)
-        options = Cut(3 * 4096, 2, settings={**settings, "placement": placement}).options(backend)
+        options = Cut(3 * 4096, 2, settings={**settings, **place}).options(backend)
         with offload.SGD(
             model.parameters(), model=model, directory="/s", options=options, **hyper
         ) as optimizer:
@@ -200,22 +176,6 @@ def test_only_parameters_cross_and_only_when_sealed_or_restored(device, compute)
     model_bytes = sum(p.nbytes for p in pair.live.parameters())
     assert (after.to_host_bytes, after.to_device_bytes) == (model_bytes, 0)
     assert device.num_fetched == model_bytes
-
-
-def test_state_is_read_whole_and_replaced_through_the_host(device, compute, torch_arithmetic):
-    pair = device_pair(CASES["adamw"], CUT, device, torch_arithmetic)
-    train(pair, STEPS[:2])
-    with pair.optimizer.materialized():
-        whole = copy.deepcopy(pair.optimizer.state_dict())
-    backend = DeviceBackend(MemoryBackend(), device)
-    other = DevicePair(pair.case, pair.cut, backend, live=on_device(Mixed(seed=99)))
-    with torch.no_grad():
-        for name, parameter in other.live.named_parameters():
-            parameter.copy_(upload(values(dict(pair.live.named_parameters())[name])))
-    other.optimizer.load_state_dict(whole)
-    other.expected, other.reference = pair.expected, pair.reference
-    train(other, STEPS[2:])
-    other.assert_same_state()
 
 
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
@@ -381,18 +341,3 @@ def test_a_kernel_that_nothing_can_replace_is_used_and_the_difference_is_said(
     assert code.startswith("kernels (meta), although the kernel of AdamW does not give the bits")
     assert compute.num_updates > 2
     assert caplog.text.count("does not give the bits") == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "owner", "call", "broken"),
-    [
-        ("adagrad", FakeDevice, "computing", lambda _: False),
-        ("sgd-nesterov", FakeCompute, "wait", lambda *_: None),
-    ],
-    ids=["work on another stream", "a frame that is written too early"],
-)
-def test_the_substitute_notices(name, owner, call, broken, device, compute, monkeypatch):
-    monkeypatch.setattr(owner, call, broken)
-    pair = device_pair(CASES[name], CUT, device)
-    with pytest.raises(AssertionError):
-        train(pair)

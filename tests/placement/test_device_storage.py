@@ -15,13 +15,10 @@ from gds import MemoryBackend, StorageError
 from gds.backends.kvikio import KvikioBackend
 from gds.buffers.cuda import lost_error
 from gds.errors import DeviceLostError, DeviceMemoryError, RefusedError
-from offload.device.staging import Traffic
 from offload.errors import BrokenOptimizerError
-from offload.stream.device_frames import DeviceFrames
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend
 from tests.fake_gpu.backend import DeviceBackend
-from tests.fake_gpu.compute import FakeCompute
 from tests.fake_gpu.device import FakeDevice, on_device, values
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Cut
@@ -216,27 +213,6 @@ class CountedBackend(DeviceBackend):
         return super().allocate(nbytes, kind)
 
 
-def test_frames_of_a_device_are_aligned_parts_of_one_allocation(
-    device: FakeDevice, compute: FakeCompute
-) -> None:
-    """Asked of the frames themselves: direct transfers need the alignment, registration the one."""
-    backend = CountedBackend(device)
-    frames = DeviceFrames(backend, compute, Traffic())
-    sizes = [3 * MIB + 100, 5000, 4096, 1]
-    parts = frames.allocate(sizes)
-    assert backend.asked == [3 * MIB + 4096 + 8192 + 4096 + 4096]
-    assert [(buffer.nbytes, tensor.nbytes) for buffer, tensor in parts] == [(n, n) for n in sizes]
-    end = 0
-    for buffer, tensor in parts:
-        assert buffer.address == tensor.data_ptr()
-        assert buffer.address % 4096 == 0
-        assert buffer.address >= end, "they do not overlap"
-        end = buffer.address + buffer.nbytes
-    for asked, pages in (([], 0), ([4096] * 511, 1), ([2 * MIB + 1], 2)):
-        taken = frames.footprint_bytes(asked)
-        assert taken == (511 * 4096 if pages == 1 else pages * 2 * MIB), "counted in its pages"
-
-
 @pytest.mark.parametrize("budget", [65536, 131_072, 200_000])
 def test_residents_never_take_more_than_device_memory(budget, device, compute, monkeypatch) -> None:
     monkeypatch.setattr(offload.stream.device_frames, "_PAGE_BYTES", 65536)
@@ -308,13 +284,3 @@ def test_a_device_that_fails_in_a_step_leaves_the_checkpoint_whole(
     train(pair, (7, 8))
     pair.assert_same_state()
     pair.optimizer.close()
-
-
-def test_a_lost_device_is_a_failure_of_storage_for_those_who_ask_no_further() -> None:
-    error = lost_error(RuntimeError("CUDA error: unspecified launch failure\nmore"), "x", "cuda:0")
-    assert isinstance(error, StorageError)
-    assert isinstance(error, RuntimeError)
-    assert "unspecified launch failure" in str(error)
-    assert "more" not in str(error)
-    assert lost_error(error, "y", "elsewhere") is error
-    assert offload.errors.message_of(error).startswith("cuda:0: x: the GPU is lost")

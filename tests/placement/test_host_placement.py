@@ -6,12 +6,9 @@ import pytest
 import torch
 
 import offload
-import offload.update.host_place
 from gds import MemoryBackend
-from offload.device.flat_tensors import FlatTensors
-from offload.device.staging import StagedTensors
 from offload.errors import UnsupportedParameterError
-from tests.fake_gpu.device import Event, OnDevice, on_device, upload, values
+from tests.fake_gpu.device import OnDevice, on_device, upload, values
 from tests.numerics.models import Mixed, trainable
 from tests.numerics.pairs import CASES, Case, Cut
 from tests.numerics.reference import assert_same_bits
@@ -280,28 +277,6 @@ def test_overlapping_steps_are_ordered_with_the_training_stream(overlap, device)
     assert finals[0][0] == finals[1][0], "the checkpoint"
     for found, expected in zip(finals[1][1:], finals[0][1:], strict=True):
         assert_same_bits(found, expected, "parameter")
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "broken", "what"),
-    [
-        (StagedTensors, "fence", lambda *_: None, "before its parameter has arrived"),
-        (StagedTensors, "arrive", lambda *_: None, "differ|overwrite"),
-        (None, "now", lambda: Event("training", 0), "before its source has been computed"),
-        (
-            offload.update.host_place,
-            "flat_tensors",
-            lambda t, **_: FlatTensors(t, writable=True),
-            r"the library calls .* in (device/flat_tensors|update/torch_step).py",
-        ),
-    ],
-    ids=["not-fenced", "not-awaited", "not-after-training", "computed-by-the-library"],
-)
-def test_the_substitute_notices_what_is_not_ordered(owner, name, broken, what, device, monkeypatch):
-    monkeypatch.setattr(owner or device, name, broken)
-    pair = device_pair(ADAMW, CUT)
-    with pytest.raises(AssertionError, match=what):
-        train(pair, range(2))
 
 
 class DeviceMemory(MemoryBackend):

@@ -11,7 +11,7 @@ import offload
 import offload.placement.choose
 from gds.backends.kvikio import KvikioBackend
 from gds.errors import RefusedError
-from offload.placement.model import Rates, decide, device_s, host_s
+from offload.placement.model import Rates, decide
 from offload.sizing.step_time import StepBytes
 from tests.fake_gpu.device import on_device
 from tests.numerics.models import Mixed
@@ -53,51 +53,6 @@ MACHINES = {
 @pytest.mark.parametrize(("given", "place"), MACHINES.values(), ids=MACHINES)
 def test_the_place_whose_slowest_part_is_faster(given, place):
     assert decide(STEP, changed(**given)).place == place
-
-
-KEPT = dataclasses.replace(STEP, kept_on_host=STEP.state, kept_on_device=STEP.state)
-HALF_ON_HOST = dataclasses.replace(STEP, kept_on_host=STEP.state // 2)
-HALF_ON_DEVICE = dataclasses.replace(STEP, kept_on_device=STEP.state // 2)
-
-
-@pytest.mark.parametrize(
-    ("step", "given", "on_host", "on_device", "limits"),
-    [
-        (STEP, {}, 24, 24, ("the drives", "the drives")),
-        (STEP, {"to_host_gbps": 1}, 28, 84, ("the link to the host", "the link to the host")),
-        (STEP, {"to_device_gbps": 0.5}, 28, 168, ("the link to the device",) * 2),
-        (STEP, {"update_gbps": 3}, 56, 24, ("the drives", "the CPU")),
-        # each byte of state crosses the host's memory four times: to and from drives, and link
-        # or CPU; of what stays in memory, the CPU's own accesses are left
-        (STEP, {"memory_gbps": 5}, 67.2, 67.2, ("the host's memory", "the host's memory")),
-        (KEPT, {"memory_gbps": 5}, 33.6, None, None),
-        (STEP, {"memory_gbps": 5, "direct": True}, 67.2, 24, ("the drives", "the host's memory")),
-        (HALF_ON_HOST, {}, 12, 24, None),
-        (HALF_ON_DEVICE, {}, 24, 12, None),
-    ],
-)
-def test_a_step_takes_the_time_of_its_slowest_part_which_is_named(
-    step, given, on_host, on_device, limits
-):
-    machine = changed(**given)
-    assert host_s(step, machine) == pytest.approx(on_host)
-    if on_device is not None:
-        assert device_s(step, machine) == pytest.approx(on_device)
-    if limits:
-        reason = decide(step, machine).reason
-        assert f"s on the device (limited by {limits[0]})" in reason
-        assert f"s on the CPU (limited by {limits[1]})" in reason
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [({"update_gbps": v}, "update_gbps must be") for v in (0, -1, float("inf"), float("nan"))]
-    + [({"direct": 1}, "direct must be True or False")],
-    ids=str,
-)
-def test_what_is_no_rate_is_refused(given, said):
-    with pytest.raises(ValueError, match=said):
-        changed(**given)
 
 
 def auto_pair(directory: str, name: str = "sgd-nesterov") -> DevicePair:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from offload.sizing import Cluster, Precision, size
-from offload.sizing.failures import share_in_checkpoints
+from offload.sizing.clusters import share_in_checkpoints
 from tests.sizing.figures import Row, check
 
 HOUR = 3600.0

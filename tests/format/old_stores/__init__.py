@@ -2,9 +2,7 @@
 
 `int8.tar.xz` and `bfloat16.tar.xz` hold one checkpoint each, and `expected.json` digests of it and
 of what the code that wrote it trained on to. They were made at commit 45aedfe, the last one whose
-new stores were of version 2:
-
-    python -m tests.format.old_stores
+new stores were of version 2, by `tests/format/old_stores/__main__.py` of commit 5a09c0c6.
 
 All values are such that no processor rounds otherwise: products are exact, so that it does not
 matter whether an operation is fused, and square roots are those of vector units.
