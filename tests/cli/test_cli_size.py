@@ -12,15 +12,20 @@ from tests.command_line import Run
 from tests.stores.small import make_model, make_optimizer, train
 
 FULL = (
-    *("--read", "9.6", "--write", "5", "--mixed", "9", "--update", "20", "--link", "25"),
-    *("--copy", "8", "--sync", "0.5ms", "--staged-read", "4"),
-    *("--staged-write", "3", "--new-memory", "0.9"),
-    *("--network", "12", "--gpu-memory", "80GB", "--host-memory", "256 GiB", "--tbw", "7000TB"),
-    *("--gpus", "1024", "--tp", "8", "--pp", "16", "--storage", "273", "--storage-read", "500"),
-    *("--writer", "1", "--efficiency", "0.4", "--keep", "3", "--every", "10min"),
-    *("--budget", "0.05", "--mttf", "7.9h", "--stall", "0.02s", "--iteration", "20s"),
-    *("--forward", "3", "--backward", "6s", "--tokens", "300e9", "--tflops", "140"),
-    *("--upload", "90s", "--shares", "1,1"),
+    *"--read 9.6 --write 5 --link 25 --tbw 7000TB --gpus 1024 --keep 3 --every 10min".split(),
+    *("--mttf", "7.9h"),
+    *(
+        part
+        for value in (
+            *("mixed_gbps=9", "update_gbps=20", "copy_gbps=8", "sync_s=0.5ms", "network_gbps=12"),
+            *("staged_read_gbps=4", "staged_write_gbps=3", "new_memory_gbps=0.9", "tp=8", "pp=16"),
+            *("gpu_memory=80GB", "host_memory=256 GiB", "storage_gbps=273", "writer_gbps=1"),
+            *("storage_read_gbps=500", "efficiency=0.4", "budget=0.05", "stall_s=0.02s"),
+            *("iteration_s=20s", "forward_s=3", "backward_s=6s", "tokens=300e9", "tflops=140"),
+            *("upload_s=90s", "shares=1,1"),
+        )
+        for part in ("--set", value)
+    ),
 )
 
 
@@ -80,7 +85,7 @@ def test_a_store_has_the_figures_of_its_newest_checkpoint(run: Run, trained: Pat
 
 
 def test_the_life_of_drives_and_the_rates_of_storage_are_said(run: Run) -> None:
-    out = run("size", "7B", "--tbw", "7PB", "--iteration", "20s")[1]
+    out = run("size", "7B", "--tbw", "7PB", "--set", "iteration_s=20s")[1]
     assert "The drives last 71,429 steps with a seal each, 16.5 d." in out
     out = " ".join(run("size", "175e9", *FULL)[1].split())
     assert "writers write 19.1 GB each at 1 GB/s, 8 GB/s for a node of 8 GPUs." in out
@@ -100,18 +105,26 @@ def test_intervals_that_cannot_be_kept_are_named(run: Run) -> None:
     ("arguments", "status", "says"),
     [
         (("nothere",), 1, "nothere: neither a number of parameters, such as 7B"),
-        (("7B", "--gpus", "6", "--tp", "4"), 1, "6 GPUs cannot be divided into replicas of 4 x 1"),
+        (
+            ("7B", "--gpus", "6", "--set", "tp=4"),
+            1,
+            "6 GPUs cannot be divided into replicas of 4 x 1",
+        ),
         (("7B", "--optimizer", "Lion"), 1, "--optimizer is 'Lion', known are Adadelta"),
         (("7B", "--read", "-1"), 1, "--read is -1.0, expected a positive number"),
-        (("7B", "--backward", "3"), 1, "--backward needs --forward: a step that"),
-        (("7B", "--upload", "3"), 1, "--upload needs --every: the seconds"),
-        (("7B", "--writer", "3"), 1, "--writer is about shared storage and needs its rate: give "),
+        (("7B", "--set", "backward_s=3"), 1, "--set backward_s needs --set forward_s: a step that"),
+        (("7B", "--set", "upload_s=3"), 1, "--set upload_s needs --every: the seconds"),
+        (
+            ("7B", "--set", "writer_gbps=3"),
+            1,
+            "--set writer_gbps is about shared storage and needs its rate: give ",
+        ),
         (("7B", "--drives-from", "nothere"), 1, "nothere: No such file"),
         (("7B", "--every", "4x"), 2, "not a time"),
         (("7B", "--tbw", "much"), 2, "must be a number of bytes"),
-        (("7B", "--shares", "1,x"), 2, "not a list"),
+        (("7B", "--set", "shares=1,x"), 2, "expected whole numbers such as 1,1"),
         (("7B", "--gpus", "two"), 2, "a valid integer"),
-        (("7B", "--gpu-memory", "24"), 2, "'24' has no unit: write 24GB, or 24B for bytes"),
+        (("7B", "--set", "gpu_memory=24"), 2, "'24' has no unit: write 24GB, or 24B for bytes"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )
@@ -135,7 +148,7 @@ def test_what_is_not_possible_or_wrong_is_refused(
     ],
 )
 def test_whether_a_model_fits_is_said_in_so_many_words(run: Run, model: str, says: str) -> None:
-    _, out, _ = run("size", model, "--gpu-memory", "24GB")
+    _, out, _ = run("size", model, "--set", "gpu_memory=24GB")
     assert says in " ".join(out.split())
 
 
@@ -158,12 +171,22 @@ def test_several_files_with_rates_are_taken_together(run: Run, tmp_path: Path) -
     machine = found["machine"]
     assert (machine["read_gbps"], machine["write_gbps"]) == (2.0, 2.5)
     assert found["seal_parts_s"] == {"copying and writing": 1.25, "beginning": 0.002}
-    found = json.loads(run("size", "1e9", *options, "--staged-write", "2", "--json")[1])
+    found = json.loads(run("size", "1e9", *options, "--set", "staged_write_gbps=2", "--json")[1])
     assert found["seal_parts_s"] == {"copying and writing": 1.0, "beginning": 0.002}
 
 
 def test_the_parts_of_a_seal_and_a_resume_are_printed_if_they_are_known(run: Run) -> None:
-    arguments = ("128e6", "--read", "2", "--write", "2.5", "--copy", "8", "--sync", "0.5ms")
+    arguments = (
+        "128e6",
+        "--read",
+        "2",
+        "--write",
+        "2.5",
+        "--set",
+        "copy_gbps=8",
+        "--set",
+        "sync_s=0.5ms",
+    )
     out = " ".join(run("size", *arguments)[1].split())
     assert "A seal takes 0.111 s beside training: writing 0.102 s, copying the first block " in out
     assert "A resume takes 0.134 s: reading 0.128 s, copying the last block 0.0021 s," in out

@@ -9,7 +9,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload.demo import SCENARIOS, data, models
+from offload.demo import SCENARIOS, models, train
 from offload.demo.train import Batches
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 64
@@ -120,7 +120,7 @@ def test_the_tiny_model_has_the_size_that_the_demo_reserves_space_for() -> None:
 def test_held_out_windows_are_from_text_that_no_step_trains_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(data, "text", lambda: "x" * 1000)
+    monkeypatch.setattr(train, "text", lambda: "x" * 1000)
     batches = Batches(lambda text: list(range(len(text))), batch=4, tokens=16)
     trained = torch.cat([batches[step] for step in range(200)])
     held_out = batches.held_out()

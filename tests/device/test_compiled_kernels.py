@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from gds.errors import DeviceLostError, RefusedError
-from offload.device.kernels.binary_cache import directory
-from offload.device.kernels.loading import load
+from offload.device.kernels.loading import directory, load
 from offload.device.kernels.sources import OPTIONS
 from tests.fake_gpu.machine import FakeGpu
 

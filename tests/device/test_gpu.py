@@ -15,7 +15,7 @@ from offload.device.kernels import digest
 from offload.device.kernels.launches import form_of_run
 from offload.device.kernels.update import update_run
 from offload.format.digests import LEAF_BYTES, leaf_digests
-from offload.update.device_check import why_not_trusted
+from offload.update.device_step import why_not_trusted
 from offload.update.rules import UpdateRule
 from tests.device.blocks import DeviceBlock, State, bits, contents, different, ulps
 from tests.device.test_digest import LEAVES, LONG, SHORT, content

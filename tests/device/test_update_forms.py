@@ -1,6 +1,6 @@
 """Stored forms: the kernel's bytes are those of the codecs that a CPU uses.
 
-What is stored is decoded with `offload.update.coding.codecs` and `offload.update.live_values`,
+What is stored is decoded with `offload.update.coding.codecs` and `offload.update.torch_step`,
 stepped as plain FP32 arrays (`test_update_arithmetic.py` shows that that is torch's step), and
 encoded with the codecs again.
 """
@@ -25,7 +25,7 @@ from offload.device.kernels.launches import (
 from offload.format import rounding_keys
 from offload.update.coding import codecs
 from offload.update.coding.codecs import Scratch
-from offload.update.live_values import take_edits
+from offload.update.torch_step import take_edits
 from tests.device.blocks import (
     BF16,
     BLOCK,

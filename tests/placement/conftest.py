@@ -10,7 +10,7 @@ import torch
 import gds.backends.kvikio
 import offload.device.boundary
 import offload.device.compute
-import offload.update.device_check
+import offload.update.device_step
 import offload.update.pool
 from gds.backends.kvikio_file import Used
 from gds.probe import direct_io
@@ -48,7 +48,7 @@ def compute(
     made = FakeCompute(device, kernels, digests)
     monkeypatch.setitem(offload.device.compute.COMPUTES, "meta", lambda _: made)
     monkeypatch.setattr(offload.device.compute, "_made", {})
-    monkeypatch.setattr(offload.update.device_check, "step_by_torch", made.step_by_torch)
+    monkeypatch.setattr(offload.update.device_step, "step_by_torch", made.step_by_torch)
     return made
 
 

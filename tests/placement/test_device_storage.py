@@ -10,7 +10,7 @@ import torch
 
 import offload
 import offload.placement.choose
-import offload.stream.device_frames
+import offload.stream.memory
 from gds import MemoryBackend, StorageError
 from gds.backends.kvikio import KvikioBackend
 from gds.buffers.cuda import lost_error
@@ -215,7 +215,7 @@ class CountedBackend(DeviceBackend):
 
 @pytest.mark.parametrize("budget", [65536, 131_072, 200_000])
 def test_residents_never_take_more_than_device_memory(budget, device, compute, monkeypatch) -> None:
-    monkeypatch.setattr(offload.stream.device_frames, "_PAGE_BYTES", 65536)
+    monkeypatch.setattr(offload.stream.memory, "_PAGE_BYTES", 65536)
     backend = CountedBackend(device)
     cut = Cut(3 * 4096, 2, settings={"device_memory": budget})
     pair = device_pair(CASE, cut, device, backend=backend)

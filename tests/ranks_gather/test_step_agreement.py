@@ -11,7 +11,7 @@ import torch.distributed as dist
 from offload.distributed.gathering import step_agreement
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.sharing import share_numbers
-from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, agree_found_inf
+from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms
 from offload.errors import RanksError
 from tests.limits import AGREEMENT_S
 from tests.ranks_gather import scenes
@@ -100,8 +100,6 @@ def agree_too_late(rank: int) -> str:
         return ""
     with pytest.raises(RanksError) as raised:
         agreement.agree(terms(7))
-    with pytest.raises(RanksError, match="infinite values"):
-        agree_found_inf([torch.zeros(1)], agreement._group)
     dist.barrier()
     return str(raised.value)
 
@@ -109,24 +107,6 @@ def agree_too_late(rank: int) -> str:
 def test_a_rank_that_does_not_step_is_waited_for_no_longer_than_the_limit(run: Run) -> None:
     _, said = run(2, agree_too_late)
     assert said.startswith("rank 1 of 2 waited in vain for the other ranks to begin step 7")
-
-
-def flags(rank: int, steps: list[list[list[float]]]) -> list[list[float]]:
-    """Agree in each step on the flags of all ranks; return this rank's."""
-    group = HolderGroups([], timeout_s=AGREEMENT_S).everyone
-    found = []
-    for step in steps:
-        own = [torch.tensor([value]) for value in step[rank]]
-        agree_found_inf(own, group)
-        found.append([flag.item() for flag in own])
-    return found
-
-
-def test_all_ranks_skip_a_step_that_one_must_skip(run: Run) -> None:
-    steps = [[[0.0], [0.0, value], []] for value in (0.0, 1.0, float("nan"))]
-    results = run(3, flags, steps)
-    for number, expected in enumerate((0.0, 1.0, 1.0)):
-        assert [found[number] for found in results] == [[expected], [expected] * 2, []]
 
 
 class LateWork:

@@ -24,7 +24,6 @@ from offload.model.model_sharing import (
     ShareImage,
     WrittenShare,
     finish_share,
-    write_header,
     write_share,
 )
 from offload.model.share_reading import ShareReading, StoredShare
@@ -146,7 +145,7 @@ class Ranks:
         size = self.shares.header.file_bytes
         with backend.create(self.path, size) as file:
             file.write_bytes(b"\xa5" * size, 0)
-            write_header(file, self.shares.header)
+            file.write_bytes(self.shares.header.encoded, 0)
             file.sync()
 
     def seal(self, *live: Tensors, barrier: bool = True) -> list[list[str]]:

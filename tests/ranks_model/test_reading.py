@@ -119,7 +119,6 @@ def test_what_was_written_in_rows_is_read_by_other_ranks(
 ) -> None:
     one = written(before, piece_bytes)
     now = some_shares(one.header, piece_bytes, after, dims=dims)
-    assert now.needs_shard_files == bool(dims)
     for boxes in now.boxes:
         wanted = empty_boxes(boxes)
         one.ranks[0].read(one.stored, wanted)

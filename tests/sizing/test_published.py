@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from offload.sizing import Cluster, Precision, size
-from offload.sizing.clusters import share_in_checkpoints
 from tests.sizing.figures import Row, check
 
 HOUR = 3600.0
@@ -247,12 +246,6 @@ ALL = SIZES | STEPS | WRITERS | RESTORES | INTERVALS
 @pytest.mark.parametrize("name", ALL)
 def test_a_figure(name: str) -> None:
     check(ALL[name])
-
-
-def test_share_in_checkpoints() -> None:
-    """DDN. Only the page about sizing says it."""
-    assert share_in_checkpoints(0.12, 1.7) == pytest.approx(0.29, abs=0.005)
-    assert share_in_checkpoints(0.17, 1.7) == pytest.approx(0.41, abs=0.005)
 
 
 def test_contradictions_have_remarks() -> None:
