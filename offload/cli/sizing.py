@@ -171,7 +171,7 @@ def register(app: typer.Typer) -> None:
         }
         options |= {name: value for name, value in optional.items() if value is not None}
         parts = (Precision, Machine, Cluster, Run)
-        of_part = {field.name: part for part in parts for field in fields(part)}
+        of_part: dict[str, Any] = {field.name: part for part in parts for field in fields(part)}
         types = {field.name: str(field.type) for part in parts for field in fields(part)}
         types |= {"shares": "tuple", "checkpoint_bytes_per_parameter": "float"}
         given = _settings(
@@ -183,17 +183,18 @@ def register(app: typer.Typer) -> None:
             rates |= {name: max(rate, rates.get(name, 0)) for name, rate in one.rates.items()}
         doubts = [doubt for one in measured for doubt in one.doubts]
         values = rates | options | given
+
+        def made(part: Any) -> Any:
+            """Return a part of the plan with the values that are given for it."""
+            return part(**{name: v for name, v in values.items() if of_part.get(name) is part})
+
         try:
-            precision, machine, cluster, run = (
-                part(**{name: v for name, v in values.items() if of_part.get(name) is part})
-                for part in parts
-            )
             plan = size(
                 model,
-                precision=precision,
-                machine=machine,
-                cluster=cluster,
-                run=run,
+                precision=made(Precision),
+                machine=made(Machine),
+                cluster=made(Cluster),
+                run=made(Run),
                 **{name: value for name, value in given.items() if name not in of_part},
             )
         except FieldError as error:

@@ -6,13 +6,10 @@ restriction. This module loads it with the classes of torch's metadata only, and
 
 from __future__ import annotations
 
-import collections
-import io
 import math
 import os
 import pickle
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
@@ -33,43 +30,45 @@ _MAX_DEPTH = 64
 _MAX_NAME_BYTES = 4096
 
 
-def _path(*parts: str) -> str:
-    return "/".join(parts)
+def _names() -> dict[tuple[str, str], Any]:
+    """Return what a pickle of metadata may name.
 
+    A pickle may set attributes of what it names. So these are classes and functions of their own,
+    which nothing else uses. Paths become text.
+    """
+    kinds = (
+        *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata),
+        *(metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorProperties),
+        *(metadata.TensorStorageMetadata, filesystem._StorageInfo, filesystem._StoragePrefix),
+    )
+    encoding = metadata._MEM_FORMAT_ENCODING
+    layout: Any = torch.serialization._get_layout
 
-_KNOWN: Final[Mapping[tuple[str, str], Any]] = {
-    **{
-        (metadata.__name__, kind): getattr(metadata, kind)
-        for kind in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    **{
-        (filesystem.__name__, kind): getattr(filesystem, kind)
-        for kind in ("_StorageInfo", "_StoragePrefix")
-    },
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("torch", "Size"): torch.Size,
-    ("torch", "device"): torch.device,
-    **{("torch", name): dtype for name, dtype in DTYPES.items()},
-    **{("pathlib", kind): _path for kind in ("Path", "PosixPath", "PurePosixPath")},
-    ("pathlib._local", "PosixPath"): _path,
-    ("collections", "OrderedDict"): collections.OrderedDict,
-}
-"""What a pickle of metadata may name. Paths become text."""
+    def path(*parts: str) -> str:
+        """Return a path as text."""
+        return "/".join(parts)
+
+    return {
+        **{(kind.__module__, kind.__name__): type(kind.__name__, (kind,), {}) for kind in kinds},
+        (metadata.__name__, encoding.__name__): lambda value: encoding(value),
+        ("torch.serialization", "_get_layout"): lambda name: layout(name),
+        ("torch", "Size"): torch.Size,
+        ("torch", "device"): torch.device,
+        **{("torch", name): dtype for name, dtype in DTYPES.items()},
+        **{("pathlib", kind): path for kind in ("Path", "PosixPath", "PurePosixPath")},
+        ("pathlib._local", "PosixPath"): path,
+        ("collections", "OrderedDict"): type("OrderedDict", (dict,), {}),
+    }
 
 
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._known = _names()
+
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of torch's metadata, and refuse any other name."""
-        found = _KNOWN.get((module, name))
+        found = self._known.get((module, name))
         if found is None:
             raise pickle.UnpicklingError(f"it refers to the global {module:.80}.{name:.80}")
         return found
@@ -83,7 +82,7 @@ def read_dcp(path: str) -> Any:
         raise CheckpointError(f"{file}: {size} bytes, at most {_MAX_METADATA_BYTES} are read")
     try:
         with open(file, "rb") as opened:
-            found = _Unpickler(io.BytesIO(opened.read(size))).load()
+            found = _Unpickler(opened).load()
         return _Directory(path).read(_of(found, metadata.Metadata))
     except CheckpointError:
         raise
@@ -95,7 +94,7 @@ def read_dcp(path: str) -> Any:
 
 
 def _of(value: Any, kind: type[Any]) -> Any:
-    if type(value) is not kind:
+    if not isinstance(value, kind):
         raise ValueError(f"a {type(value).__name__}, expected a {kind.__name__}")
     return value
 
@@ -138,9 +137,9 @@ class _Directory:
         return _with_lists(root)
 
     def _value(self, key: str, what: Any) -> Any:
-        if type(what) is metadata.TensorStorageMetadata:
+        if isinstance(what, metadata.TensorStorageMetadata):
             return BoxedTensor(self, key, what)
-        if type(what) is not metadata.BytesStorageMetadata:
+        if not isinstance(what, metadata.BytesStorageMetadata):
             raise CheckpointError(f"{self.path}: {key!r:.80} is a {type(what).__name__}")
         return read_structure(*self.region(key, None if (key, None) in self._places else ()))
 

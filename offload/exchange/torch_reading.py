@@ -139,7 +139,10 @@ def _records(file: io.BufferedReader) -> dict[int, int]:
         listed = archive.infolist()
         order = [one for one in listed if one.filename.endswith("/byteorder")]
         if order and archive.read(order[0]).strip() != b"little":
-            raise _UnreadableError(f"its byte order is {archive.read(order[0])[:20]!r}")
+            found = archive.read(order[0])[:20].decode(errors="replace")
+            raise _UnreadableError(f"its byte order is {found!r}")
+    if any(one.filename.endswith("/constants.pkl") for one in listed):
+        raise _UnreadableError("it is a TorchScript archive, which holds a program")
     if len({one.filename for one in listed}) < len(listed):
         raise _UnreadableError("it has two records of one name")
     records = {}

@@ -12,7 +12,8 @@ from tests.command_line import Run
 from tests.stores.small import make_model, make_optimizer, train
 
 FULL = (
-    *"--read 9.6 --write 5 --link 25 --tbw 7000TB --gpus 1024 --keep 3 --every 10min".split(),
+    *("--read", "9.6", "--write", "5", "--link", "25", "--tbw", "7000TB", "--gpus", "1024"),
+    *("--keep", "3", "--every", "10min"),
     *("--mttf", "7.9h"),
     *(
         part
