@@ -13,10 +13,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import offload
 from tests.dying import dying
@@ -96,7 +94,7 @@ def launch(launcher: list[str], script: str, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("launcher", "script", "settings"),
     [
-        (TORCHRUN, "lightning_loop.py", ["--steps=2", "--epochs=1", "--devices=2"]),
+        (TORCHRUN, "lightning_loop.py", ["--steps=4", "--epochs=1", "--devices=2"]),
         (TORCHRUN, "trainer.py", ["--steps=2", "--save-steps=2", "--batch=2", "--width=16"]),
         (ACCELERATE, "accelerate_ddp.py", ["--steps=2", "--every=2"]),
     ],
@@ -106,47 +104,8 @@ def test_an_example_on_two_processes(
     tmp_path: Path, launcher: list[str], script: str, settings: list[str]
 ) -> None:
     launch(launcher, script, f"--directory={tmp_path}", *settings)
-    assert [*tmp_path.glob("**/owner-1/part-*")], "there were two processes"
-    (store,) = {path.parent for path in tmp_path.glob("**/step-*")}
-    assert [info.step for info in offload.list_checkpoints(store)] == [2]
-
-
-def test_the_example_of_plain_torch_goes_on_from_the_masters(tmp_path: Path) -> None:
-    """Two ranks of the example have the losses of one process that goes on in torch."""
-    example, store = DOCS / "examples/dcp_load.py", tmp_path / "run"
-    found: dict[str, Any] = {}
-    exec(compile(example.read_text(), str(example), "exec"), found)
-    torch.manual_seed(3)
-    live = found["make_model"]().bfloat16()
-    options = offload.Options(drives=offload.DriveTuning(calibrate=False))
-    with offload.AdamW(
-        live.named_parameters(), lr=1e-3, directory=store, model=live, options=options
-    ) as optimizer:
-        for _ in range(3):
-            live(torch.randn(16, found["WIDTH"]).bfloat16()).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.checkpoint().result()
-        state = optimizer.full_state_dict()
-    model = found["make_model"]()
-    masters = dict(zip(dict(model.named_parameters()), state["master"].values(), strict=True))
-    model.load_state_dict(masters)
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    plain.load_state_dict(state)
-    expected = []
-    torch.manual_seed(1)
-    for _ in range(3):
-        x = torch.randn(16, found["WIDTH"])
-        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-        loss.backward()
-        plain.step()
-        plain.zero_grad()
-        expected.append(loss.item())
-    printed = launch(TORCHRUN, "dcp_load.py", f"--directory={store}", "--steps=3")
-    assert "loaded step 3" in printed
-    losses = {int(n): float(x) for n, x in re.findall(r"step (\d+) loss (\S+)", printed)}
-    assert list(losses) == [4, 5, 6]
-    assert [*losses.values()] == pytest.approx(expected, rel=1e-5)
+    (part,) = tmp_path.glob("**/owner-1/part-*")  # of the second process
+    assert [info.step for info in offload.list_checkpoints(part.parents[1])] == [2]
 
 
 def test_a_bridge_is_imported_only_when_it_is_used() -> None:

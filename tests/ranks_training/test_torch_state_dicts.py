@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import offload
+from tests.integrations.rank_jobs import RankJobs
 from tests.ranks_training.cases import Case, do, of_each, require_success, run_cases, values
 from tests.ranks_training.exchange_calls import WIDTHS, load, plain
 from tests.ranks_training.rank_server import Jobs, Rank
 from tests.ranks_training.test_readers import FP32, call, loaded
+
+EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -114,3 +120,44 @@ def test_whole_tensors_are_loaded_and_other_shards_are_refused_on_all_ranks(
         assert "num_steps" in bad
         assert number == 0 or "rank 0" in bad
         assert is_same == "True"
+
+
+def test_the_example_of_plain_torch_goes_on_from_the_masters(jobs: Jobs, tmp_path: Path) -> None:
+    """Two ranks of the example have the losses of one process that goes on in torch."""
+    example, store = EXAMPLES / "dcp_load.py", tmp_path / "run"
+    found: dict[str, Any] = {}
+    exec(compile(example.read_text(), str(example), "exec"), found)
+    torch.manual_seed(3)
+    live = found["make_model"]().bfloat16()
+    options = offload.Options(drives=offload.DriveTuning(calibrate=False))
+    with offload.AdamW(
+        live.named_parameters(), lr=1e-3, directory=store, model=live, options=options
+    ) as optimizer:
+        for _ in range(3):
+            live(torch.randn(16, found["WIDTH"]).bfloat16()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.checkpoint().result()
+        state = optimizer.full_state_dict()
+    model = found["make_model"]()
+    masters = dict(zip(dict(model.named_parameters()), state["master"].values(), strict=True))
+    model.load_state_dict(masters)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plain.load_state_dict(state)
+    expected = []
+    torch.manual_seed(1)
+    for _ in range(3):
+        x = torch.randn(16, found["WIDTH"])
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        expected.append(loss.item())
+    arguments = [f"--directory={store}", "--steps=3"]
+    examples = RankJobs(jobs, "")
+    examples.run(tmp_path, example="dcp_load.py", arguments=arguments)
+    printed = examples.printed[0]
+    assert "loaded step 3" in printed
+    losses = {int(n): float(x) for n, x in re.findall(r"step (\d+) loss (\S+)", printed)}
+    assert list(losses) == [4, 5, 6]
+    assert [*losses.values()] == pytest.approx(expected, rel=1e-5)
