@@ -221,19 +221,18 @@ def test_what_is_missing_damaged_or_too_large_is_an_error_before_anything_is_los
         assert path.parent.parent == tmp_path / name / "run/owner-2"
         flip_on_disk(path, path.stat().st_size - 100)
     before = {name: contents(tmp_path / name) for name in ("full", "full drives")}
-    # What ranks need on one drive is added up: there is room for one of them, and not for both.
-    room = sum(map(len, before["full"].values())) * 3 // 4
-    full: Calls = [["fill_drive", room], ["restore"]]
+    # What ranks need on one drive is added up: there is room for each of them, and not for both.
+    rooms = {1: 4096, 2: sum(map(len, before["full"].values())) * 9 // 10}
     calls: dict[str, Calls] = {
         "missing": [["open"]],
-        "full": [["open"], *full],
-        "full drives": [opened("a", "b"), *full],
+        "full drives": [opened("a", "b"), ["fill_drive", 4096], ["restore"]],
     }
     model: Calls = [["open"], ["keep_error", "restore"], ["open_files", "owner-2"]]
     damaged: Calls = [["open"], ["restore"], ["step"]]
     kinds = ((2, "fsdp2", "damaged"), (1, "one", "damaged in one"))
     for size, kind, name in kinds:
         own_calls = calls | {name: damaged, f"model {size}": model}
+        own_calls["full"] = [["open"], ["fill_drive", rooms[size]], ["restore"]]
         cases = {case: (own, kind) for case, own in own_calls.items()}
         played = play(jobs, tmp_path, size, cases)
         for rank in played["missing"]:
