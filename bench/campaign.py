@@ -74,7 +74,7 @@ CAMPAIGNS: Final = {
         (
             "tests/crash/test_sigkill.py",
             "tests/crash/test_beside_training.py",
-            "tests/integrations/test_transformers_resume.py",
+            "tests/integrations/test_ranks.py",
             "tests/kernel",
         ),
     ),

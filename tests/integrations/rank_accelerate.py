@@ -23,13 +23,10 @@ def run(
     kind: str = "ddp",
     stop_after: int = 6,
     resume: int | None = None,
-    save_every: int = 2,
-    total_limit: int | None = None,
     in_memory: bool = False,
     discard_newer: bool = False,
     follows: bool = True,
     separate: bool = False,
-    twice: bool = False,
     kill_at: int = 0,
 ) -> dict[str, Any]:
     """Train, and return losses and sums of parameters.
@@ -39,22 +36,17 @@ def run(
         kind: ``ddp``; or the type of FSDP2's state dicts.
         stop_after: Number of steps.
         resume: Step whose folder is loaded first.
-        save_every: Steps from one folder to the next.
-        total_limit: Number of folders that accelerate keeps.
         in_memory: Whether to train with torch's own AdamW.
         discard_newer: As for `follow`.
         follows: Whether to call `follow`.
         separate: Whether the optimizer is told that each process trains a model of its own.
-        twice: Whether to save each state once more, with another learning rate.
         kill_at: Step within whose save the processes are killed, when the state has been sealed.
     """
     plugin = None
     if kind != "ddp":
         fsdp_on_cpu.allow()
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
-    config = ProjectConfiguration(
-        str(root / "out"), automatic_checkpoint_naming=True, total_limit=total_limit
-    )
+    config = ProjectConfiguration(str(root / "out"), automatic_checkpoint_naming=True)
     accelerator = Accelerator(
         cpu=True, gradient_accumulation_steps=2, project_config=config, fsdp_plugin=plugin
     )
@@ -78,7 +70,7 @@ def run(
     if not in_memory and follows:
         follow(accelerator, optimizer, discard_newer=discard_newer)
     if resume:
-        number = resume // save_every - 1
+        number = resume // 2 - 1
         accelerator.load_state(str(root / f"out/checkpoints/checkpoint_{number}"))
         names = (root / "out/checkpoints").iterdir()
         config.iteration = 1 + max(int(name.name.rpartition("_")[2]) for name in names)
@@ -100,11 +92,8 @@ def run(
                 scheduler.step()
                 optimizer.zero_grad()
             losses.setdefault(step + 1, []).append(loss.item())
-        if (step + 1) % save_every == 0 and not in_memory:
+        if (step + 1) % 2 == 0 and not in_memory:
             accelerator.save_state()
-            if twice:
-                own.param_groups[0]["lr"] *= 0.5
-                accelerator.save_state()
     parameters = [whole_sum(p) for p in model.parameters()]
     if not in_memory:
         own.close()

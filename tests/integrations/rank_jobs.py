@@ -2,29 +2,28 @@
 
 Importing a library takes longer than all that a small training does. The program of a library is a
 module with `run`, which each rank calls with the arguments of the job.
-
-    python -m tests.integrations.rank_jobs tests.integrations.rank_accelerate   # serves jobs
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
+import io
 import json
 import os
+import runpy
 import signal
-import socket
-import subprocess
 import sys
-import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import torch._dynamo  # noqa: F401  (which torch itself imports at an optimizer's first step)
+
 import offload
-from tests.dying import dying, let_forks_die
 from tests.limits import AGREEMENT_S
+from tests.ranks_training.rank_server import Jobs
 
 OPTIONS: Final = {"chunk_bytes": 4096, "drives": offload.DriveTuning(calibrate=False),
                   "agreement_timeout_s": AGREEMENT_S}  # fmt: skip
@@ -35,21 +34,17 @@ TIMEOUT_S: Final = 120.0
 
 
 class RankJobs:
-    """The tests' side of the server.
+    """Jobs of the program of a library.
 
     Args:
+        jobs: Server that has imported this module and the program.
         program: Module with ``run``.
     """
 
-    def __init__(self, program: str) -> None:
-        self._server = subprocess.Popen(
-            dying([sys.executable, "-m", "tests.integrations.rank_jobs", program]),
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, jobs: Jobs, program: str) -> None:
+        self._jobs, self._program = jobs, program
+        self.printed: list[str] = []
+        """What each rank of the last job has printed."""
 
     def ask(self, root: Path, *, num_ranks: int = 2, **job: Any) -> list[dict[str, Any]]:
         """Run a job to its end, and return what each rank has said.
@@ -57,19 +52,19 @@ class RankJobs:
         Args:
             root: Directory of the job.
             num_ranks: Number of processes; one is told nothing of ranks.
-            job: Arguments of the program's ``run``; and ``of_host``, the ranks on each host.
+            job: Arguments of the program's ``run``, or of `run_example`; and ``of_host``, the
+                ranks on each host.
 
         Returns:
             For each rank its ``result``, ``error``, ``message`` and ``warnings``. A rank that was
             killed has said nothing.
         """
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
         root.mkdir(parents=True, exist_ok=True)
-        self._server.stdin.write(json.dumps([str(root), num_ranks, job]) + "\n")
-        self._server.stdin.flush()
-        answer: list[dict[str, Any]] = json.loads(self._server.stdout.readline())
-        return answer
+        calls = [[job] for _ in range(num_ranks)]
+        started = self._jobs.start(root, calls, program=__name__, library=self._program)
+        ended = started.wait(TIMEOUT_S)
+        self.printed = [rank.errors for rank in ended]
+        return [rank.outcomes[-1] if rank.outcomes else {} for rank in ended]
 
     def run(self, root: Path, **job: Any) -> list[Any]:
         """Run a job in which no rank fails, and return the result of each."""
@@ -78,87 +73,65 @@ class RankJobs:
         assert not failed, "\n\n".join(failed)
         return [one["result"] for one in said]
 
-    def close(self) -> None:
-        """End the server."""
-        self._server.communicate()
 
-
-def main() -> None:
-    import torch
-    import torch._dynamo  # which torch itself imports at an optimizer's first step
-
-    let_forks_die()
-    torch.set_num_threads(1)
-    program = importlib.import_module(sys.argv[1])
-    gc.collect()
-    gc.freeze()
-    for line in sys.stdin:
-        root, num_ranks, job = json.loads(line)
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        said = [Path(root, f"said-{rank}.json") for rank in range(num_ranks)]
-        pids = []
-        for rank, path in enumerate(said):
-            path.unlink(missing_ok=True)
-            if (pid := os.fork()) == 0:
-                _redirect(Path(root, f"output-{rank}"))
-                names = {
-                    "WORLD_SIZE": num_ranks,
-                    "LOCAL_WORLD_SIZE": job.pop("of_host", num_ranks),
-                    "RANK": rank,
-                    "LOCAL_RANK": rank,
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                }
-                if num_ranks > 1:
-                    os.environ |= {name: str(value) for name, value in names.items()}
-                path.write_text(json.dumps(_outcome(program, Path(root), job)))
-                os._exit(0)
-            pids.append(pid)
-        _wait(pids)
-        answers = [json.loads(path.read_text()) if path.exists() else {} for path in said]
-        print(json.dumps(answers), flush=True)
-
-
-def _outcome(program: Any, root: Path, job: dict[str, Any]) -> dict[str, Any]:
+def run_calls(
+    folder: Path, rank: int, size: int, calls: Sequence[dict[str, Any]], setting: dict[str, str]
+) -> None:
+    """Run the job of a rank that a server has forked; see `tests.ranks_training.rank_server`."""
+    del rank
+    (job,) = calls
+    os.environ["LOCAL_WORLD_SIZE"] = str(job.pop("of_host", size))
+    if size == 1:
+        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR"):
+            del os.environ[name]
+    run = run_example if "example" in job else importlib.import_module(setting["library"]).run
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            outcome = {"result": program.run(root, **job)}
+            outcome = {"result": run(folder, **job)}
         except Exception as error:  # noqa: BLE001  (the test looks at it)
             outcome = {
                 "error": type(error).__name__,
                 "message": str(error),
                 "trace": traceback.format_exc(),
             }
-    return outcome | {"warnings": [str(one.message) for one in caught]}
+    said = outcome | {"warnings": [str(one.message) for one in caught]}
+    Path(folder, f"outcomes-{os.getpid()}").write_text(json.dumps(said) + "\n")
+    os._exit(0)
+
+
+def run_example(root: Path, *, example: str, arguments: list[str], kill_after: str = "") -> None:
+    """Run a script of `docs/examples`; what it prints is in the file ``output-RANK``.
+
+    Args:
+        root: Directory of the job.
+        example: Name of the script.
+        arguments: Its own.
+        kill_after: Beginning of a line; the process is killed as soon as it has printed one.
+    """
+    del root
+    path = str(Path(__file__).parents[2] / "docs/examples" / example)
+    sys.stdout = _Output(kill_after)
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
+
+
+class _Output(io.TextIOBase):
+    """What an example prints to."""
+
+    def __init__(self, kill_after: str) -> None:
+        self._kill_after = kill_after
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        os.write(1, text.encode())
+        *complete, self._line = (self._line + text).split("\n")
+        if self._kill_after and any(line.startswith(self._kill_after) for line in complete):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return len(text)
 
 
 def whole_sum(parameter: Any) -> float:
     """Return the sum of a parameter, of which this rank may have a shard."""
     whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
     return float(whole.detach().double().sum())
-
-
-def _redirect(path: Path) -> None:
-    output = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-
-
-def _wait(pids: list[int]) -> None:
-    """Wait until all of them have ended. Those that hang are killed."""
-    deadline = time.monotonic() + TIMEOUT_S
-    left = {*pids}
-    while left:
-        for pid in sorted(left):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                left.discard(pid)
-            elif time.monotonic() > deadline:
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
-
-
-if __name__ == "__main__":
-    main()

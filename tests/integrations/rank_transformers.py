@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from pathlib import Path
@@ -114,8 +113,11 @@ def run(
         newest = latest_checkpoint(args.output_dir or "", directory)
     elif resume:
         newest = f"{args.output_dir}/checkpoint-{resume}"
-    with contextlib.suppress(StoppedError):
+    try:
         trainer.train(resume_from_checkpoint=newest)
+    except StoppedError:
+        trainer.optimizer.optimizer.synchronize()
+        torch.distributed.barrier()  # or the step of another rank might still need this one
     losses: dict[int, list[dict[str, float]]] = {}
     for entry in trainer.state.log_history:
         if "loss" in entry or "eval_loss" in entry:

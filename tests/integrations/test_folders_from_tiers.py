@@ -6,21 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 
 import offload
 import offload.tiers
 from offload.errors import NotRestoredError
-from offload.integrations.transformers import create_optimizer, latest_checkpoint
-from tests.integrations.test_accelerate import Loop
-from tests.integrations.test_transformers_jit import STOPPED, Terminated
+from offload.integrations.transformers import latest_checkpoint
+from tests.integrations import test_moved_folders as moved_folders
 from tests.integrations.training import (
     Case,
     Run,
     StopBefore,
     StoppedError,
-    arguments,
-    make_model,
     steps,
 )
 from tests.numerics.reference import assert_same_bits
@@ -67,37 +63,6 @@ def test_the_trainer_goes_on_from_a_pull(whole: Run, tmp_path: Path) -> None:
     assert pins == [("transformers-4",), ("transformers-6",), ("transformers-7",)]
 
 
-def test_the_trainer_goes_on_from_an_optimizer_that_was_restored_from_the_tier(
-    whole: Run, tmp_path: Path
-) -> None:
-    tier = f"file://{tmp_path}/tier"
-    stopped(tmp_path / "a", tier=tier)
-    b = tmp_path / "b"
-    options = offload.Options(chunk_bytes=4096, tier=tier)
-    with create_optimizer(
-        make_model(), arguments(b, **ARGUMENTS), directory=b / "run", options=options
-    ) as optimizer:
-        assert optimizer.restore() is not None
-    assert_goes_on(b, whole)
-
-
-def test_a_folder_that_is_saved_on_a_signal_is_carried_as_well(tmp_path: Path) -> None:
-    """The Trainer does not call `on_save` then, and takes one more step before it ends."""
-    terminated = Terminated(within_a_step=True)
-    tier = f"file://{tmp_path}/tier"
-    options = offload.Options(chunk_bytes=4096, tier=tier)
-    with Case(STOPPED.arguments, optimizer={"options": options}).trainer(
-        tmp_path, terminated
-    ) as trainer:
-        terminated.trainer = trainer
-        trainer.train()
-    shutil.rmtree(tmp_path / "out")
-    (copy,) = offload.tiers.list_tier(tier)
-    offload.tiers.pull(copy.url, tmp_path / "b")
-    folder = latest_checkpoint(tmp_path / "out", tmp_path / "b")
-    assert folder == str(tmp_path / "out/checkpoint-2")
-
-
 def test_damage_is_not_trained_on(whole: Run, tmp_path: Path) -> None:
     stopped(tmp_path)
     model = tmp_path / "run/step-00000004/model.safetensors"
@@ -131,22 +96,15 @@ def test_files_that_have_no_room_are_told_of(
 
 
 def test_accelerate_goes_on_from_a_pull(tmp_path: Path) -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    losses = Loop(tmp_path / "whole").train(0, 6)
-    losses.close()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    first = Loop(tmp_path / "a").train(0, 5)
-    first.close()
-    offload.tiers.push(tmp_path / "a/run", f"file://{tmp_path}/tier")
+    first = moved_folders.Run(tmp_path / "a").save("out/a", "out/b")
+    expected = [parameter.detach().clone() for parameter in first.model.parameters()]
+    assert first.close() == [1, 2]
+    offload.tiers.push(tmp_path / "a/store", f"file://{tmp_path}/tier")
     (tmp_path / "b").mkdir()
-    offload.tiers.pull(f"file://{tmp_path}/tier", tmp_path / "b/run")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    second = Loop(tmp_path / "b")
-    second.accelerator.load_state()
-    second.accelerator.project_configuration.iteration = 2  # accelerate wants to be told
-    second.train(4, 6)
-    second.close()
-    assert second.losses == losses.losses[8:]
-    assert [p.name for p in (tmp_path / "b/out/checkpoints").iterdir()] != []
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    offload.tiers.pull(f"file://{tmp_path}/tier", tmp_path / "b/store")
+    again = moved_folders.Run(tmp_path / "b")
+    again.accelerator.load_state(str(tmp_path / "b/out/b"))
+    for found, value in zip(again.model.parameters(), expected, strict=True):
+        assert_same_bits(found, value, "a parameter")
+    assert (tmp_path / "b/out/b/optimizer.bin").exists(), "the folder has been written"
+    assert 3 in again.save("out/c").close()

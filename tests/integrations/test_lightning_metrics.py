@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -62,14 +61,3 @@ def test_lightnings_loggers_get_statistics_where_they_get_losses(tmp_path: Path)
     written = [value for _, value in shown["offload/bytes_written"]]  # once they have been: behind
     assert written == sorted(written)
     assert written[-1] > written[0]
-
-
-def test_statistics_are_logged_once_per_step_that_is_taken(tmp_path: Path) -> None:
-    fit(
-        tmp_path, on_ssd(tmp_path / "run"), callback=OffloadCallback(), max_epochs=1,
-        accumulate_grad_batches=2, save=False,
-    )  # fmt: skip
-    (path,) = tmp_path.glob("version_*/metrics.csv")
-    with path.open() as file:
-        rows = [row for row in csv.DictReader(file) if row["offload/steps"]]
-    assert [(row["step"], row["offload/steps"]) for row in rows] == [("0", "1.0"), ("1", "2.0")]

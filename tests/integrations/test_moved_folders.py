@@ -89,24 +89,6 @@ def test_a_folder_that_is_written_again_and_again_pins_one_checkpoint(
     assert Run(tmp_path, "out/last").save("out/last").close() == [7]
 
 
-def test_a_training_that_is_begun_again_overwrites_its_folders(tmp_path: Path) -> None:
-    case = Case({"max_steps": 2, "save_steps": 1})
-    with case.trainer(tmp_path) as trainer:
-        for _ in range(3):
-            trainer.train()
-            trainer.lr_scheduler = None
-    assert pinned(tmp_path / "run", "transformers") == [5, 6], "of checkpoint-1 and checkpoint-2"
-
-
-def test_two_folders_keep_a_checkpoint_until_both_are_gone(tmp_path: Path) -> None:
-    run = Run(tmp_path).save("out/a")
-    run.accelerator.save_state(str(tmp_path / "out/b"))
-    run.save("out/b")
-    assert pinned(run.store, "accelerate") == [1, 2], "out/a is still there"
-    shutil.rmtree(tmp_path / "out/a")
-    assert run.save("out/c").close() == [2, 3]
-
-
 def test_a_folder_is_not_given_up_for_another_one_of_the_same_step(tmp_path: Path) -> None:
     run = Run(tmp_path).save("out/a")
     run.optimizer.param_groups[0]["lr"] = 0.5
@@ -138,12 +120,9 @@ def dangle(path: Path) -> None:
 @pytest.mark.parametrize(
     ("lose", "what", "when"),
     [
-        (loop, "out/a", "while it runs"),
         (loop, "out/a/optimizer.bin", "between two runs"),
-        (dangle, "out/a", "between two runs"),
         (dangle, "out", "while it runs"),
         (unmount, "out", "between two runs"),
-        (shutil.rmtree, "out", "while it runs"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -180,19 +159,6 @@ def behind_a_link(a: Path, b: Path) -> None:
     b.symlink_to(a.with_name("drive"))
 
 
-def renamed_and_begun_again(a: Path, b: Path) -> None:
-    """Another run begins in the place of the first one."""
-    a.rename(b)
-    Run(a).save("out/a", "out/b").close()
-
-
-def copied_and_gone_on(a: Path, b: Path) -> None:
-    """The original overwrites and removes its folders, and has others."""
-    shutil.copytree(a, b)
-    shutil.rmtree(a / "out/a")
-    Run(a, "out/b").save("out/b", "out/c").close()
-
-
 def pulled(a: Path, b: Path) -> None:
     offload.tiers.push(a / "store", f"file://{b.parent}/tier")
     b.mkdir()
@@ -200,7 +166,7 @@ def pulled(a: Path, b: Path) -> None:
     shutil.copytree(a / "out", b / "out")
 
 
-MOVES = [renamed, behind_a_link, renamed_and_begun_again, copied, copied_and_gone_on, pulled]
+MOVES = [renamed, behind_a_link, copied, pulled]
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -222,47 +188,14 @@ def test_folders_and_store_that_moved_together_stay_together(
         assert Run(a, "out/b").save("out/c").close() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("what", ["store", "out"])
-def test_only_one_of_both_has_moved(what: str, tmp_path: Path) -> None:
+def test_only_the_store_has_moved(tmp_path: Path) -> None:
     Run(tmp_path).save("out/a", "out/b").close()
     (tmp_path / "deeper").mkdir()
-    (tmp_path / what).rename(tmp_path / "deeper" / what)
-    store, out = ("deeper/store", "out") if what == "store" else ("store", "deeper/out")
-    run = Run(tmp_path, f"{out}/b", store=store).save(f"{out}/c")
+    (tmp_path / "store").rename(tmp_path / "deeper/store")
+    run = Run(tmp_path, "out/b", store="deeper/store").save("out/c")
     assert pinned(run.store, "accelerate") == [1, 2, 3]
-    shutil.rmtree(tmp_path / out / "a")
-    assert run.save(f"{out}/c").close() == [2, 4]
-
-
-def test_a_single_folder_was_copied_and_the_others_are_not_mounted(tmp_path: Path) -> None:
-    Run(tmp_path).save("out/a", "out/b").close()
-    (tmp_path / "new").mkdir()
-    shutil.copytree(tmp_path / "out/b", tmp_path / "new/b")
-    unmount(tmp_path / "out")
-    assert Run(tmp_path, "new/b").save("new/c").close() == [1, 2, 3]
-    shutil.rmtree(tmp_path / "out")
-    (tmp_path / "out-away").rename(tmp_path / "out")
-    Run(tmp_path, "new/c").save("new/c").close()
-    follow_older = Run(tmp_path)
-    shutil.rmtree(tmp_path / "new")
-    shutil.rmtree(tmp_path / "out/b")
-    with pytest.warns(RuntimeWarning, match="the newer checkpoints are withdrawn"):
-        follow_older.accelerator.load_state(str(tmp_path / "out/a"))
-    assert follow_older.close() == [1]
-
-
-@pytest.mark.parametrize("move", [renamed, copied])
-def test_the_trainer_removes_folders_of_a_run_that_has_moved(
-    move: Callable[[Path, Path], None], tmp_path: Path
-) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    assert train(a, 4) == [2, 4]
-    move(a, b)
-    assert train(b, 6) == [4, 6]
-    shutil.rmtree(b / "out/checkpoint-4")  # by hand, or by a Trainer that was killed then
-    assert train(b, 8) == [6, 8]
-    if a.exists():
-        assert train(a, 6) == [4, 6]
+    shutil.rmtree(tmp_path / "out/a")
+    assert run.save("out/c").close() == [2, 4]
 
 
 def train(root: Path, steps: int, resume: Path | str | None = None) -> list[int]:
@@ -274,9 +207,7 @@ def train(root: Path, steps: int, resume: Path | str | None = None) -> list[int]
     return pinned(root / "run", "transformers")
 
 
-@pytest.mark.parametrize(
-    ("step", "to"), [(2, "out/best"), (4, "out/kept/best"), (2, "kept/checkpoint"), (4, "kept")]
-)
+@pytest.mark.parametrize(("step", "to"), [(4, "out/kept/best"), (2, "kept/checkpoint")])
 def test_a_folder_that_the_user_moves_keeps_its_checkpoint(
     step: int, to: str, tmp_path: Path
 ) -> None:
@@ -332,20 +263,16 @@ def step_named_in(file: Path) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("move", [renamed, copied])
-def test_files_of_lightning_that_moved_with_their_store(
-    move: Callable[[Path, Path], None], tmp_path: Path
-) -> None:
+def test_files_of_lightning_that_were_copied_with_their_store(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     assert fit(a, 1, resume=False) == [4]
-    move(a, b)
+    copied(a, b)
     assert fit(b, 2) == [4, 8], "Lightning leaves files of another directory alone"
     for name in ("epoch=0-step=4", "last"):
         (b / f"files/{name}.ckpt").unlink()
     assert fit(b, 3) == [8, 12], "and nothing of the original counts"
     assert {step_named_in(file) for file in b.glob("files/*.ckpt")} == {8, 12}
-    if a.exists():
-        assert fit(a, 2) == [8]
+    assert fit(a, 2) == [8]
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")

@@ -14,9 +14,8 @@ from transformers import TrainerCallback
 
 import offload
 from offload.errors import DamagedError, MismatchError, PinError
-from offload.integrations.transformers import create_optimizer, latest_checkpoint
-from tests.integrations.training import Case, Run, make_model, steps
-from tests.numerics.reference import assert_same_bits
+from offload.integrations.transformers import latest_checkpoint
+from tests.integrations.training import Case, Run, steps
 
 CASE = Case({"save_steps": 2, "lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2})
 """Saves steps 2, 4, 6 and 7."""
@@ -65,22 +64,6 @@ def work(trained: tuple[Path, Path, Run]) -> Path:
     return root
 
 
-def test_each_folder_has_a_pinned_checkpoint(work: Path) -> None:
-    assert folders(work) == pinned(work) == sealed(work) == [2, 4, 6, 7]
-    for step in folders(work):
-        reference = torch.load(work / f"out/checkpoint-{step}/optimizer.pt", weights_only=True)
-        info = next(c for c in offload.list_checkpoints(work / "run") if c.step == step)
-        assert (reference["sealed"], reference["step"]) == (True, step)
-        assert reference["generation"] == info.generation
-        model = make_model()
-        offload.load_parameters(model, info.path)
-        again = type(model).from_pretrained(work / f"out/checkpoint-{step}", dtype=torch.bfloat16)
-        for (name, parameter), other in zip(
-            model.named_parameters(), again.parameters(), strict=True
-        ):
-            assert_same_bits(parameter, other, name)
-
-
 def test_save_total_limit_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before_removal: list[list[int]] = []
     rotate = transformers.trainer.rotate_checkpoints
@@ -127,59 +110,6 @@ def test_the_store_keeps_the_best_by_what_the_evaluations_measured(tmp_path: Pat
     assert folders(tmp_path) == pinned(tmp_path) == [7], "the Trainer has given the best one up"
     for info in offload.list_checkpoints(tmp_path / "run"):
         assert info.metrics == {"eval_loss": measured[info.step]}, "no runtime, rate or epoch"
-
-
-def test_a_checkpoint_does_not_have_what_was_measured_of_another(tmp_path: Path) -> None:
-    Case({**CASE.arguments, "eval_strategy": "steps", "eval_steps": 3}).run(tmp_path)
-    found = {i.step: [*i.metrics] for i in offload.list_checkpoints(tmp_path / "run")}
-    assert found == {2: [], 4: [], 6: ["eval_loss"], 7: ["eval_loss"]}
-    with Case({**CASE.arguments, "max_steps": 2}).trainer(tmp_path / "twice") as trainer:
-        trainer.train()
-        trainer.evaluate()  # of step 2
-        trainer.train()
-    assert "eval_loss" not in offload.list_checkpoints(tmp_path / "twice/run")[-1].metrics
-
-
-def test_a_run_goes_on_from_an_older_folder_only_if_told_to(
-    work: Path, trained: tuple[Path, Path, Run]
-) -> None:
-    older = str(work / "out/checkpoint-4")
-    with pytest.raises(MismatchError, match=r"checkpoint-6 refers to.*discard_newer=True"):
-        CASE.run(work, resume=older)
-    assert pinned(work) == sealed(work) == [2, 4, 6, 7]
-
-    with pytest.warns(RuntimeWarning, match="the newer checkpoints are withdrawn: step-00000006"):
-        found = CASE.run(work, resume=older, discard_newer=True)
-    expected = trained[2]
-    assert found.history == expected.history
-    for name, parameter in expected.parameters.items():
-        assert_same_bits(found.parameters[name], parameter, name)
-
-    given_up = torch.load(trained[1] / "out/checkpoint-6/optimizer.pt", weights_only=True)
-    with (
-        CASE.trainer(work, discard_newer=True) as trainer,
-        pytest.raises(MismatchError, match=r"step 6 .*any more"),  # though there is another one
-    ):
-        trainer.optimizer.load_state_dict(given_up)
-    assert pinned(work) == [2, 4, 6, 7]
-
-
-def test_a_folder_whose_checkpoint_was_given_up_is_refused_by_name(work: Path) -> None:
-    class Stop(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            control.should_training_stop = True
-            control.should_epoch_stop = True
-
-    older = str(work / "out/checkpoint-4")
-    # As if it had been killed before it saved anything.
-    with CASE.trainer(work, discard_newer=True) as trainer:
-        reference = torch.load(f"{older}/optimizer.pt", weights_only=True)
-        with pytest.warns(RuntimeWarning, match="are withdrawn"):
-            trainer.optimizer.load_state_dict(reference)
-    assert sealed(work) == [2, 4]
-    with pytest.raises(MismatchError, match=r"step 7 .*any more.*checkpoint-2, .*checkpoint-4"):
-        CASE.run(work, resume=True)
-    assert latest_checkpoint(work / "out", work / "run") == older
 
 
 def test_a_checkpoint_whose_folder_was_removed_is_given_up(
@@ -278,26 +208,6 @@ def test_pins_are_made_and_removed_when_a_run_goes_on(work: Path) -> None:
     assert pinned(work) == [4, 6, 7, 8]
 
 
-def test_saving_a_step_again_with_another_state(tmp_path: Path) -> None:
-    """The learning rate may change between two saves of one step, as with evaluation."""
-
-    class SaveAgain(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_save = True
-
-        def on_epoch_end(self, args, state, control, optimizer=None, **kwargs):
-            optimizer.param_groups[0]["lr"] = 0.125
-            control.should_save = True
-
-    case = Case({**CASE.arguments, "max_steps": 2})
-    case.run(tmp_path, SaveAgain())
-    assert pinned(tmp_path) == sealed(tmp_path) == [1, 2]
-    reference = torch.load(tmp_path / "out/checkpoint-2/optimizer.pt", weights_only=True)
-    assert reference["param_groups"][0]["lr"] == 0.125
-    with CASE.trainer(tmp_path) as trainer:
-        trainer.optimizer.load_state_dict(reference)
-
-
 def test_the_callers_own_train_state_stays(tmp_path: Path) -> None:
     class Sealing(TrainerCallback):
         def on_step_end(self, args, state, control, optimizer=None, **kwargs):
@@ -307,14 +217,3 @@ def test_the_callers_own_train_state_stays(tmp_path: Path) -> None:
     with offload.open_checkpoint(tmp_path / "run/step-00000002") as checkpoint:
         assert checkpoint.train_state["mine"] == 2
     assert pinned(tmp_path) == [2]
-
-
-def test_several_optimizers_of_one_store_are_not_confused(tmp_path: Path) -> None:
-    model = make_model()
-    with CASE.trainer(tmp_path / "a") as trainer:
-        other = create_optimizer(model, trainer.args, directory=tmp_path / "b")
-        with (
-            other,
-            pytest.raises(MismatchError, match="before the first step of another"),
-        ):
-            other.load_state_dict(trainer.optimizer.state_dict())

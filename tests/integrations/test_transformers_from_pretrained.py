@@ -142,38 +142,6 @@ def test_an_export_without_a_config_says_how_to_give_one(
     assert names == {"model.safetensors", "optimizer.pt", "master.safetensors", *DESCRIPTION}
 
 
-def test_a_config_that_is_none_is_refused_before_anything_is_written(
-    tmp_path: Path, run: Run, trained: tuple[Path, PreTrainedModel]
-) -> None:
-    store, out = trained[0] / "run", tmp_path / "out"
-    for given, to, message in (
-        (tmp_path, "hf", f"{tmp_path}: it has no config.json"),
-        (tmp_path / "none", "hf", f"{tmp_path / 'none'}: there is no such directory"),
-        (trained[0] / "out/checkpoint-4", "pt", "--config goes with --to hf"),
-    ):
-        code, _, said = run("export", store, out, "--to", to, "--config", given, "--quiet")
-        assert code != 0
-        assert message in said.replace("\n", "")
-        assert not out.exists()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("to", ["pt", "safetensors", "dcp"])
-def test_what_to_do_next_with_other_exports_can_be_done(
-    tmp_path: Path, run: Run, trained: tuple[Path, PreTrainedModel], to: str
-) -> None:
-    import safetensors.torch
-    import torch.distributed.checkpoint
-
-    out = tmp_path / "out"
-    said = run("export", trained[0] / "run", out, "--to", to, "--quiet")[1]
-    (line,) = [line for line in said.splitlines() if line.startswith("next: ")]
-    names = {"torch": torch, "safetensors": safetensors, "state": {"step": 0}}
-    result = eval(line.removeprefix("next: "), names)
-    found = names["state"] if to == "dcp" else result
-    assert "step" in found or "transformer.wte.weight" in found
-
-
 def test_a_plain_loop_adds_the_files_by_itself(tmp_path: Path) -> None:
     model = make_model()
     with make_optimizer(model, directory=tmp_path / "run") as optimizer:

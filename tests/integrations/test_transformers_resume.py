@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from transformers import Trainer
 
 import offload
 from offload.integrations.transformers import latest_checkpoint
-from tests.integrations.rank_jobs import RankJobs
 from tests.integrations.training import (
     STEPS,
     Case,
@@ -125,22 +123,3 @@ def test_a_run_with_plain_torch_is_taken_over(tmp_path: Path) -> None:
     assert [entry["loss"] for entry in found.history] == expected
     assert found.stats.steps == STEPS - 3
     assert [c.step for c in offload.list_checkpoints(tmp_path / "run") if c.pins] == [6, 7]
-
-
-@pytest.fixture(scope="module")
-def jobs() -> Iterator[RankJobs]:
-    """A server of processes that have imported the Trainer."""
-    server = RankJobs("tests.integrations.rank_transformers")
-    yield server
-    server.close()
-
-
-def test_killed_between_saves_and_within_a_save(jobs: RankJobs, tmp_path: Path) -> None:
-    root = tmp_path / "killed"
-    (expected,) = jobs.run(tmp_path / "whole", num_ranks=1)
-    assert jobs.ask(root, num_ranks=1, kill_after=4) == [{}]
-    assert jobs.ask(root, num_ranks=1, kill_at=6, resume=True) == [{}]
-    (said,) = jobs.ask(root, num_ranks=1, resume=True)
-    assert said["result"] == {**expected, "resumed": "checkpoint-3"}
-    assert any("withdrawn: step-00000006" in warning for warning in said["warnings"])
-    assert [c.step for c in offload.list_checkpoints(root / "run") if c.pins] == [6, 7]

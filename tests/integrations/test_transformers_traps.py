@@ -152,17 +152,6 @@ def test_model_init_makes_a_new_optimizer_for_each_training(tmp_path: Path) -> N
     trainer.optimizer.optimizer.close()
 
 
-def test_save_total_limit_and_an_older_reference_fail_loudly(tmp_path: Path) -> None:
-    """A copy of a folder that the Trainer removed refers to what is not there any more."""
-    case = Case({"max_steps": 3, "save_steps": 1, "save_total_limit": 1})
-    case.run(tmp_path)
-    with case.trainer(tmp_path) as trainer:
-        reference = torch.load(tmp_path / "out/checkpoint-3/optimizer.pt", weights_only=True)
-        reference.update(step=1, generation=1)
-        with pytest.raises(MismatchError, match=r"step 1 .* any more.*out/checkpoint-3"):
-            trainer.optimizer.load_state_dict(reference)
-
-
 def test_a_folder_of_save_only_model_does_not_lose_the_state_silently(tmp_path: Path) -> None:
     """The Trainer goes on without a word if a folder has no `optimizer.pt`."""
     Case(ONCE).run(tmp_path)
@@ -248,35 +237,26 @@ def test_what_the_trainer_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
 class Looking(transformers.TrainerCallback):
     """Reads and edits parameters after each step."""
 
-    def __init__(self, clip: float | None) -> None:
-        self.clip = clip
+    def __init__(self) -> None:
         self.found: list[float] = []
 
     def on_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.found.append(sum(p.double().square().sum().item() for p in model.parameters()))
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        if self.clip is not None:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.clamp_(-self.clip, self.clip)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.05, 0.05)
         self.on_optimizer_step(args, state, control, model)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize(
-    ("clip", "compiled"), [(0.05, False), (None, True)], ids=["edits", "compiled"]
-)
-def test_callbacks_after_a_step_find_its_parameters(
-    tmp_path: Path, clip: float | None, compiled: bool
-) -> None:
+def test_callbacks_after_a_step_find_its_parameters(tmp_path: Path) -> None:
     torch.compiler.reset()
-    settings: dict[str, Any] = {"save_strategy": "no"}
-    if compiled:
-        settings |= {"torch_compile": True, "torch_compile_backend": "eager"}
+    settings = {"save_strategy": "no", "torch_compile": True, "torch_compile_backend": "eager"}
     runs = []
     for overlap in (None, "forward"):
-        looking = Looking(clip)
+        looking = Looking()
         case = Case(settings, overlap=overlap, backend=Late(0.002))
         runs.append((case.run(tmp_path / str(overlap), looking), looking.found))
     assert len(runs[0][1]) == 2 * STEPS

@@ -13,14 +13,12 @@ import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from gds import File, PosixBackend, StorageError, WrapperBackend
 from offload import SealError
-from offload.distributed import ownership
 from tests.eventually import eventually
 from tests.numerics.delays import Held, HeldFile
 from tests.numerics.reference import bits
@@ -28,38 +26,7 @@ from tests.ranks_training.calls import Calls
 from tests.ranks_training.ddp_trainings import Ddp
 from tests.ranks_training.fsdp2_trainings import Fsdp2
 from tests.ranks_training.models import inner, local
-from tests.ranks_training.trainings import Training, values
-
-
-class Block(torch.nn.Module):
-    """Layers of uneven sizes, and a parameter that belongs to no layer."""
-
-    def __init__(self, hidden: int = 192) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(12, hidden)
-        self.norm = torch.nn.LayerNorm(hidden)
-        self.down = torch.nn.Linear(hidden, 12, bias=False)
-        self.gain = torch.nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output."""
-        hidden = torch.nn.functional.gelu(self.norm(self.up(x)))
-        return x + torch.nn.functional.linear(hidden, self.down.weight) * self.gain
-
-
-class Net(torch.nn.Module):
-    """Blocks, a head, and a frozen parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([Block(), Block(), Block(), torch.nn.Linear(12, 5)])
-        self.frozen = torch.nn.Parameter(torch.randn(5), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
+from tests.ranks_training.trainings import Model, Training, values
 
 
 class Gate(Held):
@@ -101,7 +68,7 @@ class Beside(Training):
         self.options = {"overlap": "forward", "ring_chunks": 2, "backend": self.gate}
 
     def build(self) -> torch.nn.Module:
-        return Net().to(self.dtype)
+        return Model((12, 192, 12, 192, 12, 5)).to(self.dtype)
 
     def loss(self, output: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         loss = super().loss(output, scale)
@@ -121,21 +88,17 @@ KINDS: dict[str, type[Beside]] = {"ddp": DdpBeside, "fsdp2": Fsdp2Beside}
 
 
 class Run:
-    """A training in memory and an offloaded one, whose last chunk can be held back in a step.
+    """A training in memory and an offloaded one, whose last chunk can be held back in a step."""
 
-    Spans of so small a model are only dealt if their number of elements is given.
-    """
-
-    def __init__(self, calls: Calls, kind: str, num_steps: int, span: int | None = None) -> None:
+    def __init__(self, calls: Calls, kind: str, num_steps: int) -> None:
         self.rank, self.kind, self.folder = calls.rank, kind, calls.directory.parent
         self.trainings = [KINDS[kind](calls.rank, calls.size) for _ in range(2)]
         self.gate = self.trainings[1].gate
-        with mock.patch.object(ownership, "SPAN_ELEMENTS", span or ownership.SPAN_ELEMENTS):
-            models, optimizers = [], []
-            for training, make in zip(self.trainings, ("in_memory", "make_optimizer"), strict=True):
-                training.begin()
-                models.append(training.wrap(training.build()))
-                optimizers.append(getattr(training, make)(models[-1], self.folder / "run"))
+        models, optimizers = [], []
+        for training, make in zip(self.trainings, ("in_memory", "make_optimizer"), strict=True):
+            training.begin()
+            models.append(training.wrap(training.build()))
+            optimizers.append(getattr(training, make)(models[-1], self.folder / "run"))
         self.models: list[Any] = models
         self.memory, self.optimizer = optimizers
         for step in range(1, num_steps + 1):
@@ -220,18 +183,18 @@ class Run:
         return found
 
 
-def hidden(calls: Calls, kind: str, block: int = 0, span: int | None = None) -> dict[str, Any]:
-    """Hold back the chunk that is needed last, until a block has run."""
-    run = Run(calls, kind, 3, span)
-    # In DDP, the first ranks step the first layers of a span, which the forward needs first.
-    run.step_held(4, held=kind != "ddp" or span is not None or calls.rank == calls.size - 1)
+def hidden(calls: Calls, kind: str) -> dict[str, Any]:
+    """Hold back the chunk that is needed last, until the first layer has run."""
+    run = Run(calls, kind, 3)
+    # In DDP, the first ranks step the first layers, which the forward needs first.
+    run.step_held(4, held=kind != "ddp" or calls.rank == calls.size - 1)
     seen: dict[str, bool] = {}
 
     def ran(*_: Any) -> None:
         seen.setdefault("hidden", not run.running.ended)
         run.gate.release()
 
-    inner(run.models[1]).layers[block].register_forward_hook(ran)
+    inner(run.models[1]).layers[0].register_forward_hook(ran)
     run.both(5)
     return run.end() | seen
 
@@ -239,7 +202,6 @@ def hidden(calls: Calls, kind: str, block: int = 0, span: int | None = None) -> 
 READERS: dict[str, Callable[[torch.nn.Parameter], torch.Tensor]] = {
     "local part": lambda p: local(p).detach().clone(),
     "whole": lambda p: p.full_tensor() if isinstance(p, DTensor) else p.detach().clone(),
-    "operator": lambda p: local(p * 2).detach(),
     "data": lambda p: local(p.data).clone(),
 }
 
@@ -300,8 +262,8 @@ def sealed_apart(calls: Calls, kind: str, *, fails: bool) -> dict[str, Any]:
 def torn(calls: Calls, kind: str, *, failing: int, then: str = "synchronize") -> dict[str, Any]:
     """Let a step fail on one rank; all ranks restore the checkpoint before it and go on.
 
-    Then: the call after the step: ``synchronize``, ``checkpoint``, ``checkpoint amid`` while the
-    step still runs on that rank, or ``pin``.
+    Then: the call after the step: ``synchronize``, or ``checkpoint`` while the step still runs on
+    that rank.
     """
     run = Run(calls, kind, 2)
     run.checkpoint(2).result()
@@ -315,19 +277,14 @@ def torn(calls: Calls, kind: str, *, failing: int, then: str = "synchronize") ->
     injected = StorageError(errno.EIO, "injected", "state")
 
     def call() -> None:
-        if then == "checkpoint amid":
+        if then == "checkpoint":
             handle = run.checkpoint(3)
             run.gate.release(injected)
             handle.result()
             return
         run.gate.release(injected)
         assert eventually(lambda: run.running.ended)
-        if then == "checkpoint":
-            run.checkpoint(3).result()
-        elif then == "pin":
-            run.optimizer.pin("kept")
-        else:
-            run.optimizer.synchronize()
+        run.optimizer.synchronize()
 
     found: dict[str, Any] = {"error": error_of(call)}
     run.gate.hold()
@@ -338,19 +295,6 @@ def torn(calls: Calls, kind: str, *, failing: int, then: str = "synchronize") ->
     return found | run.end(4)
 
 
-def closed(calls: Calls, kind: str) -> dict[str, Any]:
-    """Close the optimizer while a checkpoint waits for the end of a step that is held back."""
-    run = Run(calls, kind, 3)
-    run.step_held(4)
-    run.checkpoint(4)
-    run.release_when_waited_for()
-    run.optimizer.close()
-    training = KINDS[kind](calls.rank, calls.size)
-    run.models[1] = training.wrap(training.build())
-    run.optimizer = training.make_optimizer(run.models[1], run.folder / "run")
-    return {"restored": run.optimizer.restore().step} | run.end()
-
-
 def error_of(call: Callable[[], object]) -> str:
     """Return the class and the message of the error that a call raises; empty if it raises none."""
     try:
@@ -358,25 +302,6 @@ def error_of(call: Callable[[], object]) -> str:
     except Exception as error:  # noqa: BLE001  (the test looks at it)
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def refused_content(calls: Calls, kind: str, *, victim: int) -> dict[str, Any]:
-    """Let one rank refuse the content of a checkpoint while the step still runs on all of them."""
-    run = Run(calls, kind, 2)
-    run.checkpoint(2).result()
-    run.step_held(3)
-    if run.rank == victim:
-        run.release_when_waited_for()
-
-    def seal() -> None:
-        metrics: Any = {"loss": "a text" if run.rank == victim else 0.5}
-        handle = run.optimizer.checkpoint({"step": 3}, metrics=metrics)
-        run.gate.release()
-        handle.result()
-
-    found = {"error": error_of(seal)}
-    error_of(run.optimizer.synchronize)
-    return found | run.end(4)
 
 
 def refused_seal(calls: Calls, kind: str, *, victim: int) -> dict[str, Any]:

@@ -185,8 +185,6 @@ class Calls(FaultyCalls):
         """Ask for a checkpoint of which some content cannot be stored."""
         how: dict[str, Any] = {
             "object": {"train_state": {"what": object()}},
-            "path": {"train_state": "a path"},
-            "metric": {"metrics": {"loss": "a text"}},
             "warning": {"metrics": {"loss": float("nan")}},
         }[content]
         with warnings.catch_warnings():

@@ -23,10 +23,19 @@ class Ddp(Training):
         return DistributedDataParallel(model, **self.arguments)
 
 
-class NoSync(Ddp):
-    """Gradients of three batches, of which only the last is reduced."""
+class Accumulated(Ddp):
+    """Gradients of three batches, in views of small buckets, of which only the last is reduced.
 
+    An embedding is the output layer as well.
+    """
+
+    arguments: Mapping[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}
     clip = 0.1
+
+    def build(self) -> torch.nn.Module:
+        model = Model((12, 9, 12))
+        model.norm.bias = model.norm.weight
+        return model.to(self.dtype)
 
     def backward(self, model: Any, step: int, scale: float) -> None:
         for number in range(3):
@@ -44,26 +53,6 @@ class Unused(Ddp):
     def backward(self, model: Any, step: int, scale: float) -> None:
         uses_all = (step == 1, self.rank == 0, False, self.rank == 1, True)[step - 1]
         self.loss(model(self.data(step).to(self.dtype), uses_all=uses_all), scale).backward()
-
-
-class StaticGraph(Ddp):
-    """A graph that does not change, with an unused parameter."""
-
-    arguments: Mapping[str, Any] = {"static_graph": True, "gradient_as_bucket_view": True}
-
-    def backward(self, model: Any, step: int, scale: float) -> None:
-        self.loss(model(self.data(step).to(self.dtype), uses_all=False), scale).backward()
-
-
-class BucketViews(Ddp):
-    """Gradients that are views of buckets, clipped and accumulated."""
-
-    arguments: Mapping[str, Any] = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0001}
-    clip = 0.05
-
-    def backward(self, model: Any, step: int, scale: float) -> None:
-        for number in range(2):
-            self.loss(model(self.data(step, number).to(self.dtype)), scale).backward()
 
 
 class Freezing(Ddp):
@@ -89,8 +78,13 @@ class Freezing(Ddp):
 
 
 class Buffers(Ddp):
-    """Running statistics, which each rank computes from its own data and takes over from rank 0."""
+    """FP32 parameters and SGD with momentum; running statistics, which each rank computes itself.
 
+    Those of rank 0 are taken over by all.
+    """
+
+    optimizer = "SGD"
+    hyper: Mapping[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
     dtype = torch.float32
 
     def build(self) -> torch.nn.Module:
@@ -110,21 +104,17 @@ class Buffers(Ddp):
             torch.distributed.broadcast(buffer, 0)
 
 
-class Tied(Ddp):
-    """An embedding that is the output layer as well."""
-
-    def build(self) -> torch.nn.Module:
-        model = Model((12, 9, 12))
-        model.maybe.weight = torch.nn.Parameter(torch.randn(12, 12))
-        model.layers[1].weight = torch.nn.Parameter(torch.randn(12, 9))
-        model.norm.bias = model.norm.weight
-        return model.to(self.dtype)
-
-
 class Groups(Ddp):
-    """Groups with hyper-parameters of their own, which a schedule changes."""
+    """Groups with hyper-parameters of their own, which a schedule changes.
+
+    The graph does not change, and does not use all parameters.
+    """
 
     optimizer = "Adam"
+    arguments: Mapping[str, Any] = {"static_graph": True, "gradient_as_bucket_view": True}
+
+    def backward(self, model: Any, step: int, scale: float) -> None:
+        self.loss(model(self.data(step).to(self.dtype), uses_all=False), scale).backward()
 
     def groups(self, model: torch.nn.Module) -> list[dict[str, Any]]:
         parameters = [*model.parameters()]
@@ -138,14 +128,6 @@ class Groups(Ddp):
         for number, group in enumerate(optimizer.param_groups):
             group["lr"] = (3e-2, 1e-2, 2e-2)[number] / step
         return model
-
-
-class Sgd(Ddp):
-    """SGD with momentum of FP32 parameters."""
-
-    optimizer = "SGD"
-    hyper: Mapping[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
-    dtype = torch.float32
 
 
 class TorchScaler(Ddp):

@@ -53,11 +53,9 @@ def open_optimizer(calls: Calls, optimizer: str = "AdamW", **hyper: Any) -> None
     calls.open(params=groups, optimizer_class=made, **{"lr": 1e-2, **hyper})
 
 
-def stock(
-    model: torch.nn.Module, optimizer: str = "AdamW", *, named: bool = False, **hyper: Any
-) -> torch.optim.Optimizer:
+def stock(model: torch.nn.Module, optimizer: str = "AdamW", **hyper: Any) -> torch.optim.Optimizer:
     """Return torch's own optimizer, with the same groups."""
-    groups = _groups(model, named=named)
+    groups = _groups(model, named=False)
     return getattr(torch.optim, optimizer)(groups, **{"lr": 1e-2, **hyper})  # type: ignore[no-any-return]
 
 
@@ -196,32 +194,16 @@ def load_damaged(calls: Calls, store: str) -> dict[str, Any]:
     return {"errors": errors, "loaded": loaded}
 
 
-def _difference(ours: Any, theirs: Any, path: str = "") -> str:
-    """Return the first place at which two state dicts differ; empty if there is none."""
-    if isinstance(theirs, Mapping):
-        if not isinstance(ours, Mapping) or [*ours] != [*theirs]:
-            return f"{path}: {ours!r:.300} is not {theirs!r:.300}"
-        pairs: Any = [(f"{path}.{key}", ours[key], theirs[key]) for key in theirs]
-    elif isinstance(theirs, list):
-        if len(ours) != len(theirs):
-            return f"{path}: {ours} is not {theirs}"
-        pairs = [(f"{path}.{n}", *pair) for n, pair in enumerate(zip(ours, theirs, strict=True))]
-    elif isinstance(theirs, DTensor):
-        if (ours.device_mesh, ours.placements, ours.shape, ours.stride()) != (
-            theirs.device_mesh,
-            theirs.placements,
-            theirs.shape,
-            theirs.stride(),
-        ):
-            return f"{path}: {ours.placements} is not {theirs.placements}, or has another mesh"
-        return _difference(ours.to_local(), theirs.to_local(), path)
-    elif isinstance(theirs, torch.Tensor):
-        same = type(ours) is torch.Tensor and ours.shape == theirs.shape
-        same = same and ours.dtype == theirs.dtype and torch.equal(bits(ours), bits(theirs))
-        return "" if same else f"{path}: {ours} is not {theirs}"
-    else:
-        return "" if ours == theirs else f"{path}: {ours!r} is not {theirs!r}"
-    return next((found for one in pairs if (found := _difference(*reversed(one[1:]), one[0]))), "")
+def described(value: Any) -> Any:
+    """Return a state dict with words in the place of tensors, which have this rank's bits."""
+    if isinstance(value, Mapping):
+        return {key: described(one) for key, one in value.items()}
+    if isinstance(value, DTensor):
+        where = f"{value.device_mesh} {value.placements} {value.shape} {value.stride()}"
+        return [where, described(value.to_local())]
+    if isinstance(value, torch.Tensor):
+        return [f"{type(value)} {value.dtype} {value.shape}", digest({"": value})]
+    return value
 
 
 def beside_torch(
@@ -237,8 +219,8 @@ def beside_torch(
     """Train with both optimizers, and compare what torch says of them; save that of ours.
 
     Returns:
-        The first difference between the two state dicts, whether nothing is held in memory
-        afterwards, and the number of parameters that torch's optimizer has stepped.
+        Where the two state dicts differ, whether nothing is held in memory afterwards, and the
+        number of parameters that torch's optimizer has stepped.
     """
     options = StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full)
     open_optimizer(calls, optimizer, **hyper)
@@ -256,20 +238,22 @@ def beside_torch(
     for group in (*ours.get("param_groups", ()), *theirs.get("param_groups", ())):
         group.pop("param_names", None)  # ours was given names
     ours = {key: value for key, value in ours.items() if not key.endswith(".param_names")}
-    return {"different": _difference(ours, theirs), "empty": empty, "stepped": len(made.state)}
+    pairs = {key: (described(ours.get(key)), described(theirs.get(key))) for key in ours | theirs}
+    different = [
+        f"{key}: {one} is not {other}" for key, (one, other) in pairs.items() if one != other
+    ]
+    return {"different": different, "empty": empty, "stepped": len(made.state)}
 
 
-def from_torch(
-    calls: Calls, *, full: bool = False, flat: bool = False, num: int = 2
-) -> dict[str, str]:
+def from_torch(calls: Calls, *, full: bool = False, num: int = 2) -> dict[str, str]:
     """Train with torch's optimizer, hand its state to ours, and go on; return the bits."""
-    made = stock(calls.model, "AdamW", named=flat)
+    made = stock(calls.model, "AdamW")
     stock_steps(calls.model, made, 1, 3)
-    given_by = StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=flat)
+    given_by = StateDictOptions(full_state_dict=full)
     taken_by = replace(given_by, broadcast_from_rank0=full)
     found = get_optimizer_state_dict(calls.model, made, options=given_by)
     open_optimizer(calls)
-    if full or flat:  # then torch looks for names and shards in the state that there is
+    if full:  # then torch looks for names and shards in the state that there is
         kept = _copies(calls.model)
         steps(calls, 1)
         with calls.optimizer.materialized():

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from tests.ranks_training.calls import Calls
 from tests.ranks_training.trainings import Model, Training
-
-MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Fsdp2(Training):
@@ -43,25 +42,34 @@ class Fsdp2(Training):
 
 
 class Mixed(Fsdp2):
-    """FP32 shards, computed with in bf16; blocks stay gathered after the forward."""
+    """FP32 shards, computed with in bf16; blocks stay gathered after the forward.
+
+    Activations are recomputed, by torch's wrapper and by its function.
+    """
 
     dtype = torch.float32
-    policy = MIXED
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     reshards = False
     clip = 0.1
 
-
-class Resharded(Fsdp2):
-    """Blocks are resharded after the forward, to fewer ranks than all."""
-
-    reshards = True
-    clip = 0.05
+    def wrap(self, model: Any) -> torch.nn.Module:
+        for number, layer in enumerate(model.layers):
+            model.layers[number] = checkpoint_wrapper(layer)
+        inner = model.maybe.forward
+        model.maybe.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
+        return self.shard(model)  # type: ignore[no-any-return]
 
 
 class Prefetched(Fsdp2):
-    """Each layer gathers the next one, forward and backward."""
+    """Blocks are resharded after the forward; each gathers the next one, forward and backward.
 
+    Of masters only the lower 16 bits are stored.
+    """
+
+    options: Mapping[str, Any] = {"master": "split"}
     widths = (12, 9, 8, 7, 3)
+    reshards = True
+    clip = 0.05
 
     def wrap(self, model: Any) -> torch.nn.Module:
         model = self.shard(model)
@@ -72,55 +80,35 @@ class Prefetched(Fsdp2):
 
 
 class Accumulated(Fsdp2):
-    """Gradients of three batches, reduced with the last one, or with each of them."""
+    """Gradients of three batches, reduced with the last one, or with each of them.
+
+    The script itself adds up those of parameters that are not sharded.
+    """
 
     reshards = False
+
+    def shard(self, model: Any, **more: Any) -> Any:
+        return super().shard(model, ignored_params={model.scale, model.norm.weight}, **more)
 
     def backward(self, model: Any, step: int, scale: float) -> None:
         for number in range(3):
             model.set_requires_gradient_sync(step % 2 == 0 or number == 2)
             self.loss(model(self.data(step, number).to(self.dtype)), scale).backward()
+        for parameter in (model.scale, model.norm.weight):
+            torch.distributed.all_reduce(parameter.grad)
 
 
-class Uneven(Fsdp2):
-    """Layers with fewer rows than ranks, so that some shards are empty."""
-
-    widths = (12, 2, 1, 3)
-    clip = 0.1
-
-
-class Meta(Fsdp2):
-    """A model that is made without memory, gets it after sharding, and is then initialised."""
+class Reset(Fsdp2):
+    """The optimizer is made while the parameters have no values yet; then they are initialised."""
 
     def wrap(self, model: Any) -> torch.nn.Module:
-        empty = self.empty().to_empty(device="cpu")
-        torch.manual_seed(11)
-        for name, value in self.spread(empty, model).items():
-            empty.state_dict()[name].copy_(value)
-        return empty
+        return self.empty().to_empty(device="cpu")  # type: ignore[no-any-return]
 
     def empty(self) -> Any:
         """Return a sharded model on the meta device."""
         with torch.device("meta"):
             model = Model(self.widths).to(self.dtype)
         return self.shard(model)
-
-    def spread(self, empty: Any, model: Any) -> dict[str, torch.Tensor]:
-        """Return the values of a model, sharded as an empty one is."""
-        values, held = model.state_dict(), empty.state_dict()
-        return {
-            name: distribute_tensor(value, held[name].device_mesh, held[name].placements)
-            if isinstance(held[name], DTensor)
-            else value
-            for name, value in values.items()
-        }
-
-
-class Reset(Meta):
-    """The optimizer is made while the parameters have no values yet; then they are initialised."""
-
-    def wrap(self, model: Any) -> torch.nn.Module:
-        return self.empty().to_empty(device="cpu")  # type: ignore[no-any-return]
 
     def _reset(self, model: Any) -> None:
         torch.manual_seed(11)
@@ -138,12 +126,31 @@ class Reset(Meta):
         return optimizer
 
 
+class Meta(Reset):
+    """The same, where they are initialised before."""
+
+    def wrap(self, model: Any) -> torch.nn.Module:
+        empty = super().wrap(model)
+        super()._reset(empty)
+        return empty
+
+    def _reset(self, model: Any) -> None:
+        """It has its values."""
+
+
 class Assigned(Meta):
     """Weights are put in the place of those on the meta device, before the first forward."""
 
     def wrap(self, model: Any) -> torch.nn.Module:
         empty = self.empty()
-        empty.load_state_dict(self.spread(empty, model), assign=True)
+        held = empty.state_dict()
+        values = {
+            name: distribute_tensor(value, held[name].device_mesh, held[name].placements)
+            if isinstance(held[name], DTensor)
+            else value
+            for name, value in model.state_dict().items()
+        }
+        empty.load_state_dict(values, assign=True)
         empty.frozen.requires_grad_(requires_grad=False)
         return empty  # type: ignore[no-any-return]
 
@@ -172,20 +179,6 @@ class SetByTorch(Fsdp2):
         set_model_state_dict(model, given, options=options)
 
 
-class Recomputed(Fsdp2):
-    """Activations are recomputed, by torch's wrapper and by its function."""
-
-    policy = MIXED
-    dtype = torch.float32
-
-    def wrap(self, model: Any) -> torch.nn.Module:
-        for number, layer in enumerate(model.layers):
-            model.layers[number] = checkpoint_wrapper(layer)
-        inner = model.maybe.forward
-        model.maybe.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
-        return self.shard(model)  # type: ignore[no-any-return]
-
-
 class Compiled(Fsdp2):
     """Modules that are compiled, before or after they are sharded, and the model itself."""
 
@@ -197,7 +190,12 @@ class Compiled(Fsdp2):
 
 
 class Scaled(Fsdp2):
-    """torch's gradient scaler; an infinite gradient of one rank skips the step on all."""
+    """torch's gradient scaler; an infinite gradient of one rank skips the step on all.
+
+    Layers have fewer rows than there are ranks, so that some shards are empty.
+    """
+
+    widths = (12, 2, 1, 3)
 
     scaler = torch.amp.GradScaler
     infinite = 2
@@ -211,12 +209,6 @@ class Half(Fsdp2):
     scaler = offload.GradScaler
     infinite = 2
     clip = 0.1
-
-
-class Split(Fsdp2):
-    """Masters of which only the lower 16 bits are stored."""
-
-    options: Mapping[str, Any] = {"master": "split"}
 
 
 class ShardedLater(Fsdp2):
@@ -263,13 +255,24 @@ class Growing(Fsdp2):
         return fully_shard(torch.nn.Linear(3, 3).to(self.dtype))
 
 
-class Ignored(Fsdp2):
-    """A parameter that is not sharded, whose gradients the script adds up."""
+def replace_parameters(calls: Calls, how: str) -> None:
+    """Step an optimizer whose parameters are not those that it was made with.
 
-    def shard(self, model: Any, **more: Any) -> Any:
-        return super().shard(model, ignored_params={model.scale, model.norm.weight}, **more)
-
-    def backward(self, model: Any, step: int, scale: float) -> None:
-        super().backward(model, step, scale)
-        for parameter in (model.scale, model.norm.weight):
-            torch.distributed.all_reduce(parameter.grad)
+    How: ``sharded``, ``assigned`` or ``on meta`` when it exists; ``on the cpu`` for shards that
+    FSDP2 keeps in host memory.
+    """
+    training = Fsdp2(calls.rank, calls.size)
+    torch.manual_seed(7)
+    with torch.device("meta" if how == "on meta" else "cpu"):
+        model = training.build()
+    more: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if how == "on the cpu" else {}
+    if how != "sharded":
+        training.shard(model, **more)
+    with training.offloaded(model.parameters(), calls.directory, model) as optimizer:
+        if how == "sharded":
+            training.shard(model)
+        if how == "assigned":
+            values = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(values, assign=True)
+        training.backward(model, 1, 1.0)
+        optimizer.step()

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.ranks_training.fsdp2_trainings import MIXED
+from tests.ranks_training.fsdp2_trainings import Mixed
 from tests.ranks_training.trainings import Training
 
 
@@ -92,8 +92,8 @@ class Hsdp(Meshed):
     def wrap(self, model: Any) -> torch.nn.Module:
         mesh = init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=("replica", "shard"))
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=MIXED)
-        return fully_shard(model, mesh=mesh, mp_policy=MIXED)
+            fully_shard(block, mesh=mesh, mp_policy=Mixed.policy)
+        return fully_shard(model, mesh=mesh, mp_policy=Mixed.policy)
 
 
 class Tensor(Meshed):
@@ -114,7 +114,12 @@ class Tensor(Meshed):
 
 
 class Both(Tensor):
-    """Tensor parallelism, and FSDP2 of what each rank has of it."""
+    """Tensor and sequence parallelism, and FSDP2 of what each rank has of it, in uneven sizes.
+
+    Norms are DTensors on both dimensions.
+    """
+
+    inner, width = 10, 9
 
     def wrap(self, model: Any) -> torch.nn.Module:
         mesh = init_device_mesh("cpu", (2, self.size // 2), mesh_dim_names=("data", "tensor"))
@@ -123,16 +128,6 @@ class Both(Tensor):
         for block in model.blocks:
             fully_shard(block, mesh=mesh["data"])
         return fully_shard(model, mesh=mesh["data"])
-
-
-class Uneven(Both):
-    """The same, with sizes that FSDP2 does not divide."""
-
-    inner, width = 10, 9
-
-
-class SequenceToo(Both):
-    """The same with sequence parallelism, whose norms are DTensors on both dimensions."""
 
     def data(self, step: int, number: int = 0) -> torch.Tensor:
         whole = super().data(step, number).reshape(2, 2, self.width)

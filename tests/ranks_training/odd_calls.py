@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
-import os
 import threading
-import time
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from gds.calibration import Calibration
-from offload import DriveTuning
-from offload.distributed.agreement.torch_channel import TorchChannel
-from offload.engine.engine import Engine
-from offload.store import frozen_space
-from offload.stream import tuning
 from tests.eventually import eventually
 from tests.ranks_training.calls import Calls, Model
 from tests.ranks_training.models import inner, local, make_model
@@ -118,15 +109,6 @@ def step_without(calls: Calls, name: str) -> None:
     calls.update()
 
 
-def step_thawed(calls: Calls) -> None:
-    """Take a step in which the parameter that was frozen has a gradient."""
-    calls.backward()
-    frozen = calls.model.module.frozen
-    frozen.requires_grad_(True)
-    frozen.grad = torch.full_like(frozen, 0.5)
-    calls.update()
-
-
 def ask_for_the_state(calls: Calls) -> None:
     """Ask torch for the state of an optimizer that holds none in memory."""
     torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(calls.model, calls.optimizer)
@@ -177,27 +159,6 @@ def open_reversed(calls: Calls) -> None:
     calls.model = DistributedDataParallel(torch.nn.Sequential(*layers).to(torch.bfloat16))
     order = -1 if calls.rank == calls.size - 1 else 1
     calls.open(model=None, params=[*calls.model.parameters()][::order])
-
-
-def step_two(calls: Calls, name: str) -> float:
-    """Step an optimizer of all ranks, and one of each rank for a parameter of its own.
-
-    The value is by how much that parameter differs from torch's optimizer.
-    """
-    own = dict(calls.model.named_parameters())[f"module.{name}"]
-    folder = calls.directory.parent / f"own-{calls.rank}"
-    calls.open(model=None, params=[own], directory=folder, process_group=offload.SEPARATE)
-    alone = calls.optimizer
-    calls.open(model=None, params=[p for p in calls.model.parameters() if p is not own])
-    calls.backward()
-    expected = torch.nn.Parameter(own.detach().float())
-    expected.grad = own.grad.float()
-    torch.optim.AdamW([expected], **calls.setting.hyper).step()
-    alone.step()
-    calls.update()
-    alone.checkpoint().result()
-    alone.close()
-    return float((own.float() - expected.to(own.dtype).float()).abs().max())
 
 
 # Buffers and extra state.
@@ -271,29 +232,6 @@ def counted(calls: Calls) -> list[int]:
 # Ends, drives, and what is listed.
 
 
-def fail_alone(calls: Calls) -> None:
-    """Let the constructor fail on this rank while the others wait for it."""
-    plain = Engine.require_space
-
-    def fail(*_: object) -> NoReturn:
-        Engine.require_space = plain  # type: ignore[method-assign]
-        raise OSError("injected before an exchange")
-
-    Engine.require_space = fail  # type: ignore[method-assign]
-
-
-def read_late(calls: Calls, seconds: float) -> None:
-    """Let this rank read late how an exchange has ended, as a rank that is scheduled late does."""
-    plain = TorchChannel.get
-
-    def get(channel: TorchChannel, key: str) -> str | None:
-        if "verdict" in key:
-            time.sleep(seconds)
-        return plain(channel, key)
-
-    TorchChannel.get = get  # type: ignore[method-assign]
-
-
 def threads(calls: Calls) -> list[str]:
     """Return the names of this rank's threads for the ranks that do not end."""
 
@@ -302,26 +240,6 @@ def threads(calls: Calls) -> list[str]:
 
     eventually(lambda: not found())
     return found()
-
-
-def measure_drives(calls: Calls) -> None:
-    """Let any state be worth a calibration, and note which rank measures which directory.
-
-    All directories of a test are on one drive, so measurements at the same time are an error.
-    """
-    folder = calls.directory.parent
-
-    def calibrate(directory: str) -> Calibration:
-        with open(folder / "measuring", "w") as lock, open(folder / "measured", "a") as notes:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            time.sleep(0.2)  # another rank, which must not measure now, would find the lock held
-            notes.write(f"{calls.rank} {os.path.basename(directory)}\n")
-        return measured(directory)
-
-    measured = tuning.calibrate
-    tuning.calibrate = calibrate
-    tuning.MIN_STATE_BYTES = 1
-    calls.setting.options |= {"backend": None, "drives": DriveTuning()}
 
 
 def open_in_memory(calls: Calls, directory: str, size: int | None) -> None:
@@ -333,16 +251,6 @@ def open_in_memory(calls: Calls, directory: str, size: int | None) -> None:
 def kept_bytes(calls: Calls) -> int:
     """Return how much state stays in memory."""
     return int(calls.optimizer.stats().resident_bytes)
-
-
-def freeze_most(calls: Calls) -> None:
-    """Freeze all but the biases, and let few bytes be worth a warning."""
-    frozen_space._LEAST_BYTES = 1
-    model = inner(calls.model)
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.ndim < 2)
-    model.frozen.requires_grad_(False)
-    calls.model = DistributedDataParallel(model)
 
 
 def sealed_train_state(calls: Calls) -> Any:

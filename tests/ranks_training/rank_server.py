@@ -1,6 +1,6 @@
 """A server that forks the ranks of jobs, so that torch is imported once and not by every rank.
 
-    python -m tests.ranks_training.rank_server    # serves jobs, which `Jobs` asks for
+    python -m tests.ranks_training.rank_server MODULE...   # serves jobs, which `Jobs` asks for
 
 Each rank runs a list of calls, see `tests.ranks_training.calls`, and appends what came of each call
 to a file. So a test also knows what a rank had done that was killed.
@@ -104,11 +104,15 @@ class Job:
 
 
 class Jobs:
-    """The tests' side: starts the server, and asks it for jobs."""
+    """The tests' side: starts the server, and asks it for jobs.
 
-    def __init__(self) -> None:
+    Args:
+        modules: Modules that the server imports, so that its ranks have them.
+    """
+
+    def __init__(self, *modules: str) -> None:
         self._server = subprocess.Popen(
-            dying([sys.executable, "-m", "tests.ranks_training.rank_server"]),
+            dying([sys.executable, "-m", "tests.ranks_training.rank_server", *modules]),
             cwd=Path(__file__).parents[2],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -153,6 +157,8 @@ def main() -> None:
     let_forks_die()
     torch.set_num_threads(1)
     warm_up()
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()  # the collection with which Python ends looks only at what a rank has made itself
     for line in sys.stdin:

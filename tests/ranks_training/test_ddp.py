@@ -10,10 +10,7 @@ import pytest
 from tests.ranks_training.cases import compare
 from tests.ranks_training.rank_server import Jobs
 
-TWO = [
-    "StaticGraph", "BucketViews", "Tied", "NoSync", "TorchScaler", "Groups", "Sgd", "Buffers",
-    "Dropout",
-]  # fmt: skip
+TWO = ["Accumulated", "TorchScaler", "Groups", "Buffers", "Dropout"]
 
 
 @pytest.mark.parametrize(

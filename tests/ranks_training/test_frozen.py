@@ -1,20 +1,16 @@
 """Ranks whose model is mostly frozen write little at each seal: what the slot's file lacks.
 
-Also if seals fail, or take longer than steps. This module has what a rank does for that as well.
+Also if seals fail. This module has what a rank does for that as well.
 """
 
 from __future__ import annotations
 
-import errno
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
-import offload
-from gds import Buffer, File, IOFuture, PosixBackend, StorageError, WrapperBackend
+from gds import Buffer, File, IOFuture, PosixBackend, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from tests.crash.fault_backend import FaultBackend
 from tests.ranks_training.calls import Calls as Ranks
@@ -51,10 +47,6 @@ class Counted(WrapperBackend):
     def __init__(self) -> None:
         super().__init__(PosixBackend())
         self.written = self.read_back = 0
-        self.write_s = 0.0
-        """Seconds for each small write to model files."""
-        self.held: threading.Event | None = None
-        """If set, the next sync of a model file waits for it, and then fails."""
 
     def wrap_file(self, file: File) -> File:
         return CountedFile(file, self)
@@ -71,22 +63,12 @@ class CountedFile(WrapperFile):
         return super().write(source, offset)
 
     def write_bytes(self, data: bytes, offset: int) -> None:
-        time.sleep(self._backend.write_s * self._is_model)
         self._backend.written += len(data) * self._is_model
         super().write_bytes(data, offset)
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
         self._backend.read_back += into.nbytes * self._is_model
         return super().read_again(into, offset, direct=direct)
-
-    def sync(self) -> None:
-        held = self._backend.held
-        if held is None or not self._is_model:
-            super().sync()
-            return
-        held.wait()
-        self._backend.held = None
-        raise StorageError(errno.EIO, "injected failure of sync", self.path)
 
 
 def begin(ranks: Ranks) -> None:
@@ -108,23 +90,6 @@ def moved(ranks: Ranks) -> list[int]:
     found = [backend.written, backend.read_back]
     backend.written = backend.read_back = 0
     return found
-
-
-def slow(ranks: Ranks, seconds: float) -> None:
-    """Let each small write to model files take long."""
-    counted(ranks).write_s = seconds
-
-
-def hold_sync(ranks: Ranks) -> None:
-    """Let the next sync of a model file wait for `fail_sync`, and then fail."""
-    counted(ranks).held = threading.Event()
-
-
-def fail_sync(ranks: Ranks) -> None:
-    """Let the sync fail that waits."""
-    held = counted(ranks).held
-    assert held is not None, "no sync is held"
-    held.set()
 
 
 def of(name: str, *arguments: Any) -> list[Any]:
@@ -192,96 +157,36 @@ def test_after_a_seal_that_failed_on_one_rank_all_write_everything(
 ) -> None:
     before, after = COUNT * (NUM_SLOTS + 1), COUNT * (2 * NUM_SLOTS + 1)
     failed: Calls = [["step"], MOVED, ["checkpoint"], ["settle"], MOVED, *after, *END]
-    cases: dict[str, Case] = {}
-    for victim in (0, 1):
-        fails: Calls = [["only", victim, ["fail", "write", "model.safetensors"]]]
-        cases[str(victim)] = case("fsdp2", [*BEGIN, *before, *fails, *failed])
-    for name, ranks in run_cases(jobs, tmp_path, cases, widths=WIDTHS, given=True).items():
-        require_success(ranks)
-        for rank in ranks:
-            found = [written for written, _ in moves(rank)][NUM_SLOTS + 2 :]
-            assert found[0] >= FROZEN // 2
-            # Only the ranks' next agreement on the slot gives its content a name again.
-            assert found[NUM_SLOTS] >= FROZEN // 2
-            others = [*found[1:NUM_SLOTS], *found[NUM_SLOTS + 1 :]]
-            assert all(written <= MOST for written in others), found
-        require_whole(ranks, tmp_path / name, 3 * NUM_SLOTS + 3)
+    fails: Calls = [["only", 1, ["fail", "write", "model.safetensors"]]]
+    cases = {"": case("fsdp2", [*BEGIN, *before, *fails, *failed])}
+    ranks = run_cases(jobs, tmp_path, cases, widths=WIDTHS, given=True)[""]
+    require_success(ranks)
+    for rank in ranks:
+        found = [written for written, _ in moves(rank)][NUM_SLOTS + 2 :]
+        assert found[0] >= FROZEN // 2
+        # Only the ranks' next agreement on the slot gives its content a name again.
+        assert found[NUM_SLOTS] >= FROZEN // 2
+        others = [*found[1:NUM_SLOTS], *found[NUM_SLOTS + 1 :]]
+        assert all(written <= MOST for written in others), found
+    require_whole(ranks, tmp_path, 3 * NUM_SLOTS + 3)
 
 
-LATE: dict[str, tuple[str, Calls, int]] = {
-    # Kind, calls, and the step that is sealed last.
-    # The state has moved on to the next slot when a seal fails: nothing known of that is spoiled.
-    **{
-        f"moved on, {kind}": (
-            kind,
-            [
-                *BEGIN, fill(1.0), *ROUND * (NUM_SLOTS + 1), ["step"],
-                ["only", 1, of("hold_sync")], ["checkpoint"], ["step"],
-                ["only", 1, of("fail_sync")], ["settle"], fill(2.0), *SEAL, fill(1.0),
-                *ROUND * NUM_SLOTS, *END,
-            ],
-            2 * NUM_SLOTS + 3,
-        )
-        for kind in ("ddp", "fsdp2")
-    },
-    # The next slot was refused before the seal failed: ranks write the file of their slot.
-    "refused": (
-        "fsdp2",
-        [
-            *BEGIN, ["step"], ["only", 0, of("hold_sync")], ["checkpoint"],
-            ["only", 1, ["fail", "make_dir", "owner-1/part-"]], ["keep_error", "step"],
-            ["only", 0, of("fail_sync")], ["settle"], ["step"], *SEAL, *END,
-        ],
-        2,
-    ),
-    # Two faults at once: the writer has no slot of its own in the seal whose sync fails.
-    "torn step": (
-        "fsdp2",
-        [
-            *BEGIN, *ROUND * (NUM_SLOTS + 1), ["close"], *BEGIN, ["restore"], fill(2.0),
-            ["only", 0, ["fail", "read", "exp_avg"]], ["only", 0, ["keep_error", "step"]],
-            ["only", 1, ["step"]], ["only", 1, ["fail", "sync", "model.safetensors"]],
-            ["keep_error", "checkpoint"], ["settle"], ["restore"], fill(2.0), *COUNT, *END,
-        ],
-        NUM_SLOTS + 2,
-    ),
-}  # fmt: skip
-
-
-def test_what_a_late_failure_leaves_in_model_files_is_written_anew(
+def test_what_a_torn_step_and_a_failed_sync_leave_in_model_files_is_written_anew(
     jobs: Jobs, tmp_path: Path
 ) -> None:
-    cases = {name: case(kind, calls) for name, (kind, calls, _) in LATE.items()}
-    played = run_cases(jobs, tmp_path, cases, widths=WIDTHS, given=True)
-    for name, (_, _, step) in LATE.items():
-        ranks = played[name]
-        failed = [one["call"] for rank in ranks for one in errors(rank)]
-        assert failed == (["settle"] if name == "torn step" else []), name
-        require_whole(ranks, tmp_path / name, step)
-        said = [failed for rank in ranks for failed in values(rank, "settle")]
-        assert "injected failure of sync" in said[-1], (name, said)
-    assert all(of_each(played["refused"], "keep_error"))
-    torn, other = (values(rank, "keep_error") for rank in played["torn step"])
+    """Two faults at once: the writer has no slot of its own in the seal whose sync fails."""
+    calls: Calls = [
+        *BEGIN, *ROUND * (NUM_SLOTS + 1), ["close"], *BEGIN, ["restore"], fill(2.0),
+        ["only", 0, ["fail", "read", "exp_avg"]], ["only", 0, ["keep_error", "step"]],
+        ["only", 1, ["step"]], ["only", 1, ["fail", "sync", "model.safetensors"]],
+        ["keep_error", "checkpoint"], ["settle"], ["restore"], fill(2.0), *COUNT, *END,
+    ]  # fmt: skip
+    ranks = run_cases(jobs, tmp_path, {"": case("fsdp2", calls)}, widths=WIDTHS, given=True)[""]
+    failed = [one["call"] for rank in ranks for one in errors(rank)]
+    assert failed == ["settle"]
+    require_whole(ranks, tmp_path, NUM_SLOTS + 2)
+    torn, other = (values(rank, "keep_error") for rank in ranks)
     assert (torn, other) == (["StorageError", "BrokenOptimizerError"], [""])
-    written, _ = moves(played["torn step"][1])[-1]
+    assert "injected failure of sync" in ranks[1].of("settle")["value"]
+    written, _ = moves(ranks[1])[-1]
     assert written >= FROZEN // 2
-
-
-def test_steps_go_on_while_a_seal_writes(jobs: Jobs, tmp_path: Path) -> None:
-    """The ranks write the next slots while the model file of an earlier one is written."""
-    begun: Calls = [of("begin"), of("slow", 0.1), ["open"]]
-    calls: Calls = [*begun, *[["step"], ["checkpoint"]] * 4, ["step"], ["step"], ["settle"]]
-    cases: dict[str, Case] = {}
-    for kind in ("ddp", "fsdp2"):
-        cases[kind] = case(kind, [*calls, ["verify"]])
-        in_memory, setting = case(kind, [of("begin"), ["open"], ["step", 6]])
-        cases[f"memory-{kind}"] = (in_memory, {**setting, "is_plain": True})
-    played = run_cases(jobs, tmp_path, cases, given=True)
-    for kind in ("ddp", "fsdp2"):
-        require_success(played[kind])
-        assert of_each(played[kind], "step") == of_each(played[f"memory-{kind}"], "step")
-        with offload.open_checkpoint(tmp_path / kind / "run") as checkpoint:
-            assert checkpoint.step == 4
-            assert checkpoint.verify().ok
-        parts = [*(tmp_path / kind / "run/owner-1").glob("part-*")]
-        assert len(parts) <= 4, "two checkpoints, one that is written, and one that is sealed"

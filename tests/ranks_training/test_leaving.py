@@ -29,9 +29,7 @@ RANKS_ERRORS = ("RanksError", "OutOfStepError")
 ATTEMPT: Calls = [["backward"], ["attempt"]]
 LEFT: dict[str, tuple[str, int, Calls, tuple[str, ...]]] = {
     # Kind, rank that has closed, calls of the other one, and the error of the last of them.
-    "step-0": ("ddp", 0, ATTEMPT, RANKS_ERRORS),
     "step-1": ("ddp", 1, ATTEMPT, RANKS_ERRORS),
-    "restore": ("ddp", 1, [["restore"]], RANKS_ERRORS),
     "pin": ("fsdp2", 0, [["pin", "best"]], RANKS_ERRORS),
     "checkpoint-0": ("fsdp2", 0, [["step"], *ROUND[1:]], ("InDoubtError",)),
     "checkpoint-1": ("fsdp2", 1, [["step"], *ROUND[1:]], ("SealError",)),
@@ -75,38 +73,16 @@ def test_a_constructor_that_fails_on_one_rank_fails_on_all_and_leaves_no_thread(
     jobs: Jobs, tmp_path: Path
 ) -> None:
     """The error is kept, with all that it refers to."""
-    alone, pins = do("odd_calls:fail_alone"), ["fail", "stat", "/pins"]
+    pins = ["fail", "stat", "/pins"]
     after: Calls = [["keep_error", "open"], do("odd_calls:threads")]
     differs = ["keep_error", *do("odd_calls:open_otherwise", "layer")]
     cases: dict[str, Case] = {
-        "goes on": ([[["open"], *BEGIN], [alone, ["open"], *BEGIN]], {}),
         "other models": ([[differs, after[1]], after], {}),
         "pins": ([[*BEGIN, ["close"], pins, *after], [*BEGIN, ["close"], *after]], {}),
-        "alone": ([[alone, *after], after], {}),
     }
-    played = run_cases(jobs, tmp_path, cases, given=True)
-    first, second = played.pop("goes on")
-    own, other = second.outcomes[1], first.outcomes[0]
-    assert (own["error"], own["message"]) == ("OSError", "injected before an exchange")
-    assert other["error"] in RANKS_ERRORS
-    assert "rank 1 could not make the optimizer: injected before an exchange" in other["message"]
-    assert of_each([first, second], "result") == [1, 1]
-    for name, ranks in played.items():
+    for name, ranks in run_cases(jobs, tmp_path, cases, given=True).items():
         assert all(of_each(ranks, "keep_error")), name
         assert of_each(ranks, "do") == [[], []], name
-
-
-def test_rank_0_stays_until_all_have_read_how_the_last_exchange_has_ended(
-    jobs: Jobs, tmp_path: Path
-) -> None:
-    """Its process serves the key-value store."""
-    ends: Calls = [["open"], ["restore"], ["close"], ["kill"]]
-    late = [["open"], do("odd_calls:read_late", 0.5), *ends[1:]]
-    for rank in jobs.run(tmp_path, [ends, late], given=True):
-        assert [one["call"] for one in rank.outcomes if one["call"] != "do"] == [
-            one[0] for one in ends[:-1]
-        ]
-        assert rank.failed() == []
 
 
 def test_a_restore_and_more_steps_in_one_process_and_what_each_rank_lists(
@@ -135,7 +111,7 @@ def test_a_restore_and_more_steps_in_one_process_and_what_each_rank_lists(
         assert of_each(played[f"listed-{kind}"], "do") == [[[], [1], [1, 2], [2, 3], [3, 4]]] * 2
 
 
-@pytest.mark.parametrize("end", [[], [["destroy"]], [["leave"]]], ids=["end", "destroy", "raise"])
+@pytest.mark.parametrize("end", [[["destroy"]], [["leave"]]], ids=["destroy", "raise"])
 def test_scripts_whose_last_call_is_checkpoint_have_sealed(
     jobs: Jobs, tmp_path: Path, end: list[list[Any]]
 ) -> None:

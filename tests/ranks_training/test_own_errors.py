@@ -11,20 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import offload
 from tests.ranks_training.cases import (
     BEGIN,
     ROUND,
     Calls,
     Case,
-    do,
     errors,
     in_memory,
     of_each,
     require_success,
-    run_all,
     run_cases,
     values,
 )
@@ -54,9 +50,7 @@ def require_gone_on(
 
 
 CAPTURES: dict[str, tuple[str, int, Calls]] = {
-    "object": ("ddp", 0, [["bad_checkpoint", "object"]]),
-    "path": ("fsdp2", 1, [["bad_checkpoint", "path"]]),
-    "metric": ("fsdp2", 0, [["bad_checkpoint", "metric"]]),
+    "object": ("fsdp2", 0, [["bad_checkpoint", "object"]]),
     "warning as error": ("ddp", 1, [["bad_checkpoint", "warning"]]),
     "model file": ("fsdp2", 1, [["fail", "open", "model.safetensors"], ["checkpoint"]]),
 }
@@ -81,22 +75,32 @@ def test_a_checkpoint_that_one_rank_cannot_capture_fails_on_all(jobs: Jobs, tmp_
         assert len(causes) == 1, "all ranks name the same cause"
 
 
-WRITES: dict[str, tuple[int, Calls, int]] = {
-    "full-0": (0, [["fail", "write_bytes", "model.safetensors", errno.ENOSPC]], errno.ENOSPC),
-    "full-1": (1, [["fail", "write_bytes", "model.safetensors", errno.ENOSPC]], errno.ENOSPC),
-    "eio-1": (1, [["fail", "sync", "model.safetensors", errno.EIO]], errno.EIO),
+WRITES: dict[str, tuple[int, str, Calls, int]] = {
+    "full": (
+        0,
+        "fsdp2",
+        [["fail", "write_bytes", "model.safetensors", errno.ENOSPC]],
+        errno.ENOSPC,
+    ),
+    "columns": (1, "tp", [["fail", "write_bytes", "model.safetensors", errno.EIO]], errno.EIO),
+    "sync": (1, "fsdp2", [["fail", "sync", "model.safetensors", errno.EIO]], errno.EIO),
 }
 
 
 def test_a_write_that_fails_in_a_seal_fails_it_on_all(jobs: Jobs, tmp_path: Path) -> None:
-    cases = dict(MEMORY)
-    for name, (victim, fails, _) in WRITES.items():
+    widths = {"fsdp2": (5, 7, 3), "tp": (6, 8, 4)}
+    cases: dict[str, Case] = {
+        f"memory-{kind}": in_memory(3, kind=kind, widths=widths[kind], given=True)
+        for kind in widths
+    }
+    for name, (victim, kind, fails, _) in WRITES.items():
         then: Calls = [*SEAL, ["num_failed"], *GO_ON]
         own, other = [*BEGIN, ["step"], *fails, *then], [*BEGIN, ["step"], *then]
-        cases[name] = (for_victim(victim, own, other), {"kind": "fsdp2"})
+        setting = {"kind": kind, "widths": widths[kind], "given": True}
+        cases[name] = (for_victim(victim, own, other), setting)
     played = run_cases(jobs, tmp_path, cases)
-    for name, (victim, _, number) in WRITES.items():
-        ranks = require_gone_on(played, name, "fsdp2", 3)
+    for name, (victim, kind, _, number) in WRITES.items():
+        ranks = require_gone_on(played, name, kind, 3)
         assert of_each(ranks, "num_failed") == [victim == 0, victim == 1]
         for rank in ranks:
             (failed,) = errors(rank)
@@ -105,25 +109,14 @@ def test_a_write_that_fails_in_a_seal_fails_it_on_all(jobs: Jobs, tmp_path: Path
         assert f"rank {victim}" in errors(ranks[1 - victim])[0]["message"]
 
 
-def test_the_step_after_a_failed_seal(jobs: Jobs, tmp_path: Path) -> None:
-    """It warns, and can be refused by warnings as errors; a parameter may be thawed in it.
-
-    The state of that parameter needs other files than those of the slot on which training would
-    have gone on.
-    """
+def test_the_step_after_a_failed_seal_warns_and_may_be_refused(jobs: Jobs, tmp_path: Path) -> None:
+    """It is refused on all ranks where warnings are errors, and can be taken then."""
     strict = ["strict", "update"]
     on: Calls = [["backward"], strict, strict, ["settle"], *SEAL, ["verify"], ["bits"]]
     cases: dict[str, Case] = {**MEMORY}
     for kind in ("ddp", "fsdp2"):
         own, other = [*BEGIN, ["step"], ["bad_checkpoint"], *on], [*BEGIN, *ROUND, *on]
         cases[f"strict-{kind}"] = ([other, own], {"kind": kind})
-    thaw = do("odd_calls:step_thawed")
-    full: Calls = [["fail", "write_bytes", "model.safetensors", errno.ENOSPC]]
-    thawed: Calls = [["settle"], thaw, thaw, *ROUND, ["verify"], ["close"], ["open"], ["restore"]]
-    for name, fails in (("whole", []), ("failed", full)):
-        begun: Calls = [*BEGIN, ["step"]]
-        calls = [[*begun, *own, *SEAL, *thawed, ["bits"]] for own in ([], fails)]
-        cases[name] = (calls, {"kind": "ddp"})
     played = run_cases(jobs, tmp_path, cases)
     for kind in ("ddp", "fsdp2"):
         for number, rank in enumerate(played[f"strict-{kind}"]):
@@ -135,12 +128,6 @@ def test_the_step_after_a_failed_seal(jobs: Jobs, tmp_path: Path) -> None:
             assert rank.of("verify")["value"] == []
             plain = played[f"memory-{kind}"][number]
             assert rank.of("bits")["value"] == plain.of("step")["value"]
-    require_success(played["whole"])
-    assert [rank.failed() for rank in played["failed"]] == [["SealError"]] * 2
-    for ranks in (played["whole"], played["failed"]):
-        assert [step for step, _ in of_each(ranks, "restore")] == [5, 5]
-        assert of_each(ranks, "bits") == of_each(played["whole"], "bits")
-        assert of_each(ranks, "verify") == [[], []]
 
 
 def test_the_error_of_a_seal_is_raised_once(jobs: Jobs, tmp_path: Path) -> None:
@@ -172,15 +159,9 @@ def test_other_calls_that_fail_on_one_rank_fail_on_all(jobs: Jobs, tmp_path: Pat
     pins: Calls = [*BEGIN, ["close"]]
     unreadable: Calls = [["fail", "stat", "/pins"]]
     cases["pins"] = ([[*pins, *unreadable, *again], [*pins, *again]], {"kind": "ddp"})
-    # A gradient that is refused before the ranks are granted a slot, or before they step in one.
-    for name, begun in (("granted", BEGIN), ("in a slot", [*BEGIN, ["step"]])):
-        on: Calls = [["attempt"], ["zero"], *GO_ON]
-        sparse: Calls = [*begun, ["backward"], ["sparse_gradient"], *on]
-        cases[name] = ([[*begun, ["backward"], *on], sparse], {"kind": "ddp"})
-    # A second checkpoint of a step, with other hyper-parameters, moves the state to a new slot.
-    moved: Calls = [*BEGIN, ["set", {"lr": 0.5}]]
-    end: Calls = [["checkpoint"], *SEAL, ["verify"]]
-    cases["slot"] = ([[*moved, *end], [*moved, ["fail", "create", "owner-1"], *end]], {})
+    # A gradient that is refused before the ranks step.
+    begun, on = [*BEGIN, ["step"], ["backward"]], [["attempt"], ["zero"], *GO_ON]
+    cases["gradient"] = ([[*begun, *on], [*begun, ["sparse_gradient"], *on]], {"kind": "ddp"})
     # A full disk when a slot is granted to the step.
     full: Calls = [["backward"], ["attempt"], ["zero"], *GO_ON]
     fails: Calls = [["fail", "create", "owner-1", errno.ENOSPC]]
@@ -196,18 +177,11 @@ def test_other_calls_that_fail_on_one_rank_fail_on_all(jobs: Jobs, tmp_path: Pat
         assert failed["call"] == "open"
         assert "injected" in failed["message"]
     assert "rank 0" in errors(played["pins"][1])[0]["message"]
-    for name, step in (("granted", 2), ("in a slot", 3)):
-        ((own,), (other,)) = (errors(r) for r in require_gone_on(played, name, "ddp", step)[::-1])
-        assert "parse" in own["message"]
-        assert other["error"] == "RanksError"
-        assert "rank 1" in other["message"]
-        assert "parse" in other["message"]
-    for rank in played["slot"]:
-        (failed,) = errors(rank)
-        assert failed["error"] == "RanksError"
-        assert failed["message"].startswith("checkpoint(): rank 1")
-        assert rank.of("result")["value"] == 1
-        assert rank.of("verify")["value"] == []
+    ((own,), (other,)) = (errors(r) for r in require_gone_on(played, "gradient", "ddp", 3)[::-1])
+    assert "parse" in own["message"]
+    assert other["error"] == "RanksError"
+    assert "rank 1" in other["message"]
+    assert "parse" in other["message"]
     for rank in require_gone_on(played, "full", "fsdp2", 2):
         (failed,) = errors(rank)
         assert (failed["call"], failed["error"]) == ("attempt", "RanksError")
@@ -239,21 +213,24 @@ def test_a_part_that_cannot_be_made_durable_costs_no_restart(jobs: Jobs, tmp_pat
             assert rank.of("restore")["value"] == [1, {"step": 1, "rank": number}]
 
 
-@pytest.mark.parametrize("what", ["owner-1", "model"])
 def test_a_flipped_byte_takes_all_ranks_to_the_checkpoint_before(
-    jobs: Jobs, tmp_path: Path, what: str
+    jobs: Jobs, tmp_path: Path
 ) -> None:
-    made = run_all(jobs, tmp_path, [[*BEGIN, *ROUND]] * 2, kind="fsdp2")
-    with offload.open_checkpoint(tmp_path / "run") as checkpoint:
-        file = Path(checkpoint.path) / "model.safetensors"
-        if what != "model":
-            file = Path(checkpoint.owners[0].path) / "master.safetensors"
-    flip_on_disk(file, file.stat().st_size - 8 if what == "model" else 4100)
+    begun = {name: ([[*BEGIN, *ROUND]] * 2, {}) for name in ("state", "model")}
+    made = run_cases(jobs, tmp_path, begun, kind="fsdp2")
+    for name in begun:
+        with offload.open_checkpoint(tmp_path / name / "run") as checkpoint:
+            state = Path(checkpoint.owners[0].path) / "master.safetensors"
+            model = Path(checkpoint.path) / "model.safetensors"
+        file, offset = (state, 4100) if name == "state" else (model, model.stat().st_size - 8)
+        flip_on_disk(file, offset)
     calls: list[Any] = [["open"], ["restore", {"verify": True}], *ROUND, ["verify"]]
-    ranks = run_all(jobs, tmp_path, [calls] * 2, kind="fsdp2")
-    for number, rank in enumerate(ranks):
-        assert rank.of("restore")["value"] == [1, {"step": 1, "rank": number}]
-        assert any("is quarantined" in said for said in rank.of("restore")["warnings"])
-        assert rank.of("step")["value"] == made[number].of("step")["value"]
-        assert rank.of("result")["value"] == 2
-        assert rank.of("verify")["value"] == []
+    again = {name: ([calls] * 2, {}) for name in begun}
+    for name, ranks in run_cases(jobs, tmp_path, again, kind="fsdp2").items():
+        require_success(ranks)
+        for number, rank in enumerate(ranks):
+            assert rank.of("restore")["value"] == [1, {"step": 1, "rank": number}], name
+            assert any("is quarantined" in said for said in rank.of("restore")["warnings"])
+            assert rank.of("step")["value"] == made[name][number].of("step")["value"]
+            assert rank.of("result")["value"] == 2
+            assert rank.of("verify")["value"] == []

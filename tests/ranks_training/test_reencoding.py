@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def warnings_of(rank: Rank) -> list[str]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, "fsdp2"), (1, "one")), ((1, "one"), (2, "fsdp2")), ((2, "tp"), (3, "ddp"))],
+    [((1, "one"), (2, "fsdp2")), ((2, "tp"), (3, "ddp"))],
     ids=lambda ranks: f"{ranks[0]}-{ranks[1]}",
 )
 def test_each_value_changes_by_at_most_one_rounding_in_its_new_block(
@@ -134,39 +133,3 @@ def test_ranks_that_ask_for_different_things_change_nothing(jobs: Jobs, tmp_path
     assert of_each(played["strict"], "keep_error") == ["RuntimeWarning", "RanksError"]
     assert of_each(played["strict"], "result") == [3, 3]
     assert contents(tmp_path / "strict") != before["strict"]
-
-
-def test_blocks_that_are_not_divided_keep_their_bytes(jobs: Jobs, tmp_path: Path) -> None:
-    """Ranks with replicas divide state between blocks, so there is nothing to encode anew."""
-    run(jobs, tmp_path, 3, "ddp", ["step", 2], *END)
-    for first, num, kind, restore, how in (
-        (2, 1, "one", ASKED, {}),
-        (4, 2, "ddp", ["restore"], OPTION),
-        (6, 1, "one", ASKED, {}),
-    ):
-        ranks = run(jobs, tmp_path, num, kind, restore, ["step", 2], *END, **how)
-        assert not any(map(warnings_of, ranks))
-        assert ranks[0].of("restore")["value"][0] == first
-    run(jobs, tmp_path / "alone", 1, "one", ["step", 8], *END)
-    for path in newest(tmp_path / "alone/run").glob("*.safetensors"):
-        if path.name != "train_state.safetensors":
-            other = newest(tmp_path / "run") / path.name
-            assert path.read_bytes() == other.read_bytes(), path.name
-
-
-def test_a_rank_is_killed_while_state_is_encoded_anew(jobs: Jobs, tmp_path: Path) -> None:
-    run(jobs, tmp_path, 2, "fsdp2", ["step", 2], *SEAL, ["step"], *END)
-    shutil.copytree(tmp_path, tmp_path / "undisturbed")
-    go_on: Calls = [["open"], ASKED, ["step"], *END]
-    done = run(jobs, tmp_path / "undisturbed", 3, "fsdp2", *go_on[1:])
-    killed = [["open"], ASKED, ["kill_at", "rename", ""], *go_on[2:]]
-    ranks = jobs.run(tmp_path, [killed, go_on, go_on], kind="fsdp2", **RUN)
-    assert ranks[0].status == -9, ranks[0].outcomes
-    assert newest(tmp_path / "run").name == "step-00000003"
-    again = run(jobs, tmp_path, 3, "fsdp2", *go_on[1:])
-    assert again[0].of("whole")["value"] == done[0].of("whole")["value"]
-    left, right = (
-        eight_bit_state(newest(at / "run")) for at in (tmp_path, tmp_path / "undisturbed")
-    )
-    for key, elements in left.items():
-        assert (elements.values == right[key].values).all(), key
