@@ -12,8 +12,8 @@ import io
 import math
 import os
 import pickle
-import re
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -69,7 +69,8 @@ def read_structure(path: str, start: int = 0, stop: int | None = None) -> Any:
     try:
         with open(path, "rb", buffering=0) as file:
             records = _records(io.BufferedReader(_Part(file, start, stop)))
-            with torch.serialization.safe_globals(_NUMPY):
+            with torch.serialization.safe_globals(_NUMPY), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about protocols that are refused next
                 loaded = torch.load(
                     io.BufferedReader(_Part(file, start, stop)),
                     map_location="meta",
@@ -79,18 +80,23 @@ def read_structure(path: str, start: int = 0, stop: int | None = None) -> Any:
     except _UnreadableError as error:
         raise _refusal(path, str(error)) from error
     except pickle.UnpicklingError as error:
-        found = re.search(r"WeightsUnpickler error: (.*?)(?:\. Please|\n|$)", str(error))
-        reason = found[1] if found else ""
-        raise _refusal(path, reason or "torch's restricted loader refuses its pickle") from error
+        raise _refusal(path, _reason(str(error))) from error
     except Exception as error:  # a damaged file may end in any error of torch or Python
         text = str(error).partition("\n")[0]
         raise _refusal(path, f"{type(error).__name__}: {text:.200}") from error
 
 
+def _reason(message: str) -> str:
+    """Return why torch's loader refuses a pickle: the last line before what torch advises."""
+    told = message.partition("Check the documentation")[0].strip().splitlines()
+    last = told[-1] if told else "torch's restricted loader refuses its pickle"
+    return last.rpartition("WeightsUnpickler error: ")[2].partition(". Please")[0]
+
+
 def _refusal(path: str, reason: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: cannot be read as a file of torch.save with tensors and builtins only "
-        f"({reason}). If you trust the file, load it with torch.load and save its "
+        f"({reason:.300}). If you trust the file, load it with torch.load and save its "
         "state dicts again, with tensors and builtins only"
     )
 
