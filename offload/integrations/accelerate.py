@@ -130,7 +130,10 @@ class Following:
                     self._folders.write_missing(self._optimizer, parent, name)
             elif where and not os.path.lexists(parent := os.path.join(where, "checkpoints")):
                 self._folders.write_missing(self._optimizer, parent, "")
-        return self._load_state(input_dir, *args, **kwargs)
+        result = self._load_state(input_dir, *args, **kwargs)
+        if not self._is_stopped:
+            self._folders.sync(self._optimizer)  # before a save withdraws what the folder refers to
+        return result
 
     def _after_loading_shards(self, models: list[torch.nn.Module], input_dir: str) -> None:
         """Load the reference, if accelerate has loaded shards without calling a hook."""

@@ -114,9 +114,7 @@ def test_numbers_of_numpy_are_read(tmp_path):
 
 def test_a_later_protocol_is_refused_with_the_remedy(tmp_path):
     torch.save({"a": torch.zeros(3)}, tmp_path / "f", pickle_protocol=5)
-    with pytest.raises(
-        CheckpointError, match="Unsupported operand 149"
-    ):
+    with pytest.raises(CheckpointError, match="Unsupported operand 149"):
         read_structure(str(tmp_path / "f"))
 
 
