@@ -22,9 +22,8 @@ import torch
 import offload
 from bench._harness import Parser, Result, run, say, scratch
 from offload.demo import SCENARIOS
-from offload.demo.train import Batches
 from offload.demo.models import build
-from offload.demo.train import evaluate, loss_of
+from offload.demo.train import Batches, evaluate, loss_of
 
 FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {},

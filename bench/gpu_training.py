@@ -31,8 +31,8 @@ from bench._device import describe_device, needing_libraries, require_device
 from bench._harness import BenchError, Parser, Result, require_space, run, say, scratch
 from bench._streamed import exact_state_bytes
 from offload.demo import SCENARIOS, DemoError, require_modules
-from offload.demo.train import Batches
 from offload.demo.models import build
+from offload.demo.train import Batches
 from offload.options import Placement
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
