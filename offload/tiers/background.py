@@ -148,8 +148,11 @@ class BackgroundUploads:
             restored: Whether training goes on from it: it was sealed earlier. If its upload was
                 interrupted, the upload goes on.
         """
-        if restored and not _is_here(checkpoint):
-            return  # it is just arriving from the tier
+        if restored and not _is_here(checkpoint):  # it is just arriving from the tier
+            if self._serving is not None:  # the other ranks wait for the last order
+                with self._changed:
+                    self._begin()
+            return
         sealed_s = self.measured.restored() if restored else self.measured.sealed()
         offered = _Offered(checkpoint, sealed_s)
         with self._changed:
@@ -157,14 +160,17 @@ class BackgroundUploads:
                 return
             self._leaving.begin(checkpoint.generation, "waiting")
             dropped, self._offered, self._last = self._offered, offered, offered
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="offload-tier", daemon=True)
-                start(self._thread)
+            self._begin()
             self._changed.notify_all()
         if dropped is not None:
             if dropped.checkpoint.generation != checkpoint.generation:
                 self._leaving.end(dropped.checkpoint.generation)
             self._note(dropped, Decision("skip", "a newer one has come before its turn"))
+
+    def _begin(self) -> None:
+        if self._thread is None and not self._stopped:
+            self._thread = threading.Thread(target=self._run, name="offload-tier", daemon=True)
+            start(self._thread)
 
     def stats(self) -> TierStats:
         """Return what has happened so far."""

@@ -370,3 +370,13 @@ def test_a_server_that_accepts_and_stalls_is_named_by_all_ranks(
         assert "does not answer" in message, message
         assert "lost" not in message
     assert first[0] == "TierUnavailableError"
+
+
+def test_ranks_that_seal_nothing_close_at_once_and_begin_again(
+    jobs: Jobs, tmp_path: Path, s3: str, origin: Sent
+) -> None:
+    """The writer has nothing to send, and tells the others: they would wait for `Tier.finish_s`."""
+    origin.into(s3, "shards", 2)
+    job = rank_jobs.start(jobs, tmp_path, "new", 2, *[case("shards", s3, last=3)] * 2)
+    for found in rank_jobs.all_results(job):
+        assert [rank["resumed"] for rank in found] == [2, 2]
