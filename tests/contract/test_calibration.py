@@ -255,7 +255,8 @@ def test_the_command_runs_as_a_module(memory_directory, tmp_path):
 
 
 def four_drives(setting):
-    return min(13.0, 4.0 * setting.threads, 13.0 * setting.in_flight_bytes / (60 * MIB))
+    in_flight_bytes = setting.threads * setting.request_bytes
+    return min(13.0, 4.0 * setting.threads, 13.0 * in_flight_bytes / (60 * MIB))
 
 
 DRIVES = {
