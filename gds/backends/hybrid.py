@@ -115,7 +115,6 @@ def choose(
     partial: bool,
     continues: bool,
     is_reread: bool,
-    cached: bool,
     pressed: bool,
 ) -> Choice:
     """Decide on the mode of a request that could be direct, at least mostly.
@@ -131,15 +130,12 @@ def choose(
             request ended.
         is_reread: Whether the whole range was read directly before, and its file may be kept in the
             page cache.
-        cached: Whether the page cache holds the range, or nearly all of it.
         pressed: Whether memory is short.
     """
     if direction == "write":
         if pressed:
             return _NO_MEMORY
         return _SMALL if nbytes < policy.write_bytes else _LARGE
-    if cached:
-        return _CACHED
     if pressed:
         return _NO_MEMORY
     if continues and nbytes < policy.read_bytes:
@@ -329,7 +325,6 @@ class HybridFile:
             partial=bool((offset | nbytes) % mmap.PAGESIZE),
             continues=offset in (0, last_end),
             is_reread=is_read and self._is_kept_reread(offset, end),
-            cached=False,
             pressed=self._hybrid.pressed(),
         )
         if is_read and choice is _SMALL:
