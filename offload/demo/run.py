@@ -30,7 +30,7 @@ _BYTES_PER_PARAMETER = 14
 
 
 @dataclass(slots=True)
-class Record:
+class RunLog:
     """The events of one training process."""
 
     losses: dict[int, str] = field(default_factory=dict)
@@ -118,7 +118,7 @@ def run_demo(
         Child(arguments, log=log) as child,
         Progress(console, scenario.title, steps=total, quiet=quiet) as progress,
     ):
-        second = Record()
+        second = RunLog()
         for event in child.events():
             second.add(event)
             progress.update(event)
@@ -166,12 +166,12 @@ def _prepare(directory: str, scenario: Scenario) -> str:
 
 def _train_and_kill(
     child: Child, progress: Progress, store: str, kill_step: int
-) -> tuple[Record, Killed]:
+) -> tuple[RunLog, Killed]:
     """Follow a training process until it stops within an update, and kill it.
 
     The update is that of step `kill_step` or of a later step.
     """
-    record = Record()
+    record = RunLog()
     for event in child.events():
         record.add(event)
         progress.update(event)
@@ -202,8 +202,8 @@ def _killed(store: str, step: int) -> Killed:
 
 def _report(
     scenario: Scenario,
-    first: Record,
-    second: Record,
+    first: RunLog,
+    second: RunLog,
     killed: Killed,
     directory: str,
     steps: int,

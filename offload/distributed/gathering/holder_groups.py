@@ -16,17 +16,17 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
-from offload.distributed.gathering.sharing import RankGroup
+from offload.distributed.gathering.sharing import ProcessGroup
 
-MakeGroup: TypeAlias = Callable[[Store, int, int, timedelta], RankGroup]
+MakeGroup: TypeAlias = Callable[[Store, int, int, timedelta], ProcessGroup]
 """Function that connects a group, given a store of its own, the rank, the number of ranks, and the
 time limit."""
 
 
-def gloo(store: Store, rank: int, num_ranks: int, limit: timedelta) -> RankGroup:
+def gloo(store: Store, rank: int, num_ranks: int, limit: timedelta) -> ProcessGroup:
     """Connect a group of gloo, for values in host memory."""
     group: Any = dist.ProcessGroupGloo(store, rank, num_ranks, limit)  # its stubs lack methods
-    return cast("RankGroup", group)
+    return cast("ProcessGroup", group)
 
 
 class HolderGroups:

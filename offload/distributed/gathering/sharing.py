@@ -15,7 +15,7 @@ import torch
 from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions
 
 
-class RankGroup(Protocol):
+class ProcessGroup(Protocol):
     """What this wing uses of a process group, or of one of its backends."""
 
     def rank(self) -> int:
@@ -40,7 +40,7 @@ _LOOK_S = 1.0
 
 
 def share_numbers(
-    numbers: Sequence[int], group: RankGroup, look: Callable[[], None] | None = None
+    numbers: Sequence[int], group: ProcessGroup, look: Callable[[], None] | None = None
 ) -> list[tuple[int, ...]]:
     """Return the numbers of every rank, by rank. All ranks must give equally many."""
     table = torch.zeros((group.size(), len(numbers)), dtype=torch.int64, device="cpu")
@@ -53,7 +53,7 @@ def share_numbers(
     return [tuple(row) for row in table.tolist()]
 
 
-def share_bytes(data: bytes, group: RankGroup) -> list[bytes]:
+def share_bytes(data: bytes, group: ProcessGroup) -> list[bytes]:
     """Return the data of every rank, by rank. If no rank has any, one exchange of numbers is made.
 
     Raises the errors of `share_numbers`.
@@ -70,7 +70,7 @@ def share_bytes(data: bytes, group: RankGroup) -> list[bytes]:
     return [row[:length].numpy().tobytes() for row, length in zip(table, lengths, strict=True)]
 
 
-def _wait(work: Any, group: RankGroup, look: Callable[[], None]) -> None:
+def _wait(work: Any, group: ProcessGroup, look: Callable[[], None]) -> None:
     """Wait for work of a process group, and look after the other ranks meanwhile."""
     while True:
         try:
@@ -95,7 +95,7 @@ def _wait(work: Any, group: RankGroup, look: Callable[[], None]) -> None:
             return
 
 
-def _abandon(work: Any, group: RankGroup) -> None:
+def _abandon(work: Any, group: ProcessGroup) -> None:
     """Leave work alone that may never end.
 
     A thread of gloo waits for it; torch 2.13 cannot stop that. Work and group are never freed: what

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from offload.ambient import in_neutral
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.reports import differing
-from offload.distributed.gathering.sharing import RankGroup, share_bytes, share_numbers
+from offload.distributed.gathering.sharing import ProcessGroup, share_bytes, share_numbers
 from offload.errors import RanksError, reason_of
 
 _MOST_NAMED = 3
@@ -77,7 +77,7 @@ class StepAgreement:
             `RanksError` if one of them will never come.
     """
 
-    def __init__(self, group: RankGroup, look: Callable[[], None] | None = None) -> None:
+    def __init__(self, group: ProcessGroup, look: Callable[[], None] | None = None) -> None:
         self._group = group
         self._look = look
         self._known: list[int] = []
