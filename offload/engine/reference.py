@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.engine.carried_reference import uncarried
 from offload.errors import MismatchError
+from offload.exchange.carried_reference import uncarried
 from offload.format._manifest_fields import NUMPY_DTYPES, without_numpy
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateStore

@@ -13,7 +13,6 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
-from offload.engine.carried_reference import carry, uncarried
 from offload.engine.engine import Engine
 from offload.engine.ranks import Alone, Ranks, leaving_on_error
 from offload.engine.reference import is_reference
@@ -21,6 +20,7 @@ from offload.engine.state_dict import load_reference, load_tensors, make_referen
 from offload.engine.strategy import InsideStep, StepStrategy
 from offload.engine.training_state import TrainingState
 from offload.errors import OffloadError
+from offload.exchange.carried_reference import carry, uncarried
 from offload.exchange.torch_dicts import (
     MASTERS,
     NUM_STEPS,
