@@ -24,12 +24,11 @@ from functools import cached_property
 
 from gds import Backend, StorageError
 from gds.contract import Stat
-from offload.errors import CheckpointNotFoundError, PinError
+from offload.errors import CheckpointNotFoundError, PinError, writing
 from offload.format import document
 from offload.format.manifest import Manifest
 from offload.format.names import PINS_NAME, step_of
 from offload.format.unreadable import is_of_content, unreadable
-from offload.format.unwritable import writing
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STORE_ID = re.compile(r"[0-9a-f]{32}")

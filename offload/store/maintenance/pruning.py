@@ -33,11 +33,11 @@ from offload.errors import (
     StoreError,
     StoreLockedError,
     UnreadableError,
+    writing,
 )
 from offload.format.manifest import Manifest
 from offload.format.names import LOCK_NAME
 from offload.format.unreadable import as_unreadable
-from offload.format.unwritable import writing
 from offload.retention.pins import read_pins
 from offload.retention.policy import BestBy, Record, Retention
 from offload.store.owners.free_parts import unnamed_parts

@@ -31,7 +31,7 @@ from offload.checkpoint.owner_parts import (
     owner_directories,
     part_names,
 )
-from offload.errors import StoreLockedError, UnreadableError
+from offload.errors import StoreLockedError, UnreadableError, writing
 from offload.format._manifest_fields import ScalarValue
 from offload.format.boxes import Box
 from offload.format.digests import DigestContext
@@ -41,7 +41,6 @@ from offload.format.names import owner_name
 from offload.format.shares.owners import MAX_OWNERS, ModelBox, OwnerReference
 from offload.format.shares.part_table import owner_sizes
 from offload.format.unreadable import as_unreadable
-from offload.format.unwritable import writing
 from offload.store.new_directories import make_directories
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.free_parts import NOT_READY, FreeParts

@@ -8,10 +8,10 @@ from typing import Final
 
 from gds import Backend, StorageError
 from gds.waiting import Monitor
+from offload.errors import writing
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout
 from offload.format.slot_files import slot_sizes
-from offload.format.unwritable import writing
 from offload.store.expiry import Keeping
 from offload.store.full_disk import FULL
 from offload.store.opening import StoreContent
