@@ -145,7 +145,7 @@ def test_what_a_gradient_still_tells(half: Half) -> None:
 
 
 CALLS: dict[str, Callable[[Half], object]] = {
-    "checkpoint()": lambda half: half.optimizer.checkpoint(),
+    "checkpoint()": lambda half: half.optimizer.checkpoint().result(),
     "state_dict()": lambda half: half.optimizer.state_dict(),
     "load_state_dict()": lambda half: half.optimizer.load_state_dict({}),
     "model.state_dict()": lambda half: half.model.last.state_dict(),
