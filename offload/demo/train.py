@@ -192,10 +192,6 @@ def main() -> None:
     )
 
 
-if __name__ == "__main__":
-    main()
-
-
 def text() -> str:
     """Return the help texts of Python's own `help()`: half a megabyte of English."""
     from pydoc_data.topics import topics
@@ -273,3 +269,7 @@ class Hold:
         if self._within is not None:
             self._say("held", step=self._within)
             os.kill(os.getpid(), signal.SIGSTOP)
+
+
+if __name__ == "__main__":
+    main()
