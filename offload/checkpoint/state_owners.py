@@ -1,8 +1,12 @@
-"""Owners of a checkpoint's state, opened for reading by one process."""
+"""Owners of a checkpoint's state, and their boxes, opened for reading by one process.
+
+A checkpoint of one process is the case of one owner with whole parameters. This module does not
+import torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -12,27 +16,87 @@ from offload.checkpoint.owner_parts import OwnerPart, find_owner_parts, lock_own
 from offload.checkpoint.reading import part_paths
 from offload.checkpoint.sealed_slot import SealedOwner, SealedSlot
 from offload.errors import CheckpointError
-from offload.format._manifest_fields import ScalarValue
-from offload.format.layout import Layout
+from offload.format.boxes import Box
+from offload.format.layout import ParameterSpec
 from offload.format.manifest import Manifest
-from offload.format.shares.owners import ModelBox
+from offload.format.shares.part_table import OwnerTable
+
+
+class StateOwner:
+    """One owner of a checkpoint's state, which stores its boxes like a checkpoint of its own.
+
+    Args:
+        number: Number of the owner; 0 for the checkpoint's own directory.
+        sealed: Manifest of the checkpoint for owner 0, and otherwise the table of the part.
+        path: Directory of the owner's part, or of the checkpoint for owner 0.
+        open_files: Function that returns the files of the state, each opened when it is needed.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        sealed: Manifest | OwnerTable,
+        path: str,
+        open_files: Callable[[], SealedSlot | SealedOwner],
+    ) -> None:
+        self.number = number
+        self.layout = sealed.layout
+        """Layout of the owner's boxes. Its `Layout.model` is the whole model."""
+        self.scalars = sealed.scalars
+        """For each parameter of the layout, its scalar state; None if it has no state yet."""
+        self.model_boxes = sealed.model_boxes
+        """Boxes of the model that the owner has written, with their digests."""
+        self.path = path
+        self._open_files = open_files
+        self._files: SealedSlot | SealedOwner | None = None
+
+    @property
+    def files(self) -> SealedSlot | SealedOwner:
+        """Files of the owner's state. After `close` they are opened again if they are needed."""
+        if self._files is None:
+            self._files = self._open_files()
+        return self._files
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        files, self._files = self._files, None
+        if files is not None:
+            files.close()
+
+
+def owner_of_part(backend: Backend, part: OwnerPart, table: OwnerTable) -> StateOwner:
+    """Return the owner of a part."""
+    number, path = part.reference.owner, part.path
+    return StateOwner(number, table, path, lambda: SealedOwner(backend, path, table))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SourceOwner:
-    """One owner of a checkpoint's state."""
+class StoredBox:
+    """A box of a parameter that an owner has stored."""
 
-    number: int
-    """Number of the owner; 0 for the first directory."""
+    owner: StateOwner
 
-    layout: Layout
-    """Layout of the owner's boxes. Its `Layout.model` is the whole model."""
+    index: int
+    """Index of the box among the parameters of the owner's layout."""
 
-    scalars: Sequence[tuple[ScalarValue, ...] | None]
-    """For each parameter of the layout, its scalar state; None if it has no state yet."""
+    @property
+    def spec(self) -> ParameterSpec:
+        """Description of the box in its owner's layout."""
+        return self.owner.layout.parameters[self.index]
 
-    files: SealedSlot | SealedOwner
-    """Files of the owner's state, each opened when it is first needed."""
+    @property
+    def box(self) -> Box:
+        """Elements of the whole parameter that the box has."""
+        return self.spec.box
+
+
+def stored_boxes(owners: Iterable[StateOwner]) -> dict[str, list[StoredBox]]:
+    """Return all boxes that owners have stored of each parameter, by the parameter's name."""
+    found: dict[str, list[StoredBox]] = {}
+    for owner in owners:
+        for index, spec in enumerate(owner.layout.parameters):
+            found.setdefault(spec.name, []).append(StoredBox(owner, index))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,43 +118,19 @@ def open_owners(
     *,
     resources: ExitStack,
     reach: Reach | None = None,
-) -> list[SourceOwner]:
+) -> list[StateOwner]:
     """Open the state of all owners of a checkpoint, and lock their parts against rewriting.
 
     The caller keeps the checkpoint itself from being recycled.
     """
-    owners: list[SourceOwner] = []
-    if reach is None or reach.sees_first:
-        slot = SealedSlot(backend, path, part_paths(manifest, parts, path), manifest)
-        resources.callback(slot.close)
-        owners.append(SourceOwner(0, manifest.layout, manifest.scalars, slot))
+    owners = _owners(backend, path, manifest, parts, sees_first=reach is None or reach.sees_first)
     found = find_owner_parts(backend, path, manifest, parts)
     for lock in lock_owner_parts(backend, found):
         resources.callback(lock.release)
-    for part in found:
-        if part.table is None:
-            if reach is None:
-                raise _missing(path, part)
-            continue
-        files = SealedOwner(backend, part.path, part.table)
-        resources.callback(files.close)
-        owner = SourceOwner(part.reference.owner, part.table.layout, part.table.scalars, files)
-        owners.append(owner)
+    owners += _further(backend, path, found, partly=reach is not None)
+    for owner in owners:
+        resources.callback(owner.close)
     return owners
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ModelOwner:
-    """What one owner of a checkpoint has written of the model."""
-
-    layout: Layout
-    """Layout of the owner's state, with its shard file if it has one."""
-
-    boxes: tuple[ModelBox, ...]
-    """Boxes of the model that the owner has written, with their digests."""
-
-    path: str
-    """Directory of the owner's part, or of the checkpoint for owner 0."""
 
 
 def names_with_state(
@@ -129,8 +169,8 @@ def model_of_owners(
     *,
     sees_first: bool = True,
     partly: bool = False,
-) -> list[ModelOwner]:
-    """Return what each owner of a checkpoint has written of the model, owner 0 first.
+) -> list[StateOwner]:
+    """Return the owners of a checkpoint without locks, to read the model; owner 0 first.
 
     Args:
         backend: Storage backend of the checkpoint.
@@ -144,16 +184,39 @@ def model_of_owners(
         CheckpointError: A part is not seen here, is damaged, or is not that of the checkpoint.
         UnreadableError: A part could not be read.
     """
-    found: list[ModelOwner] = []
-    if sees_first:
-        found.append(ModelOwner(manifest.layout, manifest.model_boxes, path))
-    for part in find_owner_parts(backend, path, manifest, parts):
-        if part.table is None:
-            if not partly:
-                raise _missing(path, part)
-            continue
-        found.append(ModelOwner(part.table.layout, part.table.model_boxes, part.path))
-    return found
+    found = find_owner_parts(backend, path, manifest, parts)
+    first = _owners(backend, path, manifest, parts, sees_first=sees_first)
+    return first + _further(backend, path, found, partly=partly)
+
+
+def _owners(
+    backend: Backend,
+    path: str,
+    manifest: Manifest,
+    parts: PartDirectories,
+    *,
+    sees_first: bool,
+) -> list[StateOwner]:
+    """Return owner 0 if it is seen here."""
+
+    def open_files() -> SealedSlot:
+        """Return the files of the checkpoint's own directory, and of its parts on other drives."""
+        return SealedSlot(backend, path, part_paths(manifest, parts, path), manifest)
+
+    return [StateOwner(0, manifest, path, open_files)] if sees_first else []
+
+
+def _further(
+    backend: Backend, path: str, found: Iterable[OwnerPart], *, partly: bool
+) -> list[StateOwner]:
+    """Return the owners of parts; those that are not seen here may be left out."""
+    owners = []
+    for part in found:
+        if part.table is not None:
+            owners.append(owner_of_part(backend, part, part.table))
+        elif not partly:
+            raise _missing(path, part)
+    return owners
 
 
 def _missing(path: str, part: OwnerPart) -> CheckpointError:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
@@ -21,58 +19,18 @@ from offload.checkpoint.checked_reads import CheckedReads
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.sealed_slot import SealedOwner, SealedRange, SealedSlot
 from offload.checkpoint.sharded_model import ShardedModel
+from offload.checkpoint.state_owners import StateOwner, owner_of_part, stored_boxes
 from offload.errors import CheckpointError
 from offload.format._manifest_fields import ScalarValue
 from offload.format.boxes import Box
 from offload.format.layout import Layout, ParameterSpec
-from offload.format.manifest import Manifest
 from offload.format.shares.owners import OwnerReference
-from offload.format.shares.part_table import OwnerTable
 
 _MAX_OPEN_OWNERS: Final = 32
 """Largest number of owners whose files are open at a time, besides owner 0."""
 
 _KEPT_MODEL_RANGES: Final = 2
 """Number of ranges of ``model.safetensors`` that are kept after they were read, of 16 MiB each."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StateOwner:
-    """One owner of the state, which stores its boxes like a checkpoint of its own."""
-
-    number: int
-    """Number of the owner; 0 for the checkpoint's own directory."""
-
-    layout: Layout
-    """Layout of the owner's boxes. Its `Layout.model` is the whole model."""
-
-    scalars: Sequence[tuple[ScalarValue, ...] | None]
-    """For each parameter of the layout, its scalar state; None if it has no state yet."""
-
-    path: str
-    """Directory of the owner's part, or of the checkpoint for owner 0."""
-
-    table: OwnerTable | None
-    """Table of the part; None for owner 0."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredBox:
-    """A box of a parameter, with its place."""
-
-    owner: StateOwner
-    """Owner of the box."""
-
-    index: int
-    """Index of the box among the parameters of the owner's layout."""
-
-    box: Box
-    """Elements of the whole parameter that the box has."""
-
-    @property
-    def spec(self) -> ParameterSpec:
-        """Description of the box in its owner's layout."""
-        return self.owner.layout.parameters[self.index]
 
 
 class WholeState:
@@ -96,16 +54,12 @@ class WholeState:
         self.path = checkpoint.path
         self._backend = checkpoint.backend
         found = checkpoint.owners if manifest.owners else []
-        self.owners: tuple[StateOwner, ...] = (
-            StateOwner(0, manifest.layout, manifest.scalars, checkpoint.path, None),
+        tables = [part.table for part in found if part.table is not None]
+        self.slot = SealedSlot(self._backend, checkpoint.path, checkpoint.parts, manifest, tables)
+        self.owners = (
+            StateOwner(0, manifest, checkpoint.path, lambda: self.slot),
             *(
-                StateOwner(
-                    part.reference.owner,
-                    part.table.layout,
-                    part.table.scalars,
-                    part.path,
-                    part.table,
-                )
+                owner_of_part(self._backend, part, part.table)
                 for part in found
                 if part.table is not None
             ),
@@ -115,12 +69,8 @@ class WholeState:
             part.reference for part in found if part.table is None
         )
         """References to the parts that are not seen here."""
-        self.boxes: dict[str, list[StoredBox]] = {}
+        self.boxes = stored_boxes(self.owners)
         """Boxes of each parameter that are seen here, by the parameter's name."""
-        for owner in self.owners:
-            for index, spec in enumerate(owner.layout.parameters):
-                box = Box.whole(spec.shape) if spec.cut is None else spec.cut.box
-                self.boxes.setdefault(spec.name, []).append(StoredBox(owner, index, box))
         self.layout = self._whole_layout() if manifest.owners else manifest.layout
         """Layout of whole parameters, as one process would have it. Its parameters are in the order
         of the model file. It places no byte if there are several owners."""
@@ -128,13 +78,11 @@ class WholeState:
             self._whole_scalars() if manifest.owners else tuple(manifest.scalars)
         )
         """For each parameter of `layout`, its scalar state; None if it has no state yet."""
-        tables = [owner.table for owner in self.owners if owner.table is not None]
-        self.slot = SealedSlot(self._backend, checkpoint.path, checkpoint.parts, manifest, tables)
-        self._opened: OrderedDict[int, SealedOwner] = OrderedDict()
+        self._opened: OrderedDict[int, StateOwner] = OrderedDict()
         self.verifies = verify
         """Whether data is compared with its digests."""
         self._reads = CheckedReads(self._backend, verify=verify)
-        self._sharded = self._sharded_model(manifest) if manifest.layout.shard else None
+        self._sharded = self._sharded_model() if manifest.layout.shard else None
         in_one_file = [] if self._sharded is not None else self.slot.model_ranges()
         self._model_ranges = sorted(in_one_file, key=lambda one: one.offset)
         self._model_starts = [one.offset for one in self._model_ranges]
@@ -245,11 +193,8 @@ class WholeState:
         """Whether the model is in shard files of the owners, and not in one common file."""
         return self._sharded is not None
 
-    def _sharded_model(self, manifest: Manifest) -> ShardedModel:
-        boxes = [
-            (one.layout, manifest.model_boxes if one.table is None else one.table.model_boxes)
-            for one in self.owners
-        ]
+    def _sharded_model(self) -> ShardedModel:
+        boxes = [(one.layout, one.model_boxes) for one in self.owners]
         return ShardedModel(
             self.path,
             boxes,
@@ -271,14 +216,12 @@ class WholeState:
 
     def files(self, owner: StateOwner) -> SealedSlot | SealedOwner:
         """Return the files of an owner; they are closed when those of many others are opened."""
-        if owner.table is None:
-            return self.slot
-        if owner.number not in self._opened:
-            self._opened[owner.number] = SealedOwner(self._backend, owner.path, owner.table)
+        if owner.number:
+            self._opened[owner.number] = owner
+            self._opened.move_to_end(owner.number)
             if len(self._opened) > _MAX_OPEN_OWNERS:
                 self._opened.popitem(last=False)[1].close()
-        self._opened.move_to_end(owner.number)
-        return self._opened[owner.number]
+        return owner.files
 
     def missing_text(self) -> str:
         """Return what a reader is told of the parts that are not seen here."""

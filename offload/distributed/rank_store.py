@@ -15,10 +15,9 @@ from typing import Any
 
 from gds import Backend, File
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.recut.layout import box_of
-from offload.checkpoint.recut.owners import Reach, names_with_state
 from offload.checkpoint.recut.reencoding import Recode
 from offload.checkpoint.recut.source import RecutSource
+from offload.checkpoint.state_owners import Reach, names_with_state
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.opening import Plan
@@ -291,7 +290,7 @@ class RankStore:
         if [one.owner for one in owners] != sorted(self._opened.owners):
             return False
         found = cuts or {}
-        own = [(spec.name, box_of(spec)) for spec in checkpoint.manifest.layout.parameters]
+        own = [(spec.name, spec.box) for spec in checkpoint.manifest.layout.parameters]
         return all(name in found and found[name].box == box for name, box in own)
 
     def seen_state(self, checkpoint: StoredCheckpoint) -> Collection[int]:

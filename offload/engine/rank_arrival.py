@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.recut.layout import box_of
 from offload.engine.matching import match_checkpoint, match_class
 from offload.engine.ranks import Ranks, warn_together
 from offload.engine.share_arrival import complete, load_parameters
@@ -200,7 +199,7 @@ def _match(state: TrainingState, groups: Groups, share: ArrivingShare, *, sees_a
 def _is_in_cut(state: TrainingState, share: ArrivingShare) -> bool:
     """Return whether this rank's share is divided as the model of this rank is now."""
     cuts = state.ranks.cuts or {}
-    boxes = [(spec.name, box_of(spec)) for spec in share.own_manifest.layout.parameters]
+    boxes = [(spec.name, spec.box) for spec in share.own_manifest.layout.parameters]
     return not share.is_recut and all(name in cuts and cuts[name].box == box for name, box in boxes)
 
 

@@ -9,7 +9,8 @@ from typing import Final
 import torch
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.whole_state import StateOwner, WholeState
+from offload.checkpoint.state_owners import StateOwner
+from offload.checkpoint.whole_state import WholeState
 from offload.exchange.checkpoint_stream import CheckpointStream, Progress
 from offload.exchange.state_boxes import OwnedParameters, WantedState, read_state_boxes
 from offload.format.boxes import cut_range

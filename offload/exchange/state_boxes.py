@@ -13,7 +13,8 @@ from itertools import groupby
 
 import torch
 
-from offload.checkpoint.whole_state import StateOwner, StoredBox, WholeState
+from offload.checkpoint.state_owners import StateOwner, StoredBox
+from offload.checkpoint.whole_state import WholeState
 from offload.format.arrays import MASTER
 from offload.format.boxes import Box, cut_range
 from offload.format.chunk_plan import ChunkPlan, Piece, Span

@@ -25,7 +25,7 @@ from offload.format.arrays import (
     CountsFrom,
     array_format,
 )
-from offload.format.boxes import Cut
+from offload.format.boxes import Box, Cut
 from offload.format.chunk_plan import ArrayShare, ChunkPlan, Piece
 from offload.format.header import DTYPE_BYTES, Header, build_header
 from offload.format.model_shard import ModelShard
@@ -53,6 +53,11 @@ class ParameterSpec:
     cut: Cut | None = None
     """Box of the parameter that is stepped here, if other ranks step the rest; None for a whole
     parameter. `shape` is the shape of the box then."""
+
+    @property
+    def box(self) -> Box:
+        """Elements of the whole parameter that are stepped here."""
+        return Box.whole(self.shape) if self.cut is None else self.cut.box
 
     @property
     def stored_name(self) -> str:

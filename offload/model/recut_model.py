@@ -17,8 +17,8 @@ import torch
 from gds import ALIGNMENT, Backend, File
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.recut.layout import out_of_reach
-from offload.checkpoint.recut.owners import model_of_owners
 from offload.checkpoint.second_read import reread_and_check
+from offload.checkpoint.state_owners import model_of_owners
 from offload.device.staging import Traffic
 from offload.format.boxes import Box, Cut
 from offload.format.digests import MODEL_ARRAY, DigestContext
@@ -72,7 +72,7 @@ def read_recut_model(
         backend, path, manifest, parts, sees_first=file is not None, partly=partly
     )
     header = manifest.layout.model_header
-    boxes = [[TensorBox(one.name, one.box) for one in owner.boxes] for owner in owners]
+    boxes = [[TensorBox(one.name, one.box) for one in owner.model_boxes] for owner in owners]
     if partly:
         _require_reached(path, boxes, [TensorBox(want.name, want.box) for want in wanted])
     shares = None if partly else divide(header, boxes)  # refuses overlaps, and missing elements
@@ -82,7 +82,7 @@ def read_recut_model(
         for number, owner in enumerate(owners):
             own = owner.layout.shard is not None
             share = shard_share(owner.layout) if own or shares is None else shares.share(number)
-            digests = {(one.name, one.box): one.digests for one in owner.boxes}
+            digests = {(one.name, one.box): one.digests for one in owner.model_boxes}
             known = [d for entry in share.entries for d in digests.get((entry.name, entry.box), ())]
             if own and owner.path != path and share.pieces_with(needed):
                 of_owner = backend.open(f"{owner.path}/{owner.layout.model_name}")
@@ -119,7 +119,7 @@ def require_seen_model(
         CheckpointError: A part is damaged, or is not that of the checkpoint.
     """
     owners = model_of_owners(backend, path, manifest, parts, sees_first=sees_first, partly=True)
-    boxes = [[TensorBox(one.name, one.box) for one in owner.boxes] for owner in owners]
+    boxes = [[TensorBox(one.name, one.box) for one in owner.model_boxes] for owner in owners]
     _require_reached(path, boxes, wanted)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from offload.checkpoint.recut.owners import Reach, SourceOwner
+from offload.checkpoint.state_owners import Reach, StateOwner, StoredBox, stored_boxes
 from offload.errors import CheckpointError, MismatchError, RanksError
 from offload.format._manifest_fields import ScalarValue
 from offload.format.arrays import BLOCK_ELEMENTS
@@ -13,19 +13,6 @@ from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.manifest import Manifest
 from offload.format.shares.box_ranges import hull
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredBox:
-    """A box of a parameter that an owner has stored."""
-
-    owner: SourceOwner
-
-    index: int
-    """Index of the box among the parameters of the owner's layout."""
-
-    box: Box
-    """Elements of the whole parameter that the box has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +50,7 @@ class Recut:
 def recut(
     path: str,
     manifest: Manifest,
-    owners: Sequence[SourceOwner],
+    owners: Sequence[StateOwner],
     cuts: Mapping[str, Cut] | None,
     *,
     reencode: bool = False,
@@ -86,10 +73,7 @@ def recut(
         RanksError: The rank needs state that is not seen here; names the parameter.
         CheckpointError: The owners contradict each other.
     """
-    stored: dict[str, list[StoredBox]] = {}
-    for owner in owners:
-        for index, spec in enumerate(owner.layout.parameters):
-            stored.setdefault(spec.name, []).append(StoredBox(owner, index, box_of(spec)))
+    stored = stored_boxes(owners)
     specs: list[ParameterSpec] = []
     scalars: list[tuple[ScalarValue, ...] | None] = []
     split: set[str] = set()
@@ -124,11 +108,6 @@ def recut(
     return Recut(layout, tuple(scalars), stored, frozenset(split))
 
 
-def box_of(spec: ParameterSpec) -> Box:
-    """Return the elements of the whole parameter that a parameter of a layout has."""
-    return Box.whole(spec.shape) if spec.cut is None else spec.cut.box
-
-
 def stretches(stored: Box, wanted: Box, part: Box) -> Iterator[Stretch]:
     """Yield the common elements of a stored box and a part of a wanted one."""
     common = stored.intersection(part)
@@ -153,7 +132,7 @@ def _common(
     path: str, found: Sequence[StoredBox]
 ) -> tuple[ParameterSpec, tuple[ScalarValue, ...] | None]:
     """Return what all owners of a parameter say of it; the shape and the cut are one owner's."""
-    specs = [one.owner.layout.parameters[one.index] for one in found]
+    specs = [one.spec for one in found]
     scalars = [one.owner.scalars[one.index] for one in found]
     for one, spec, scalar in zip(found, specs, scalars, strict=True):
         if (spec.dtype, spec.group, spec.arrays, scalar) != (

@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offload.checkpoint.recut.layout import StoredBox
 from offload.checkpoint.recut.leaves import CheckedLeaves
 from offload.checkpoint.sealed_slot import SealedRange
+from offload.checkpoint.state_owners import StoredBox
 from offload.format.arrays import ArrayFormat
 from offload.format.chunk_plan import ChunkPlan
 

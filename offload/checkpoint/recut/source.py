@@ -16,12 +16,12 @@ from dataclasses import replace
 
 from gds import Backend
 from offload.checkpoint.file_check import PartDirectories
-from offload.checkpoint.recut.layout import Recut, box_of, recut, stretches
+from offload.checkpoint.recut.layout import Recut, recut, stretches
 from offload.checkpoint.recut.leaves import CheckedLeaves
-from offload.checkpoint.recut.owners import Reach, open_owners
 from offload.checkpoint.recut.places import Place, places
 from offload.checkpoint.recut.reencoding import WINDOW_ELEMENTS, Recode, Reencoder
 from offload.checkpoint.sealed_slot import SlotFiles
+from offload.checkpoint.state_owners import Reach, open_owners
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.boxes import Box, Cut
 from offload.format.chunk_plan import ChunkPlan, Piece
@@ -181,7 +181,7 @@ class RecutSource(SlotFiles):
     def _places(self, piece: Piece) -> Iterator[tuple[int, Place]]:
         """Yield where the elements of a piece are stored."""
         spec = self.layout.parameters[piece.parameter]
-        box = box_of(spec)
+        box = spec.box
         for _, part in flat_boxes(box.sizes, piece.start, piece.stop):
             offsets = tuple(p + o for p, o in zip(part.offsets, box.offsets, strict=True))
             whole = Box(offsets, part.sizes)
