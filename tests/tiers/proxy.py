@@ -153,9 +153,10 @@ class Proxy:
     def _refuse(self, client: socket.socket, request: Request) -> None:
         status, _, code = request.fault.partition(":")
         request.status = int(status)
-        # Servers repeat what they were sent, the key's identity among it.
+        # Servers repeat what they were sent, the key's identity among it, and number requests.
         body = (
-            f"<Error><Code>{code or 'SlowDown'}</Code><AWSAccessKeyId>{KEY_ID}</AWSAccessKeyId>"
+            f"<Error><RequestId>0IMDS1</RequestId><Code>{code or 'SlowDown'}</Code>"
+            f"<AWSAccessKeyId>{KEY_ID}</AWSAccessKeyId>"
             f"<Message>{SECRET}</Message></Error>"
         ).encode()
         client.sendall(

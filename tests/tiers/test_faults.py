@@ -102,6 +102,7 @@ def test_errors_that_stay_are_named_and_what_was_sent_stays(
         ("403:InvalidAccessKeyId", TierAccessError, "are wrong, or do not allow"),
         ("403:RequestTimeTooSkewed", TierAccessError, "clock"),
         ("404:NoSuchBucket", TierNotFoundError, "bucket does not exist"),
+        ("403:Other", TierAccessError, "are wrong, or do not allow"),
         ("500:InternalError", TierUnavailableError, "status 500 InternalError"),
         ("301:PermanentRedirect", TierError, "another region, or at another endpoint"),
         ("507:XMinioStorageFull", TierError, "full, or its quota is used up"),

@@ -193,7 +193,7 @@ def _kind(error: BaseException, text: str, status: str, code: str) -> str:
         return "region"
     if _NO_ANSWER_OF_A_SERVICE.search(text):
         return "foreign"
-    if _NO_CREDENTIALS.search(text):
+    if _NO_CREDENTIALS.search(text.partition("<")[0]):  # a body may have anything in its numbers
         return "none"
     number = int(status or 0)
     if number in _KIND_OF_STATUS:
