@@ -5,7 +5,6 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -34,17 +33,12 @@ class _Held:
 class ShardedModel:
     """Tensors of a model, put together from the shard files of owners.
 
-    With digests, whole pieces of boxes are read. Those that the last read needed are kept: one or
-    two pieces of at most 16 MiB if tensors are cut in the first dimension, and one of each box of
-    the tensor otherwise.
-
     Args:
         path: Directory of the checkpoint, for messages.
         owners: For each owner that is seen here, its layout and its boxes of the model.
         files: Function that returns the files of an owner, given its index in `owners`.
         reads: Reader of ranges.
         missing: Function that says which owners are not seen here; empty if all are.
-        verify: Whether data is compared with its digests.
     """
 
     def __init__(
@@ -54,17 +48,13 @@ class ShardedModel:
         files: Callable[[int], SealedSlot | SealedOwner],
         reads: CheckedReads,
         missing: Callable[[], str],
-        *,
-        verify: bool,
     ) -> None:
         self._path = path
         self._files = files
         self._reads = reads
         self._missing = missing
-        self._verifies = verify
         self._tensors: dict[str, ModelTensor] = {one.name: one for one in owners[0][0].model}
         self._held: dict[str, list[_Held]] = {}
-        self._kept: OrderedDict[tuple[int, str, int], memoryview] = OrderedDict()
         for number, (layout, boxes) in enumerate(owners):
             for box in boxes:
                 pieces = tuple(shard_pieces(layout, box))
@@ -80,20 +70,15 @@ class ShardedModel:
         """
         tensor = self._tensors[name]
         size, whole = DTYPE_BYTES[tensor.dtype], Box.whole(tensor.shape)
-        out, done, used = memoryview(bytearray(stop - start)), 0, 0
+        out, done = memoryview(bytearray(stop - start)), 0
         first, last = start // size, -(-stop // size)
         parts = list(cut_range(tensor.shape, first, last)) if first < last else []
         for held in self._held.get(name, ()):
-            found = 0
             for one in (one for part in parts for one in stretches(held.box, whole, part)):
                 low, high = one.target * size, (one.target + one.num) * size
                 begin, end = max(low, start), min(high, stop)
-                self._copy(
-                    name, held, one.source * size + begin - low, out[begin - start : end - start]
-                )
-                found += end - begin
-            done += found
-            used += bool(found)
+                self._copy(held, one.source * size + begin - low, out[begin - start : end - start])
+                done += end - begin
         if done < stop - start:
             missing = self._missing()
             if missing:
@@ -102,30 +87,15 @@ class ShardedModel:
                 f"{self._path}: contradictory content: no owner has all bytes from {start} to "
                 f"{stop} of {name!r}"
             )
-        while len(self._kept) > used + 1:
-            self._kept.popitem(last=False)
         return out
 
-    def _copy(self, name: str, held: _Held, at: int, into: memoryview) -> None:
+    def _copy(self, held: _Held, at: int, into: memoryview) -> None:
         """Copy bytes of a box, which may lie in several pieces."""
-        done = 0
+        files, done = self._files(held.owner), 0
         while done < len(into):
             number, first = divmod(at + done, MODEL_PIECE_BYTES)
             piece = held.pieces[number]
             last = min(first + len(into) - done, piece.nbytes)
-            into[done : done + last - first] = self._bytes_of(name, held, number, first, last)
+            out = into[done : done + last - first]
+            self._reads.copy(files.model, piece, files.context, first, last, out)
             done += last - first
-
-    def _bytes_of(self, name: str, held: _Held, number: int, first: int, last: int) -> memoryview:
-        """Return bytes of a piece."""
-        piece = held.pieces[number]
-        key = held.owner, f"{name}{held.box.notation()}", number
-        if not self._verifies or key not in self._kept:
-            files = self._files(held.owner)
-            wanted = (0, piece.nbytes) if self._verifies else (first, last)
-            data = self._reads.read(files.model, piece, files.context, *wanted)
-            if not self._verifies:
-                return data
-            self._kept[key] = data
-        self._kept.move_to_end(key)
-        return self._kept[key][first:last]

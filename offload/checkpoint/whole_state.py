@@ -15,7 +15,7 @@ from collections import OrderedDict
 from types import TracebackType
 from typing import Final
 
-from offload.checkpoint.checked_reads import CheckedReads
+from offload.checkpoint.checked_reads import AT_ONCE, CheckedReads
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.sealed_slot import SealedOwner, SealedRange, SealedSlot
 from offload.checkpoint.sharded_model import ShardedModel
@@ -29,8 +29,8 @@ from offload.format.shares.owners import OwnerReference
 _MAX_OPEN_OWNERS: Final = 32
 """Largest number of owners whose files are open at a time, besides owner 0."""
 
-_KEPT_MODEL_RANGES: Final = 2
-"""Number of ranges of ``model.safetensors`` that are kept after they were read, of 16 MiB each."""
+_KEPT_LEAVES: Final = 33
+"""MiB of the model that are kept after they were read: two of its ranges, and one more."""
 
 
 class WholeState:
@@ -81,17 +81,17 @@ class WholeState:
         self._opened: OrderedDict[int, StateOwner] = OrderedDict()
         self.verifies = verify
         """Whether data is compared with its digests."""
-        self._reads = CheckedReads(self._backend, verify=verify)
+        self._reads = CheckedReads(keep=AT_ONCE, verify=verify)
+        self._model_reads = CheckedReads(keep=_KEPT_LEAVES, verify=verify)
         self._sharded = self._sharded_model() if manifest.layout.shard else None
         in_one_file = [] if self._sharded is not None else self.slot.model_ranges()
         self._model_ranges = sorted(in_one_file, key=lambda one: one.offset)
         self._model_starts = [one.offset for one in self._model_ranges]
-        self._kept: OrderedDict[int, memoryview] = OrderedDict()
 
     @property
     def bytes_read(self) -> int:
         """Number of bytes of state and of the model that have been read so far."""
-        return self._reads.bytes_read
+        return self._reads.bytes_read + self._model_reads.bytes_read
 
     def require_all(self) -> None:
         """Refuse to go on if a part is not seen here.
@@ -163,7 +163,7 @@ class WholeState:
         first = header.data_start + header.entries[name].start
         begin, end = first + start, first + stop
         if not self.verifies:
-            self._reads.bytes_read += end - begin
+            self._model_reads.bytes_read += end - begin
             return memoryview(self.slot.model.read_bytes(begin, end - begin))
         out = memoryview(bytearray(end - begin))
         at = begin
@@ -176,14 +176,22 @@ class WholeState:
                 raise CheckpointError(
                     f"{self.path}: contradictory content: byte {at} of the model has no digest"
                 )
-            data = self._model_range(number, one)
             last = min(end, one.offset + one.nbytes)
-            out[at - begin : last - begin] = data[at - one.offset : last - one.offset]
+            self._model_reads.copy(
+                self.slot.model,
+                one,
+                self.slot.context,
+                at - one.offset,
+                last - one.offset,
+                out[at - begin : last - begin],
+            )
             at = last
         return out
 
     def close(self) -> None:
         """Close all files. Idempotent."""
+        self._reads.close()
+        self._model_reads.close()
         self.slot.close()
         while self._opened:
             self._opened.popitem()[1].close()
@@ -199,20 +207,9 @@ class WholeState:
             self.path,
             boxes,
             lambda index: self.files(self.owners[index]),
-            self._reads,
+            self._model_reads,
             lambda: self.missing_text() if self.missing else "",
-            verify=self.verifies,
         )
-
-    def _model_range(self, number: int, sealed: SealedRange) -> memoryview:
-        if number not in self._kept:
-            self._kept[number] = self._reads.read(
-                self.slot.model, sealed, self.slot.context, 0, sealed.nbytes
-            )
-            while len(self._kept) > _KEPT_MODEL_RANGES:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(number)
-        return self._kept[number]
 
     def files(self, owner: StateOwner) -> SealedSlot | SealedOwner:
         """Return the files of an owner; they are closed when those of many others are opened."""

@@ -1,6 +1,5 @@
 """The state of a checkpoint in another cut than that in which its ranks stored it.
 
-- `leaves` reads ranges of bytes out of sealed chunks, and compares them with the digests.
 - `layout` says how the boxes of a rank lie in the boxes that were stored, and `places` in which
   chunks.
 - `reencoding` encodes 8-bit values anew if the cut divides their blocks, and if that is allowed.

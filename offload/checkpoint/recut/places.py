@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from offload.checkpoint.recut.leaves import CheckedLeaves
+from offload.checkpoint.checked_reads import CheckedReads
 from offload.checkpoint.sealed_slot import SealedRange
 from offload.checkpoint.state_owners import StoredBox
 from offload.format.arrays import ArrayFormat
@@ -41,7 +41,7 @@ class Place:
         """Return the number of values that stand for the elements."""
         return -(-(self.first + self.num) // form.block) - self.first // form.block
 
-    def read(self, array: str, leaves: CheckedLeaves, out: memoryview) -> bool:
+    def read(self, array: str, leaves: CheckedReads, out: memoryview) -> bool:
         """Read the values of a state array that stand for the elements.
 
         Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from offload.checkpoint.recut.leaves import CheckedLeaves
+from offload.checkpoint.checked_reads import CheckedReads
 from offload.checkpoint.recut.places import Place
 from offload.format.arrays import BLOCK_ELEMENTS, scale_name
 from offload.format.layout import Layout
@@ -37,7 +37,7 @@ class Reencoder:
         leaves: Reader of stored values.
     """
 
-    def __init__(self, recode: Recode, leaves: CheckedLeaves) -> None:
+    def __init__(self, recode: Recode, leaves: CheckedReads) -> None:
         self._recode = recode
         self._leaves = leaves
 

@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from gds import Backend
+from offload.checkpoint.checked_reads import CheckedReads
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.recut.layout import Recut, recut, stretches
-from offload.checkpoint.recut.leaves import CheckedLeaves
 from offload.checkpoint.recut.places import Place, places
 from offload.checkpoint.recut.reencoding import WINDOW_ELEMENTS, Recode, Reencoder
 from offload.checkpoint.sealed_slot import SlotFiles
@@ -34,7 +34,7 @@ class RecutSource(SlotFiles):
     """State of a checkpoint in the cut of one rank, for reading chunk by chunk.
 
     To the streamer it is a slot whose chunks are not read but filled. Each chunk that is needed is
-    compared with its digest when it is first read. The memory is that of `CheckedLeaves`.
+    compared with its digest when it is first read. The memory is that of `CheckedReads`.
 
     Args:
         backend: Storage backend of the checkpoint.
@@ -88,7 +88,7 @@ class RecutSource(SlotFiles):
             raise
         super().__init__(self._recut.layout, {})
         self._context = DigestContext(manifest.store_id, manifest.generation)
-        self._leaves = CheckedLeaves()
+        self._leaves = CheckedReads()
         self._resources.callback(self._leaves.close)
         self._reencoder = None if recode is None else Reencoder(recode, self._leaves)
         self.manifest = replace(
