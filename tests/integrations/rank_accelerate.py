@@ -97,6 +97,7 @@ def run(
     parameters = [whole_sum(p) for p in model.parameters()]
     if not in_memory:
         own.close()
+    accelerator.wait_for_everyone()  # rank 0 serves the key-value store, and must not end first
     accelerator.end_training()
     return {"losses": losses, "parameters": parameters}
 
