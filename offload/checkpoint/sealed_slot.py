@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Self
 
 from gds import Backend, File
 from offload.format.digests import MODEL_ARRAY, DigestContext
@@ -120,7 +121,38 @@ class SealedRange:
     """Position of the drive among those of the store."""
 
 
-class SealedSlot(SlotFiles):
+class _SealedFiles(SlotFiles):
+    """Files for reading, each opened when it is first needed; a ``with`` block closes them."""
+
+    _opened: tuple[_OpenedWhenNeeded, ...]
+
+    def file(self, sealed: SealedRange) -> File:
+        """Return the file that holds a range.
+
+        Raises:
+            gds.StorageError: The file cannot be opened.
+        """
+        return self.model if _is_of_model(sealed) else self.array(sealed.array, sealed.index)
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        for files in self._opened:
+            for file in files.values():
+                file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class SealedSlot(_SealedFiles):
     """Files of a sealed checkpoint, for reading; a ``with`` block closes them at its end.
 
     A file is opened when it is first needed, and stays open. So a reader of one parameter needs
@@ -161,14 +193,6 @@ class SealedSlot(SlotFiles):
             for name in self.layout.file_sizes(drive):
                 _ = files[name]
 
-    def file(self, sealed: SealedRange) -> File:
-        """Return the file that holds a range.
-
-        Raises:
-            gds.StorageError: The file cannot be opened.
-        """
-        return self.model if _is_of_model(sealed) else self.array(sealed.array, sealed.index)
-
     def model_ranges(self) -> Iterator[SealedRange]:
         """Yield the blocks, or the boxes, of the data of `model`, in order."""
         if self.layout.shard is not None:
@@ -201,25 +225,8 @@ class SealedSlot(SlotFiles):
         yield from self.model_ranges()
         yield from self._state_ranges()
 
-    def close(self) -> None:
-        """Close all files. Idempotent."""
-        for files in self._opened:
-            for file in files.values():
-                file.close()
 
-    def __enter__(self) -> SealedSlot:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class SealedOwner(SlotFiles):
+class SealedOwner(_SealedFiles):
     """Files of an owner's part of a sealed checkpoint, for reading; see `SealedSlot`.
 
     Args:
@@ -230,18 +237,11 @@ class SealedOwner(SlotFiles):
 
     def __init__(self, backend: Backend, path: str, table: OwnerTable) -> None:
         self.path = path
-        self._opened = _OpenedWhenNeeded(backend, path)
-        super().__init__(table.layout, self._opened)
+        opened = _OpenedWhenNeeded(backend, path)
+        super().__init__(table.layout, opened)
+        self._opened = (opened,)
         self._take_digests(table)
         self._model_boxes = table.model_boxes
-
-    def file(self, sealed: SealedRange) -> File:
-        """Return the file that holds a range.
-
-        Raises:
-            gds.StorageError: The file cannot be opened.
-        """
-        return self.model if _is_of_model(sealed) else self.array(sealed.array, sealed.index)
 
     def ranges(self) -> Iterator[SealedRange]:
         """Yield all ranges that have a digest: those of the shard file, then the state."""
@@ -249,22 +249,6 @@ class SealedOwner(SlotFiles):
             for box in self._model_boxes:
                 yield from shard_pieces(self.layout, box)
         yield from self._state_ranges()
-
-    def close(self) -> None:
-        """Close all files. Idempotent."""
-        for file in self._opened.values():
-            file.close()
-
-    def __enter__(self) -> SealedOwner:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _is_of_model(sealed: SealedRange) -> bool:
