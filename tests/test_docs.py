@@ -106,7 +106,7 @@ def test_the_table_of_model_sizes_is_computed_from_recorded_bytes_and_rates() ->
     moved_bytes = facts["step_read_bytes"] + facts["step_written_bytes"]
     rate = round(moved_bytes / run["medians"]["fio_s"] / 1e9, 1) * 1e9
     (claim,) = [c for c in run["claims"] if "fio" in c["claim"]]
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/sizing.md").read_text()
     assert f"drive at {rate / 1e9:.1f} GB/s" in text
     rows = re.findall(r"^\| ([\d.]+) ([MB]) \|(.*)\|$", text, re.MULTILINE)
     assert len(rows) == 5
@@ -125,6 +125,18 @@ def test_the_table_of_model_sizes_is_computed_from_recorded_bytes_and_rates() ->
     seven = next(cells for number, unit, cells in rows if (number, unit) == ("7", "B"))
     days = 600 / float(seven.split("|")[-1].split()[0])
     assert f"{days:.0f} days of the row for 7 B" in text
+    _, disk, step, _ = (cell.strip() for cell in seven.split("|"))
+    readme = (ROOT / "README.md").read_text().replace("\n", " ")
+    assert f"A 7 B model takes {disk} of disk, and a step of it {step} with a drive of" in readme
+    assert f"takes {claim['median']:.2f} times as long as `fio`" in readme
+
+
+def test_the_table_of_gpus_is_computed() -> None:
+    rows = re.findall(r"^\| (\d+) GB \|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    for memory, cells in rows:
+        found = [float(cell.removesuffix(" B ")) for cell in cells.split("|")]
+        assert found == [round(0.8 * int(memory) / per, 1) for per in (16, 4, 2)]
 
 
 def test_links_between_pages_lead_somewhere() -> None:
