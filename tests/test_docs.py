@@ -19,7 +19,13 @@ from tests.versions import COMBINATIONS, CPU_BUILDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/quickstart.md")
-RUN_PAGES = (*PAGES, "docs/options.md", "docs/retention.md", "docs/logs.md")
+RUN_PAGES = (
+    *PAGES,
+    "docs/options.md",
+    "docs/retention.md",
+    "docs/logs.md",
+    "docs/recipes.md",
+)
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _BLOCK_ANYWHERE = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
