@@ -1,4 +1,5 @@
 """Backend in process memory: files, names and locks without a disk."""
+# ruff: noqa: D102 - the protocols of `gds.contract` document the methods
 
 from __future__ import annotations
 
@@ -10,18 +11,16 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TypeAlias
 
-from gds.backends.closing import Closing
 from gds.backends.memory_files import DirectoryNode, MemoryFile, MemoryLock, RegularNode
-from gds.backends.threads import Meter
-from gds.backends.transfer import Direction
+from gds.backends.threads import Meters
 from gds.buffers.host import HostBuffer, host_buffer
-from gds.contract import BufferKind, Capabilities, Counters, Stat
+from gds.contract import Backend, BufferKind, Capabilities, Counters, Stat
 from gds.errors import LockHeldError, StorageError
 
 _Entry: TypeAlias = RegularNode | DirectoryNode
 
 
-class MemoryBackend(Closing):
+class MemoryBackend(Backend):
     """A backend for tests and demonstrations, whose files are lost with the process.
 
     It has the semantics of `PosixBackend`, down to the error numbers. A transfer is done before its
@@ -30,7 +29,6 @@ class MemoryBackend(Closing):
     """
 
     name: str = "memory"
-    """Name of the backend."""
 
     def __init__(
         self,
@@ -55,8 +53,7 @@ class MemoryBackend(Closing):
         self._closed = False
         self._files: set[MemoryFile] = set()
         self._held: set[MemoryLock] = set()
-        self._meters: dict[Direction, Meter] = {"read": Meter(), "write": Meter()}
-        self._sync_meter = Meter()
+        self._meters = Meters()
         for path in directories:
             parent = "/"
             for part in _parts(path):
@@ -77,7 +74,6 @@ class MemoryBackend(Closing):
         return successor
 
     def capabilities(self, directory: str) -> Capabilities:
-        """Return what the backend can do in an existing directory."""
         with self._lock:
             self._directory("probe", directory)
         return Capabilities(
@@ -93,12 +89,10 @@ class MemoryBackend(Closing):
         )
 
     def allocate(self, nbytes: int, kind: BufferKind | None = None) -> HostBuffer:
-        """Return zeroed host memory, with the alignment that `PosixBackend` gives it."""
         self._check("allocate", self.name)
         return host_buffer(self.name, nbytes, kind)
 
     def create(self, path: str, size_bytes: int) -> MemoryFile:
-        """Create a file of zeros and open it for reading and writing."""
         if size_bytes < 0:
             raise ValueError(f"a file cannot have {size_bytes} bytes: {path!r}")
         with self._lock:
@@ -112,7 +106,6 @@ class MemoryBackend(Closing):
             return self._opened(node, path, writable=True)
 
     def open(self, path: str, *, writable: bool = False) -> MemoryFile:
-        """Open an existing file."""
         with self._lock:
             node = self._existing("open", path)
             if isinstance(node, DirectoryNode):
@@ -120,7 +113,6 @@ class MemoryBackend(Closing):
             return self._opened(node, path, writable=writable)
 
     def stat(self, path: str) -> Stat | None:
-        """Return a description of the object at `path`, or None if the path does not exist."""
         with self._lock:
             node = self._named("stat", path)
             if node is None:
@@ -130,12 +122,10 @@ class MemoryBackend(Closing):
             return Stat("file", len(node.data), node.inode, node.num_names)
 
     def list_dir(self, path: str) -> list[str]:
-        """Return the names in a directory, sorted."""
         with self._lock:
             return sorted(self._directory("list", path).entries)
 
     def make_dir(self, path: str) -> None:
-        """Create one directory; EEXIST if the name is taken, ENOENT if the parent is missing."""
         with self._lock:
             parent, name = self._parent("make directory", path)
             if name in parent.entries:
@@ -143,7 +133,6 @@ class MemoryBackend(Closing):
             parent.entries[name] = DirectoryNode()
 
     def rename(self, source: str, target: str) -> None:
-        """Rename atomically. A file replaces a file; a directory never replaces anything."""
         what = f"rename to {target!r}"
         with self._lock:
             node = self._existing(what, source)
@@ -165,7 +154,6 @@ class MemoryBackend(Closing):
             new_parent.entries[new_name] = node
 
     def exchange(self, a: str, b: str) -> None:
-        """Swap the objects of two existing names atomically."""
         what = f"exchange with {b!r}"
         with self._lock:
             node_a, node_b = self._existing(what, a), self._existing(what, b)
@@ -176,7 +164,6 @@ class MemoryBackend(Closing):
             parent_a.entries[name_a], parent_b.entries[name_b] = node_b, node_a
 
     def remove(self, path: str) -> None:
-        """Remove a file; its bytes are freed when it has no other name and is closed."""
         with self._lock:
             node = self._existing("remove", path)
             if isinstance(node, DirectoryNode):
@@ -186,7 +173,6 @@ class MemoryBackend(Closing):
             self._unname(node)
 
     def remove_dir(self, path: str) -> None:
-        """Remove an empty directory."""
         with self._lock:
             if self._directory("remove directory", path).entries:
                 raise StorageError(errno.ENOTEMPTY, "remove directory", path)
@@ -206,12 +192,10 @@ class MemoryBackend(Closing):
             node.num_names += 1
 
     def sync_dir(self, path: str) -> None:
-        """Check that `path` is a directory; memory cannot be made durable."""
         with self._lock:
             self._directory("sync directory", path)
 
     def lock(self, path: str, *, shared: bool = False, create: bool = False) -> MemoryLock:
-        """Lock a file or a directory without waiting; see `gds.Backend.lock`."""
         with self._lock:
             parent, name = self._parent("lock", path) if _parts(path) else (self._root, "")
             if create and name not in parent.entries:
@@ -235,13 +219,7 @@ class MemoryBackend(Closing):
             return self._free_bytes()
 
     def counters(self) -> Counters:
-        """Return the totals so far; also after `close`."""
-        bytes_read, num_reads, read_s = self._meters["read"].totals()
-        bytes_written, num_writes, write_s = self._meters["write"].totals()
-        _, num_syncs, _ = self._sync_meter.totals()
-        return Counters(
-            bytes_read, bytes_written, num_reads, num_writes, num_syncs, read_s, write_s
-        )
+        return self._meters.counters()
 
     def close(self) -> None:
         """Release files and locks. Idempotent. The bytes stay until this object is collected."""
@@ -252,7 +230,6 @@ class MemoryBackend(Closing):
         self._closed = True
 
     def _check(self, what: str, path: str) -> None:
-        """Raise `StorageError` (EBADF) if the backend is closed."""
         if self._closed:
             raise StorageError(errno.EBADF, f"{what}: this backend is closed", path)
 
@@ -264,7 +241,6 @@ class MemoryBackend(Closing):
             node,
             writable=writable,
             meters=self._meters,
-            sync_meter=self._sync_meter,
             check_usable=self._check,
             closed=self._forget,
             clones=self._clones,
@@ -273,25 +249,21 @@ class MemoryBackend(Closing):
         return file
 
     def _forget(self, file: MemoryFile, node: RegularNode) -> None:
-        """Record that a file is closed."""
         with self._lock:
             self._files.discard(file)
             node.num_open -= 1
             self._free_if_unused(node)
 
     def _free_bytes(self) -> int:
-        """Return the bytes left of the capacity."""
         if self._capacity_bytes is None:
             return sys.maxsize
         return self._capacity_bytes - self._used_bytes
 
     def _unname(self, node: RegularNode) -> None:
-        """Record that a node has lost a name."""
         node.num_names -= 1
         self._free_if_unused(node)
 
     def _free_if_unused(self, node: RegularNode) -> None:
-        """Free the bytes of a node that has no name and is not open."""
         if node.num_names == 0 and node.num_open == 0:
             self._used_bytes -= len(node.data)
             node.data = bytearray()
@@ -318,7 +290,6 @@ class MemoryBackend(Closing):
             raise
 
     def _directory(self, what: str, path: str) -> DirectoryNode:
-        """Return the directory that a path names; raises `StorageError` if it is none."""
         node = self._existing(what, path)
         if not isinstance(node, DirectoryNode):
             raise StorageError(errno.ENOTDIR, what, path)
@@ -340,7 +311,6 @@ class MemoryBackend(Closing):
 
 
 def _parts(path: str) -> list[str]:
-    """Return the names in an absolute path; empty for the root."""
     if not path.startswith("/"):
         raise ValueError(f"the memory backend has no current directory: {path!r} is relative")
     return [part for part in posixpath.normpath(path).split("/") if part]

@@ -1,4 +1,5 @@
 """Objects of the memory backend: nodes (files and directories), open files, and locks."""
+# ruff: noqa: D102 - the protocols of `gds.contract` document the methods
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
-from gds.backends.closing import Closing
-from gds.backends.threads import Meter
-from gds.backends.transfer import Direction, check_request
+from gds.backends.hybrid import Direction
+from gds.backends.threads import Meters
+from gds.backends.transfer import check_request
 from gds.contract import ALIGNMENT, Buffer, File
 from gds.errors import ShortReadError, StorageError
 from gds.waiting import Pending
@@ -29,7 +30,6 @@ class Node:
     """
 
     def __init__(self) -> None:
-        """Make a node with a new number and without locks."""
         self.inode = next(_inodes)
         self.num_shared = 0
         self.exclusive = False
@@ -39,7 +39,6 @@ class RegularNode(Node):
     """The bytes of a file; they use capacity while the file has a name or is open."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Make a file of zeros with one name."""
         super().__init__()
         self.data = bytearray(size_bytes)
         self.num_open = 0
@@ -50,7 +49,6 @@ class DirectoryNode(Node):
     """The entries of a directory."""
 
     def __init__(self) -> None:
-        """Make an empty directory."""
         super().__init__()
         self.entries = Entries()
 
@@ -66,7 +64,6 @@ class Entries(dict[str, RegularNode | DirectoryNode]):
     """Objects in a directory by name, and the time of the last change: a count of all changes."""
 
     def __init__(self) -> None:
-        """Begin without entries."""
         super().__init__()
         self.changed = next(_changes)
 
@@ -79,8 +76,8 @@ class Entries(dict[str, RegularNode | DirectoryNode]):
         self.changed = next(_changes)
 
 
-class MemoryFile(Closing):
-    """An open file of a `MemoryBackend`; see `gds.File` for the contract of each method."""
+class MemoryFile(File):
+    """An open file of a `MemoryBackend`. A transfer is done before its call returns."""
 
     def __init__(
         self,
@@ -88,18 +85,15 @@ class MemoryFile(Closing):
         node: RegularNode,
         *,
         writable: bool,
-        meters: dict[Direction, Meter],
-        sync_meter: Meter,
+        meters: Meters,
         check_usable: Callable[[str, str], None],
         closed: Callable[[MemoryFile, RegularNode], None],
         clones: bool,
     ) -> None:
-        """Open `node`."""
         self.path = path
         self._node = node
         self._writable = writable
         self._meters = meters
-        self._sync_meter = sync_meter
         self._check_usable = check_usable
         self._report_closed = closed
         self._clones = clones
@@ -107,40 +101,32 @@ class MemoryFile(Closing):
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file, in bytes."""
         return len(self._node.data)
 
     @property
     def inode(self) -> int:
-        """Number of the file, as in `gds.Stat`."""
         return self._node.inode
 
     @property
     def alignment(self) -> int:
-        """Alignment of the fast path: always 1 (byte), because no transfer is direct."""
         return 1
 
     @property
     def direct(self) -> bool:
-        """Whether requests bypass the page cache: always False, because there is no device."""
         return False
 
     def read(self, into: Buffer, offset: int) -> Pending[int]:
-        """Read `into.nbytes` bytes from `offset` (bytes); they are read before this returns."""
         self._check("read", into.nbytes, offset)
         return self._done("read", into.nbytes, partial(self._read, into.memoryview(), offset))
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Pending[int]:  # noqa: ARG002
-        """Read a range again, as `read` does: the bytes have no cache, so `direct` is ignored."""
         return self.read(into, offset)
 
     def write(self, source: Buffer, offset: int) -> Pending[int]:
-        """Write all of `source` at `offset` (bytes); it is written before this returns."""
         self._check("write", source.nbytes, offset)
         return self._done("write", source.nbytes, partial(self._write, source.memoryview(), offset))
 
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
-        """Read a small range."""
         self._check("read", nbytes, offset)
         if nbytes < 0 or offset + nbytes > self.size_bytes:  # checked before the allocation
             raise self._short(nbytes, offset)
@@ -149,12 +135,10 @@ class MemoryFile(Closing):
         return bytes(data)
 
     def write_bytes(self, data: bytes, offset: int) -> None:
-        """Write a small range; it must end within the file."""
         self._check("write", len(data), offset)
         self._write(memoryview(data), offset)
 
     def clone(self, source: File, offset: int, nbytes: int) -> bool:
-        """Copy a range of another file, which simulates a clone; see `gds.File.clone`."""
         self._check("write", nbytes, offset)
         if not self._clones or not isinstance(source, MemoryFile):
             return False
@@ -166,13 +150,10 @@ class MemoryFile(Closing):
         return True
 
     def sync(self) -> None:
-        """Count the sync; memory cannot be made durable."""
         self._check("sync", 0, 0)
-        with self._sync_meter.transfer(0):
-            pass
+        self._meters["sync"].count(0)
 
     def close(self) -> None:
-        """Release the file. Idempotent."""
         if not self._closed:
             self._closed = True
             self._report_closed(self, self._node)
@@ -182,7 +163,6 @@ class MemoryFile(Closing):
         return f"MemoryFile({self.path!r}, {self.size_bytes} bytes{state})"
 
     def _check(self, what: Direction | str, nbytes: int, offset: int) -> None:
-        """Raise an error if the file or its backend is closed, or the request is invalid."""
         self._check_usable(what, self.path)
         if self._closed:
             raise StorageError(errno.EBADF, f"{what}: this file is closed", self.path)
@@ -213,12 +193,10 @@ class MemoryFile(Closing):
             raise self._short(len(view), offset)
 
     def _write(self, view: memoryview, offset: int) -> None:
-        """Copy `view` into the file."""
         with memoryview(self._node.data) as data:
             data[offset : offset + len(view)] = view
 
     def _short(self, nbytes: int, offset: int) -> ShortReadError:
-        """Return the error of a read past the end of the file."""
         what = f"read of {nbytes} bytes from a file of {self.size_bytes}"
         return ShortReadError(errno.ENODATA, what, self.path, offset=offset)
 
@@ -235,7 +213,6 @@ class MemoryLock:
         held: set[MemoryLock],
         guard: threading.RLock,
     ) -> None:
-        """Lock a node."""
         self._node = node
         self._named = named
         self._shared = shared
@@ -248,12 +225,10 @@ class MemoryLock:
         held.add(self)
 
     def is_current(self) -> bool:
-        """Return whether the path still names the locked node; False after `release`."""
         with self._guard:
             return self in self._held and self._named() is self._node
 
     def release(self) -> None:
-        """Release the lock. Idempotent."""
         with self._guard:
             if self not in self._held:
                 return

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 from gds.bench.compare import Comparison
 from gds.bench.report import Part, Point, Report
 from gds.bench.result import Run
-from gds.bench.statistics import median
-from gds.bench.steadiness import WINDOW_ROUNDS
+from gds.bench.statistics import WINDOW_ROUNDS, median
 from gds.bench.workload import Workload, size_text
 from gds.paths import PATHS
 
@@ -26,13 +25,7 @@ Column = tuple[str, str, list[str]]
 
 
 def show(report: Report, console: Console, *, histograms: bool = False) -> None:
-    """Print a report for people.
-
-    Args:
-        report: Results to print.
-        console: Where to print; its width is kept, except by a path that is longer.
-        histograms: Whether to print a histogram of the latencies of each row.
-    """
+    """Print a report for people, in the width of the console, except for a path that is longer."""
     kind = "scratch file" if report.made else "existing file"
     files = report.points[0].workload.files
     if files > 1:
@@ -54,8 +47,8 @@ def show(report: Report, console: Console, *, histograms: bool = False) -> None:
         ", ".join(f"{name} {text}" for name, text in fixed.items() if name not in varied),
     )
     _say(console, _runs_text(report.points))
-    rows = [(point, part) for point in report.points for part in _parts(point)]
-    names = _names(report.points, varied)
+    rows = [(point, part) for point in report.points for part in point.rows]
+    names = _names(rows, varied)
     console.print()
     _print_columns(console, names, _rates(rows))
     console.print()
@@ -141,14 +134,7 @@ def _say(console: Console, text: str) -> None:
     console.print(filled, highlight=False, soft_wrap=True, markup=False)
 
 
-def _parts(point: Point) -> tuple[Part, ...]:
-    """Return the rows of a workload: all requests, and each direction if it has both."""
-    mixed = point.workload.num_reads and point.workload.num_writes
-    return ("total", "reads", "writes") if mixed else ("total",)
-
-
 def _settings(point: Point) -> dict[str, str]:
-    """Return the settings of a workload as text, by name."""
     workload = point.workload
     mixed = workload.reads and workload.writes
     return {
@@ -178,7 +164,6 @@ def _varied(points: Sequence[Point]) -> list[str]:
 
 
 def _lanes(places: Sequence[str], point: Point) -> list[str]:
-    """Return the rate of each directory as text: the median of the runs."""
     return [
         f"{place}: {median([run.lane_bytes_per_s[number] for run in point.counted]) / 1e9:.3f} GB/s"
         for number, place in enumerate(places)
@@ -186,7 +171,6 @@ def _lanes(places: Sequence[str], point: Point) -> list[str]:
 
 
 def _runs_text(points: Sequence[Point]) -> str:
-    """Return the number and the length of the runs as text."""
     counts = sorted({len(point.counted) for point in points})
     lengths_s = [run.elapsed_s for point in points for run in point.counted]
     ramped = [p.workload.ramp_s for p in points if any(run.ramp_s for run in p.runs)]
@@ -209,9 +193,8 @@ def _label(point: Point, varied: Sequence[str]) -> str:
     )
 
 
-def _names(points: Sequence[Point], varied: Sequence[str]) -> list[Column]:
+def _names(rows: Sequence[tuple[Point, Part]], varied: Sequence[str]) -> list[Column]:
     """Return the columns that name a row: the settings that vary, and the direction."""
-    rows = [(point, part) for point in points for part in _parts(point)]
     columns: list[Column] = []
     if any(part != "total" for _, part in rows) or "rw" in varied:
         cells = [p.workload.rw if part == "total" else f"- {part}" for p, part in rows]
@@ -225,7 +208,6 @@ def _names(points: Sequence[Point], varied: Sequence[str]) -> list[Column]:
 
 
 def _rates(rows: Sequence[tuple[Point, Part]]) -> list[Column]:
-    """Return the columns of the first table: rates, processor time, syncs and the verdict."""
     columns: list[Column] = [
         ("GB/s", "right", [f"{median(p.rates(part)) / 1e9:.3f}" for p, part in rows]),
         (
@@ -254,7 +236,6 @@ def _rates(rows: Sequence[tuple[Point, Part]]) -> list[Column]:
 
 
 def _latencies(rows: Sequence[tuple[Point, Part]]) -> list[Column]:
-    """Return the columns of the second table: latencies in milliseconds."""
     titles = {
         "mean": "mean_s",
         "sd": "stddev_s",
@@ -275,7 +256,6 @@ def _of_total(rows: Sequence[tuple[Point, Part]], text: Callable[[Point], str]) 
 
 
 def _link(point: Point, name: str) -> str:
-    """Return the traffic over the GPU's link in GB/s as text."""
     known = [getattr(run, name) for run in point.counted if getattr(run, name) is not None]
     return f"{median(known):.3f}" if known else "-"
 
@@ -316,7 +296,6 @@ def _packed(width: int, names: Sequence[Column], values: Sequence[Column]) -> li
 
 
 def _width(column: Column) -> int:
-    """Return the width of a column with the gap behind it."""
     return max(len(text) for text in (column[0], *column[2])) + _GAP
 
 

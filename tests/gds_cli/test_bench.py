@@ -261,7 +261,7 @@ def test_device_memory_is_measured_and_verified(drive, monkeypatch, path):
         gpu.gds = path == "gds"
         gpu.compat_is_measured = path == "compat"
         (point,) = run_plan(device_plan(drive, path, verify=True), system=WithDriver()).points
-        assert point.runs[0].num_bytes == 1 << 20
+        assert point.runs[0].total.num_bytes == 1 << 20
         assert point.runs[0].verified_bytes > 1 << 20
         modes = {mode for _, mode, _, _ in gpu.calls}
         assert modes == ({path} if path != "bounce" else set())

@@ -14,8 +14,7 @@ from rich.console import Console
 import gds.bench.measure
 import gds.bench.passes
 import gds.buffers.cuda
-from gds.bench import link
-from gds.bench.link import link_meter
+from gds.bench.measure import link_meter
 from gds.bench.run import Plan
 from gds.bench.run import run as run_plan
 from gds.bench.screen import show
@@ -91,7 +90,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    monkeypatch.setattr(link, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(gds.bench.measure, "_PERIOD_S", 0.0)
     return FakeNvml()
 
 
