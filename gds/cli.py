@@ -271,8 +271,7 @@ def bench(
         file_bytes=os.path.getsize(places[0]) if is_file else parse_size(file_size),
     )
     plan = Plan(
-        place=places[0],
-        beside=places[1:],
+        places=places,
         workloads=expand(base, [parse_sweep(text) for text in sweep or ()]),
         repeat=repeat,
         until_steady=steady,

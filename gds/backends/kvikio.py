@@ -114,8 +114,7 @@ class KvikioBackend(PosixBackend):
                 `ALIGNMENT`. It limits the parts of `PosixBackend`, and the tasks of KvikIO in
                 compatibility mode. With None, parts have no limit, and these tasks have 16 MiB.
             direct: Direct I/O of host memory; see `PosixBackend`.
-            hybrid: Policy for host memory, and for device memory that is copied through it; see
-                `PosixBackend`.
+            hybrid: Policy for host memory, also where device memory is copied through it.
             examine: Function that replaces the examination of a directory.
             gds_calls: Way of transfers by GPUDirect Storage: ``"threads"`` calls cuFile on the
                 threads of the backend; ``"streams"`` queues KvikIO's stream-ordered calls, and

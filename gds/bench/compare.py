@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gds.bench.measure import OpenBackend, measure
-from gds.bench.statistics import MIN_PAIRS, Verdict, alternate, judge, ratios
+from gds.bench.statistics import MIN_PAIRS, Spread, alternate, ratios, spread
 from gds.bench.target import Target
 from gds.bench.workload import Workload
 from gds.errors import RefusedError
@@ -155,23 +155,23 @@ class Comparison:
     fio_bytes_per_s: list[float]
 
     @property
-    def verdict(self) -> Verdict:
-        """Median and interval of the ratios: the rate of gds divided by that of fio."""
-        return judge(ratios(self.gds_bytes_per_s, self.fio_bytes_per_s), None)
+    def ratio(self) -> Spread:
+        """Median and interval of the rate of gds divided by that of fio."""
+        return spread(ratios(self.gds_bytes_per_s, self.fio_bytes_per_s))
 
     @property
     def agrees(self) -> bool | None:
         """Whether the interval of the ratio overlaps 1 ± `AGREEMENT`; None if pairs are too few."""
         if len(self.gds_bytes_per_s) < MIN_PAIRS:
             return None
-        return self.verdict.low <= 1 + AGREEMENT and self.verdict.high >= 1 - AGREEMENT
+        return self.ratio.low <= 1 + AGREEMENT and self.ratio.high >= 1 - AGREEMENT
 
     @property
     def words(self) -> str:
         """Verdict in words, for people."""
         if self.agrees is None:
             return f"too few pairs to say ({len(self.gds_bytes_per_s)} of {MIN_PAIRS})"
-        middle = self.verdict.median
+        middle = self.ratio.median
         if abs(middle - 1) <= AGREEMENT:
             return f"agrees within {AGREEMENT:.0%}"
         faster = "gds is faster" if middle > 1 else "gds is slower"
@@ -181,15 +181,14 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as JSON values. Later versions only add keys."""
-        verdict = self.verdict
         return {
             "workload": dataclasses.asdict(self.workload),
             "engine": self.engine,
             "fio_huge_page_bytes": self.huge_bytes,
             "gds_bytes_per_s": self.gds_bytes_per_s,
             "fio_bytes_per_s": self.fio_bytes_per_s,
-            "ratio_median": verdict.median,
-            "ratio_interval90": [verdict.low, verdict.high],
+            "ratio_median": self.ratio.median,
+            "ratio_interval90": list(self.ratio[1:]),
             "agrees": self.agrees,
             "verdict": self.words,
         }

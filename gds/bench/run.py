@@ -33,11 +33,8 @@ _SEEDS: Final = 100_000
 class Plan:
     """Plan of a benchmark: the workloads, and the options of `gds bench`."""
 
-    place: str
-    """Directory for scratch files, or an existing file, which is only read."""
-
-    beside: Sequence[str] = ()
-    """Further directories, or files, that are measured at the same time."""
+    places: Sequence[str]
+    """Directories for scratch files, or existing files, which are only read; measured at once."""
 
     workloads: Sequence[Workload]
     """Workloads to measure; at least one, all with the same file size."""
@@ -57,11 +54,6 @@ class Plan:
     allow_small: bool = False
     plot: bool = False
     """Whether a figure will be drawn. If that is impossible, nothing is measured."""
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """All directories or files, in order."""
-        return (self.place, *self.beside)
 
 
 def run(
@@ -273,7 +265,7 @@ def _measure_all(
 
 
 def _report(plan: Plan, points: list[Point], target: Target, system: System) -> Report:
-    mount = probe.mount_of(plan.place)
+    mount = probe.mount_of(plan.places[0])
     return Report(
         places=plan.places,
         made=target.made,

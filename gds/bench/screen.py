@@ -100,7 +100,7 @@ def state_text(workload: Workload, runs: Sequence[Run]) -> str:
 
 def compared(comparison: Comparison) -> str:
     """Return a comparison with fio as a line for people."""
-    verdict, workload = comparison.verdict, comparison.workload
+    found, workload = comparison.ratio, comparison.workload
     rates = [
         f"{median(samples) / 1e9:.3f} GB/s"
         for samples in (comparison.gds_bytes_per_s, comparison.fio_bytes_per_s)
@@ -110,11 +110,11 @@ def compared(comparison: Comparison) -> str:
         if comparison.huge_bytes
         else "its memory not seen on huge pages"
     )
-    ratio = "?" if math.isinf(verdict.median) else f"{verdict.median:.2f}"
+    ratio = "?" if math.isinf(found.median) else f"{found.median:.2f}"
     return (
         f"fio ({comparison.engine}, {pages}), {workload.rw} {workload.path} "
         f"{size_text(workload.size)}: gds {rates[0]}, fio {rates[1]}, gds / fio {ratio} "
-        f"({verdict.low:.2f} to {verdict.high:.2f}, 90 %, {len(comparison.fio_bytes_per_s)} "
+        f"({found.low:.2f} to {found.high:.2f}, 90 %, {len(comparison.fio_bytes_per_s)} "
         f"pairs): {comparison.words}"
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -43,42 +43,17 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The median of ratios with its interval, compared with a promised limit."""
+class Spread(NamedTuple):
+    """The median of values, with the ends of its interval."""
 
     median: float
     low: float
     high: float
-    limit: float | None
-    """Largest ratio that was promised; None if nothing was."""
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the lower end of the interval is within the limit; None without a limit."""
-        return None if self.limit is None else self.low <= self.limit
-
-    @property
-    def clear(self) -> bool | None:
-        """Whether the whole interval is within the limit, so that chance cannot explain the result.
-
-        None without a limit.
-        """
-        return None if self.limit is None else self.high <= self.limit
-
-    @property
-    def words(self) -> str:
-        """Verdict in words, for people."""
-        if self.limit is None:
-            return "no limit"
-        if self.clear:
-            return "met"
-        return "met within noise" if self.met else "NOT MET"
 
 
-def judge(ratios: Sequence[float], limit: float | None) -> Verdict:
-    """Return the verdict on ratios; `limit` is the promised limit, or None."""
-    return Verdict(median(ratios), *median_interval(ratios), limit)
+def spread(values: Sequence[float]) -> Spread:
+    """Return the median and its interval; see `median_interval`."""
+    return Spread(median(values), *median_interval(values))
 
 
 def alternate(

@@ -114,11 +114,6 @@ class Examination:
     reads: Choice
     writes: Choice
 
-    def choices(self, directions: Directions = "both") -> tuple[Choice, ...]:
-        """Return the choices for the given directions."""
-        wanted = {"read": (self.reads,), "write": (self.writes,)}
-        return wanted.get(directions, (self.reads, self.writes))
-
     def exit_status(
         self, requirement: Requirement | None = None, directions: Directions = "both"
     ) -> int:
@@ -126,7 +121,8 @@ class Examination:
 
         It is 0 if all directions meet the requirement; otherwise that of the worse direction.
         """
-        choices = self.choices(directions)
+        wanted = {"read": [self.reads], "write": [self.writes]}
+        choices = wanted.get(directions, [self.reads, self.writes])
         if requirement and all(choice.meets(requirement) for choice in choices):
             return 0
         if any(choice.path is None for choice in choices):

@@ -249,7 +249,7 @@ class WithDriver(System):
 
 def device_plan(drive, path, **settings):
     workload = Workload(path=path, rw="randmixed", size=SIZE, file_bytes=1 << 20)
-    return Plan(place=str(drive), workloads=[workload], allow_small=True, **settings)
+    return Plan(places=[str(drive)], workloads=[workload], allow_small=True, **settings)
 
 
 @pytest.mark.parametrize("path", ["gds", "compat", "bounce"])

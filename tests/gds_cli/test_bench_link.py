@@ -102,7 +102,7 @@ def report_of(drive, machine, monkeypatch, load, path="compat"):
     """Measure memory; returns the figures of the run, and what is shown to people."""
     monkeypatch.setattr(gds.bench.measure, "link_meter", lambda b: link_meter(b, load))
     workload = Workload(path=path, size=1 << 16, file_bytes=1 << 20)
-    plan = Plan(place=str(drive), workloads=[workload], allow_small=True)
+    plan = Plan(places=[str(drive)], workloads=[workload], allow_small=True)
     report = run_plan(plan, system=machine)
     show(report, console := Console(file=io.StringIO(), width=200))
     (found,) = report.to_json()["results"][0]["runs"]

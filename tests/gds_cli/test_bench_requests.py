@@ -64,8 +64,7 @@ def passed_on(name, file, memory, offset):
 def bench(drives, watch=passed_on, verify=False, **settings):
     workload = Workload(**{"size": SIZE, "file_bytes": FILE_BYTES, **settings})
     plan = Plan(
-        place=str(drives[0]),
-        beside=[str(path) for path in drives[1:]],
+        places=[str(path) for path in drives],
         workloads=[workload],
         allow_small=True,
         verify=verify,

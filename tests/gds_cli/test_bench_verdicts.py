@@ -88,7 +88,7 @@ def bench(drive, clock, takes_s, repeat=3, **settings):
 
     defaults = {"size": SIZE, "threads": 1, "file_bytes": REQUESTS * SIZE}
     plan = Plan(
-        place=str(drive),
+        places=[str(drive)],
         workloads=[Workload(**(defaults | settings))],
         repeat=repeat,
         until_steady=repeat == 0,
