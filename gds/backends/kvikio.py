@@ -38,6 +38,10 @@ from gds.buffers.device import (
 )
 from gds.buffers.host import HostBuffer
 from gds.buffers.pool import BufferPool
+from gds.check.examine import choose
+from gds.check.gpu import examine_gpu
+from gds.check.storage import examine_storage
+from gds.check.system import System
 from gds.contract import Buffer, BufferKind, Capabilities
 from gds.errors import RefusedError, StorageError
 from gds.paths import DevicePath
@@ -49,8 +53,6 @@ Examine: TypeAlias = Callable[[str], dict[Direction, Used]]
 reason why no better one works. It may take seconds."""
 
 _STAGING_BYTES: Final = 8 << 20
-_abandoned: list[Handles] = []
-"""Handles of a parent process. Closing them in a forked child would call the parent's driver."""
 
 
 class RegistrationRefused(UserWarning):
@@ -279,10 +281,6 @@ class KvikioBackend(PosixBackend):
         with self._counting:
             self._moved[direction, path] += nbytes
 
-    def abandon(self, handles: Handles) -> None:
-        """Keep handles of the parent process from being closed in this forked child."""
-        _abandoned.append(handles)
-
     def _paths_on(
         self, device: int, directory: Callable[[], str], path: str
     ) -> dict[Direction, Used]:
@@ -391,11 +389,6 @@ def _examine(directory: str) -> dict[Direction, Used]:
 
     cuFile is tried in a child process, with its fallback to a copy through the host switched off.
     """
-    from gds.check.examine import choose  # imported late, because only device memory needs them
-    from gds.check.gpu import examine_gpu
-    from gds.check.storage import examine_storage
-    from gds.check.system import System
-
     system = System()
     storage = examine_storage(system, directory)
     gpu = examine_gpu(system, storage, timeout_s=10.0)

@@ -53,6 +53,10 @@ Handles: TypeAlias = dict[Direction, Opened]
 """Path and handle of an open file, by direction."""
 
 
+_abandoned: list[Handles] = []
+"""Handles of a parent process. Closing them in a forked child would call the parent's driver."""
+
+
 class DeviceTransfers(Transfers, Protocol):
     """What a file needs of its backend for device memory; `KvikioBackend` has it."""
 
@@ -65,8 +69,6 @@ class DeviceTransfers(Transfers, Protocol):
     def open_handles(self, path: str, fd: int, *, writable: bool) -> Handles: ...
 
     def count_path(self, direction: Direction, path: DevicePath, nbytes: int) -> None: ...
-
-    def abandon(self, handles: Handles) -> None: ...
 
 
 class KvikioFile(PosixFile):
@@ -107,7 +109,7 @@ class KvikioFile(PosixFile):
         super().close()
         if self._device_backend.forked():
             if self._handles:
-                self._device_backend.abandon(self._handles)
+                _abandoned.append(self._handles)
             return
         with self._opening:
             handles, self._handles = self._handles, None

@@ -131,7 +131,12 @@ def _say(console: Console, text: str) -> None:
     filled = textwrap.fill(
         text, max(console.width, 20), break_long_words=False, break_on_hyphens=False
     )
-    console.print(filled, highlight=False, soft_wrap=True, markup=False)
+    _line(console, filled)
+
+
+def _line(console: Console, text: str) -> None:
+    """Print text as it is."""
+    console.print(text.rstrip(), highlight=False, soft_wrap=True, markup=False)
 
 
 def _settings(point: Point) -> dict[str, str]:
@@ -276,9 +281,7 @@ def _print_columns(console: Console, names: Sequence[Column], values: Sequence[C
     for part in parts:
         for line in range(-2, count):
             cells = [_cell(column, line) for column in part]
-            console.print(
-                (" " * _GAP).join(cells).rstrip(), highlight=False, soft_wrap=True, markup=False
-            )
+            _line(console, (" " * _GAP).join(cells))
 
 
 def _packed(width: int, names: Sequence[Column], values: Sequence[Column]) -> list[list[Column]]:
@@ -320,9 +323,5 @@ def _print_histogram(console: Console, point: Point) -> None:
     for power in range(min(counts), max(counts) + 1):
         count = counts.get(power, 0)
         bar = "#" * math.ceil(_BAR * count / most)
-        console.print(
-            f"  <= {milliseconds(2.0**power * 1e-6):>8} ms {count / total:8.3%}  {bar}".rstrip(),
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
+        limit = milliseconds(2.0**power * 1e-6)
+        _line(console, f"  <= {limit:>8} ms {count / total:8.3%}  {bar}")
