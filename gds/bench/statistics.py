@@ -95,6 +95,7 @@ WINDOW_ROUNDS: Final = 5
 """Number of rounds in the window of the rule, and least number of intervals to judge."""
 
 MOST_ROUNDS: Final = 25
+
 # What is neither too few nor too short.
 LEAST_RUNS: Final = 3
 LEAST_RUN_S: Final = 1.0

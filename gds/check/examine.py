@@ -24,6 +24,7 @@ CONSIDERED: Final[tuple[PathName, ...]] = ("gds", "bounce", "direct", "buffered"
 not among them: it makes training wait, and nothing takes it without being told."""
 
 NOTHING: Final = 1
+"""Exit status if no path is usable."""
 
 
 @dataclass(frozen=True, slots=True)
