@@ -179,7 +179,7 @@ def examine(
     findings = (
         *machine_findings(system, has_driver=not gpu.no_driver),
         *storage_findings(system, storage),
-        *gpu_findings(gpu),
+        *gpu_findings(system, gpu),
     )
     return Examination(
         directory=directory,

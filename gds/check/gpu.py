@@ -74,9 +74,6 @@ class Gpu:
     config: Config
     kvikio: str
     cupy: str
-    cufile_version: str
-    udev: bool
-    modules: bool
     cufile: CuFile
 
 
@@ -112,14 +109,11 @@ def examine_gpu(system: System, storage: Storage, *, timeout_s: float) -> Gpu:
         config=config,
         kvikio=_version(system, KVIKIO),
         cupy=_version(system, CUPY),
-        cufile_version=_version(system, CUFILE),
-        udev=system.exists("/run/udev"),
-        modules=system.exists("/proc/modules"),
         cufile=_try_cufile(system, storage, error, timeout_s),
     )
 
 
-def gpu_findings(gpu: Gpu) -> list[Finding]:
+def gpu_findings(system: System, gpu: Gpu) -> list[Finding]:
     """Return the findings about device memory."""
     return [
         _driver(gpu),
@@ -127,8 +121,8 @@ def gpu_findings(gpu: Gpu) -> list[Finding]:
         _module(gpu),
         _peer(gpu),
         _configuration(gpu),
-        _packages(gpu),
-        _surroundings(gpu),
+        _packages(system, gpu),
+        _surroundings(system),
         _attempt(gpu),
     ]
 
@@ -182,10 +176,11 @@ def _configuration(gpu: Gpu) -> Finding:
     return unless(why, "gpu", "cuFile configuration", value, do)
 
 
-def _packages(gpu: Gpu) -> Finding:
+def _packages(system: System, gpu: Gpu) -> Finding:
     value = gpu.kvikio or "not installed"
     value += f", CuPy {gpu.cupy}" if gpu.cupy else ", no CuPy"
-    value += f", cuFile {gpu.cufile_version}" if gpu.cufile_version else ""
+    cufile = _version(system, CUFILE)
+    value += f", cuFile {cufile}" if cufile else ""
     why = ""
     if not gpu.cupy:
         why = "CuPy moves all device memory"
@@ -194,18 +189,16 @@ def _packages(gpu: Gpu) -> Finding:
     return unless(why, "gpu", "kvikio", value, REMEDY, "missing")
 
 
-def _surroundings(gpu: Gpu) -> Finding:
+def _surroundings(system: System) -> Finding:
     """Return the finding about files that cuFile and KvikIO need and containers may lack."""
-    reasons = {}
-    if not gpu.udev:
-        reasons["/run/udev"] = "without /run/udev, cuFile does not find the drives"
-    if not gpu.modules:
-        reasons["/proc/modules"] = (
-            "without /proc/modules, opening a file with cuFile can loop forever"
-        )
-    value = f"no {' and no '.join(reasons)}" if reasons else "/run/udev and /proc/modules exist"
-    do = "" if gpu.udev else "in a container: --volume /run/udev:/run/udev:ro"
-    return unless("; ".join(reasons.values()), "gpu", "surroundings", value, do)
+    needed = {
+        "/run/udev": "without /run/udev, cuFile does not find the drives",
+        "/proc/modules": "without /proc/modules, opening a file with cuFile can loop forever",
+    }
+    absent = {path: why for path, why in needed.items() if not system.exists(path)}
+    value = f"no {' and no '.join(absent)}" if absent else "/run/udev and /proc/modules exist"
+    do = "in a container: --volume /run/udev:/run/udev:ro" if "/run/udev" in absent else ""
+    return unless("; ".join(absent.values()), "gpu", "surroundings", value, do)
 
 
 def _attempt(gpu: Gpu) -> Finding:
