@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench._harness import BenchError
-from gds.bench.fio import FioError, FioRunner
-from gds.bench.fio import FioMissingError as _NoFio
+from gds.bench.compare import FioError, FioRunner
+from gds.bench.compare import FioMissingError as _NoFio
 
 
 class FioMissingError(BenchError):

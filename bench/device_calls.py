@@ -22,7 +22,7 @@ import torch
 
 from bench._harness import Parser, Result, run, say
 from bench._statistics import alternate, median
-from offload.device.kernels.launches import launches
+from offload.device.kernels.update import launches
 from offload.format.arrays import StateFormat
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.update import device_step

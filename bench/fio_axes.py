@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 from bench._harness import BenchError, Parser, Result, require_space, run, say, scratch, size, words
 from bench._statistics import ratios
-from gds.bench.compare import AGREEMENT, compare
-from gds.bench.fio import FioError, FioRunner
-from gds.bench.target import target_at
+from gds.bench.compare import AGREEMENT, FioError, FioRunner, compare
+from gds.bench.target import targets_at
 from gds.bench.workload import PATTERNS, Workload, parse_size
 from gds.opening import open_path
 
@@ -70,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result = Result("fio_axes", args, directory)
         result.fact("fio_engine", runner.engine)
         result.fact("agreement", AGREEMENT)
-        with target_at(directory, file_bytes, seed=0, allow_small=True) as target:
+        with targets_at(directory, file_bytes, seed=0, allow_small=True) as (target,):
             for name, workload in known.items():
                 if args.points and name not in args.points:
                     continue

@@ -23,8 +23,7 @@ from bench._device import describe_device, require_device
 from bench._harness import Parser, Result, count, mebi, run, say
 from bench._statistics import alternate, ratios
 from offload.device.kernels import digest
-from offload.device.kernels.launches import DeviceRun, form_of_run
-from offload.device.kernels.update import update_run
+from offload.device.kernels.update import DeviceRun, form_of_run, update_run
 from offload.format.arrays import BLOCK_ELEMENTS
 
 Numbers = np.ndarray[Any, Any]

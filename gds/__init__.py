@@ -1,7 +1,5 @@
 """I/O layer: moves bytes between files and buffers at the drive's rate, and makes them durable."""
 
-from typing import TYPE_CHECKING
-
 import gds._platform  # noqa: F401  (before any import that only works on Linux)
 
 # isort: split
@@ -29,8 +27,3 @@ __all__ = [
     "WrapperBackend",
     "open_backend",
 ]
-
-if TYPE_CHECKING:  # the type checker reports each class that does not fulfil the contract
-    from gds.backends.kvikio import KvikioBackend
-
-    _: tuple[type[Backend], ...] = (MemoryBackend, PosixBackend, WrapperBackend, KvikioBackend)

@@ -17,14 +17,15 @@ import json
 import os
 import sys
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from gds.errors import RefusedError, message_of
 
 if TYPE_CHECKING:
-    from gds.check.choice import Directions, Requirement
+    from gds.check import Examination
+    from gds.check.examine import Directions, Requirement
 
 app = typer.Typer(
     name="gds",
@@ -33,6 +34,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich keeps the line breaks of docstrings
 )
+
+_COLOURS: Final = {"ok": "green", "limits": "yellow", "missing": "red"}
+_TITLES: Final = {"machine": "Machine", "storage": "Storage", "gpu": "GPU"}
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
@@ -106,7 +110,6 @@ def check(
     For each better path, the reason why it is not taken is named.
     """
     from gds.check.examine import examine
-    from gds.check.report import show
 
     found = examine(directory, cufile_timeout_s=timeout)
     requirement: Requirement | None = require.value if require else None
@@ -114,7 +117,7 @@ def check(
     if as_json:
         _print_json(found.to_json(requirement, directions))
     else:
-        show(found)
+        _show_examination(found)
     raise typer.Exit(found.exit_status(requirement, directions))
 
 
@@ -241,14 +244,15 @@ def bench(
 
     By default a row is measured three times for 2.5 seconds, and takes about 10 seconds.
     """
-    from gds.bench.figure import plot as draw
+    from gds.bench.report import plot as draw
+    from gds.bench.result import write_csv
     from gds.bench.run import Plan, run
-    from gds.bench.series import write_csv
     from gds.bench.target import StopSignal, stopping
     from gds.bench.workload import Workload, expand, parse_size, parse_sweep
 
     if as_json and as_csv:
         raise RefusedError("--json and --csv cannot both be printed: choose one")
+    is_file = os.path.isfile(places[0])
     base = Workload(
         rw=rw.value,
         path=path.value,
@@ -264,11 +268,10 @@ def bench(
         files=files,
         reopen=reopen,
         staged=staged,
-        file_bytes=_file_bytes(places[0], parse_size(file_size)),
+        file_bytes=os.path.getsize(places[0]) if is_file else parse_size(file_size),
     )
     plan = Plan(
-        place=places[0],
-        beside=places[1:],
+        places=places,
         workloads=expand(base, [parse_sweep(text) for text in sweep or ()]),
         repeat=repeat,
         until_steady=steady,
@@ -306,13 +309,35 @@ def bench(
         draw(report, plot)
 
 
-def _file_bytes(place: str, wanted: int) -> int:
-    """Return the length of an existing file in bytes, or `wanted` if `place` is not a file."""
-    return os.path.getsize(place) if os.path.isfile(place) else wanted
+def _show_examination(found: Examination) -> None:
+    """Print an examination for people: each finding, then the path of each direction."""
+    from gds.check.examine import CONSIDERED
+    from gds.paths import PATHS
+
+    section = ""
+    for finding in found.findings:
+        if finding.section != section:
+            section = finding.section
+            typer.secho(f"\n{_TITLES[section]}", bold=True)
+        typer.secho(f"  {finding.verdict:<8}", fg=_COLOURS[finding.verdict], nl=False)
+        typer.echo(f"{finding.what:<20} {finding.value}")
+        if finding.why:
+            typer.echo(f"{'':10}why: {finding.why}")
+        if finding.do:
+            typer.echo(f"{'':10}do:  {finding.do}")
+    typer.secho(f"\nPaths in {found.directory}", bold=True)
+    for what, choice in (("reads", found.reads), ("writes", found.writes)):
+        better = CONSIDERED
+        if choice.path is None:
+            typer.secho(f"  {what:<8}none", fg="red")
+        else:
+            typer.secho(f"  {what:<8}{choice.path}: {PATHS[choice.path].title}", fg="green")
+            better = CONSIDERED[: CONSIDERED.index(choice.path)]
+        for name in better:
+            typer.echo(f"{'':10}not {name}: {choice.why_not[name]}")
 
 
 def _print_json(value: Any) -> None:
-    """Print a value as indented JSON."""
     typer.echo(json.dumps(value, indent=2))
 
 

@@ -2,8 +2,9 @@
 
 Everything above this layer (the optimizer, the store of checkpoints, the benchmarks) is written
 against these protocols. So a fault injector, a throttle, a recorder of crashes or another
-transport is a wrapper or another backend, never a flag. `gds.testing.BackendContract` is the
-executable form of this module: the tests of a new backend subclass it and must pass.
+transport is a wrapper or another backend, never a flag. The classes of this package derive from
+the protocols, whose docstrings are also theirs. `gds.testing.BackendContract` is the executable
+form of this module: the tests of a new backend subclass it and must pass.
 
 Durability of all backends: when the future of `File.write` resolves, the data has only reached the
 device or its cache (or the page cache, if the transfer is not direct). `File.sync` makes the
@@ -23,10 +24,7 @@ ALIGNMENT = 4096
 """Alignment of every layout, in bytes. 4Kn disks, cuFile and KvikIO all accept it."""
 
 CLONE_REACH_BYTES = 16 << 20
-"""Largest distance from a cloned range, in bytes, at which an overwrite may need new space.
-
-See `File.clone`.
-"""
+"""Largest distance from a cloned range, in bytes, at which an overwrite may need new space."""
 
 BufferKind = Literal["host", "pinned", "device"]
 """Kind of a buffer's memory: pageable host, page-locked host, or device."""
@@ -82,9 +80,6 @@ class IOFuture(Protocol):
     def result(self, timeout: float | None = None) -> int:
         """Wait for the transfer and return the length of the whole request, in bytes.
 
-        Args:
-            timeout: Seconds to wait; None waits without limit.
-
         Raises:
             StorageError: The transfer failed; the error names path and offset.
             TimeoutError: The transfer is still running after `timeout` seconds.
@@ -100,8 +95,28 @@ class IOFuture(Protocol):
         ...
 
 
+class Closing(Protocol):
+    """Something that a ``with`` block closes at its end, also after an error."""
+
+    def close(self) -> None:
+        """Release everything that it holds. Idempotent."""
+        ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None:
+        self.close()
+
+
 @runtime_checkable
-class File(Protocol):
+class File(Closing, Protocol):
     """An open file of fixed size."""
 
     path: str
@@ -176,8 +191,7 @@ class File(Protocol):
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
         """Read a small range through the page cache; blocks until it is read.
 
-        Raises:
-            ShortReadError: The range leaves the file.
+        Raises `ShortReadError` if the range leaves the file.
         """
         ...
 
@@ -226,26 +240,9 @@ class File(Protocol):
         """Wait for transfers in flight, then release the file. Idempotent."""
         ...
 
-    def __enter__(self) -> Self:
-        """Return this file; a ``with`` block closes it at its end, also after an error."""
-        ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None:
-        """Close this file."""
-        ...
-
 
 class Lock(Protocol):
-    """A held advisory lock. It ends with the process that took it; a forked child does not keep it.
-
-    All methods may be called from any thread.
-    """
+    """A held advisory lock, for any thread. It ends with its process; a forked child lacks it."""
 
     def is_current(self) -> bool:
         """Return whether the locked path still names the file or directory that is locked.
@@ -305,17 +302,9 @@ class Counters:
     """
 
     bytes_read: int = 0
-    """Bytes that successful reads delivered."""
-
     bytes_written: int = 0
-    """Bytes that successful writes took."""
-
     num_reads: int = 0
-    """Number of successful reads."""
-
     num_writes: int = 0
-    """Number of successful writes."""
-
     num_syncs: int = 0
     """Number of successful calls of `File.sync`; syncs of directories do not count."""
 
@@ -350,7 +339,7 @@ class Stat:
 
 
 @runtime_checkable
-class Backend(Protocol):
+class Backend(Closing, Protocol):
     """A transport between buffers and files, with the operations on the files' names.
 
     All paths are strings. All methods block until they are done, except `File.read`,
@@ -363,9 +352,7 @@ class Backend(Protocol):
         ...
 
     def capabilities(self, directory: str) -> Capabilities:
-        """Return what the backend can do in an existing directory.
-
-        This may create and remove a probe file.
+        """Return what the backend can do in an existing directory, perhaps tried with a probe file.
 
         Raises:
             StorageError: The directory does not exist, or its device failed.
@@ -459,18 +446,4 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Wait for transfers in flight, then release threads, files and locks. Idempotent."""
-        ...
-
-    def __enter__(self) -> Self:
-        """Return this backend; a ``with`` block closes it at its end, also after an error."""
-        ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None:
-        """Close this backend."""
         ...

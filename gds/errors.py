@@ -17,11 +17,6 @@ _REMEDIES = {
 }
 
 
-def meaning_of(number: int) -> str:
-    """Return the system's words for an error number, and the remedy for a limit."""
-    return os.strerror(number) + _REMEDIES.get(number, "")
-
-
 def message_of(error: BaseException) -> str:
     """Return an error's message for people: the path, then the cause, without the error number."""
     if not isinstance(error, OSError):
@@ -50,7 +45,8 @@ class StorageError(OffloadError, OSError):
             offset: Position in the file, in bytes, if the operation has one.
         """
         where = f" at byte {offset}" if offset is not None else ""
-        super().__init__(errno, f"{what}{where}: {meaning_of(errno)}", os.fspath(path))
+        meaning = os.strerror(errno) + _REMEDIES.get(errno, "")
+        super().__init__(errno, f"{what}{where}: {meaning}", os.fspath(path))
         self.offset = offset
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import struct
-from typing import Any, Final
+from typing import Final
 
 RENAME_NOREPLACE: Final = 1
 RENAME_EXCHANGE: Final = 2
@@ -92,7 +92,7 @@ def rename_with(source: str, target: str, flags: int) -> None:
     Raises:
         OSError: The rename failed; ENOSYS if the C library lacks the call.
     """
-    call = _function("renameat2")
+    call = getattr(_libc, "renameat2", None)
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), source, None, target)
     ctypes.set_errno(0)
@@ -114,8 +114,7 @@ def clone_range(fd: int, source_fd: int, offset: int, nbytes: int) -> None:
         fd: Descriptor of the target file, open for writing through the page cache.
         source_fd: Descriptor of the source file, open for reading.
         offset: Start of the range in both files, in bytes.
-        nbytes: Length of the range, in bytes. It must not be 0, which would mean the rest of the
-            file.
+        nbytes: Length of the range; 0 would mean the rest of the file.
 
     Raises:
         OSError: The range cannot be shared (EOPNOTSUPP, ENOTTY, EINVAL, EXDEV and others).
@@ -124,15 +123,9 @@ def clone_range(fd: int, source_fd: int, offset: int, nbytes: int) -> None:
 
 
 def cached_bytes(fd: int, nbytes: int, offset: int = 0) -> int | None:
-    """Return how many bytes of a range of an open file the page cache holds.
+    """Return how many bytes of a range of an open file the page cache holds, in whole pages.
 
-    Args:
-        fd: Descriptor of the file.
-        nbytes: Length of the range, in bytes.
-        offset: Start of the range, in bytes.
-
-    Returns:
-        Bytes in whole pages. None means that the kernel (before 6.5) cannot tell.
+    None means that the kernel (before 6.5) cannot tell.
     """
     if _cachestat is None:
         return None
@@ -146,7 +139,7 @@ def cached_bytes(fd: int, nbytes: int, offset: int = 0) -> int | None:
 
 def _statx(fd: int, mask: int) -> bytes | None:
     """Return the ``struct statx`` of an open file, or None if the call is missing or fails."""
-    call = _function("statx")
+    call = getattr(_libc, "statx", None)
     if call is None:
         return None
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
@@ -164,8 +157,3 @@ def _mask(buffer: bytes) -> int:
     """Return the bits that say which fields of a ``struct statx`` are filled."""
     (mask,) = struct.unpack_from("=I", buffer, 0)
     return int(mask)
-
-
-def _function(name: str) -> Any:
-    """Return a function of the C library, or None if the library lacks it."""
-    return getattr(_libc, name, None)

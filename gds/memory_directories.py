@@ -16,8 +16,7 @@ from typing import Final
 from gds import libc
 from gds.buffers import HostBuffer
 from gds.errors import RefusedError, StorageError
-from gds.places import is_directory
-from gds.probe import mount_of, scratch_file
+from gds.probe import is_directory, mount_of, scratch_file
 
 _DAX_PAGE_BYTES: Final = 2 << 20
 """Size of the pages that DAX devices are mapped with if everything is aligned to it, in bytes."""
@@ -28,13 +27,8 @@ class MemoryPlace:
     """A directory whose files are memory; see `require_memory`."""
 
     path: str
-    """The directory."""
-
     filesystem: str
-    """Type of the file system, such as ``hugetlbfs``."""
-
     page_bytes: int
-    """Unit in which memory is taken from it, in bytes."""
 
     @property
     def size_bytes(self) -> int | None:
@@ -65,17 +59,12 @@ class MappedBuffer(HostBuffer):
     __slots__ = ()
 
     def __init__(self, mapping: mmap.mmap, nbytes: int) -> None:
-        """Describe the first `nbytes` bytes of a shared mapping."""
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self._view = memoryview(mapping)[:nbytes]
 
 
 def require_memory(directory: str) -> MemoryPlace:
-    """Return the description of a directory whose files are memory.
-
-    Args:
-        directory: Directory on tmpfs, on hugetlbfs, or on a DAX device. A file without a name is
-            made in it, and closed again.
+    """Return the description of a directory on tmpfs, on hugetlbfs, or on a DAX device.
 
     Raises:
         RefusedError: The files of the directory are not memory; the message says on what they are.

@@ -54,9 +54,6 @@ def open_path(name: PathName, threads: int, *, no_driver: str = "") -> Backend:
         name: Name of the path.
         threads: Number of transfers that the backend runs at once, in each direction.
         no_driver: Reason why the CUDA driver cannot be used; empty if it can.
-
-    Raises:
-        RefusedError: This machine cannot take the path; the message says why, and what to do.
     """
     path = PATHS[name]
     if path.memory == "device" and no_driver:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 DevicePath = Literal["gds", "compat", "bounce"]
-"""Name of a path that moves device memory."""
-
 PathName = Literal["gds", "compat", "bounce", "direct", "buffered"]
 
 
@@ -20,14 +18,8 @@ class TransferPath:
     """One path between a drive and memory."""
 
     name: PathName
-    """Name on the command line and in results."""
-
     title: str
-    """Description for people."""
-
     memory: Literal["host", "device"]
-    """Kind of memory that the path connects with the drive."""
-
     exit_status: int
     """Exit status of `gds check` if this path is the one that would be used."""
 

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +19,7 @@ from typing import Final
 from gds import libc
 from gds.buffers.host import HostBuffer
 from gds.contract import ALIGNMENT
+from gds.errors import RefusedError, StorageError
 
 MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
 """File systems that live in memory: without a device to transfer to, and lost at power-off."""
@@ -96,8 +98,6 @@ class DirectIO:
     """Whether files take direct transfers, and how the transfers must be aligned."""
 
     supported: bool
-    """Whether direct transfers work."""
-
     memory_alignment: int
     """Alignment of the memory's address, in bytes; 1 if `supported` is False."""
 
@@ -123,23 +123,22 @@ def mount_of(path: str) -> Mount:
             table = file.read()
     except OSError:
         return Mount("unknown", "", "", volatile=False)
-    number: int | None = None
+    return find_mount(table, os.path.realpath(path), mount_id(path))
+
+
+def mount_id(path: str) -> int | None:
+    """Return a mount's number in ``/proc/self/mountinfo``, by a path in it; None if not known."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
-            number = libc.mount_id(fd)
+            return libc.mount_id(fd)
         finally:
             os.close(fd)
-    return find_mount(table, os.path.realpath(path), number)
+    return None
 
 
 def mount_points(major: int, minor: int) -> list[str]:
-    """Return the mount points of a block device's file systems; empty if they cannot be read.
-
-    Args:
-        major: Major number of the device.
-        minor: Minor number of the device.
-    """
+    """Return the mount points of a block device's file systems; empty if they cannot be read."""
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             lines = [line.split() for line in file]
@@ -157,10 +156,7 @@ def find_mount(table: str, path: str, mount_id: int | None = None) -> Mount:
         path: Absolute path without symbolic links.
         mount_id: The kernel's number of the mount. If it is None or not in the table, the result
             is the longest mount point that holds `path`. Of several mounts on that point it is
-            the last, which covers the earlier ones.
-
-    Returns:
-        The mount; its type is ``unknown`` if none is found.
+            the last, which covers the earlier ones. If none is found, the type is ``unknown``.
     """
     best: tuple[int, Mount] | None = None
     for line in table.splitlines():
@@ -174,7 +170,9 @@ def find_mount(table: str, path: str, mount_id: int | None = None) -> Mount:
             filesystem == "overlay" and "volatile" in options  # this option ignores every sync
         )
         everything = (*fields[5].split(","), *options) if len(fields) > 5 else tuple(options)
-        remote = is_remote(filesystem)
+        # The type of a FUSE mount is fuse, fuseblk or fuse.<program>.
+        is_fuse = filesystem.startswith("fuse") and filesystem != "fusectl"
+        remote = is_fuse or filesystem in REMOTE_FILESYSTEMS
         mount = Mount(filesystem, point, _unescape(tail[1]), volatile, remote, everything)
         if mount_id is not None and fields[0] == str(mount_id):
             return mount
@@ -184,22 +182,57 @@ def find_mount(table: str, path: str, mount_id: int | None = None) -> Mount:
     return best[1] if best else Mount("unknown", "", "", volatile=False)
 
 
-def is_remote(filesystem: str) -> bool:
-    """Return whether another machine or a program serves files on this type of file system.
-
-    The type of a FUSE mount is ``fuse``, ``fuseblk`` or ``fuse.<program>``.
-    """
-    return filesystem in REMOTE_FILESYSTEMS or (
-        filesystem.startswith("fuse") and filesystem != "fusectl"
-    )
-
-
 def describe_remote(filesystem: str) -> str:
     """Return a message for people: who serves a remote file system, and what that implies."""
     who = "a program (FUSE)" if filesystem.startswith("fuse") else "another machine"
     return (
         f"files on {filesystem} are served by {who}, which decides whether locks exclude other "
         "writers and whether a sync makes data durable"
+    )
+
+
+def is_directory(path: str) -> bool:
+    """Return True if a path is a directory, False if it is a regular file.
+
+    Raises:
+        FileNotFoundError: The path does not exist.
+        RefusedError: The path is a device, a pipe or a socket. For a block device the message
+            says what to name instead.
+        StorageError: The system cannot examine the path.
+    """
+    try:
+        found = os.stat(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            errno.ENOENT, "no such file or directory: create it, or name another", path
+        ) from error
+    except NotADirectoryError as error:
+        raise FileNotFoundError(
+            errno.ENOENT, "no such file or directory: a parent in this path is a file", path
+        ) from error
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, "cannot be examined", path) from error
+    if stat.S_ISBLK(found.st_mode):
+        raise RefusedError(
+            f"{path} is a block device, but only files can be used: {_instead(found)}"
+        )
+    if not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+        raise RefusedError(f"{path} is neither a directory nor a regular file")
+    return stat.S_ISDIR(found.st_mode)
+
+
+def _instead(device: os.stat_result) -> str:
+    points = mount_points(os.major(device.st_rdev), os.minor(device.st_rdev))
+    if not points:
+        return "mount its file system, and name a directory in it"
+    return f"name a directory in {points[0]}, where it is mounted"
+
+
+def kernel_view(place: str, filesystem: str) -> RefusedError:
+    """Return the error for a place in one of `KERNEL_FILESYSTEMS`."""
+    return RefusedError(
+        f"{place} is {filesystem}, a view of the kernel without files on a drive: "
+        "name a directory on a drive"
     )
 
 
@@ -288,11 +321,7 @@ def can_clone(directory: str) -> bool:
 
 
 def refused_alignment(required: tuple[int, int] | None) -> str:
-    """Return the reason why an alignment rules out direct transfers; empty if it does not.
-
-    Args:
-        required: Result of `required_alignment`.
-    """
+    """Return why the result of `required_alignment` rules out direct transfers; empty if not."""
     if required is None:
         return "the kernel reports that files here do not support direct I/O"
     if max(required) > ALIGNMENT:

@@ -10,7 +10,6 @@ from typing import Final
 from gds.backends.names import reporting
 
 MOST_BYTES: Final = 64 << 10
-"""Largest size of a small file, in bytes."""
 
 
 def read_small_file(path: str) -> bytes:
@@ -34,17 +33,9 @@ def read_small_file(path: str) -> bytes:
 
 
 def write_small_file(path: str, data: bytes, what: str) -> None:
-    """Replace a file as a whole or not at all.
+    """Replace a file as a whole or not at all; `what` names its content in messages.
 
     The file is not synced, so use this only for content that can be made again after a crash.
-
-    Args:
-        path: Path of the file.
-        data: New content of the file.
-        what: Name of the content in messages, such as "a calibration".
-
-    Raises:
-        StorageError: The file could not be written.
     """
     beside = f"{path}.new"
     with reporting(f"write {what}", path):

@@ -34,7 +34,6 @@ class Monitor(_thread.RLock):  # type: ignore[misc]  # final in the stubs only
     """A reentrant lock, taken by ``with``, and a way to wait for a change of the guarded state."""
 
     def __init__(self) -> None:
-        """Make a free lock."""
         super().__init__()
         self._tickets: list[threading.Lock] = []
 
@@ -74,7 +73,6 @@ class Pending(Generic[T]):
     """
 
     def __init__(self) -> None:
-        """Make an outcome that is not known yet."""
         self._lock = threading.RLock()
         self._done = False
         self._value: T
@@ -98,15 +96,7 @@ class Pending(Generic[T]):
         return ticket.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the outcome and return the value.
-
-        Args:
-            timeout: Seconds to wait; None waits without limit.
-
-        Raises:
-            BaseException: The outcome is this error.
-            TimeoutError: The outcome is not known after `timeout` seconds.
-        """
+        """Wait for the outcome, at most `timeout` seconds; return the value, or raise the error."""
         if not self.wait(timeout):
             raise TimeoutError
         try:
@@ -117,14 +107,7 @@ class Pending(Generic[T]):
             self = None  # type: ignore[assignment]  # the error's traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the outcome and return the error; None if the outcome is a value.
-
-        Args:
-            timeout: Seconds to wait; None waits without limit.
-
-        Raises:
-            TimeoutError: The outcome is not known after `timeout` seconds.
-        """
+        """Wait for the outcome and return the error; None if the outcome is a value."""
         if not self.wait(timeout):
             raise TimeoutError
         return self._error
@@ -157,19 +140,16 @@ class Pending(Generic[T]):
         self._announce()
 
     def _require_unknown(self) -> None:
-        """Raise `RuntimeError` if the outcome is known."""
         if self._done:
             raise RuntimeError("the outcome is already set")
 
     def _announce(self) -> None:
-        """Wake all waiting threads, and call the callbacks."""
         while self._tickets:
             self._tickets.pop().release()
         while self._callbacks:
             self._call(self._callbacks.pop(0))
 
     def _call(self, fn: Callable[[Pending[T]], object]) -> None:
-        """Call a callback, and log its error."""
         try:
             fn(self)
         except Exception:  # noqa: BLE001  (futures of the standard library log it as well)
@@ -198,7 +178,6 @@ def start(*threads: threading.Thread) -> None:
     started: Pending[None] = Pending()
 
     def start_all() -> None:
-        """Start the threads, and report the outcome."""
         try:
             _start(threads)
         except BaseException as error:  # noqa: BLE001  (the waiting thread raises it)
@@ -218,7 +197,6 @@ def start(*threads: threading.Thread) -> None:
 
 
 def _start(threads: Sequence[threading.Thread]) -> None:
-    """Start threads in order, on the calling thread."""
     for thread in threads:
         thread.start()
 

@@ -62,10 +62,9 @@ GDS_MAY_KNOW: dict[str, set[str]] = {
     "errors": set(),
     "contract": set(),
     "buffers": {"contract", "errors", "waiting"},
-    "probe": {"buffers", "contract", "libc"},
-    "places": {"errors", "probe"},
-    "memory_directories": {"buffers", "errors", "libc", "places", "probe"},
-    "check": {"buffers", "contract", "libc", "paths", "places", "probe"},
+    "probe": {"buffers", "contract", "errors", "libc"},
+    "memory_directories": {"buffers", "errors", "libc", "probe"},
+    "check": {"buffers", "contract", "libc", "paths", "probe"},
     "backends": {"buffers", "check", "contract", "errors", "libc", "paths", "probe", "waiting"},
     "small_files": {"backends"},
     "calibration": {"backends", "contract", "errors", "probe", "small_files"},
@@ -76,7 +75,7 @@ GDS_MAY_KNOW: dict[str, set[str]] = {
 GDS_MAY_KNOW["bench"] = {*GDS_MAY_KNOW}
 GDS_MAY_KNOW["testing"] = {"buffers", "contract", "errors"}
 GDS_MAY_KNOW["kvikio"] = {"backends", "buffers"}
-GDS_MAY_KNOW["cli"] = {"bench", "check", "errors"}
+GDS_MAY_KNOW["cli"] = {"bench", "check", "errors", "paths"}
 GDS_MAY_KNOW["_platform"] = set()
 GDS_MAY_KNOW["__init__"] = {*GDS_MAY_KNOW}
 

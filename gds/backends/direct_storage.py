@@ -21,11 +21,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from gds.backends.cufile import CuFileLibrary
-from gds.backends.kvikio_library import Library, open_again, storage_error
-from gds.backends.transfer import Direction
+from gds.backends.hybrid import Direction
+from gds.backends.kvikio_library import CuFileLibrary, Library, open_again, storage_error
 from gds.buffers.cuda import Cuda
 from gds.buffers.device import DeviceBuffer, DeviceBytes
 
@@ -36,7 +35,6 @@ class Streams:
     """Lends non-blocking streams of one device; there are as many as were lent at once."""
 
     def __init__(self, cuda: Cuda) -> None:
-        """Make no stream yet."""
         self._cuda = cuda
         self._free: SimpleQueue[Any] = SimpleQueue()
 
@@ -57,71 +55,28 @@ class Streams:
         self._cuda.record(stream).synchronize()
 
 
-class _Calls(Protocol):
-    """Transfers of one file."""
+def direct_storage(
+    library: Library, streams: Streams, path: str, fd: int, *, writable: bool, way: Way
+) -> PlainCalls | StreamCalls:
+    """Open the file of a descriptor once more, for one of the two ways.
 
-    def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
-        """Transfer and return the bytes moved; see `DirectStorage.move`."""
-        ...
-
-    def close(self) -> None:
-        """Release the file."""
-        ...
-
-
-class DirectStorage:
-    """One open file that GPUDirect Storage moves. All methods may be called from any thread."""
-
-    def __init__(
-        self,
-        library: Library,
-        streams: Streams,
-        path: str,
-        fd: int,
-        *,
-        writable: bool,
-        way: Way = "threads",
-    ) -> None:
-        """Open the file of a descriptor once more.
-
-        Call this only if a child process has shown that cuFile does not hang.
-        """
-        with library.cufile():
-            self._calls: _Calls = (
-                _PlainCalls(library, path, fd, writable=writable)
-                if way == "threads"
-                else _StreamCalls(library, streams, path, fd, writable=writable)
-            )
-
-    def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
-        """Transfer memory completely or partly, and return the bytes moved.
-
-        The call returns when the bytes have arrived. It waits for no work on the device.
-
-        Args:
-            direction: Direction of the transfer.
-            memory: Device memory.
-            offset: Position in the file, in bytes.
-
-        Raises:
-            OSError: The file system reported an error.
-            RuntimeError: cuFile or KvikIO reported an error.
-        """
-        return self._calls.move(direction, memory, offset)
-
-    def close(self) -> None:
-        """Release the file; no transfer may be running. Idempotent."""
-        self._calls.close()
+    Call this only if a child process has shown that cuFile does not hang. The methods of the result
+    may be called from any thread.
+    """
+    with library.cufile():
+        if way == "threads":
+            return PlainCalls(library, path, fd, writable=writable)
+        return StreamCalls(library, streams, path, fd, writable=writable)
 
 
-class _PlainCalls:
+class PlainCalls:
     """cuFile's plain calls, on the calling thread."""
 
     def __init__(self, library: Library, path: str, fd: int, *, writable: bool) -> None:
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC
         opened = -1
         try:
-            self._cufile = library.plain_calls()
+            self._cufile = library.plain_calls
             opened = open_again(path, fd, flags)
             self._handle = self._cufile.register(opened)
         except (RuntimeError, OSError) as error:
@@ -134,13 +89,13 @@ class _PlainCalls:
         self._release.atexit = False
 
     def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
-        """Transfer on the calling thread."""
+        """Transfer on the calling thread, and return the bytes moved, maybe too few."""
         base = memory.region.base
         start = memory.address - base
         return self._cufile.move(direction, self._handle, base, start, memory.nbytes, offset)
 
     def close(self) -> None:
-        """Release the handle, then the descriptor."""
+        """Release the handle, then the descriptor; no transfer may be running. Idempotent."""
         self._release()
 
 
@@ -151,7 +106,7 @@ def _release(cufile: CuFileLibrary, handle: int, fd: int, process: int) -> None:
     os.close(fd)
 
 
-class _StreamCalls:
+class StreamCalls:
     """KvikIO's stream-ordered calls, each on a stream of its own."""
 
     def __init__(
@@ -161,7 +116,7 @@ class _StreamCalls:
         self._handle = library.open(path, fd, writable=writable, compat=False)
 
     def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
-        """Transfer on a stream, and wait for that stream."""
+        """Transfer on a stream, wait for it, and return the bytes moved, maybe too few."""
         call = self._handle.raw_read_async if direction == "read" else self._handle.raw_write_async
         base = memory.region.base
         start = memory.address - base
@@ -174,5 +129,5 @@ class _StreamCalls:
             return int(future.check_bytes_done())
 
     def close(self) -> None:
-        """Close the handle of KvikIO."""
+        """Close the handle of KvikIO; no transfer may be running. Idempotent."""
         self._handle.close()

@@ -17,13 +17,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from gds import libc
 from gds.waiting import Monitor
@@ -86,15 +87,11 @@ class HybridPolicy:
     it, nothing more is put into the page cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The mode of a request, with the reason."""
+class Choice(NamedTuple):
+    """The mode of a request, with the reason in a few words."""
 
     mode: Mode
-    """Whether the request is direct or buffered."""
-
     reason: str
-    """Reason of the choice, in a few words."""
 
 
 _CACHED: Final = Choice("buffered", "cached")
@@ -105,46 +102,6 @@ _REREAD: Final = Choice("buffered", "read again")
 _NO_MEMORY: Final = Choice("direct", "memory is short")
 _LARGE: Final = Choice("direct", "large")
 _RANDOM: Final = Choice("direct", "random")
-
-
-def choose(
-    policy: HybridPolicy,
-    direction: Direction,
-    nbytes: int,
-    *,
-    partial: bool,
-    continues: bool,
-    is_reread: bool,
-    pressed: bool,
-) -> Choice:
-    """Decide on the mode of a request that could be direct, at least mostly.
-
-    This is a pure function.
-
-    Args:
-        policy: Limits of the choice.
-        direction: Direction of the request.
-        nbytes: Length of the request, in bytes.
-        partial: Whether one end of the request is within a block.
-        continues: Whether the request is at the start of the file, or begins where the last
-            request ended.
-        is_reread: Whether the whole range was read directly before, and its file may be kept in the
-            page cache.
-        pressed: Whether memory is short.
-    """
-    if direction == "write":
-        if pressed:
-            return _NO_MEMORY
-        return _SMALL if nbytes < policy.write_bytes else _LARGE
-    if pressed:
-        return _NO_MEMORY
-    if continues and nbytes < policy.read_bytes:
-        return _SMALL
-    if partial and nbytes < policy.unaligned_bytes:
-        return _UNALIGNED
-    if is_reread:
-        return _REREAD
-    return _LARGE if nbytes >= policy.read_bytes else _RANDOM
 
 
 class Hybrid:
@@ -160,7 +117,6 @@ class Hybrid:
         read_text: Callable[[str], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start with a policy."""
         self.policy = policy or HybridPolicy()
         self._read_text = read_text or _read_text
         self._clock = clock
@@ -219,7 +175,6 @@ class WriteGate:
     """
 
     def __init__(self) -> None:
-        """Start without writes."""
         self._changed = Monitor()
         self._mode: Mode = "direct"
         self._num_active = 0
@@ -273,7 +228,6 @@ class WriteGate:
 
 
 def _other(mode: Mode) -> Mode:
-    """Return the opposite mode."""
     return "buffered" if mode == "direct" else "direct"
 
 
@@ -281,7 +235,6 @@ class HybridFile:
     """Decides on the requests of one open file, and remembers which ranges were read directly."""
 
     def __init__(self, hybrid: Hybrid, size_bytes: int) -> None:
-        """Start for a file of `size_bytes` bytes."""
         self._hybrid = hybrid
         self._has_claim = False
         # All requests of a small file are buffered: it needs no second descriptor and no memory of
@@ -301,11 +254,7 @@ class HybridFile:
     def mode(self, direction: Direction, fd: int, offset: int, nbytes: int) -> Mode:
         """Return the mode for a request that could be direct, and count the decision.
 
-        Args:
-            direction: Direction of the request.
-            fd: Descriptor of transfers through the page cache.
-            offset: Start of the request in the file, in bytes.
-            nbytes: Length of the request in bytes; at least a block.
+        `fd` is the descriptor of transfers through the page cache.
         """
         choice = _SMALL_FILE if self.is_small else self._choice(direction, fd, offset, nbytes)
         self._hybrid.count(direction, choice)
@@ -318,15 +267,20 @@ class HybridFile:
         if is_read and self._is_cached(fd, offset, nbytes):
             return _CACHED  # return early: the copy takes hardly longer than the steps below
         end = offset + nbytes
-        choice = choose(
-            self._hybrid.policy,
-            direction,
-            nbytes,
-            partial=bool((offset | nbytes) % mmap.PAGESIZE),
-            continues=offset in (0, last_end),
-            is_reread=is_read and self._is_kept_reread(offset, end),
-            pressed=self._hybrid.pressed(),
-        )
+        policy = self._hybrid.policy
+        is_reread = is_read and self._is_kept_reread(offset, end)
+        if self._hybrid.pressed():
+            choice = _NO_MEMORY
+        elif not is_read:
+            choice = _SMALL if nbytes < policy.write_bytes else _LARGE
+        elif offset in (0, last_end) and nbytes < policy.read_bytes:
+            choice = _SMALL
+        elif (offset | nbytes) % mmap.PAGESIZE and nbytes < policy.unaligned_bytes:
+            choice = _UNALIGNED
+        elif is_reread:
+            choice = _REREAD
+        else:
+            choice = _LARGE if nbytes >= policy.read_bytes else _RANDOM
         if is_read and choice is _SMALL:
             with contextlib.suppress(OSError):  # the kernel may ignore advice
                 os.posix_fadvise(fd, end, _AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
@@ -390,26 +344,14 @@ class HybridFile:
 
 def _memory(text: str) -> tuple[int, int]:
     """Return the machine's memory and the available memory, in bytes; 0 for a value not known."""
-    found = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if name in ("MemTotal", "MemAvailable") and words and words[0].isdecimal():
-            found[name] = int(words[0]) << 10
-    return found.get("MemTotal", 0), found.get("MemAvailable", 0)
+    found = dict(re.findall(r"^(MemTotal|MemAvailable):\s*(\d+)", text, re.MULTILINE))
+    return int(found.get("MemTotal", 0)) << 10, int(found.get("MemAvailable", 0)) << 10
 
 
 def _stalled(text: str) -> float:
     """Return the percentage of the last ten seconds in which a task waited for memory."""
-    for line in text.splitlines():
-        words = line.split()
-        if words[:1] == ["some"]:
-            for word in words[1:]:
-                name, _, value = word.partition("=")
-                if name == "avg10":
-                    with contextlib.suppress(ValueError):
-                        return float(value)
-    return 0.0
+    found = re.search(r"^some .*\bavg10=(\d+(?:\.\d+)?)", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
 
 
 def _read_text(path: str) -> str:

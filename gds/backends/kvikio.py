@@ -1,4 +1,5 @@
 """Backend for device memory: GPUDirect Storage if a trial has shown that it works, else copies."""
+# ruff: noqa: D102 - the protocols of `gds.contract` document the methods
 
 from __future__ import annotations
 
@@ -9,24 +10,24 @@ import os
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
-from gds.backends.direct_storage import DirectStorage, Streams, Way
-from gds.backends.hybrid import HybridPolicy
+from gds.backends.direct_storage import Streams, Way, direct_storage
+from gds.backends.hybrid import Direction, HybridPolicy
 from gds.backends.kvikio_file import (
     Handles,
     KvikioFile,
     Mover,
     Opened,
-    PathCounts,
     Used,
 )
 from gds.backends.kvikio_library import CompatibilityMode, Library
 from gds.backends.names import reporting
 from gds.backends.posix import PosixBackend
 from gds.backends.posix_file import PosixFile
-from gds.backends.transfer import Descriptors, Direction
+from gds.backends.transfer import Descriptors
 from gds.buffers.cuda import Cuda
 from gds.buffers.device import (
     PageLockRefused,
@@ -37,6 +38,10 @@ from gds.buffers.device import (
 )
 from gds.buffers.host import HostBuffer
 from gds.buffers.pool import BufferPool
+from gds.check.examine import choose
+from gds.check.gpu import examine_gpu
+from gds.check.storage import examine_storage
+from gds.check.system import System
 from gds.contract import Buffer, BufferKind, Capabilities
 from gds.errors import RefusedError, StorageError
 from gds.paths import DevicePath
@@ -48,10 +53,6 @@ Examine: TypeAlias = Callable[[str], dict[Direction, Used]]
 reason why no better one works. It may take seconds."""
 
 _STAGING_BYTES: Final = 8 << 20
-"""Length of a staging buffer, in bytes."""
-
-_abandoned: list[Handles] = []
-"""Handles of a parent process. Closing them in a forked child would call the parent's driver."""
 
 
 class RegistrationRefused(UserWarning):
@@ -83,7 +84,6 @@ class KvikioBackend(PosixBackend):
     """
 
     name: str = "kvikio"
-    """Name of the backend."""
 
     def __init__(
         self,
@@ -116,8 +116,7 @@ class KvikioBackend(PosixBackend):
                 `ALIGNMENT`. It limits the parts of `PosixBackend`, and the tasks of KvikIO in
                 compatibility mode. With None, parts have no limit, and these tasks have 16 MiB.
             direct: Direct I/O of host memory; see `PosixBackend`.
-            hybrid: Policy for host memory, and for device memory that is copied through it; see
-                `PosixBackend`.
+            hybrid: Policy for host memory, also where device memory is copied through it.
             examine: Function that replaces the examination of a directory.
             gds_calls: Way of transfers by GPUDirect Storage: ``"threads"`` calls cuFile on the
                 threads of the backend; ``"streams"`` queues KvikIO's stream-ordered calls, and
@@ -143,7 +142,8 @@ class KvikioBackend(PosixBackend):
         self._examine = examine or _examined
         self._examined: dict[int, dict[Direction, Used]] = {}
         self._examining = threading.Lock()
-        self._paths = PathCounts()
+        self._moved: Counter[tuple[Direction, DevicePath]] = Counter()
+        self._counting = threading.Lock()
         # Registration loads cuFile, so it waits until a file is opened with cuFile.
         self._unregistered: weakref.WeakSet[Region] = weakref.WeakSet()
         self._uses_cufile = False
@@ -155,7 +155,7 @@ class KvikioBackend(PosixBackend):
         self._configure()
 
     def tune(self, *, read_threads: int, write_threads: int, request_bytes: int | None) -> None:
-        """Change the threads and the request size; see the constructor for the arguments.
+        """Change the threads and the request size.
 
         In compatibility mode, the call waits for KvikIO's running tasks if their threads change.
         """
@@ -166,7 +166,6 @@ class KvikioBackend(PosixBackend):
         self._configure()
 
     def capabilities(self, directory: str) -> Capabilities:
-        """Return what the backend can do in an existing directory, tried with probe files."""
         return dataclasses.replace(super().capabilities(directory), device_memory=True)
 
     def paths_in(self, directory: str) -> dict[Direction, Used]:
@@ -191,7 +190,12 @@ class KvikioBackend(PosixBackend):
         host. Partial blocks, and memory that is not aligned like its place in the file, always
         count as ``bounce``.
         """
-        return {direction: self._paths.totals(direction) for direction in DIRECTIONS}
+        paths: tuple[DevicePath, ...] = ("gds", "compat", "bounce")
+        with self._counting:
+            return {
+                direction: {path: self._moved[direction, path] for path in paths}
+                for direction in DIRECTIONS
+            }
 
     def allocate(self, nbytes: int, kind: BufferKind | None = None) -> Buffer:
         """Return zeroed memory; the default kind is the constructor's `memory`.
@@ -243,7 +247,6 @@ class KvikioBackend(PosixBackend):
     def make_file(
         self, path: str, descriptors: Descriptors, size_bytes: int, writable: bool
     ) -> PosixFile:
-        """Return the object for an open file; see `PosixBackend.make_file`."""
         return KvikioFile(self, path, descriptors, size_bytes, writable)
 
     def open_handles(self, path: str, fd: int, *, writable: bool) -> Handles:
@@ -275,11 +278,8 @@ class KvikioBackend(PosixBackend):
 
     def count_path(self, direction: Direction, path: DevicePath, nbytes: int) -> None:
         """Count bytes of device memory by the path that they took."""
-        self._paths.add(direction, path, nbytes)
-
-    def abandon(self, handles: Handles) -> None:
-        """Keep handles of the parent process from being closed in this forked child."""
-        _abandoned.append(handles)
+        with self._counting:
+            self._moved[direction, path] += nbytes
 
     def _paths_on(
         self, device: int, directory: Callable[[], str], path: str
@@ -303,8 +303,15 @@ class KvikioBackend(PosixBackend):
                 library = self._library = self._library or Library()
         except RefusedError as error:
             return None, str(error)
+
+        def open_here() -> Mover:
+            self.cuda.use()
+            return direct_storage(
+                library, self._streams, path, fd, writable=writable, way=self._gds_calls
+            )
+
         try:
-            handle = self.cuda.here(lambda: self._direct_storage(library, path, fd, writable))
+            handle = self.cuda.here(open_here)
         except StorageError as error:
             return None, f"cuFile does not accept this file: {error.strerror}"
         if refusal := library.why_copies_are_silent():
@@ -318,17 +325,7 @@ class KvikioBackend(PosixBackend):
                 self._unregistered.clear()
         return handle, ""
 
-    def _direct_storage(
-        self, library: Library, path: str, fd: int, writable: bool
-    ) -> DirectStorage:
-        """Open a file with cuFile, on a thread in which the device is current."""
-        self.cuda.use()
-        return DirectStorage(
-            library, self._streams, path, fd, writable=writable, way=self._gds_calls
-        )
-
     def _require_path(self, used: Used, direction: Direction, path: str) -> None:
-        """Raise `StorageError` if GPUDirect Storage is demanded and `used` is another path."""
         if self._path == "gds" and used.path != "gds":
             raise StorageError(
                 errno.EOPNOTSUPP,
@@ -362,7 +359,6 @@ class KvikioBackend(PosixBackend):
         return HostBuffer(nbytes)
 
     def _configure(self) -> None:
-        """Ask for threads of KvikIO, if transfers run on them."""
         if self._path == "compat" and self._library is not None:
             self._library.configure(num_threads=self.read_threads + self.write_threads)
 
@@ -378,11 +374,9 @@ _examinations: dict[int, dict[Direction, Used]] = {}
 """Results of the examinations in this process, by the number of the file system."""
 
 _examinations_lock = threading.Lock()
-"""Lock of `_examinations`."""
 
 
 def _examined(directory: str) -> dict[Direction, Used]:
-    """Return the path of each direction; each file system is examined once per process."""
     device = os.stat(directory).st_dev
     with _examinations_lock:
         if device not in _examinations:
@@ -395,18 +389,11 @@ def _examine(directory: str) -> dict[Direction, Used]:
 
     cuFile is tried in a child process, with its fallback to a copy through the host switched off.
     """
-    from gds.check.choice import choose  # imported late, because only device memory needs them
-    from gds.check.gpu import examine_gpu
-    from gds.check.storage import examine_storage
-    from gds.check.system import System
-
     system = System()
     storage = examine_storage(system, directory)
     gpu = examine_gpu(system, storage, timeout_s=10.0)
     found: dict[Direction, Used] = {}
     for direction in DIRECTIONS:
-        why_not = choose(direction, storage, gpu).why_not
-        with contextlib.suppress(KeyError):
-            found[direction] = Used("bounce", why_not["gds"])
-        found.setdefault(direction, Used("gds", ""))
+        reason = choose(direction, storage, gpu).why_not.get("gds", "")
+        found[direction] = Used("bounce" if reason else "gds", reason)
     return found

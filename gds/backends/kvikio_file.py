@@ -1,18 +1,18 @@
 """Open file of the KvikIO backend. It decides which handle moves each part of a request."""
+# ruff: noqa: D102 - the protocols of `gds.contract` document the methods
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections import Counter
 from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from gds.backends.hybrid import Mode
+from gds.backends.hybrid import Direction, Mode
 from gds.backends.kvikio_library import is_end_of_file, storage_error, whole_blocks
 from gds.backends.posix_file import PosixFile, Transfers
 from gds.backends.threads import Part
-from gds.backends.transfer import Descriptors, Direction, cut, direct_part
+from gds.backends.transfer import Descriptors, cut, direct_part
 from gds.buffers.cuda import Cuda, Event
 from gds.buffers.device import DeviceBuffer
 from gds.buffers.host import HostBuffer
@@ -26,8 +26,6 @@ class Used(NamedTuple):
     """The path of device memory in one direction, with the reason."""
 
     path: DevicePath
-    """Name of the path."""
-
     reason: str
     """Reason, for people, why the path is not GPUDirect Storage; empty if it is."""
 
@@ -45,48 +43,36 @@ class Mover(Protocol):
 
 
 class Opened(NamedTuple):
-    """The path and the handle of an open file in one direction."""
+    """The path of an open file in one direction, and its handle; None if the path needs none."""
 
     used: Used
-    """The path that transfers take."""
-
     handle: Mover | None
-    """The file as a library has opened it; None if the path needs none."""
 
 
 Handles: TypeAlias = dict[Direction, Opened]
 """Path and handle of an open file, by direction."""
 
 
+_abandoned: list[Handles] = []
+"""Handles of a parent process. Closing them in a forked child would call the parent's driver."""
+
+
 class DeviceTransfers(Transfers, Protocol):
-    """Interface of a backend that its files use for device memory."""
+    """What a file needs of its backend for device memory; `KvikioBackend` has it."""
 
     cuda: Cuda
-    """Device of the backend."""
-
     staging: BufferPool[HostBuffer]
-    """Pool of page-locked buffers, for bytes that are copied through the host."""
 
     @property
-    def device_request_bytes(self) -> int | None:
-        """Largest part of a request for device memory, in bytes; None if a library cuts them."""
-        ...
+    def device_request_bytes(self) -> int | None: ...
 
-    def open_handles(self, path: str, fd: int, *, writable: bool) -> Handles:
-        """Decide on the path of each direction, and open the file for it."""
-        ...
+    def open_handles(self, path: str, fd: int, *, writable: bool) -> Handles: ...
 
-    def count_path(self, direction: Direction, path: DevicePath, nbytes: int) -> None:
-        """Count bytes of device memory by the path that they took."""
-        ...
-
-    def abandon(self, handles: Handles) -> None:
-        """Keep handles of the parent process from being closed in this forked child."""
-        ...
+    def count_path(self, direction: Direction, path: DevicePath, nbytes: int) -> None: ...
 
 
 class KvikioFile(PosixFile):
-    """An open file of a `KvikioBackend`; see `gds.File` for the contract of each method.
+    """An open file of a `KvikioBackend`.
 
     Host memory takes the POSIX path. For device memory the file may be opened once more, by cuFile
     or KvikIO; this happens only at the first transfer, because most small files never have one.
@@ -103,7 +89,6 @@ class KvikioFile(PosixFile):
         size_bytes: int,
         writable: bool,
     ) -> None:
-        """Describe an open file; see `PosixFile` for the arguments."""
         super().__init__(backend, path, descriptors, size_bytes, writable)
         self._device_backend = backend
         self._handles: Handles | None = None
@@ -121,11 +106,10 @@ class KvikioFile(PosixFile):
         return self._opened(direction).used
 
     def close(self) -> None:
-        """Wait for transfers in flight, then release the file. Idempotent."""
         super().close()
         if self._device_backend.forked():
             if self._handles:
-                self._device_backend.abandon(self._handles)
+                _abandoned.append(self._handles)
             return
         with self._opening:
             handles, self._handles = self._handles, None
@@ -136,7 +120,6 @@ class KvikioFile(PosixFile):
     def _moves(
         self, direction: Direction, buffer: Buffer, offset: int, uncached_mode: Mode | None
     ) -> list[Part]:
-        """Return the parts of a transfer, to run on threads; see `PosixFile._moves`."""
         if not isinstance(buffer, DeviceBuffer):
             return super()._moves(direction, buffer, offset, uncached_mode)
         events = buffer.region.events(buffer.address, buffer.address + buffer.nbytes)
@@ -166,7 +149,6 @@ class _DeviceTransfer:
         events: list[Event],
         uncached_mode: Mode | None,
     ) -> None:
-        """Describe a request."""
         self._uncached_mode = uncached_mode
         self._file = file
         self._backend = file._device_backend
@@ -179,24 +161,13 @@ class _DeviceTransfer:
         return f"{self._direction} of {self._buffer.nbytes} bytes of device memory"
 
     def move(self, part: tuple[int, int]) -> int:
-        """Move a part of the request completely, and return its length in bytes.
-
-        Args:
-            part: Start and stop of the part, in bytes from the request's start.
-
-        Raises:
-            ShortReadError: A read leaves the file.
-            DeviceLostError: The device does not work any more.
-            StorageError: The transfer failed.
-            MemoryError: There is no host memory to copy through.
-        """
+        """Move a part of the request completely, and return its length in bytes."""
         try:
             return self._move(*part)
         except RuntimeError as error:  # of CUDA; those of files are StorageError already
             raise storage_error(error, str(self), self._file.path, self._offset) from error
 
     def _move(self, first: int, last: int) -> int:
-        """Move the part from `first` to `last`; see `move`."""
         end = self._offset + last
         if self._direction == "read" and end > self._file.size_bytes:
             raise ShortReadError(
@@ -221,7 +192,8 @@ class _DeviceTransfer:
             if start < stop:
                 self._stage(first, first + start)
                 done = self._through(opened.handle, first + start, first + stop)
-                self._count(opened.used.path, done - first - start)
+                moved = done - first - start
+                self._backend.count_path(self._direction, opened.used.path, moved)
         self._stage(done, last)
         return last - first
 
@@ -250,7 +222,7 @@ class _DeviceTransfer:
         return done
 
     def _stage(self, first: int, last: int) -> None:
-        """Copy bytes `first` to `last` of the request through host memory."""
+        """Copy a part through host memory."""
         if first == last:
             return
         staging, cuda = self._backend.staging, self._backend.cuda
@@ -274,28 +246,4 @@ class _DeviceTransfer:
                 )
                 if self._direction == "read":
                     cuda.copy(device, host.address, nbytes, "to device")
-        self._count("bounce", last - first)
-
-    def _count(self, path: DevicePath, nbytes: int) -> None:
-        """Count bytes by the path that they took."""
-        self._backend.count_path(self._direction, path, nbytes)
-
-
-class PathCounts:
-    """Totals of device memory by path, in bytes; they only grow. Usable from any thread."""
-
-    def __init__(self) -> None:
-        """Start with zero in all totals."""
-        self._lock = threading.Lock()
-        self._nbytes: Counter[tuple[Direction, DevicePath]] = Counter()
-
-    def add(self, direction: Direction, path: DevicePath, nbytes: int) -> None:
-        """Add bytes to a total."""
-        with self._lock:
-            self._nbytes[direction, path] += nbytes
-
-    def totals(self, direction: Direction) -> dict[DevicePath, int]:
-        """Return the bytes of a direction by path; paths without bytes are included."""
-        paths: tuple[DevicePath, ...] = ("gds", "compat", "bounce")
-        with self._lock:
-            return {path: self._nbytes[direction, path] for path in paths}
+        self._backend.count_path(self._direction, "bounce", last - first)

@@ -10,95 +10,121 @@ never syncs.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from functools import cached_property
+from typing import Any, Final
 
-from gds.backends.cufile import CuFileLibrary
-from gds.backends.transfer import Direction
+from gds.backends.hybrid import Direction
 from gds.buffers.cuda import is_lost, lost_error, require
 from gds.buffers.device import DeviceBuffer, DeviceBytes
+from gds.check.cuda_child import FD_HANDLE, Descriptor, Error, Handle
 from gds.contract import ALIGNMENT
 from gds.errors import StorageError
+
+SONAME: Final = "libcufile.so.0"
+_ALREADY_OPEN: Final = 5026
+"""Error of a driver that this process has opened before, perhaps through another library."""
+
+
+def load_cufile() -> Any:
+    """Return the library as ctypes loads it; the loader finds the copy that KvikIO has loaded."""
+    return ctypes.CDLL(SONAME, use_errno=True)
+
+
+class CuFileLibrary:
+    """The functions of cuFile that transfer files and wait for no stream, called through ctypes.
+
+    KvikIO loads the library and opens its driver; the calls here go to the same copy of it. ctypes
+    releases the GIL during a call, and keeps the error number that cuFile leaves in `errno`.
+    """
+
+    def __init__(self) -> None:
+        """Load the library and open its driver."""
+        self._library = library = load_cufile()
+        for name in ("cuFileDriverOpen", "cuFileHandleRegister"):
+            getattr(library, name).restype = Error
+        library.cuFileHandleDeregister.restype = None
+        library.cuFileHandleDeregister.argtypes = [ctypes.c_void_p]
+        for name in ("cuFileRead", "cuFileWrite"):
+            function = getattr(library, name)
+            function.restype = ctypes.c_ssize_t
+            function.argtypes = [
+                ctypes.c_void_p,
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+                ctypes.c_int64,
+                ctypes.c_int64,
+            ]
+        opened = library.cuFileDriverOpen()
+        if opened.err != _ALREADY_OPEN:
+            _check("cuFileDriverOpen", opened)
+
+    def register(self, fd: int) -> int:
+        """Return a handle for a file that is open for direct I/O; the descriptor must stay open.
+
+        Raises:
+            RuntimeError: cuFile does not take the file.
+        """
+        descriptor = Descriptor(type=FD_HANDLE, handle=Handle(fd=fd), fs_ops=None)
+        handle = ctypes.c_void_p()
+        _check(
+            "cuFileHandleRegister",
+            self._library.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(descriptor)),
+        )
+        return handle.value or 0
+
+    def deregister(self, handle: int) -> None:
+        """Release a handle; no transfer of it may be running."""
+        self._library.cuFileHandleDeregister(handle)
+
+    def move(
+        self, direction: Direction, handle: int, base: int, start: int, nbytes: int, offset: int
+    ) -> int:
+        """Read or write on the calling thread, and return the bytes moved, which may be too few.
+
+        The device must be current in the calling thread. The memory begins `start` bytes after
+        `base`, the address by which its allocation is registered.
+
+        Raises:
+            OSError: The file system reported an error.
+            RuntimeError: cuFile reported an error.
+        """
+        call = self._library.cuFileRead if direction == "read" else self._library.cuFileWrite
+        moved = int(call(handle, base, nbytes, offset, start))
+        if moved >= 0:
+            return moved
+        if moved == -1:
+            number = ctypes.get_errno() or errno.EIO
+            raise OSError(number, os.strerror(number))
+        raise RuntimeError(f"cuFile error {-moved} in {call.__name__}")
+
+
+def _check(what: str, status: Any) -> None:
+    if status.err:
+        raise RuntimeError(f"cuFile error {status.err}, CUDA error {status.cu_err} in {what}")
+
 
 TASK_BYTES: Final = 16 << 20
 """Bytes that a thread of KvikIO moves at a time, unless calibration finds another value. KvikIO's
 default of 4 MiB is meant for network file systems."""
 
 _TRUE: Final = frozenset({"1", "true", "on", "yes"})
-"""Values of an environment variable that mean true."""
-
 _settings = threading.RLock()
 """Lock held while a setting of KvikIO must not change; the settings belong to the process."""
 
 _num_threads: weakref.WeakKeyDictionary[Library, int] = weakref.WeakKeyDictionary()
-"""Number of threads that each open backend asks for."""
-
 _ERRORS: Final = sorted(
     ((os.strerror(number), number) for number in errno.errorcode),
     key=lambda entry: len(entry[0]),
     reverse=True,
 )
 """Messages of `strerror` with their error numbers, the longest message first."""
-
-
-class Moved(Protocol):
-    """A transfer in progress. The caller keeps buffer and file alive until `get` returns."""
-
-    def get(self) -> int:
-        """Wait for the transfer and return the bytes moved, which may be too few; call it once."""
-        ...
-
-
-class MovedOnStream(Protocol):
-    """A transfer that is queued on a stream, with the memory for its result."""
-
-    def check_bytes_done(self) -> int:
-        """Wait for the stream and return the bytes moved, which may be too few."""
-        ...
-
-
-class Handle(Protocol):
-    """Methods of `kvikio.CuFile` that this package uses."""
-
-    def pread(self, buf: object, size: int, file_offset: int, task_size: int) -> Moved:
-        """Start reading `size` bytes from `file_offset` (bytes) into device memory.
-
-        A task has `task_size` bytes. The copies are ordered with the legacy default stream.
-        """
-        ...
-
-    def pwrite(self, buf: object, size: int, file_offset: int, task_size: int) -> Moved:
-        """Start writing `size` bytes of device memory at `file_offset` (bytes); see `pread`."""
-        ...
-
-    def raw_read_async(
-        self, buf: object, raw_stream: int, size: int, file_offset: int, dev_offset: int
-    ) -> MovedOnStream:
-        """Queue a read of `size` bytes to `dev_offset` (bytes) of device memory on a stream."""
-        ...
-
-    def raw_write_async(
-        self, buf: object, raw_stream: int, size: int, file_offset: int, dev_offset: int
-    ) -> MovedOnStream:
-        """Queue a write of `size` bytes from `dev_offset` (bytes) of device memory on a stream."""
-        ...
-
-    def fileno(self) -> int:
-        """Return the descriptor of transfers through the page cache."""
-        ...
-
-    def is_direct_io_supported(self) -> bool:
-        """Return whether the file also has a descriptor that bypasses the page cache."""
-        ...
-
-    def close(self) -> None:
-        """Close both descriptors."""
-        ...
 
 
 class Library:
@@ -112,13 +138,11 @@ class Library:
         """
         self._kvikio = require("kvikio")
         self._defaults = require("kvikio.defaults")
-        self._plain: CuFileLibrary | None = None
 
+    @cached_property
     def plain_calls(self) -> CuFileLibrary:
-        """Return cuFile's plain calls, within a block of `cufile`; loaded once."""
-        if self._plain is None:
-            self._plain = CuFileLibrary()
-        return self._plain
+        """The plain calls of cuFile, to be loaded within a block of `cufile`."""
+        return CuFileLibrary()
 
     def configure(self, *, num_threads: int) -> None:
         """Set KvikIO's settings, for the whole process.
@@ -137,7 +161,7 @@ class Library:
                 self._apply()
 
     def _apply(self) -> None:
-        """Set KvikIO's settings; the caller holds their lock."""
+        """Set the settings; the caller holds their lock."""
         wanted = {
             "num_threads": sum(_num_threads.values()),
             # KvikIO's defaults read through the page cache, and run small requests on the caller's
@@ -152,17 +176,16 @@ class Library:
         if changed:
             self._defaults.set(changed)
 
-    def open(self, path: str, fd: int, *, writable: bool, compat: bool) -> Handle:
-        """Open the file of a descriptor once more, for transfers of device memory.
+    def open(self, path: str, fd: int, *, writable: bool, compat: bool) -> Any:
+        """Return a new `kvikio.CuFile` of the file of a descriptor, for device memory.
 
         Args:
             path: Path of the file, for messages; also used to open the file if ``/proc`` is
                 missing.
             fd: Descriptor of the file, which may have been renamed since it was opened.
             writable: Whether to open the file for writing as well.
-            compat: True copies through the host. False requires cuFile, and fails if cuFile does
-                not take the file. Pass False only if a child process has shown that cuFile does
-                not hang.
+            compat: True copies through the host. False requires cuFile. Pass False only if a child
+                process has shown that cuFile does not hang.
 
         Raises:
             StorageError: KvikIO or cuFile does not take the file, or `path` names another file
@@ -171,7 +194,7 @@ class Library:
         name = _name_of(path, fd)
         with _settings, self._mode(compat=compat):
             try:
-                handle: Handle = self._kvikio.CuFile(name, "r+" if writable else "r")
+                handle = self._kvikio.CuFile(name, "r+" if writable else "r")
             except (RuntimeError, OSError) as error:
                 raise storage_error(error, "open with KvikIO", path) from error
         if not os.path.samestat(os.fstat(handle.fileno()), os.fstat(fd)):
@@ -182,14 +205,13 @@ class Library:
     def register(self, memory: DeviceBytes) -> None:
         """Register an allocation with cuFile, so that cuFile does not copy it within the device.
 
-        Raises:
-            RuntimeError: cuFile refuses, for example because of too little address space (BAR1).
+        A `RuntimeError` says that it refuses, for example because address space (BAR1) is short.
         """
         with self.cufile():
             self._kvikio.memory_register(memory)
 
     def deregister(self, memory: DeviceBytes) -> None:
-        """Undo `register` of the same allocation."""
+        """Undo `register`."""
         with self.cufile():
             self._kvikio.memory_deregister(memory)
 
@@ -246,20 +268,16 @@ class CompatibilityMode:
         writable: bool,
         task_bytes: Callable[[], int | None],
     ) -> None:
-        """Open the file of a descriptor once more; see `Library.open`."""
         self._task_bytes = task_bytes
         self._handle = library.open(path, fd, writable=writable, compat=True)
         self.bypasses_cache = self._handle.is_direct_io_supported()
-        """Whether transfers bypass the page cache."""
 
     def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
-        """Transfer memory by KvikIO's threads, and return the bytes moved.
-
-        Raises:
-            RuntimeError: KvikIO reported an error.
-        """
+        """Transfer memory by KvikIO's threads, and return the bytes moved, maybe too few."""
         start = self._handle.pread if direction == "read" else self._handle.pwrite
-        return start(memory, memory.nbytes, offset, self._task_bytes() or TASK_BYTES).get()
+        # The caller keeps the buffer and the file alive until `get` returns.
+        moved = start(memory, memory.nbytes, offset, self._task_bytes() or TASK_BYTES).get()
+        return int(moved)
 
     def close(self) -> None:
         """Close the handle of KvikIO. Idempotent."""

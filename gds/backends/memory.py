@@ -1,27 +1,27 @@
 """Backend in process memory: files, names and locks without a disk."""
+# ruff: noqa: D102 - the protocols of `gds.contract` document the methods
 
 from __future__ import annotations
 
 import errno
 import posixpath
-import sys
-import threading
 from collections.abc import Iterable
-from functools import partial
-from typing import TypeAlias
 
-from gds.backends.closing import Closing
-from gds.backends.memory_files import DirectoryNode, MemoryFile, MemoryLock, RegularNode
-from gds.backends.threads import Meter
-from gds.backends.transfer import Direction
+from gds.backends.memory_files import (
+    DirectoryNode,
+    MemoryFile,
+    MemoryLock,
+    Node,
+    RegularNode,
+    Tree,
+    parts_of,
+)
 from gds.buffers.host import HostBuffer, host_buffer
-from gds.contract import BufferKind, Capabilities, Counters, Stat
+from gds.contract import Backend, BufferKind, Capabilities, Counters, Stat
 from gds.errors import LockHeldError, StorageError
 
-_Entry: TypeAlias = RegularNode | DirectoryNode
 
-
-class MemoryBackend(Closing):
+class MemoryBackend(Backend):
     """A backend for tests and demonstrations, whose files are lost with the process.
 
     It has the semantics of `PosixBackend`, down to the error numbers. A transfer is done before its
@@ -30,7 +30,6 @@ class MemoryBackend(Closing):
     """
 
     name: str = "memory"
-    """Name of the backend."""
 
     def __init__(
         self,
@@ -47,19 +46,11 @@ class MemoryBackend(Closing):
                 beyond it. A removed file uses capacity until it is closed. None is no limit.
             clones: Whether `File.clone` works, as on a file system that can share space.
         """
-        self._root = DirectoryNode()
-        self._capacity_bytes = capacity_bytes
-        self._clones = clones
-        self._lock = threading.RLock()
-        self._used_bytes = 0
-        self._closed = False
-        self._files: set[MemoryFile] = set()
-        self._held: set[MemoryLock] = set()
-        self._meters: dict[Direction, Meter] = {"read": Meter(), "write": Meter()}
-        self._sync_meter = Meter()
+        self._tree = Tree(capacity_bytes, clones=clones)
+        self._lock = self._tree.guard
         for path in directories:
             parent = "/"
-            for part in _parts(path):
+            for part in parts_of(path):
                 parent = posixpath.join(parent, part)
                 if self.stat(parent) is None:
                     self.make_dir(parent)
@@ -71,15 +62,14 @@ class MemoryBackend(Closing):
         kept, synced or not. The totals start at zero.
         """
         self.close()
-        successor = MemoryBackend(capacity_bytes=self._capacity_bytes, clones=self._clones)
-        successor._root = self._root
-        successor._used_bytes = self._used_bytes
+        old = self._tree
+        successor = MemoryBackend(capacity_bytes=old.capacity_bytes, clones=old.clones)
+        successor._tree.root, successor._tree.used_bytes = old.root, old.used_bytes
         return successor
 
     def capabilities(self, directory: str) -> Capabilities:
-        """Return what the backend can do in an existing directory."""
         with self._lock:
-            self._directory("probe", directory)
+            self._tree.directory("probe", directory)
         return Capabilities(
             backend=self.name,
             filesystem="memory",
@@ -89,40 +79,36 @@ class MemoryBackend(Closing):
             remote=False,
             device_memory=False,
             reason="files are in process memory: there is no device to transfer to",
-            clones=self._clones,
+            clones=self._tree.clones,
         )
 
     def allocate(self, nbytes: int, kind: BufferKind | None = None) -> HostBuffer:
-        """Return zeroed host memory, with the alignment that `PosixBackend` gives it."""
-        self._check("allocate", self.name)
+        self._tree.check("allocate", self.name)
         return host_buffer(self.name, nbytes, kind)
 
     def create(self, path: str, size_bytes: int) -> MemoryFile:
-        """Create a file of zeros and open it for reading and writing."""
         if size_bytes < 0:
             raise ValueError(f"a file cannot have {size_bytes} bytes: {path!r}")
         with self._lock:
-            parent, name = self._parent("create", path)
+            parent, name = self._tree.parent("create", path)
             if name in parent.entries:
                 raise StorageError(errno.EEXIST, "create", path)
-            if size_bytes > self._free_bytes():
+            if size_bytes > self._tree.free_bytes():
                 raise StorageError(errno.ENOSPC, f"reserve {size_bytes} bytes", path)
             node = parent.entries[name] = RegularNode(size_bytes)
-            self._used_bytes += size_bytes
-            return self._opened(node, path, writable=True)
+            self._tree.used_bytes += size_bytes
+            return MemoryFile(self._tree, path, node, writable=True)
 
     def open(self, path: str, *, writable: bool = False) -> MemoryFile:
-        """Open an existing file."""
         with self._lock:
-            node = self._existing("open", path)
+            node = self._tree.existing("open", path)
             if isinstance(node, DirectoryNode):
                 raise StorageError(errno.EISDIR, "open: not a regular file", path)
-            return self._opened(node, path, writable=writable)
+            return MemoryFile(self._tree, path, node, writable=writable)
 
     def stat(self, path: str) -> Stat | None:
-        """Return a description of the object at `path`, or None if the path does not exist."""
         with self._lock:
-            node = self._named("stat", path)
+            node = self._tree.named("stat", path)
             if node is None:
                 return None
             if isinstance(node, DirectoryNode):
@@ -130,25 +116,22 @@ class MemoryBackend(Closing):
             return Stat("file", len(node.data), node.inode, node.num_names)
 
     def list_dir(self, path: str) -> list[str]:
-        """Return the names in a directory, sorted."""
         with self._lock:
-            return sorted(self._directory("list", path).entries)
+            return sorted(self._tree.directory("list", path).entries)
 
     def make_dir(self, path: str) -> None:
-        """Create one directory; EEXIST if the name is taken, ENOENT if the parent is missing."""
         with self._lock:
-            parent, name = self._parent("make directory", path)
+            parent, name = self._tree.parent("make directory", path)
             if name in parent.entries:
                 raise StorageError(errno.EEXIST, "make directory", path)
             parent.entries[name] = DirectoryNode()
 
     def rename(self, source: str, target: str) -> None:
-        """Rename atomically. A file replaces a file; a directory never replaces anything."""
         what = f"rename to {target!r}"
         with self._lock:
-            node = self._existing(what, source)
-            old_parent, old_name = self._parent(what, source)
-            new_parent, new_name = self._parent(what, target)
+            node = self._tree.existing(what, source)
+            old_parent, old_name = self._tree.parent(what, source)
+            new_parent, new_name = self._tree.parent(what, target)
             replaced = new_parent.entries.get(new_name)
             if isinstance(node, DirectoryNode):
                 if replaced is not None:
@@ -165,39 +148,36 @@ class MemoryBackend(Closing):
             new_parent.entries[new_name] = node
 
     def exchange(self, a: str, b: str) -> None:
-        """Swap the objects of two existing names atomically."""
         what = f"exchange with {b!r}"
         with self._lock:
-            node_a, node_b = self._existing(what, a), self._existing(what, b)
-            parent_a, name_a = self._parent(what, a)
-            parent_b, name_b = self._parent(what, b)
+            node_a, node_b = self._tree.existing(what, a), self._tree.existing(what, b)
+            parent_a, name_a = self._tree.parent(what, a)
+            parent_b, name_b = self._tree.parent(what, b)
             if _inside(node_a, parent_b) or _inside(node_b, parent_a):
                 raise StorageError(errno.EINVAL, f"{what}: one is inside the other", a)
             parent_a.entries[name_a], parent_b.entries[name_b] = node_b, node_a
 
     def remove(self, path: str) -> None:
-        """Remove a file; its bytes are freed when it has no other name and is closed."""
         with self._lock:
-            node = self._existing("remove", path)
+            node = self._tree.existing("remove", path)
             if isinstance(node, DirectoryNode):
                 raise StorageError(errno.EISDIR, "remove", path)
-            parent, name = self._parent("remove", path)
+            parent, name = self._tree.parent("remove", path)
             del parent.entries[name]
             self._unname(node)
 
     def remove_dir(self, path: str) -> None:
-        """Remove an empty directory."""
         with self._lock:
-            if self._directory("remove directory", path).entries:
+            if self._tree.directory("remove directory", path).entries:
                 raise StorageError(errno.ENOTEMPTY, "remove directory", path)
-            parent, name = self._parent("remove directory", path)
+            parent, name = self._tree.parent("remove directory", path)
             del parent.entries[name]
 
     def link(self, source: str, path: str) -> None:
         """Give a file a second name, as ``ln`` does. This is not in the contract; tests use it."""
         with self._lock:
-            node = self._existing("link", source)
-            parent, name = self._parent("link", path)
+            node = self._tree.existing("link", source)
+            parent, name = self._tree.parent("link", path)
             if isinstance(node, DirectoryNode):
                 raise StorageError(errno.EPERM, "link", source)
             if name in parent.entries:
@@ -206,146 +186,43 @@ class MemoryBackend(Closing):
             node.num_names += 1
 
     def sync_dir(self, path: str) -> None:
-        """Check that `path` is a directory; memory cannot be made durable."""
         with self._lock:
-            self._directory("sync directory", path)
+            self._tree.directory("sync directory", path)
 
     def lock(self, path: str, *, shared: bool = False, create: bool = False) -> MemoryLock:
-        """Lock a file or a directory without waiting; see `gds.Backend.lock`."""
         with self._lock:
-            parent, name = self._parent("lock", path) if _parts(path) else (self._root, "")
+            is_root = not parts_of(path)
+            parent, name = (self._tree.root, "") if is_root else self._tree.parent("lock", path)
             if create and name not in parent.entries:
                 parent.entries[name] = RegularNode(0)
-            node = self._existing("lock", path)
+            node = self._tree.existing("lock", path)
             if node.exclusive or (node.num_shared and not shared):
                 kind = "a shared" if shared else "an exclusive"
                 raise LockHeldError(errno.EWOULDBLOCK, f"take {kind} lock: it is held", path)
-            return MemoryLock(
-                node,
-                named=partial(self._named, "check the lock", path),
-                shared=shared,
-                held=self._held,
-                guard=self._lock,
-            )
+            return MemoryLock(self._tree, node, path, shared=shared)
 
     def free_bytes(self, directory: str) -> int:
         """Return the bytes left of the capacity; `sys.maxsize` if it has no limit."""
         with self._lock:
-            self._directory("free space", directory)
-            return self._free_bytes()
+            self._tree.directory("free space", directory)
+            return self._tree.free_bytes()
 
     def counters(self) -> Counters:
-        """Return the totals so far; also after `close`."""
-        bytes_read, num_reads, read_s = self._meters["read"].totals()
-        bytes_written, num_writes, write_s = self._meters["write"].totals()
-        _, num_syncs, _ = self._sync_meter.totals()
-        return Counters(
-            bytes_read, bytes_written, num_reads, num_writes, num_syncs, read_s, write_s
-        )
+        return self._tree.meters.counters()
 
     def close(self) -> None:
         """Release files and locks. Idempotent. The bytes stay until this object is collected."""
-        for file in list(self._files):
+        for file in list(self._tree.files):
             file.close()
-        for held in list(self._held):
+        for held in list(self._tree.held):
             held.release()
-        self._closed = True
-
-    def _check(self, what: str, path: str) -> None:
-        """Raise `StorageError` (EBADF) if the backend is closed."""
-        if self._closed:
-            raise StorageError(errno.EBADF, f"{what}: this backend is closed", path)
-
-    def _opened(self, node: RegularNode, path: str, *, writable: bool) -> MemoryFile:
-        """Return an open file on a node. The caller holds the lock."""
-        node.num_open += 1
-        file = MemoryFile(
-            path,
-            node,
-            writable=writable,
-            meters=self._meters,
-            sync_meter=self._sync_meter,
-            check_usable=self._check,
-            closed=self._forget,
-            clones=self._clones,
-        )
-        self._files.add(file)
-        return file
-
-    def _forget(self, file: MemoryFile, node: RegularNode) -> None:
-        """Record that a file is closed."""
-        with self._lock:
-            self._files.discard(file)
-            node.num_open -= 1
-            self._free_if_unused(node)
-
-    def _free_bytes(self) -> int:
-        """Return the bytes left of the capacity."""
-        if self._capacity_bytes is None:
-            return sys.maxsize
-        return self._capacity_bytes - self._used_bytes
+        self._tree.is_closed = True
 
     def _unname(self, node: RegularNode) -> None:
-        """Record that a node has lost a name."""
         node.num_names -= 1
-        self._free_if_unused(node)
-
-    def _free_if_unused(self, node: RegularNode) -> None:
-        """Free the bytes of a node that has no name and is not open."""
-        if node.num_names == 0 and node.num_open == 0:
-            self._used_bytes -= len(node.data)
-            node.data = bytearray()
-
-    def _existing(self, what: str, path: str) -> _Entry:
-        """Return the node that a path names; `what` is the operation, for messages."""
-        self._check(what, path)
-        node: _Entry = self._root
-        for part in _parts(path):
-            if not isinstance(node, DirectoryNode):
-                raise StorageError(errno.ENOTDIR, what, path)
-            if part not in node.entries:
-                raise StorageError(errno.ENOENT, what, path)
-            node = node.entries[part]
-        return node
-
-    def _named(self, what: str, path: str) -> _Entry | None:
-        """Return the node that a path names, or None if the path does not exist."""
-        try:
-            return self._existing(what, path)
-        except StorageError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
-                return None
-            raise
-
-    def _directory(self, what: str, path: str) -> DirectoryNode:
-        """Return the directory that a path names; raises `StorageError` if it is none."""
-        node = self._existing(what, path)
-        if not isinstance(node, DirectoryNode):
-            raise StorageError(errno.ENOTDIR, what, path)
-        return node
-
-    def _parent(self, what: str, path: str) -> tuple[DirectoryNode, str]:
-        """Return the parent directory of a path, and the last part of the path.
-
-        The path itself need not exist.
-        """
-        self._check(what, path)
-        parts = _parts(path)
-        if not parts:
-            raise StorageError(errno.EBUSY, f"{what}: this is the root", path)
-        try:
-            return self._directory(what, "/" + "/".join(parts[:-1])), parts[-1]
-        except StorageError as error:
-            raise StorageError(error.errno or errno.EIO, what, path) from None
+        self._tree.free_if_unused(node)
 
 
-def _parts(path: str) -> list[str]:
-    """Return the names in an absolute path; empty for the root."""
-    if not path.startswith("/"):
-        raise ValueError(f"the memory backend has no current directory: {path!r} is relative")
-    return [part for part in posixpath.normpath(path).split("/") if part]
-
-
-def _inside(node: _Entry, directory: DirectoryNode) -> bool:
+def _inside(node: Node, directory: DirectoryNode) -> bool:
     """Return whether `directory` is the node itself or is inside it."""
     return isinstance(node, DirectoryNode) and node.holds(directory)

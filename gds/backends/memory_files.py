@@ -1,17 +1,20 @@
 """Objects of the memory backend: nodes (files and directories), open files, and locks."""
+# ruff: noqa: D102 - the protocols of `gds.contract` document the methods
 
 from __future__ import annotations
 
 import errno
 import itertools
+import posixpath
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
-from gds.backends.closing import Closing
-from gds.backends.threads import Meter
-from gds.backends.transfer import Direction, check_request
+from gds.backends.hybrid import Direction
+from gds.backends.threads import Meters
+from gds.backends.transfer import check_request
 from gds.contract import ALIGNMENT, Buffer, File
 from gds.errors import ShortReadError, StorageError
 from gds.waiting import Pending
@@ -29,7 +32,6 @@ class Node:
     """
 
     def __init__(self) -> None:
-        """Make a node with a new number and without locks."""
         self.inode = next(_inodes)
         self.num_shared = 0
         self.exclusive = False
@@ -39,7 +41,6 @@ class RegularNode(Node):
     """The bytes of a file; they use capacity while the file has a name or is open."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Make a file of zeros with one name."""
         super().__init__()
         self.data = bytearray(size_bytes)
         self.num_open = 0
@@ -50,7 +51,6 @@ class DirectoryNode(Node):
     """The entries of a directory."""
 
     def __init__(self) -> None:
-        """Make an empty directory."""
         super().__init__()
         self.entries = Entries()
 
@@ -62,15 +62,17 @@ class DirectoryNode(Node):
         )
 
 
-class Entries(dict[str, RegularNode | DirectoryNode]):
+Entry: TypeAlias = RegularNode | DirectoryNode
+
+
+class Entries(dict[str, Entry]):
     """Objects in a directory by name, and the time of the last change: a count of all changes."""
 
     def __init__(self) -> None:
-        """Begin without entries."""
         super().__init__()
         self.changed = next(_changes)
 
-    def __setitem__(self, name: str, node: RegularNode | DirectoryNode) -> None:
+    def __setitem__(self, name: str, node: Entry) -> None:
         super().__setitem__(name, node)
         self.changed = next(_changes)
 
@@ -79,68 +81,46 @@ class Entries(dict[str, RegularNode | DirectoryNode]):
         self.changed = next(_changes)
 
 
-class MemoryFile(Closing):
-    """An open file of a `MemoryBackend`; see `gds.File` for the contract of each method."""
+class MemoryFile(File):
+    """An open file of a `MemoryBackend`. A transfer is done before its call returns."""
 
-    def __init__(
-        self,
-        path: str,
-        node: RegularNode,
-        *,
-        writable: bool,
-        meters: dict[Direction, Meter],
-        sync_meter: Meter,
-        check_usable: Callable[[str, str], None],
-        closed: Callable[[MemoryFile, RegularNode], None],
-        clones: bool,
-    ) -> None:
-        """Open `node`."""
+    def __init__(self, tree: Tree, path: str, node: RegularNode, *, writable: bool) -> None:
         self.path = path
+        self._tree = tree
         self._node = node
         self._writable = writable
-        self._meters = meters
-        self._sync_meter = sync_meter
-        self._check_usable = check_usable
-        self._report_closed = closed
-        self._clones = clones
         self._closed = False
+        node.num_open += 1
+        tree.files.add(self)
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file, in bytes."""
         return len(self._node.data)
 
     @property
     def inode(self) -> int:
-        """Number of the file, as in `gds.Stat`."""
         return self._node.inode
 
     @property
     def alignment(self) -> int:
-        """Alignment of the fast path: always 1 (byte), because no transfer is direct."""
         return 1
 
     @property
     def direct(self) -> bool:
-        """Whether requests bypass the page cache: always False, because there is no device."""
         return False
 
     def read(self, into: Buffer, offset: int) -> Pending[int]:
-        """Read `into.nbytes` bytes from `offset` (bytes); they are read before this returns."""
         self._check("read", into.nbytes, offset)
         return self._done("read", into.nbytes, partial(self._read, into.memoryview(), offset))
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Pending[int]:  # noqa: ARG002
-        """Read a range again, as `read` does: the bytes have no cache, so `direct` is ignored."""
         return self.read(into, offset)
 
     def write(self, source: Buffer, offset: int) -> Pending[int]:
-        """Write all of `source` at `offset` (bytes); it is written before this returns."""
         self._check("write", source.nbytes, offset)
         return self._done("write", source.nbytes, partial(self._write, source.memoryview(), offset))
 
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
-        """Read a small range."""
         self._check("read", nbytes, offset)
         if nbytes < 0 or offset + nbytes > self.size_bytes:  # checked before the allocation
             raise self._short(nbytes, offset)
@@ -149,14 +129,12 @@ class MemoryFile(Closing):
         return bytes(data)
 
     def write_bytes(self, data: bytes, offset: int) -> None:
-        """Write a small range; it must end within the file."""
         self._check("write", len(data), offset)
         self._write(memoryview(data), offset)
 
     def clone(self, source: File, offset: int, nbytes: int) -> bool:
-        """Copy a range of another file, which simulates a clone; see `gds.File.clone`."""
         self._check("write", nbytes, offset)
-        if not self._clones or not isinstance(source, MemoryFile):
+        if not self._tree.clones or not isinstance(source, MemoryFile):
             return False
         source._check("clone", 0, offset)
         if (offset | nbytes) % ALIGNMENT or offset + nbytes > source.size_bytes:
@@ -166,24 +144,23 @@ class MemoryFile(Closing):
         return True
 
     def sync(self) -> None:
-        """Count the sync; memory cannot be made durable."""
         self._check("sync", 0, 0)
-        with self._sync_meter.transfer(0):
-            pass
+        self._tree.meters["sync"].count(0)
 
     def close(self) -> None:
-        """Release the file. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._report_closed(self, self._node)
+            with self._tree.guard:
+                self._tree.files.discard(self)
+                self._node.num_open -= 1
+                self._tree.free_if_unused(self._node)
 
     def __repr__(self) -> str:
         state = ", closed" if self._closed else ""
         return f"MemoryFile({self.path!r}, {self.size_bytes} bytes{state})"
 
     def _check(self, what: Direction | str, nbytes: int, offset: int) -> None:
-        """Raise an error if the file or its backend is closed, or the request is invalid."""
-        self._check_usable(what, self.path)
+        self._tree.check(what, self.path)
         if self._closed:
             raise StorageError(errno.EBADF, f"{what}: this file is closed", self.path)
         check_request(
@@ -194,7 +171,7 @@ class MemoryFile(Closing):
         """Run a transfer, and return its future, which has resolved."""
         future: Pending[int] = Pending()
         try:
-            with self._meters[direction].transfer(nbytes):
+            with self._tree.meters[direction].transfer(nbytes):
                 move()
         except StorageError as error:
             future.set_exception(error)
@@ -213,12 +190,10 @@ class MemoryFile(Closing):
             raise self._short(len(view), offset)
 
     def _write(self, view: memoryview, offset: int) -> None:
-        """Copy `view` into the file."""
         with memoryview(self._node.data) as data:
             data[offset : offset + len(view)] = view
 
     def _short(self, nbytes: int, offset: int) -> ShortReadError:
-        """Return the error of a read past the end of the file."""
         what = f"read of {nbytes} bytes from a file of {self.size_bytes}"
         return ShortReadError(errno.ENODATA, what, self.path, offset=offset)
 
@@ -226,39 +201,108 @@ class MemoryFile(Closing):
 class MemoryLock:
     """A held lock on a node."""
 
-    def __init__(
-        self,
-        node: Node,
-        *,
-        named: Callable[[], Node | None],
-        shared: bool,
-        held: set[MemoryLock],
-        guard: threading.RLock,
-    ) -> None:
-        """Lock a node."""
+    def __init__(self, tree: Tree, node: Node, path: str, *, shared: bool) -> None:
+        self._tree = tree
         self._node = node
-        self._named = named
+        self._path = path
         self._shared = shared
-        self._held = held
-        self._guard = guard
         if shared:
             node.num_shared += 1
         else:
             node.exclusive = True
-        held.add(self)
+        tree.held.add(self)
 
     def is_current(self) -> bool:
-        """Return whether the path still names the locked node; False after `release`."""
-        with self._guard:
-            return self in self._held and self._named() is self._node
+        with self._tree.guard:
+            return (
+                self in self._tree.held
+                and self._tree.named("check the lock", self._path) is self._node
+            )
 
     def release(self) -> None:
-        """Release the lock. Idempotent."""
-        with self._guard:
-            if self not in self._held:
+        with self._tree.guard:
+            if self not in self._tree.held:
                 return
-            self._held.discard(self)
+            self._tree.held.discard(self)
             if self._shared:
                 self._node.num_shared -= 1
             else:
                 self._node.exclusive = False
+
+
+class Tree:
+    """The names of a memory backend, with all that its files and locks share with it."""
+
+    def __init__(self, capacity_bytes: int | None, *, clones: bool) -> None:
+        self.root = DirectoryNode()
+        self.capacity_bytes = capacity_bytes
+        self.clones = clones
+        self.guard = threading.RLock()
+        self.used_bytes = 0
+        self.is_closed = False
+        self.files: set[MemoryFile] = set()
+        self.held: set[MemoryLock] = set()
+        self.meters = Meters()
+
+    def check(self, what: str, path: str) -> None:
+        """Raise `StorageError` (EBADF) if the backend is closed."""
+        if self.is_closed:
+            raise StorageError(errno.EBADF, f"{what}: this backend is closed", path)
+
+    def free_bytes(self) -> int:
+        """Return the bytes left of the capacity; `sys.maxsize` if it has no limit."""
+        return sys.maxsize if self.capacity_bytes is None else self.capacity_bytes - self.used_bytes
+
+    def free_if_unused(self, node: RegularNode) -> None:
+        """Free the bytes of a file that has no name and is not open."""
+        if node.num_names == 0 and node.num_open == 0:
+            self.used_bytes -= len(node.data)
+            node.data = bytearray()
+
+    def existing(self, what: str, path: str) -> Entry:
+        """Return the node that a path names; `what` is the operation, for messages."""
+        self.check(what, path)
+        node: Entry = self.root
+        for part in parts_of(path):
+            if not isinstance(node, DirectoryNode):
+                raise StorageError(errno.ENOTDIR, what, path)
+            if part not in node.entries:
+                raise StorageError(errno.ENOENT, what, path)
+            node = node.entries[part]
+        return node
+
+    def named(self, what: str, path: str) -> Entry | None:
+        """Return the node that a path names, or None if the path does not exist."""
+        try:
+            return self.existing(what, path)
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return None
+            raise
+
+    def directory(self, what: str, path: str) -> DirectoryNode:
+        node = self.existing(what, path)
+        if not isinstance(node, DirectoryNode):
+            raise StorageError(errno.ENOTDIR, what, path)
+        return node
+
+    def parent(self, what: str, path: str) -> tuple[DirectoryNode, str]:
+        """Return the parent directory of a path, and the last part of the path.
+
+        The path itself need not exist.
+        """
+        self.check(what, path)
+        parts = parts_of(path)
+        if not parts:
+            raise StorageError(errno.EBUSY, f"{what}: this is the root", path)
+        try:
+            return self.directory(what, "/" + "/".join(parts[:-1])), parts[-1]
+        except StorageError as error:
+            raise StorageError(error.errno or errno.EIO, what, path) from None
+
+
+def parts_of(path: str) -> list[str]:
+    """Return the names in an absolute path; empty for the root."""
+    if not path.startswith("/"):
+        raise ValueError(f"the memory backend has no current directory: {path!r} is relative")
+    return [part for part in posixpath.normpath(path).split("/") if part]

@@ -2,6 +2,7 @@
 
 A backend for real files derives from `PosixNames` and adds `create`, `open` and the transfers.
 """
+# ruff: noqa: D102 - the protocols of `gds.contract` document the methods
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from gds import libc
-from gds.contract import Stat
+from gds.contract import Backend, Stat
 from gds.errors import LockHeldError, StorageError
 
 _LOCK_ATTEMPTS: Final = 100
@@ -35,13 +36,7 @@ _NO_COPY_ON_WRITE: Final = 0x00800000
 
 @contextlib.contextmanager
 def reporting(what: str, path: str, offset: int | None = None) -> Iterator[None]:
-    """Turn every `OSError` of the body into a `StorageError`.
-
-    Args:
-        what: Operation of the body, for the message.
-        path: File or directory of the operation.
-        offset: Position in the file, in bytes, if the operation has one.
-    """
+    """Turn every `OSError` of the body, the operation `what` on `path`, into a `StorageError`."""
     try:
         yield
     except StorageError:
@@ -50,14 +45,12 @@ def reporting(what: str, path: str, offset: int | None = None) -> Iterator[None]
         raise StorageError(error.errno or errno.EIO, what, path, offset=offset) from error
 
 
-class PosixNames:
-    """Operations on names, and locks; see `gds.Backend` for the contract of each method."""
+class PosixNames(Backend):
+    """Operations on names, and locks. An object belongs to the process that made it."""
 
     name: str = "posix"
-    """Name of the backend."""
 
     def __init__(self) -> None:
-        """Start without locks; the object belongs to this process."""
         self._pid = os.getpid()
         self._closed = False
         self._held: set[FileLock] = set()
@@ -79,7 +72,6 @@ class PosixNames:
         return self._pid != os.getpid()
 
     def stat(self, path: str) -> Stat | None:
-        """Return a description of the object at `path`, or None if the path does not exist."""
         self.check_usable("stat", path)
         try:  # not `reporting`, which takes longer than the call: stores ask for hundreds of paths
             found = os.lstat(path)
@@ -96,19 +88,16 @@ class PosixNames:
         return Stat(kind, found.st_size, found.st_ino, num_links, _settled_ns(found.st_ctime_ns))
 
     def list_dir(self, path: str) -> list[str]:
-        """Return the names in a directory, sorted."""
         self.check_usable("list", path)
         with reporting("list", path):
             return sorted(os.listdir(path))
 
     def make_dir(self, path: str) -> None:
-        """Create one directory; EEXIST if the name is taken, ENOENT if the parent is missing."""
         self.check_usable("make directory", path)
         with reporting("make directory", path):
             os.mkdir(path)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename atomically. A file replaces a file; a directory never replaces anything."""
         self.check_usable("rename", source)
         with reporting(f"rename to {target!r}", source):
             if not stat_module.S_ISDIR(os.lstat(source).st_mode):
@@ -127,25 +116,21 @@ class PosixNames:
                 os.rename(source, target)
 
     def exchange(self, a: str, b: str) -> None:
-        """Swap the objects of two existing names atomically; EINVAL or ENOSYS if unsupported."""
         self.check_usable("exchange", a)
         with reporting(f"exchange with {b!r}", a):
             libc.rename_with(a, b, libc.RENAME_EXCHANGE)
 
     def remove(self, path: str) -> None:
-        """Remove a file."""
         self.check_usable("remove", path)
         with reporting("remove", path):
             os.unlink(path)
 
     def remove_dir(self, path: str) -> None:
-        """Remove an empty directory."""
         self.check_usable("remove directory", path)
         with reporting("remove directory", path):
             os.rmdir(path)
 
     def sync_dir(self, path: str) -> None:
-        """Make the names in a directory durable. A failed sync is not retried."""
         self.check_usable("sync directory", path)
         with reporting("sync directory", path):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -155,7 +140,6 @@ class PosixNames:
                 os.close(fd)
 
     def lock(self, path: str, *, shared: bool = False, create: bool = False) -> FileLock:
-        """Lock a file or a directory without waiting; see `gds.Backend.lock`."""
         self.check_usable("lock", path)
         with reporting("lock", path):
             for _ in range(_LOCK_ATTEMPTS):
@@ -175,23 +159,16 @@ class PosixNames:
         raise StorageError(errno.EBUSY, "lock: another process keeps replacing this path", path)
 
     def free_bytes(self, directory: str) -> int:
-        """Return the free bytes of the directory's file system for an unprivileged user."""
         self.check_usable("free space", directory)
         with reporting("free space", directory):
             found = os.statvfs(directory)
             return found.f_bavail * found.f_frsize
-
-    def release_locks(self) -> None:
-        """Release every lock taken through this object."""
-        for held in list(self._held):
-            held.release()
 
 
 class FileLock:
     """A held `flock`. A forked child closes its copy at once, so that it cannot keep the lock."""
 
     def __init__(self, fd: int, path: str, held: set[FileLock]) -> None:
-        """Take over a locked descriptor."""
         self.path = path
         self._fd = fd
         self._pid = os.getpid()
@@ -199,12 +176,10 @@ class FileLock:
         _locks.add(self)
 
     def is_current(self) -> bool:
-        """Return whether the path still names the locked object; False after `release`."""
         with reporting("check the lock", self.path):
             return self._fd >= 0 and _same_file(self._fd, self.path)
 
     def release(self) -> None:
-        """Release the lock. Idempotent."""
         fd, self._fd = self._fd, -1
         self._held.discard(self)
         if fd < 0:
@@ -277,7 +252,6 @@ def _open_to_lock(path: str, create: bool) -> int:
 
 
 def _flock(fd: int, path: str, shared: bool) -> None:
-    """Lock a descriptor without waiting; raises `LockHeldError` if a conflicting lock is held."""
     operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         # Never use lockf: closing any descriptor of the file would drop the lock.

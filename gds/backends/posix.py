@@ -13,12 +13,11 @@ from functools import partial
 from typing import Final
 
 from gds import probe
-from gds.backends.closing import Closing
-from gds.backends.hybrid import Hybrid, HybridFile, HybridPolicy
+from gds.backends.hybrid import Direction, Hybrid, HybridFile, HybridPolicy
 from gds.backends.names import PosixNames, overwrite_in_place, reporting
 from gds.backends.posix_file import PosixFile
-from gds.backends.threads import Meter, Part, Transfer, TransferPool, check_threads
-from gds.backends.transfer import Descriptors, Direction, OpenDescriptor, check_request_bytes
+from gds.backends.threads import Meter, Meters, Part, Transfer, TransferPool, check_threads
+from gds.backends.transfer import Descriptors, OpenDescriptor, check_request_bytes
 from gds.buffers.host import HostBuffer, host_buffer
 from gds.contract import (
     ALIGNMENT,
@@ -33,7 +32,7 @@ from gds.errors import StorageError
 _OPEN_FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOCTTY
 
 
-class PosixBackend(Closing, PosixNames):
+class PosixBackend(PosixNames):
     """Backend that transfers by `preadv` and `pwritev` on two small pools of threads.
 
     Reads and writes have separate pools, so that the last writes of a step do not delay the reads
@@ -93,8 +92,7 @@ class PosixBackend(Closing, PosixNames):
             "read": TransferPool("gds-read", read_threads),
             "write": TransferPool("gds-write", write_threads),
         }
-        self._meters: dict[Direction, Meter] = {"read": Meter(), "write": Meter()}
-        self.sync_meter = Meter()
+        self.meters = Meters()
         self._files: weakref.WeakSet[PosixFile] = weakref.WeakSet()
         self._lock = threading.Lock()
         # By device number: the reason why direct I/O fails on the device, or "" if it works.
@@ -125,10 +123,7 @@ class PosixBackend(Closing, PosixNames):
         Transfers that were already started keep the parts that they were cut into. Additional
         threads work on them at once. Excess threads end after all queued parts have begun.
 
-        Args:
-            read_threads: See the constructor.
-            write_threads: See the constructor.
-            request_bytes: See the constructor.
+        The constructor describes the arguments.
 
         Raises:
             ValueError: A number is out of range.
@@ -184,8 +179,9 @@ class PosixBackend(Closing, PosixNames):
         try:
             fd = opened.fd
             with reporting(f"reserve {size_bytes} bytes", path):
-                if size_bytes:
-                    _reserve(fd, size_bytes, CLONE_REACH_BYTES if overwrite_in_place(fd) else None)
+                piece = CLONE_REACH_BYTES if size_bytes and overwrite_in_place(fd) else size_bytes
+                for start in range(0, size_bytes, max(piece, 1)):
+                    os.posix_fallocate(fd, start, min(piece, size_bytes - start))
             return self._opened(path, opened, flags)
         except BaseException:
             opened.close()
@@ -200,8 +196,10 @@ class PosixBackend(Closing, PosixNames):
         with reporting("open", path):
             # Opening a device can have an effect, and opening a pipe can wait for its other end.
             # So the type is checked first. If the name is replaced after the check, O_NONBLOCK
-            # keeps the open from waiting.
-            if not _may_be_opened(os.lstat(path).st_mode):
+            # keeps the open from waiting. For directories and links, the kernel's error is the
+            # message.
+            kind = stat_module.S_IFMT(os.lstat(path).st_mode)
+            if kind not in (stat_module.S_IFREG, stat_module.S_IFDIR, stat_module.S_IFLNK):
                 raise StorageError(errno.EINVAL, "open: not a regular file", path)
             opened = OpenDescriptor(os.open(path, flags | os.O_NONBLOCK))
         try:
@@ -219,12 +217,7 @@ class PosixBackend(Closing, PosixNames):
         """Return the totals so far; also after `close`."""
         if not self._closed:
             self.check_usable("count", self.name)
-        bytes_read, num_reads, read_s = self._meters["read"].totals()
-        bytes_written, num_writes, write_s = self._meters["write"].totals()
-        _, num_syncs, _ = self.sync_meter.totals()
-        return Counters(
-            bytes_read, bytes_written, num_reads, num_writes, num_syncs, read_s, write_s
-        )
+        return self.meters.counters()
 
     def close(self) -> None:
         """Wait for transfers in flight, then release threads, files and locks. Idempotent."""
@@ -239,21 +232,16 @@ class PosixBackend(Closing, PosixNames):
         if not self.forked():
             for pool in self._pools.values():
                 pool.close()
-        self.release_locks()
+        for held in list(self._held):
+            held.release()
 
     def submit(
         self, direction: Direction, moves: Sequence[Part], *, counted: bool = True
     ) -> Transfer:
-        """Run the parts of a transfer on threads, and count them as one transfer if all succeed.
-
-        Args:
-            direction: Direction of the transfer.
-            moves: Parts of the transfer; at least one.
-            counted: Whether the transfer counts at all.
-        """
+        """Run the parts of a transfer on threads, and count them as one if all succeed."""
         if not counted:
             return self._pools[direction].submit(*moves)
-        meter = self._meters[direction]
+        meter = self.meters[direction]
         parts = [partial(_metered, meter, move) for move in moves]
         return self._pools[direction].submit(*parts, succeeded=meter.count)
 
@@ -262,7 +250,6 @@ class PosixBackend(Closing, PosixNames):
         fd = opened.fd
         with reporting("open", path):
             found = os.fstat(fd)
-            refused = partial(self._direct_refused, found.st_dev, path)
             direct_fd, memory_alignment = -1, 1
             chooser = HybridFile(self.hybrid, found.st_size) if self.hybrid else None
             spared = bool(
@@ -276,7 +263,7 @@ class PosixBackend(Closing, PosixNames):
                 fd,
                 direct_fd,
                 memory_alignment,
-                refused,
+                partial(self._direct_refused, found.st_dev, path),
                 hybrid=chooser,
                 spared=spared,
                 owner=opened,
@@ -325,7 +312,7 @@ class PosixBackend(Closing, PosixNames):
         return "", direct_fd, required[0]
 
     def _direct_refused(self, device: int, path: str, reason: str) -> None:
-        """Record that a device refused a direct transfer, and use the page cache instead."""
+        """Remember that a device has refused a direct transfer."""
         self._direct_refusals[device] = reason
         self._report_buffered(path, reason)
 
@@ -347,19 +334,5 @@ class PosixBackend(Closing, PosixNames):
 
 
 def _metered(meter: Meter, move: Part) -> int:
-    """Run a part of a transfer, and let the meter measure its time."""
     with meter.running():
         return move()
-
-
-def _reserve(fd: int, size_bytes: int, piece_bytes: int | None) -> None:
-    """Reserve a file's space."""
-    piece_bytes = piece_bytes or size_bytes
-    for start in range(0, size_bytes, piece_bytes):
-        os.posix_fallocate(fd, start, min(piece_bytes, size_bytes - start))
-
-
-def _may_be_opened(mode: int) -> bool:
-    """Return whether an object of this mode can be opened without an effect or a wait."""
-    # For directories and links, the kernel's error from open() is the message.
-    return stat_module.S_ISREG(mode) or stat_module.S_ISDIR(mode) or stat_module.S_ISLNK(mode)

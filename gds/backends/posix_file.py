@@ -1,4 +1,5 @@
 """Open file of the posix backend: it checks requests, cuts them, and submits them to the pools."""
+# ruff: noqa: D102 - the protocols of `gds.contract` document the methods
 
 from __future__ import annotations
 
@@ -11,50 +12,34 @@ from functools import partial
 from typing import Protocol
 
 from gds import libc, probe
-from gds.backends.closing import Closing
-from gds.backends.hybrid import Mode
+from gds.backends.hybrid import Direction, Mode
 from gds.backends.names import reporting
-from gds.backends.threads import Meter, Part, Transfer
-from gds.backends.transfer import Descriptors, Direction, check_request, cut
+from gds.backends.threads import Meters, Part, Transfer
+from gds.backends.transfer import Descriptors, check_request, cut
 from gds.contract import ALIGNMENT, Buffer, File
 from gds.errors import ShortReadError, StorageError
 from gds.waiting import Pending, wait
 
 
 class Transfers(Protocol):
-    """Interface of a backend that its files use."""
+    """What a file needs of its backend; `PosixBackend` has it."""
 
-    sync_meter: Meter
-    """Meter that counts the calls of `File.sync`."""
+    meters: Meters
 
     @property
-    def request_bytes(self) -> int | None:
-        """Largest request to the kernel, in bytes; None if transfers are not cut into parts."""
-        ...
+    def request_bytes(self) -> int | None: ...
 
     def submit(
         self, direction: Direction, moves: Sequence[Part], *, counted: bool = True
-    ) -> Transfer:
-        """Run the parts of a transfer on threads, and count them as one transfer if all succeed.
+    ) -> Transfer: ...
 
-        Args:
-            direction: Direction of the transfer.
-            moves: Parts of the transfer; at least one.
-            counted: Whether the transfer counts at all.
-        """
-        ...
+    def check_usable(self, what: str, path: str) -> None: ...
 
-    def check_usable(self, what: str, path: str) -> None:
-        """Raise `StorageError` (EBADF) if the backend is closed, or in a forked child."""
-        ...
-
-    def forked(self) -> bool:
-        """Return whether this process is a forked child of the one that made the backend."""
-        ...
+    def forked(self) -> bool: ...
 
 
-class PosixFile(Closing):
-    """An open file of a `PosixBackend`; see `gds.File` for the contract of each method.
+class PosixFile(File):
+    """An open file of a `PosixBackend`.
 
     If a file is collected without `close`, its descriptors are closed after the transfers in
     flight. All methods may be called from any thread.
@@ -68,15 +53,7 @@ class PosixFile(Closing):
         size_bytes: int,
         writable: bool,
     ) -> None:
-        """Describe an open file.
-
-        Args:
-            backend: Backend that runs the transfers.
-            path: Path of the file, for messages.
-            descriptors: Descriptors of the file, which this object takes over.
-            size_bytes: Size of the file, in bytes.
-            writable: Whether the file is open for writing.
-        """
+        """Take over the descriptors of a file."""
         self.path = path
         self._backend = backend
         self._descriptors = descriptors
@@ -88,48 +65,31 @@ class PosixFile(Closing):
 
     @property
     def size_bytes(self) -> int:
-        """Size at opening, in bytes."""
         return self._size_bytes
 
     @property
     def inode(self) -> int:
-        """Number of the file, as in `gds.Stat`; 0 if no backend opened it."""
         return self._descriptors.inode
 
     @property
     def alignment(self) -> int:
-        """Alignment of the fast path, in bytes: `gds.ALIGNMENT`, or 1 if no transfer is direct."""
         return ALIGNMENT if self.direct else 1
 
     @property
     def direct(self) -> bool:
-        """Whether aligned requests bypass the page cache."""
         return self._descriptors.direct
 
     def read(self, into: Buffer, offset: int) -> Transfer:
-        """Start reading `into.nbytes` bytes from `offset` (bytes).
-
-        Only the kernel detects a read past the end of the file: the future then raises
-        `ShortReadError`, and `into` may hold the bytes before the end.
-        """
+        # Only the kernel detects a read past the end; `into` may then hold the bytes before it.
         return self._start("read", into, offset)
 
     def read_again(self, into: Buffer, offset: int, *, direct: bool) -> Transfer:
-        """Start reading a range again from the device; see `gds.File.read_again`."""
         return self._start("read", into, offset, "direct" if direct else "buffered")
 
     def write(self, source: Buffer, offset: int) -> Transfer:
-        """Start writing all of `source` at `offset` (bytes).
-
-        Raises:
-            ValueError: `offset` is negative.
-            StorageError: The range leaves the file (EFBIG), or the file is closed or open for
-                reading only (EBADF). The error is raised by this call, and nothing is written.
-        """
         return self._start("write", source, offset)
 
     def read_bytes(self, offset: int, nbytes: int) -> bytes:
-        """Read a small range through the page cache; blocks until it is read."""
         self._check("read", offset)
         if nbytes < 0 or offset + nbytes > self._size_bytes:  # checked before the allocation
             raise ShortReadError(
@@ -144,7 +104,6 @@ class PosixFile(Closing):
         return bytes(data)
 
     def write_bytes(self, data: bytes, offset: int) -> None:
-        """Write a small range, within the file, through the page cache; blocks until written."""
         self._check("write", offset, len(data))
         move = partial(self._descriptors.move, "write", memoryview(data), 1, offset, self.path)
         if self._descriptors.takes_turns:
@@ -154,10 +113,7 @@ class PosixFile(Closing):
             move()
 
     def clone(self, source: File, offset: int, nbytes: int) -> bool:
-        """Share the disk space of a range of another file; see `gds.File.clone`.
-
-        The kernel first writes the dirty pages of both files to the device.
-        """
+        # The kernel first writes the dirty pages of both files to the device.
         self._check("write", offset, nbytes)
         if not isinstance(source, PosixFile) or (offset | nbytes) % ALIGNMENT:
             return False
@@ -176,15 +132,13 @@ class PosixFile(Closing):
         return True
 
     def sync(self) -> None:
-        """Make the file's size and everything written to it durable. A failure is not retried."""
         self._check("sync", 0)
-        with reporting("sync", self.path), self._backend.sync_meter.transfer(0):
+        with reporting("sync", self.path), self._backend.meters["sync"].transfer(0):
             # A sync of one descriptor covers the whole file. fdatasync omits times, which are of no
             # use after a crash, and still writes a size that the data needs.
             os.fdatasync(self._descriptors.buffered_fd)
 
     def close(self) -> None:
-        """Wait for transfers in flight, then release the file. Idempotent."""
         if self._backend.forked():
             # The transfers in flight belong to the parent. So does the lock, which a thread of the
             # parent may have held at the time of the fork.
@@ -217,7 +171,6 @@ class PosixFile(Closing):
     def _start(
         self, direction: Direction, buffer: Buffer, offset: int, uncached_mode: Mode | None = None
     ) -> Transfer:
-        """Check a request and begin it; see `_moves` for `uncached_mode`."""
         self._check(direction, offset, buffer.nbytes)
         return self._begin(direction, offset, self._moves(direction, buffer, offset, uncached_mode))
 
@@ -262,7 +215,6 @@ class PosixFile(Closing):
         uncached_mode: Mode | None,
         part: tuple[int, int],
     ) -> int:
-        """Move a part of a transfer, and return its length in bytes."""
         return self._descriptors.move(
             direction, buffer.memoryview(), buffer.address, offset, self.path, part, uncached_mode
         )

@@ -10,6 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
 
+from gds.contract import Counters
 from gds.waiting import Pending, start
 
 Part: TypeAlias = Callable[[], int]
@@ -29,45 +30,28 @@ class TransferPool:
     def __init__(
         self, name: str, num_threads: int, begin: Callable[[], object] | None = None
     ) -> None:
-        """Make a pool.
-
-        Args:
-            name: Name of the pool, for messages and for the names of its threads.
-            num_threads: Number of threads.
-            begin: Called on each thread before its first transfer.
-
-        Raises:
-            ValueError: `num_threads` is less than 1.
-        """
+        """Make a pool, whose name is that of its threads. Each calls `begin` first."""
         self._name = name
         self._begin = begin
-        self._num_threads = check_threads(name, num_threads)
+        self.num_threads = check_threads(name, num_threads)
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
 
-    @property
-    def num_threads(self) -> int:
-        """Number of transfers, or parts of transfers, that run at once."""
-        return self._num_threads
-
     def submit(self, *parts: Part, succeeded: Callable[[int], object] | None = None) -> Transfer:
-        """Run the parts of a transfer on the threads; the future resolves when all have ended.
+        """Run the parts of a transfer, at least one, on the threads.
 
-        The result is the sum of the parts' results. The first error of a part becomes the future's
-        error, and parts that have not begun before it are not run. The queue keeps a part, and the
-        objects it refers to, alive until the part has ended.
+        The parts begin in order, and may run at the same time. The future resolves when all have
+        ended, with the sum of their results. The first error of a part becomes the future's error,
+        and parts that have not begun before it are not run. The queue keeps a part, and the objects
+        it refers to, alive until the part has ended. After an error of this call, such as an
+        interrupt, no part is running or will run.
 
         Args:
-            parts: Parts of the transfer, at least one. They begin in this order, and may run at
-                the same time.
+            parts: Parts of the transfer.
             succeeded: Called with the result just before the future resolves, unless the transfer
                 failed.
-
-        Raises:
-            RuntimeError: The pool is closed; no part has been queued.
-            BaseException: The call was interrupted; no part is running or will run.
         """
         transfer = Transfer(len(parts), succeeded)
         try:
@@ -75,7 +59,7 @@ class TransferPool:
                 if self._closed:
                     raise RuntimeError(f"{self._name} is closed")
                 if not self._threads:
-                    self._start(self._num_threads)
+                    self._start(self.num_threads)
                 for part in parts:
                     self._queue.put((transfer, part))
         except BaseException:
@@ -93,7 +77,7 @@ class TransferPool:
         with self._lock:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
-            change, self._num_threads = num_threads - self._num_threads, num_threads
+            change, self.num_threads = num_threads - self.num_threads, num_threads
             if not self._threads:
                 return
             self._threads = [thread for thread in self._threads if thread.is_alive()]
@@ -107,7 +91,7 @@ class TransferPool:
             if not self._closed:
                 self._closed = True
                 if self._threads:
-                    for _ in range(self._num_threads):
+                    for _ in range(self.num_threads):
                         self._queue.put(None)
 
     def close(self) -> None:
@@ -118,7 +102,6 @@ class TransferPool:
                 thread.join()
 
     def _start(self, num_threads: int) -> None:
-        """Start more threads."""
         names = [f"{self._name}-{len(self._threads) + number}" for number in range(num_threads)]
         work = partial(_work, self._queue, self._begin)
         threads = [threading.Thread(target=work, name=name, daemon=True) for name in names]
@@ -141,7 +124,6 @@ class Transfer(Pending[int]):
     """A transfer in progress, with the state of its parts. Its future cannot be cancelled."""
 
     def __init__(self, num_parts: int, succeeded: Callable[[int], object] | None) -> None:
-        """Make a transfer of `num_parts` parts; see `TransferPool.submit` for `succeeded`."""
         super().__init__()
         self._succeeded = succeeded
         self._num_left = num_parts
@@ -178,13 +160,9 @@ class Transfer(Pending[int]):
         self.wait()
 
     def ended(self, nbytes: int, error: BaseException | None) -> None:
-        """Record the end of a part. The last part resolves the future.
+        """Record the end of a part, with the bytes that it moved or its error.
 
-        The future must not resolve earlier, because the other parts still use the memory.
-
-        Args:
-            nbytes: Number of bytes that the part moved.
-            error: Error of the part, or None if it succeeded.
+        The last part resolves the future, because until then the other parts use the memory.
         """
         with self._lock:
             self._num_bytes += nbytes
@@ -215,7 +193,6 @@ def _work(queue: SimpleQueue[_Job | None], begin: Callable[[], object] | None) -
 
 
 def _run(transfer: Transfer, part: Part) -> None:
-    """Run a part, and report its end to the transfer."""
     nbytes, caught = 0, None
     try:
         if not transfer.begins():
@@ -238,7 +215,6 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        """Start with zero in all totals."""
         self._lock = threading.Lock()
         self._active = 0
         self._since_s = 0.0
@@ -279,3 +255,19 @@ class Meter:
         with self._lock:
             running_s = time.perf_counter() - self._since_s if self._active else 0.0
             return self._nbytes, self._count, self._busy_s + running_s
+
+
+class Meters(dict[str, Meter]):
+    """The meters of a backend: of the directions ``read`` and ``write``, and of ``sync``."""
+
+    def __init__(self) -> None:
+        super().__init__(read=Meter(), write=Meter(), sync=Meter())
+
+    def counters(self) -> Counters:
+        """Return the totals so far."""
+        bytes_read, num_reads, read_s = self["read"].totals()
+        bytes_written, num_writes, write_s = self["write"].totals()
+        _, num_syncs, _ = self["sync"].totals()
+        return Counters(
+            bytes_read, bytes_written, num_reads, num_writes, num_syncs, read_s, write_s
+        )

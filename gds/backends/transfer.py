@@ -8,10 +8,10 @@ import itertools
 import os
 import time
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Final
 
 from gds import probe
-from gds.backends.hybrid import HybridFile, Mode
+from gds.backends.hybrid import Direction, HybridFile, Mode
 from gds.contract import ALIGNMENT
 from gds.errors import ShortReadError, StorageError
 
@@ -19,13 +19,9 @@ _AGAIN_ATTEMPTS: Final = 500
 """Number of attempts at a call that the kernel refuses with EAGAIN or EINTR."""
 
 _AGAIN_S: Final = 0.01
-"""Seconds to wait after EAGAIN."""
-
 _FOLIO_BYTES: Final = 2 << 20
 """Largest unit of the page cache, in bytes. A unit that is only partly within a range to be dropped
 stays in the cache."""
-
-Direction = Literal["read", "write"]
 
 _ANY_TIME: Final = contextlib.nullcontext()
 
@@ -40,12 +36,7 @@ def direct_part(offset: int, nbytes: int, address: int, memory_alignment: int) -
 
 
 def cut(offset: int, nbytes: int, request_bytes: int | None) -> list[tuple[int, int]]:
-    """Cut a request into parts, at least one.
-
-    Args:
-        offset: Start of the request in the file, in bytes.
-        nbytes: Length of the request, in bytes.
-        request_bytes: Largest length of a part, a multiple of `ALIGNMENT`; None is no limit.
+    """Cut a request into parts of at most `request_bytes` bytes, a multiple of `ALIGNMENT`.
 
     Returns:
         Start and stop of each part, in bytes from the request's start. The parts have nearly the
@@ -107,7 +98,6 @@ class OpenDescriptor:
     """
 
     def __init__(self, fd: int) -> None:
-        """Take over a descriptor."""
         self.fd = fd
         """Number of the descriptor; -1 once it is closed."""
 
@@ -138,14 +128,12 @@ class Descriptors:
         Args:
             buffered_fd: Descriptor of transfers through the page cache.
             direct_fd: Descriptor of transfers that bypass the page cache; -1 for none.
-            memory_alignment: Alignment of memory for direct transfers, in bytes.
+            memory_alignment: Alignment of memory for direct transfers.
             refused: Called with a reason if the file system refuses a direct transfer that it
-                promised to take. It returns if buffered transfers are acceptable, and raises an
-                error otherwise.
-            hybrid: Object that decides which requests are direct; None makes all requests direct
-                that can be.
+                promised to take. It raises an error unless buffered transfers are acceptable.
+            hybrid: Decides which requests are direct; with None, all are that can be.
             spared: Whether `direct_fd` is missing only because `hybrid` would never use it.
-            owner: Object that closes `buffered_fd`, if other code may have to close it as well.
+            owner: Closes `buffered_fd`, if other code may have to close it as well.
             inode: Number of the file; 0 if it is not used.
         """
         self.buffered_fd = buffered_fd
@@ -179,17 +167,10 @@ class Descriptors:
             offset: Start of the request in the file, in bytes.
             path: Path of the file, for messages.
             part: Start and stop, in bytes within `view`, of the part to move; None moves all of
-                it. Errors name the whole request.
+                it. Errors name the whole request. The result is the length of the part.
             uncached_mode: Mode of a read that must come from the device and not from the page
                 cache; None for a usual transfer. A part that cannot be direct is buffered in both
                 modes.
-
-        Returns:
-            Number of bytes moved, which is the length of the part.
-
-        Raises:
-            ShortReadError: The file ends before the part does.
-            StorageError: The kernel reported an error, or moved nothing.
         """
         first, last = part or (0, len(view))
         request = _Request(direction, view, offset, first, last)
@@ -254,7 +235,6 @@ class Descriptors:
         _advise(self.buffered_fd, os.POSIX_FADV_DONTNEED, first, nbytes)
 
     def _move_buffered(self, request: _Request, stop: int) -> None:
-        """Continue a request through the page cache up to `stop`."""
         if request.done < stop:
             with self._turn(request, "buffered"):
                 request.move_buffered(self.buffered_fd, stop)
@@ -276,23 +256,14 @@ class _EndOfFileError(OSError):
 
 
 class _Request:
-    """A transfer of ``view[first:last]`` with its progress.
+    """A transfer of ``view[first:last]``, which has reached the position `done` in `view`.
 
-    `done` is the position that the transfer has reached, in bytes from the start of `view`.
+    The first byte of `view` is that at `offset` of the file.
     """
 
     def __init__(
         self, direction: Direction, view: memoryview, offset: int, first: int, last: int
     ) -> None:
-        """Describe a transfer of the bytes `first` to `last` of `view`.
-
-        Args:
-            direction: Direction of the transfer.
-            view: Memory of the whole request.
-            offset: Position of the first byte of `view` in the file, in bytes.
-            first: Start of the transfer, in bytes from the start of `view`.
-            last: End of the transfer, in bytes from the start of `view`.
-        """
         self.direction = direction
         self.view = view
         self.offset = offset
@@ -307,7 +278,7 @@ class _Request:
         return f"{done} of the part from {self.first} to {self.last}"
 
     def move_buffered(self, fd: int, stop: int) -> None:
-        """Continue through the page cache up to `stop`, in bytes from the start of `view`."""
+        """Continue through the page cache up to `stop`."""
         while self.done < stop:
             moved = self._call(fd, stop)
             if moved == 0 and self.direction == "read":

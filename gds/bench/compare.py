@@ -3,16 +3,137 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from collections.abc import Callable
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from gds.bench.fio import FioError, FioRunner
 from gds.bench.measure import OpenBackend, measure
-from gds.bench.statistics import MIN_PAIRS, Verdict, alternate, judge, ratios
+from gds.bench.statistics import MIN_PAIRS, Spread, alternate, ratios, spread
 from gds.bench.target import Target
 from gds.bench.workload import Workload
+from gds.errors import RefusedError
+
+_POLL_S: Final = 0.02
+
+
+class FioError(RefusedError):
+    """fio failed, or cannot run a job."""
+
+
+class FioMissingError(FioError):
+    """fio is not installed."""
+
+
+class FioRunner:
+    """Runs fio in a directory, with the same kind of memory as `gds`.
+
+    fio's memory comes from malloc, and glibc (2.35 and newer) asks the kernel to put it on huge
+    pages. `gds` does the same for its buffers; no reserved pages are needed. The kernel may refuse
+    huge pages, so their amount is read from ``/proc`` while fio runs.
+    """
+
+    def __init__(self, directory: str) -> None:
+        """Find fio, and an asynchronous engine that works in `directory`."""
+        path = shutil.which("fio")
+        if path is None:
+            raise FioMissingError("fio is not installed (apt-get install fio)")
+        self._path = path
+        self._directory = directory
+        self.engine = self._choose_engine()
+
+    def run(self, arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
+        """Run jobs of fio on files of the directory.
+
+        Returns:
+            Report of fio, and the largest number of bytes of its memory on huge pages.
+        """
+        process = subprocess.Popen(
+            [
+                self._path,
+                "--output-format=json",
+                "--name=global",
+                "--thread",
+                "--mem=malloc",
+                *arguments,
+            ],
+            cwd=self._directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+        )
+        watch = _HugePages(process.pid)
+        try:
+            out, error = process.communicate()
+        except BaseException:  # after an interrupt, fio must not keep writing to a removed file
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            huge_bytes = watch.stop()
+        begin = out.find("{")
+        if process.returncode != 0 or begin < 0:
+            raise FioError(f"fio failed ({process.returncode}): {(error or out).strip()[-300:]}")
+        report: dict[str, Any] = json.loads(out[begin:])
+        return report, huge_bytes
+
+    def _choose_engine(self) -> str:
+        """Return the first asynchronous engine that works, tried with a small file."""
+        said = ""
+        name = f".gds-bench-fio-{os.getpid()}"
+        for engine in ("io_uring", "libaio"):
+            try:
+                self.run(
+                    [
+                        "--direct=1",
+                        f"--ioengine={engine}",
+                        f"--filename={name}",
+                        "--size=64k",
+                        "--name=probe",
+                        "--rw=write",
+                    ]
+                )
+            except FioError as error:
+                said = str(error)
+                continue
+            finally:
+                Path(self._directory, name).unlink(missing_ok=True)
+            return engine
+        raise FioError(f"fio runs here with neither io_uring nor libaio: {said}")
+
+
+class _HugePages:
+    """Watches how much memory of a process is on huge pages, and keeps the largest value."""
+
+    def __init__(self, pid: int) -> None:
+        self._path = Path(f"/proc/{pid}/smaps_rollup")
+        self._largest = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        self._ended.set()
+        self._thread.join()
+        return self._largest
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_POLL_S):
+            try:
+                text = self._path.read_text()
+            except OSError:
+                continue
+            found = re.search(r"^AnonHugePages:\s+(\d+) kB", text, re.MULTILINE)
+            if found:
+                self._largest = max(self._largest, int(found[1]) << 10)
+
 
 AGREEMENT: Final = 0.15
 """Largest difference between 1 and the median of the ratios that counts as agreement."""
@@ -26,38 +147,31 @@ class Comparison:
     """Pairs of rates of gds and fio, with a verdict."""
 
     workload: Workload
-    """Workload of both programs."""
-
     engine: str
-    """I/O engine that fio used."""
-
     huge_bytes: int
     """Largest amount of fio's memory that was seen on huge pages, in bytes."""
 
     gds_bytes_per_s: list[float]
-    """Rates of gds in bytes per second, in the order of the pairs."""
-
     fio_bytes_per_s: list[float]
-    """Rates of fio in bytes per second, in the order of the pairs."""
 
     @property
-    def verdict(self) -> Verdict:
-        """Median and interval of the ratios: the rate of gds divided by that of fio."""
-        return judge(ratios(self.gds_bytes_per_s, self.fio_bytes_per_s), None)
+    def ratio(self) -> Spread:
+        """Median and interval of the rate of gds divided by that of fio."""
+        return spread(ratios(self.gds_bytes_per_s, self.fio_bytes_per_s))
 
     @property
     def agrees(self) -> bool | None:
         """Whether the interval of the ratio overlaps 1 ± `AGREEMENT`; None if pairs are too few."""
         if len(self.gds_bytes_per_s) < MIN_PAIRS:
             return None
-        return self.verdict.low <= 1 + AGREEMENT and self.verdict.high >= 1 - AGREEMENT
+        return self.ratio.low <= 1 + AGREEMENT and self.ratio.high >= 1 - AGREEMENT
 
     @property
     def words(self) -> str:
         """Verdict in words, for people."""
         if self.agrees is None:
             return f"too few pairs to say ({len(self.gds_bytes_per_s)} of {MIN_PAIRS})"
-        middle = self.verdict.median
+        middle = self.ratio.median
         if abs(middle - 1) <= AGREEMENT:
             return f"agrees within {AGREEMENT:.0%}"
         faster = "gds is faster" if middle > 1 else "gds is slower"
@@ -67,15 +181,14 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as JSON values. Later versions only add keys."""
-        verdict = self.verdict
         return {
             "workload": dataclasses.asdict(self.workload),
             "engine": self.engine,
             "fio_huge_page_bytes": self.huge_bytes,
             "gds_bytes_per_s": self.gds_bytes_per_s,
             "fio_bytes_per_s": self.fio_bytes_per_s,
-            "ratio_median": verdict.median,
-            "ratio_interval90": [verdict.low, verdict.high],
+            "ratio_median": self.ratio.median,
+            "ratio_interval90": list(self.ratio[1:]),
             "agrees": self.agrees,
             "verdict": self.words,
         }
@@ -93,16 +206,9 @@ def compare(
 ) -> Comparison:
     """Run a workload alternately by gds and by fio, each time over the whole of the same file.
 
-    A workload that writes destroys the content of the scratch file. Neither rate includes syncs.
-
-    Args:
-        workload: Requests to run; its passes and seconds are ignored, and nothing is verified.
-        target: File to transfer to and from.
-        runner: fio, in the directory of the file.
-        open_backend: Function that makes the backend of gds; see `measure`.
-        pairs: Number of pairs; fewer than `MIN_PAIRS` give no verdict.
-        seed: Seed of the random order of requests.
-        say: Function that is called with a line for people after each pair.
+    A workload that writes destroys the content of the scratch file. Its passes and seconds are
+    ignored, and nothing is verified. Neither rate includes syncs. Fewer than `MIN_PAIRS` pairs give
+    no verdict.
 
     Raises:
         FioError: fio failed, or did not move the expected number of bytes.
@@ -112,11 +218,9 @@ def compare(
     most_huge = 0
 
     def ours() -> float:
-        """Return the rate of gds, in bytes per second."""
         return measure(once, [[target]], open_backend, seed=seed).bytes_per_s
 
     def theirs() -> float:
-        """Return the rate of fio, in bytes per second."""
         nonlocal most_huge
         target.sync()
         if once.cache == "cold":

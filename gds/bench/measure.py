@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import resource
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from gds.bench.latency import latency_of
-from gds.bench.link import link_meter
-from gds.bench.passes import Lane, Order, Pass, order_of
-from gds.bench.result import Requests, Run
-from gds.bench.series import Series
-from gds.bench.staged import StagedPass, ordinary_memory
+from gds.bench.passes import Lane, Order, Pass, StagedPass, order_of, ordinary_memory
+from gds.bench.result import Requests, Run, Series, latency_of
 from gds.bench.target import Target
 from gds.bench.workload import Workload
 from gds.contract import Backend
-from gds.errors import RefusedError
 from gds.paths import PathName
 
 OpenBackend: TypeAlias = Callable[[PathName, int], Backend]
@@ -44,16 +43,7 @@ def measure(
         verify: Compare the data of all reads with the expected data, and read back all data after
             writes. The comparison takes processor time, so rates are lower than without it.
         seed: Seed of the random order of requests.
-
-    Raises:
-        RefusedError: The workload would write to, or verify, an existing file of the user, or
-            several directories are to be measured through ordinary memory.
-        WrongDataError: A read returned other data than was written.
-        StorageError: A transfer failed.
     """
-    for targets in lanes:
-        check_allowed(workload, targets[0], verify=verify)
-    check_staged(workload, len(lanes), verify=verify)
     generator = np.random.default_rng(seed)
     collected = _Collected(workload)
     ramp_s = sync_s = user_s = system_s = 0.0
@@ -68,10 +58,12 @@ def measure(
             opened.append(stack.enter_context(closing(Lane(backend, workload, targets))))
         every = [target for targets in lanes for target in targets]
 
-        begin = _passes(workload, opened, verify=verify)
+        begin: Callable[[], Pass] = partial(Pass, workload, opened, verify=verify)
+        if workload.staged:
+            memory = ordinary_memory(workload, every[0])
+            begin = partial(StagedPass, workload, opened, memory)
 
         def orders() -> list[Order]:
-            """Return the requests of a pass for each lane."""
             return [order_of(workload, generator) for _ in opened]
 
         while ramp_s < (0.0 if workload.cache == "as-is" else workload.ramp_s):
@@ -124,19 +116,10 @@ def measure(
     )
 
 
-def _passes(workload: Workload, lanes: Sequence[Lane], *, verify: bool) -> Callable[[], Pass]:
-    """Return a function that prepares a pass of the workload."""
-    if workload.staged:
-        memory = ordinary_memory(workload, lanes[0].targets[0])
-        return lambda: StagedPass(workload, lanes, memory)
-    return lambda: Pass(workload, lanes, verify=verify)
-
-
 class _Collected:
     """Results of the passes so far."""
 
     def __init__(self, workload: Workload) -> None:
-        """Begin without any pass."""
         self._size = workload.size
         self._latencies: dict[bool, list[np.ndarray[Any, Any]]] = {True: [], False: []}
         self.series = Series(workload.interval_s, workload.size)
@@ -145,7 +128,6 @@ class _Collected:
         self.passes = 0
 
     def add(self, one: Pass, elapsed_s: float) -> None:
-        """Add a pass that took `elapsed_s` seconds."""
         begun_s, ended_s, is_read = one.records()
         latency_s = ended_s - begun_s
         self.series.add(self.elapsed_s + ended_s - one.started_s, latency_s, is_read)
@@ -161,7 +143,6 @@ class _Collected:
         return [float(rate) for rate in 1 / np.mean(1 / passes, axis=0)]
 
     def requests(self, *, reads: bool, writes: bool) -> Requests:
-        """Return the requests of the chosen directions; at least one must have been made."""
         latency_s = np.concatenate(
             [*(self._latencies[True] if reads else ()), *(self._latencies[False] if writes else ())]
         )
@@ -171,32 +152,6 @@ class _Collected:
             elapsed_s=self.elapsed_s,
             latency=latency_of(latency_s),
         )
-
-
-def check_allowed(workload: Workload, target: Target, *, verify: bool) -> None:
-    """Raise `RefusedError` if a workload would write to or verify an existing file of the user."""
-    if target.made:
-        return
-    if workload.writes:
-        raise RefusedError(
-            f"{target.path} was not made by gds bench, which only reads such files: to write, "
-            "name a directory, in which a scratch file is made"
-        )
-    if verify:
-        raise RefusedError(
-            f"--verify cannot check {target.path}, whose expected content is unknown: name a "
-            "directory, in which a scratch file is made"
-        )
-
-
-def check_staged(workload: Workload, num_lanes: int, *, verify: bool) -> None:
-    """Raise `RefusedError` if blocks cannot be moved through ordinary memory."""
-    if not workload.staged:
-        return
-    if num_lanes > 1:
-        raise RefusedError("--staged measures a single directory: name one of them")
-    if verify:
-        raise RefusedError("--staged measures speed, and --verify takes time: pass one of the two")
 
 
 def _prepare_cache(workload: Workload, targets: Sequence[Target]) -> float | None:
@@ -221,3 +176,135 @@ def _sync(lanes: Sequence[Lane]) -> float:
     for lane in lanes:
         lane.sync()
     return time.perf_counter() - started_s
+
+
+_FUNCTIONS: Final = (
+    "nvmlInit_v2",
+    "nvmlShutdown",
+    "nvmlErrorString",
+    "nvmlDeviceGetHandleByPciBusId_v2",
+    "nvmlDeviceGetPcieThroughput",
+)
+_PERIOD_S: Final = 0.05
+_TX: Final = 0  # NVML_PCIE_UTIL_TX_BYTES
+_RX: Final = 1  # NVML_PCIE_UTIL_RX_BYTES
+_BYTES: Final = 1000
+"""Number of bytes in NVML's unit KB."""
+
+
+class LinkUse(NamedTuple):
+    """Traffic that a GPU received and sent over PCIe, the mean of all samples.
+
+    The rates are in GB/s (1e9 bytes); None if they cannot be read, for a `reason`.
+    """
+
+    rx_gbps: float | None
+    tx_gbps: float | None
+    samples: int
+    reason: str
+
+
+class LinkMeter:
+    """Samples both directions of a GPU's link in turns through NVML, on its own thread.
+
+    NVML has no counter of copy engines. It has a counter of the traffic over PCIe, to which copy
+    engines and the DMA of GPUDirect Storage contribute alike. This counter includes packet headers
+    and the transfers of other programs.
+    """
+
+    def __init__(
+        self, library: Any = None, device: ctypes.c_void_p | None = None, *, reason: str = ""
+    ) -> None:
+        """Measure a device; without a library, nothing is sampled for a `reason`."""
+        self._library = library
+        self._device = device
+        self._sums = {_RX: 0.0, _TX: 0.0}
+        self._samples = 0
+        self._reason = reason
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Sample until the body ends; a sample that ends after the body does not count."""
+        if self._library is None:
+            yield
+            return
+        ended = threading.Event()
+        thread = threading.Thread(target=self._sample, args=(ended,), name="gds-link", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def use(self) -> LinkUse:
+        """Return the mean traffic in all contexts so far, or the reason why it is not known."""
+        if not self._samples:
+            short = "no pass took long enough for a sample of 20 ms in each direction"
+            return LinkUse(None, None, 0, self._reason or short)
+        rx, tx = (self._sums[counter] / self._samples / 1e9 for counter in (_RX, _TX))
+        return LinkUse(rx, tx, self._samples, "")
+
+    def close(self) -> None:
+        """Shut NVML down. Idempotent."""
+        library, self._library = self._library, None
+        if library is not None:
+            library.nvmlShutdown()
+
+    def _sample(self, ended: threading.Event) -> None:
+        """Take samples until `ended` is set, or until NVML reports an error."""
+        while not ended.is_set():
+            found: dict[int, float] = {}
+            for counter in (_RX, _TX):
+                value = ctypes.c_uint()
+                # The call takes 20 ms, and does not hold the GIL.
+                status = self._library.nvmlDeviceGetPcieThroughput(
+                    self._device, ctypes.c_int(counter), ctypes.byref(value)
+                )
+                if status:
+                    self._reason = _error_text(self._library, "nvmlDeviceGetPcieThroughput", status)
+                    return
+                found[counter] = value.value * _BYTES
+            if ended.is_set():
+                return
+            for counter, rate in found.items():
+                self._sums[counter] += rate
+            self._samples += 1
+            ended.wait(_PERIOD_S)
+
+
+def link_meter(
+    backend: object, load: Callable[[], Any] = lambda: ctypes.CDLL("libnvidia-ml.so.1")
+) -> LinkMeter:
+    """Return a meter of the link of a backend's GPU.
+
+    If the traffic cannot be read, the meter reports the reason; this function does not raise.
+    """
+    cuda = getattr(backend, "cuda", None)
+    if cuda is None:
+        return LinkMeter(reason="no memory of a GPU is moved")
+    try:
+        bus = str(cuda.pci_bus_id())
+        library = load()
+        for name in _FUNCTIONS:
+            getattr(library, name)  # an old library may lack it
+        library.nvmlErrorString.restype = ctypes.c_char_p
+    except (OSError, AttributeError, RuntimeError) as error:
+        return LinkMeter(reason=f"NVML cannot be used: {error}")
+    status = library.nvmlInit_v2()
+    if status:
+        return LinkMeter(reason=_error_text(library, "nvmlInit", status))
+    # By bus address, because NVML and CUDA number the devices in different orders.
+    device = ctypes.c_void_p()
+    status = library.nvmlDeviceGetHandleByPciBusId_v2(bus.encode(), ctypes.byref(device))
+    if status:
+        library.nvmlShutdown()
+        call = f"nvmlDeviceGetHandleByPciBusId({bus})"
+        return LinkMeter(reason=_error_text(library, call, status))
+    return LinkMeter(library, device)
+
+
+def _error_text(library: Any, call: str, status: int) -> str:
+    words = library.nvmlErrorString(ctypes.c_int(status))
+    text = words.decode(errors="replace") if isinstance(words, bytes) else str(words)
+    return f"{call}: {text} ({status})"

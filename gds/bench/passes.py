@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
+import mmap
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import xxhash
 
-from gds.bench.stamps import Words
-from gds.bench.target import Target
+from gds.bench.target import Target, Words
 from gds.bench.workload import Workload
 from gds.buffers.device import DeviceBuffer
 from gds.buffers.host import HUGE_PAGE_BYTES
 from gds.contract import ALIGNMENT, Backend, Buffer, File, IOFuture
 
 Values: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
-"""Array of numbers, dtype float64."""
-
 Order: TypeAlias = list[tuple[int, bool]]
 """Requests of a pass in order: number of the block, and whether it is read."""
 
@@ -48,14 +49,13 @@ class Lane:
         self._files: list[File] = []
         if workload.reopen:
             self._pool = ThreadPoolExecutor(workload.threads, "gds-bench")
-            with closing_file(self._open(targets[0])) as file:
+            with self._open(targets[0]) as file:
                 self.direct = file.direct
         else:
             self._files = [self._open(target) for target in targets]
             self.direct = self._files[0].direct
         """Whether transfers bypass the page cache."""
         self.slots = _slots(backend, workload, targets[0])
-        """One buffer for each request in flight."""
 
     def place(self, block: int) -> tuple[int, int]:
         """Return the number of the file that has a block, and the offset in it in bytes."""
@@ -84,29 +84,17 @@ class Lane:
             self._pool.shutdown()
 
     def _open(self, target: Target) -> File:
-        """Open a file as the workload needs it."""
         return self._backend.open(target.path, writable=self._workload.writes)
 
     def _open_and_move(self, number: int, buffer: Buffer, offset: int, is_read: bool) -> int:
-        """Open a file, make one transfer, and close the file."""
-        with closing_file(self._open(self.targets[number])) as file:
+        with self._open(self.targets[number]) as file:
             return (file.read if is_read else file.write)(buffer, offset).result()
-
-
-@contextlib.contextmanager
-def closing_file(file: File) -> Iterator[File]:
-    """Yield a file, and close it at the end."""
-    try:
-        yield file
-    finally:
-        file.close()
 
 
 class Pass:
     """One pass of a workload, which makes each request once, in all lanes at once."""
 
     def __init__(self, workload: Workload, lanes: Sequence[Lane], *, verify: bool) -> None:
-        """Prepare a pass."""
         self._size = workload.size
         self._lanes = lanes
         self._verify = verify
@@ -182,7 +170,6 @@ class Pass:
         return request is not None
 
     def _start(self, slot: int, block: int, is_read: bool) -> None:
-        """Start a request with the buffer of a slot."""
         lane, buffer = self._slots[slot]
         file, offset = lane.place(block)
         if self._verify and not is_read:
@@ -212,7 +199,9 @@ class Pass:
                 if self._start_next(slot):
                     return
             except Exception as error:  # noqa: BLE001 - the thread of `run` raises it
-                self._pending[slot] = (failed(error), 0, 0, is_read)
+                failed: Future[int] = Future()
+                failed.set_exception(error)
+                self._pending[slot] = (failed, 0, 0, is_read)
             finally:
                 self._starting.here = False
         self._free.put(slot)
@@ -231,17 +220,10 @@ class Pass:
             self.verified_bytes += self._size
 
 
-def failed(error: Exception) -> IOFuture:
-    """Return a future with an error."""
-    future: Future[int] = Future()
-    future.set_exception(error)
-    return future
-
-
 def order_of(workload: Workload, generator: np.random.Generator) -> Order:
     """Return the requests of a pass in order: number of the block, and whether it is read."""
     count = workload.num_requests
-    blocks = generator.permutation(count) if workload.random else np.arange(count)
+    blocks = generator.permutation(count) if workload.rw.startswith("rand") else np.arange(count)
     is_read = np.arange(count) < workload.num_reads
     if workload.reads and workload.writes:
         is_read = generator.permutation(is_read)
@@ -276,3 +258,132 @@ def _compare(buffer: Buffer, target: Target, offset: int, generations: Words) ->
         buffer.download() if isinstance(buffer, DeviceBuffer) else buffer.memoryview()
     )
     target.stamps.check(view, offset, generations, target.path)
+
+
+_DIGEST_BYTES: Final = 1 << 20
+_MOST_MEMORY_BYTES: Final = 512 << 20
+"""Most ordinary memory, in bytes. It is more than processors cache, so that copies really read and
+write memory, as those of a large program do."""
+
+
+def ordinary_memory(workload: Workload, target: Target) -> memoryview:
+    """Return memory as programs have it, filled with data that no drive compresses."""
+    size = workload.size
+    count = max(1, min(workload.num_requests, _MOST_MEMORY_BYTES // size))
+    view = memoryview(mmap.mmap(-1, count * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    generations = np.zeros(size // ALIGNMENT, dtype=np.uint64)
+    for start in range(0, len(view), size):
+        target.stamps.fill(view[start : start + size], start, generations)
+    return view
+
+
+class StagedPass(Pass):
+    """One pass of a workload in one lane, through ordinary memory.
+
+    The data of a program rarely lies in memory that direct I/O can use, so it is copied. Copies,
+    digests and transfers use the same cores and the same memory: all of them together are slower
+    than the slowest of them alone. This pass measures them together.
+
+    The thread that calls `run` copies and digests the blocks, in order. All buffers but one are in
+    flight meanwhile. The time of a pass includes the copies: of the first block before its write,
+    and of the last block after its read.
+    """
+
+    def __init__(self, workload: Workload, lanes: Sequence[Lane], memory: memoryview) -> None:
+        super().__init__(workload, lanes, verify=False)
+        self._is_read = workload.reads
+        self._memory = memory
+        self._futures: list[IOFuture | None] = [None] * len(self._slots)
+        self._ends: list[SimpleQueue[float]] = [SimpleQueue() for _ in self._slots]
+
+    def run(self, orders: Sequence[Order], *, limit_s: float = math.inf) -> float:
+        """Run the requests of the only lane; return the seconds until the last block is moved."""
+        (order,) = orders
+        blocks = deque(block for block, _ in order)
+        free, busy = deque(range(len(self._slots))), deque[int]()
+        self.started_s = time.perf_counter()
+        until_s = self.started_s + limit_s
+        move = self._read if self._is_read else self._write
+        number = 0
+        try:
+            while blocks and time.perf_counter() < until_s:
+                move(blocks, free, busy, number)
+                number += 1
+            while busy:
+                slot = busy.popleft()
+                self._finish(slot)
+                if self._is_read:
+                    self._take(slot, number)
+                    number += 1
+        finally:
+            for future in self._futures:  # some are left only if another request has failed
+                if future is not None:
+                    with contextlib.suppress(OSError):
+                        future.result()
+        return time.perf_counter() - self.started_s
+
+    def _write(self, blocks: deque[int], free: deque[int], busy: deque[int], number: int) -> None:
+        """Copy and digest the next block, and start its write."""
+        if not free:
+            free.append(busy.popleft())
+            self._finish(free[0])
+        slot = free.popleft()
+        _, buffer = self._slots[slot]
+        view = buffer.memoryview()
+        _copy(self._part(number), view)
+        _digest(view)
+        self._begin(slot, blocks.popleft())
+        busy.append(slot)
+
+    def _read(self, blocks: deque[int], free: deque[int], busy: deque[int], number: int) -> None:
+        """Start reads into all free buffers, then digest and copy the first block that was read."""
+        while free and blocks:
+            self._begin(free[0], blocks.popleft())
+            busy.append(free.popleft())
+        slot = busy.popleft()
+        self._finish(slot)
+        self._take(slot, number)
+        free.append(slot)
+
+    def _take(self, slot: int, number: int) -> None:
+        """Digest a block that was read, and copy it to its place."""
+        _, buffer = self._slots[slot]
+        view = buffer.memoryview()
+        _digest(view)
+        _copy(view, self._part(number))
+
+    def _part(self, number: int) -> memoryview:
+        """Return the ordinary memory of the block that is the pass's `number`th."""
+        start = number * self._size % len(self._memory)
+        return self._memory[start : start + self._size]
+
+    def _begin(self, slot: int, block: int) -> None:
+        lane, buffer = self._slots[slot]
+        file, offset = lane.place(block)
+        begun_s = time.perf_counter()
+        future = lane.start(file, buffer, offset, is_read=self._is_read)
+        self._futures[slot] = future
+        future.add_done_callback(partial(self._note, slot))
+        self._records[slot].append(begun_s)
+
+    def _note(self, slot: int, _: IOFuture) -> None:
+        self._ends[slot].put(time.perf_counter())
+
+    def _finish(self, slot: int) -> None:
+        """Wait for the request of a slot, and record it; raises its error."""
+        ended_s = self._ends[slot].get()
+        future, self._futures[slot] = self._futures[slot], None
+        if future is not None:
+            future.result()
+        self._records[slot].extend((ended_s, self._is_read))
+
+
+def _copy(source: memoryview, into: memoryview) -> None:
+    """Copy bytes on the calling thread, while other threads run."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(into))
+    ctypes.memmove(address, ctypes.addressof(ctypes.c_char.from_buffer(source)), len(source))
+
+
+def _digest(view: memoryview) -> None:
+    for start in range(0, len(view), _DIGEST_BYTES):
+        xxhash.xxh3_64_digest(view[start : start + _DIGEST_BYTES])

@@ -1,4 +1,4 @@
-"""Report of `gds bench`: results of every workload, with a verdict, as JSON and as CSV."""
+"""Report of `gds bench`: results of every workload, with a verdict, as JSON, CSV and figure."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TextIO
 
 from gds.bench.compare import Comparison
-from gds.bench.result import Requests, Run
-from gds.bench.series import Interval, whole_rates
-from gds.bench.statistics import median
-from gds.bench.steadiness import WINDOW_ROUNDS, Stability, assess, window_is_steady
-from gds.bench.workload import Workload
+from gds.bench.result import Interval, Requests, Run, whole_rates
+from gds.bench.statistics import WINDOW_ROUNDS, Stability, assess, median, window_is_steady
+from gds.bench.workload import Workload, size_text
+from gds.errors import RefusedError
 
 SCHEMA: Final = 1
-"""Version of the JSON form."""
-
 Part = Literal["total", "reads", "writes"]
 
 LATENCIES: Final = ("mean_s", "stddev_s", "p50_s", "p99_s", "p999_s", "max_s")
-"""Names of the latencies that are summarised over the runs."""
 
 
 @dataclass(slots=True)
@@ -29,11 +25,7 @@ class Point:
     """A workload with the results of its runs."""
 
     workload: Workload
-    """The workload."""
-
     runs: list[Run] = field(default_factory=list)
-    """Results in the order of the runs."""
-
     until_steady: bool = False
     """Whether runs were added until the last of them were steady; only those are summarised."""
 
@@ -48,6 +40,12 @@ class Point:
         if not self.until_steady:
             return None
         return window_is_steady([run.bytes_per_s for run in self.runs])
+
+    @property
+    def rows(self) -> tuple[Part, ...]:
+        """Rows to show: of all requests, and of each direction if there are both."""
+        mixed = self.workload.num_reads and self.workload.num_writes
+        return ("total", "reads", "writes") if mixed else ("total",)
 
     def median(self, name: str) -> float:
         """Return the median of a number over the runs; `name` is an attribute of `Run`."""
@@ -92,7 +90,7 @@ class Point:
     def to_json(self) -> dict[str, Any]:
         """Return the results as JSON values. Later versions only add keys."""
         rates = self.rates()
-        mixed = self.workload.num_reads and self.workload.num_writes
+        mixed = len(self.rows) > 1
         middles = {
             name: self.median(name) for name in ("durable_bytes_per_s", "cpu_cores", "sync_s")
         }
@@ -122,34 +120,15 @@ class Report:
     """Whether the file was a scratch file; otherwise it was an existing file of the user."""
 
     file_bytes: int
-    """Size of the file, in bytes."""
-
     filesystem: str
-    """Type of the file system."""
-
     source: str
-    """Mounted device or share; empty if not known."""
-
     kernel: str
-    """Release of the kernel."""
-
     cores: int
-    """Number of cores that the process may use."""
-
     verify: bool
-    """Whether the data was verified."""
-
     points: list[Point]
-    """Results of each workload."""
-
     comparisons: list[Comparison] = field(default_factory=list)
-    """Comparisons with fio."""
-
     notes: list[str] = field(default_factory=list)
-    """Remarks for the reader of the numbers."""
-
     took_s: float = 0.0
-    """Seconds from the start to the end, everything included."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values. Later versions only add keys."""
@@ -180,16 +159,10 @@ class Report:
                     yield names, interval
 
     def write_csv(self, file: TextIO) -> None:
-        """Write the summary as CSV: a row for each workload; a mixed one also has one a direction.
-
-        Args:
-            file: Text file that was opened with ``newline=""``.
-        """
+        """Write the rows of the summary as CSV, to a file that was opened with ``newline=""``."""
         writer = csv.writer(file, lineterminator="\n")
         for number, point in enumerate(self.points):
-            mixed = point.workload.num_reads and point.workload.num_writes
-            parts: tuple[Part, ...] = ("total", "reads", "writes") if mixed else ("total",)
-            for part in parts:
+            for part in point.rows:
                 rates = point.rates(part)
                 row = {
                     **_columns(point.workload),
@@ -212,3 +185,65 @@ def _columns(workload: Workload) -> dict[str, Any]:
     """Return the columns that name a workload in a CSV file."""
     names = ("rw", "path", "size", "threads", "depth", "mix", "cache", "staged")
     return {**{name: getattr(workload, name) for name in names}, "depth": workload.in_flight}
+
+
+_AXES: Final = ("size", "threads", "depth", "mix", "rw", "path", "cache")
+
+
+def plot_axis(workloads: Sequence[Workload]) -> str:
+    """Return the property for the x axis of a figure: the first numeric one that differs."""
+    for name in ("size", "threads", "depth", "mix"):
+        if len({getattr(workload, name) for workload in workloads}) > 1:
+            return name
+    raise RefusedError("--plot needs --sweep of size, threads, depth or mix")
+
+
+def plot(report: Report, path: str) -> None:
+    """Draw the rates in GB/s over the first numeric property that was swept, into a file.
+
+    The figure has one line for each combination of the other properties that were swept. The
+    extension of the path gives the format.
+    """
+    workloads = [point.workload for point in report.points]
+    axis = plot_axis(workloads)
+    figure, axes = new_figure()
+    rest = [
+        name
+        for name in _AXES
+        if name != axis and len({getattr(workload, name) for workload in workloads}) > 1
+    ]
+    lines: dict[str, list[Point]] = {}
+    for point in report.points:
+        label = ", ".join(f"{name} {_value(point.workload, name)}" for name in rest)
+        lines.setdefault(label, []).append(point)
+    for label, points in lines.items():
+        points.sort(key=lambda point: getattr(point.workload, axis))
+        values = [getattr(point.workload, axis) for point in points]
+        rates = [point.median("bytes_per_s") / 1e9 for point in points]
+        axes.plot(values, rates, marker="o", label=label or report.points[0].workload.rw)
+    ticks = sorted({getattr(point.workload, axis) for point in report.points})
+    if axis != "mix":
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [size_text(tick) if axis == "size" else str(tick) for tick in ticks])
+    axes.set_xlabel(axis)
+    axes.set_ylabel("GB/s")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path)
+
+
+def new_figure() -> tuple[Any, Any]:
+    """Return an empty figure of matplotlib and its axes; no window is opened."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RefusedError(
+            "--plot needs matplotlib: pip install matplotlib (or '.[bench]' in a checkout)"
+        ) from error
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _value(workload: Workload, name: str) -> str:
+    value = getattr(workload, name)
+    return size_text(value) if name == "size" else str(value)

@@ -10,23 +10,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 from gds import probe
-from gds.bench.compare import compare
-from gds.bench.figure import new_figure, plot_axis
-from gds.bench.fio import FioError, FioRunner
-from gds.bench.measure import OpenBackend, check_allowed, check_staged, measure
-from gds.bench.report import Point, Report
-from gds.bench.statistics import MIN_PAIRS
-from gds.bench.steadiness import MOST_ROUNDS
+from gds.bench.compare import FioError, FioRunner, compare
+from gds.bench.measure import OpenBackend, measure
+from gds.bench.report import Point, Report, new_figure, plot_axis
+from gds.bench.statistics import MIN_PAIRS, MOST_ROUNDS
 from gds.bench.target import Target, targets_at
 from gds.bench.workload import Workload
 from gds.check.system import System
 from gds.errors import RefusedError
 from gds.opening import open_path
 from gds.paths import PATHS
-from gds.places import kernel_view
+from gds.probe import kernel_view
 
 _SEEDS: Final = 100_000
 """Distance between the seeds of two directories; more than the files of one."""
@@ -34,13 +31,10 @@ _SEEDS: Final = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Plan of a benchmark: the workloads, and how to measure them."""
+    """Plan of a benchmark: the workloads, and the options of `gds bench`."""
 
-    place: str
-    """Directory for scratch files, or an existing file, which is only read."""
-
-    beside: Sequence[str] = ()
-    """Further directories, or files, that are measured at the same time."""
+    places: Sequence[str]
+    """Directories for scratch files, or existing files, which are only read; measured at once."""
 
     workloads: Sequence[Workload]
     """Workloads to measure; at least one, all with the same file size."""
@@ -50,33 +44,16 @@ class Plan:
 
     until_steady: bool = False
     """Whether to repeat the runs of each workload until they are steady; see
-    `gds.bench.steadiness`."""
+    `gds.bench.statistics`."""
 
     verify: bool = False
-    """Whether to compare the data of reads with the expected data."""
-
     compare_fio: bool = False
-    """Whether to compare the rates with those of fio."""
-
     pairs: int = MIN_PAIRS
-    """Number of pairs of a comparison with fio."""
-
     seed: int = 0
-    """Seed of contents and random order."""
-
     allow_volatile: bool = False
-    """Whether to accept a file system in memory."""
-
     allow_small: bool = False
-    """Whether to accept a file that the cache of a drive may hold."""
-
     plot: bool = False
     """Whether a figure will be drawn. If that is impossible, nothing is measured."""
-
-    @property
-    def places(self) -> tuple[str, ...]:
-        """All directories or files, in order."""
-        return (self.place, *self.beside)
 
 
 def run(
@@ -96,14 +73,11 @@ def run(
 
     Raises:
         RefusedError: A part of the plan is impossible; nothing has been measured then.
-        WrongDataError: A block did not hold the data that was written to it.
-        OSError: The drive failed, or the place does not exist.
     """
     began_s = time.perf_counter()
     system = system or System()
     make = backend or partial(open_path, no_driver=system.library_error("libcuda.so.1"))
-    for workload in plan.workloads:
-        check_staged(workload, len(plan.places), verify=plan.verify)
+    _check_staged(plan)
     _check_paths(plan, make)
     if plan.plot:  # fail before the measurements, not after them
         plot_axis(plan.workloads)
@@ -127,7 +101,7 @@ def run(
         workloads = [dataclasses.replace(each, file_bytes=file_bytes) for each in plan.workloads]
         for workload in workloads:  # check all of them before the first is measured
             for targets in lanes:
-                check_allowed(workload, targets[0], verify=plan.verify)
+                _check_allowed(workload, targets[0], verify=plan.verify)
         points = [Point(workload, until_steady=plan.until_steady) for workload in workloads]
         say(duration_text(plan, lanes[0][0], time.perf_counter() - began_s))
         _measure_all(plan, points, lanes, make, say)
@@ -139,7 +113,6 @@ def run(
 
 
 def _equal_size(lanes: Sequence[Sequence[Target]]) -> int:
-    """Return the size of the files in bytes; raises `RefusedError` if they differ."""
     sizes = {target.size_bytes for targets in lanes for target in targets}
     if len(sizes) > 1:
         raise RefusedError(
@@ -147,6 +120,31 @@ def _equal_size(lanes: Sequence[Sequence[Target]]) -> int:
             "of the same size can be measured together: name directories, or one file"
         )
     return sizes.pop()
+
+
+def _check_allowed(workload: Workload, target: Target, *, verify: bool) -> None:
+    """Raise `RefusedError` if a workload would write to or verify an existing file of the user."""
+    if target.made:
+        return
+    if workload.writes:
+        raise RefusedError(
+            f"{target.path} was not made by gds bench, which only reads such files: to write, "
+            "name a directory, in which a scratch file is made"
+        )
+    if verify:
+        raise RefusedError(
+            f"--verify cannot check {target.path}, whose expected content is unknown: name a "
+            "directory, in which a scratch file is made"
+        )
+
+
+def _check_staged(plan: Plan) -> None:
+    if not any(workload.staged for workload in plan.workloads):
+        return
+    if len(plan.places) > 1:
+        raise RefusedError("--staged measures a single directory: name one of them")
+    if plan.verify:
+        raise RefusedError("--staged measures speed, and --verify takes time: pass one of the two")
 
 
 def _compare_all(
@@ -191,26 +189,16 @@ def duration_text(plan: Plan, target: Target, filled_s: float) -> str:
 
 
 def _time_text(seconds: float) -> str:
-    """Return a duration as text, in seconds or minutes."""
     return f"{max(seconds, 1):.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-@runtime_checkable
-class FindsPaths(Protocol):
-    """A backend of device memory, which may refuse a directory."""
-
-    def paths_in(self, directory: str) -> object:
-        """Raise `StorageError` if the directory cannot have the demanded path."""
-        ...
 
 
 def _check_paths(plan: Plan, make: OpenBackend) -> None:
     """Check, before a file is written, that every path of a plan can be used."""
     for name in dict.fromkeys(workload.path for workload in plan.workloads):
         with contextlib.closing(make(name, 1)) as backend:
-            for place in plan.places:
-                if os.path.isdir(place) and isinstance(backend, FindsPaths):
-                    backend.paths_in(place)  # raises if GPUDirect Storage is demanded and missing
+            if paths_in := getattr(backend, "paths_in", None):  # of a backend of device memory
+                for place in filter(os.path.isdir, plan.places):
+                    paths_in(place)  # raises if GPUDirect Storage is demanded and missing
     for place in plan.places:
         _check_directory(plan, place)
 
@@ -256,7 +244,6 @@ def _measure_all(
     """
 
     def measure_once(point: Point) -> None:
-        """Add one run to a point."""
         workload = point.workload
         number = len(point.runs)
         staged = "staged " if workload.staged else ""
@@ -278,8 +265,7 @@ def _measure_all(
 
 
 def _report(plan: Plan, points: list[Point], target: Target, system: System) -> Report:
-    """Return the report of the results, without comparisons and notes."""
-    mount = probe.mount_of(plan.place)
+    mount = probe.mount_of(plan.places[0])
     return Report(
         places=plan.places,
         made=target.made,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final
 from gds.bench.compare import Comparison
 from gds.bench.report import Part, Point, Report
 from gds.bench.result import Run
-from gds.bench.statistics import median
-from gds.bench.steadiness import WINDOW_ROUNDS
+from gds.bench.statistics import WINDOW_ROUNDS, median
 from gds.bench.workload import Workload, size_text
 from gds.paths import PATHS
 
@@ -26,13 +25,7 @@ Column = tuple[str, str, list[str]]
 
 
 def show(report: Report, console: Console, *, histograms: bool = False) -> None:
-    """Print a report for people.
-
-    Args:
-        report: Results to print.
-        console: Where to print; its width is kept, except by a path that is longer.
-        histograms: Whether to print a histogram of the latencies of each row.
-    """
+    """Print a report for people, in the width of the console, except for a path that is longer."""
     kind = "scratch file" if report.made else "existing file"
     files = report.points[0].workload.files
     if files > 1:
@@ -54,8 +47,8 @@ def show(report: Report, console: Console, *, histograms: bool = False) -> None:
         ", ".join(f"{name} {text}" for name, text in fixed.items() if name not in varied),
     )
     _say(console, _runs_text(report.points))
-    rows = [(point, part) for point in report.points for part in _parts(point)]
-    names = _names(report.points, varied)
+    rows = [(point, part) for point in report.points for part in point.rows]
+    names = _names(rows, varied)
     console.print()
     _print_columns(console, names, _rates(rows))
     console.print()
@@ -107,7 +100,7 @@ def state_text(workload: Workload, runs: Sequence[Run]) -> str:
 
 def compared(comparison: Comparison) -> str:
     """Return a comparison with fio as a line for people."""
-    verdict, workload = comparison.verdict, comparison.workload
+    found, workload = comparison.ratio, comparison.workload
     rates = [
         f"{median(samples) / 1e9:.3f} GB/s"
         for samples in (comparison.gds_bytes_per_s, comparison.fio_bytes_per_s)
@@ -117,11 +110,11 @@ def compared(comparison: Comparison) -> str:
         if comparison.huge_bytes
         else "its memory not seen on huge pages"
     )
-    ratio = "?" if math.isinf(verdict.median) else f"{verdict.median:.2f}"
+    ratio = "?" if math.isinf(found.median) else f"{found.median:.2f}"
     return (
         f"fio ({comparison.engine}, {pages}), {workload.rw} {workload.path} "
         f"{size_text(workload.size)}: gds {rates[0]}, fio {rates[1]}, gds / fio {ratio} "
-        f"({verdict.low:.2f} to {verdict.high:.2f}, 90 %, {len(comparison.fio_bytes_per_s)} "
+        f"({found.low:.2f} to {found.high:.2f}, 90 %, {len(comparison.fio_bytes_per_s)} "
         f"pairs): {comparison.words}"
     )
 
@@ -138,17 +131,15 @@ def _say(console: Console, text: str) -> None:
     filled = textwrap.fill(
         text, max(console.width, 20), break_long_words=False, break_on_hyphens=False
     )
-    console.print(filled, highlight=False, soft_wrap=True, markup=False)
+    _line(console, filled)
 
 
-def _parts(point: Point) -> tuple[Part, ...]:
-    """Return the rows of a workload: all requests, and each direction if it has both."""
-    mixed = point.workload.num_reads and point.workload.num_writes
-    return ("total", "reads", "writes") if mixed else ("total",)
+def _line(console: Console, text: str) -> None:
+    """Print text as it is."""
+    console.print(text.rstrip(), highlight=False, soft_wrap=True, markup=False)
 
 
 def _settings(point: Point) -> dict[str, str]:
-    """Return the settings of a workload as text, by name."""
     workload = point.workload
     mixed = workload.reads and workload.writes
     return {
@@ -178,7 +169,6 @@ def _varied(points: Sequence[Point]) -> list[str]:
 
 
 def _lanes(places: Sequence[str], point: Point) -> list[str]:
-    """Return the rate of each directory as text: the median of the runs."""
     return [
         f"{place}: {median([run.lane_bytes_per_s[number] for run in point.counted]) / 1e9:.3f} GB/s"
         for number, place in enumerate(places)
@@ -186,7 +176,6 @@ def _lanes(places: Sequence[str], point: Point) -> list[str]:
 
 
 def _runs_text(points: Sequence[Point]) -> str:
-    """Return the number and the length of the runs as text."""
     counts = sorted({len(point.counted) for point in points})
     lengths_s = [run.elapsed_s for point in points for run in point.counted]
     ramped = [p.workload.ramp_s for p in points if any(run.ramp_s for run in p.runs)]
@@ -209,9 +198,8 @@ def _label(point: Point, varied: Sequence[str]) -> str:
     )
 
 
-def _names(points: Sequence[Point], varied: Sequence[str]) -> list[Column]:
+def _names(rows: Sequence[tuple[Point, Part]], varied: Sequence[str]) -> list[Column]:
     """Return the columns that name a row: the settings that vary, and the direction."""
-    rows = [(point, part) for point in points for part in _parts(point)]
     columns: list[Column] = []
     if any(part != "total" for _, part in rows) or "rw" in varied:
         cells = [p.workload.rw if part == "total" else f"- {part}" for p, part in rows]
@@ -225,7 +213,6 @@ def _names(points: Sequence[Point], varied: Sequence[str]) -> list[Column]:
 
 
 def _rates(rows: Sequence[tuple[Point, Part]]) -> list[Column]:
-    """Return the columns of the first table: rates, processor time, syncs and the verdict."""
     columns: list[Column] = [
         ("GB/s", "right", [f"{median(p.rates(part)) / 1e9:.3f}" for p, part in rows]),
         (
@@ -254,7 +241,6 @@ def _rates(rows: Sequence[tuple[Point, Part]]) -> list[Column]:
 
 
 def _latencies(rows: Sequence[tuple[Point, Part]]) -> list[Column]:
-    """Return the columns of the second table: latencies in milliseconds."""
     titles = {
         "mean": "mean_s",
         "sd": "stddev_s",
@@ -275,7 +261,6 @@ def _of_total(rows: Sequence[tuple[Point, Part]], text: Callable[[Point], str]) 
 
 
 def _link(point: Point, name: str) -> str:
-    """Return the traffic over the GPU's link in GB/s as text."""
     known = [getattr(run, name) for run in point.counted if getattr(run, name) is not None]
     return f"{median(known):.3f}" if known else "-"
 
@@ -296,9 +281,7 @@ def _print_columns(console: Console, names: Sequence[Column], values: Sequence[C
     for part in parts:
         for line in range(-2, count):
             cells = [_cell(column, line) for column in part]
-            console.print(
-                (" " * _GAP).join(cells).rstrip(), highlight=False, soft_wrap=True, markup=False
-            )
+            _line(console, (" " * _GAP).join(cells))
 
 
 def _packed(width: int, names: Sequence[Column], values: Sequence[Column]) -> list[list[Column]]:
@@ -316,7 +299,6 @@ def _packed(width: int, names: Sequence[Column], values: Sequence[Column]) -> li
 
 
 def _width(column: Column) -> int:
-    """Return the width of a column with the gap behind it."""
     return max(len(text) for text in (column[0], *column[2])) + _GAP
 
 
@@ -341,9 +323,5 @@ def _print_histogram(console: Console, point: Point) -> None:
     for power in range(min(counts), max(counts) + 1):
         count = counts.get(power, 0)
         bar = "#" * math.ceil(_BAR * count / most)
-        console.print(
-            f"  <= {milliseconds(2.0**power * 1e-6):>8} ms {count / total:8.3%}  {bar}".rstrip(),
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
+        limit = milliseconds(2.0**power * 1e-6)
+        _line(console, f"  <= {limit:>8} ms {count / total:8.3%}  {bar}")

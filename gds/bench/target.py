@@ -12,25 +12,91 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from gds import libc, probe
 from gds.backends.names import reporting
 from gds.backends.posix import PosixBackend
-from gds.bench.stamps import Stamps, Words
 from gds.bench.workload import size_text
 from gds.contract import ALIGNMENT, Buffer, File, IOFuture
-from gds.errors import RefusedError, StorageError
-from gds.places import is_directory
+from gds.errors import RefusedError, StorageError, WrongDataError
+from gds.probe import is_directory
+
+Words: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]
+
+_WORDS: Final = ALIGNMENT // 8
+# Odd, so that no two blocks, and no two generations of a block, have the same words.
+_PLACE: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
+_AGE: Final = np.uint64(0xBF58_476D_1CE4_E5B9)
+
+
+class Stamps:
+    """Writes and checks the content of one file, to detect wrong, stale or damaged blocks.
+
+    Every block of 4 KiB holds its offset, the number of times it has been rewritten (its
+    generation), and a number of the file. Each of the remaining 8-byte words depends on offset and
+    generation. So a block at a wrong place, or a block that a write did not reach, differs in
+    nearly all words. A flipped bit changes one word.
+    """
+
+    def __init__(self, seed: int) -> None:
+        """Draw the random words that all blocks share, so that no drive can compress a block."""
+        generator = np.random.default_rng(seed)
+        self._base: Words = generator.integers(0, 1 << 64, _WORDS, dtype=np.uint64)
+        self._number = np.uint64(generator.integers(0, 1 << 64, dtype=np.uint64))
+
+    def fill(self, view: memoryview, offset: int, generations: Words) -> None:
+        """Fill memory, in whole blocks of 4 KiB, with the data that belongs at `offset`.
+
+        `generations` has the generation of each block after the coming write.
+        """
+        words = np.frombuffer(view, dtype=np.uint64).reshape(-1, _WORDS)
+        offsets = np.arange(offset, offset + len(view), ALIGNMENT, dtype=np.uint64)
+        key = offsets * _PLACE + generations * _AGE
+        np.add(self._base, key[:, None], out=words)
+        words[:, 0] = offsets
+        words[:, 1] = generations
+        words[:, 2] = self._number
+
+    def check(self, view: memoryview, offset: int, generations: Words, path: str) -> None:
+        """Compare memory with what `fill` would write.
+
+        Raises:
+            WrongDataError: The data differs; the error describes the first wrong block.
+        """
+        expected = bytearray(len(view))
+        self.fill(memoryview(expected), offset, generations)
+        if view == expected:  # compares single bytes, because both have the format "B"
+            return
+        found = np.frombuffer(view, dtype=np.uint64).reshape(-1, _WORDS)
+        right = np.frombuffer(expected, dtype=np.uint64).reshape(-1, _WORDS)
+        wrong = np.flatnonzero((found != right).any(axis=1))
+        first = int(wrong[0])
+        what = self._describe(found[first], right[first])
+        raise WrongDataError(
+            errno.EBADMSG,
+            f"wrong data in {len(wrong)} of {len(found)} blocks; the first {what},",
+            path,
+            offset=offset + first * ALIGNMENT,
+        )
+
+    def _describe(self, found: Words, right: Words) -> str:
+        offset, generation = int(found[0]), int(found[1])
+        if found[2] == self._number and offset % ALIGNMENT == 0:
+            claimed = bytearray(ALIGNMENT)
+            one = np.array([generation], dtype=np.uint64)
+            self.fill(memoryview(claimed), offset, one)
+            if found.tobytes() == claimed:
+                if offset != int(right[0]):
+                    return f"holds the data of byte {offset}"
+                return f"holds write {generation} of it, but {int(right[1])} was the last"
+        return f"differs in {int(np.count_nonzero(found != right))} of {_WORDS} words"
+
 
 PREFIX: Final = ".gds-bench-"
-"""Start of the name of a scratch file."""
-
 LEAST_FILE_BYTES: Final = 256 << 20
-"""Smallest size of a file in bytes, unless small files are allowed."""
-
 _MOST_HOLES: Final = 0.01
 _PIECE_BYTES: Final = 8 << 20
 _IN_FLIGHT: Final = 2
@@ -41,7 +107,6 @@ class StopSignal(BaseException):
     """A signal asked this process to end. The exception is raised in the main thread."""
 
     def __init__(self, number: int) -> None:
-        """Keep the number of the signal."""
         super().__init__(number)
         self.number = number
 
@@ -55,7 +120,6 @@ def stopping() -> Iterator[None]:
     """
 
     def stop(number: int, _: FrameType | None) -> None:
-        """Ignore later signals, and raise `StopSignal`."""
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         raise StopSignal(number)
@@ -78,17 +142,6 @@ class Target:
     """
 
     def __init__(self, path: str, *, made: bool, seed: int) -> None:
-        """Examine a file.
-
-        Args:
-            path: Path of the file.
-            made: Whether the file is a scratch file; otherwise it is only read.
-            seed: Seed of the content.
-
-        Raises:
-            RefusedError: The path is not a regular file.
-            StorageError: The file cannot be opened.
-        """
         self.path = path
         self.made = made
         """Whether the file is a scratch file; otherwise it is only read."""
@@ -157,15 +210,6 @@ class Target:
                 yield fd
             finally:
                 os.close(fd)
-
-
-@contextlib.contextmanager
-def target_at(
-    place: str, file_bytes: int, *, seed: int, allow_small: bool = False
-) -> Iterator[Target]:
-    """Yield a single file to measure; see `targets_at`."""
-    with targets_at(place, file_bytes, seed=seed, allow_small=allow_small) as (target,):
-        yield target
 
 
 @contextlib.contextmanager
@@ -276,14 +320,12 @@ def _fill(file: File, target: Target, slots: list[Buffer]) -> None:
 
 
 def _remove(paths: list[str]) -> None:
-    """Remove those of the files that exist."""
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
 
 def _check_size(nbytes: int, place: str, *, allow_small: bool) -> None:
-    """Raise `RefusedError` if a file is too small, unless small files are allowed."""
     if nbytes < LEAST_FILE_BYTES and not allow_small:
         raise RefusedError(
             f"{place}: a file of {nbytes / (1 << 20):.3g} MiB may fit into the cache of the drive, "
@@ -303,7 +345,6 @@ def _check_holes(target: Target) -> None:
 
 
 def _check_space(directory: str, file_bytes: int) -> None:
-    """Raise `RefusedError` if a file would need more than 90 % of the free space."""
     with reporting("measure", directory):
         space = os.statvfs(directory)
     free = space.f_bavail * space.f_frsize

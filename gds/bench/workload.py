@@ -18,14 +18,9 @@ Pattern = Literal["read", "write", "mixed", "randread", "randwrite", "randmixed"
 Cache = Literal["cold", "warm", "as-is"]
 
 PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
-"""All patterns of requests."""
-
 CACHES: Final[tuple[Cache, ...]] = get_args(Cache)
-"""All preparations of the page cache."""
 
 LEAST_INTERVAL_S: Final = 0.001
-"""Shortest interval of a time series, in seconds."""
-
 _MOST_BUFFER_BYTES: Final = 4 << 30
 _MOST_THREADS: Final = 256
 _MOST_POINTS: Final = 1000
@@ -38,7 +33,7 @@ _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 class Workload:
     """A workload: one request of a fixed size to every block of a file in each pass.
 
-    The values are checked when the object is made.
+    The options of `gds bench` describe it. The values are checked when the object is made.
     """
 
     rw: Pattern = "read"
@@ -46,8 +41,6 @@ class Workload:
     The names are those of fio, except ``mixed`` and ``randmixed``."""
 
     path: PathName = "direct"
-    """Path of the bytes."""
-
     size: int = 1 << 20
     """Length of a request in bytes; a multiple of 4096."""
 
@@ -58,15 +51,11 @@ class Workload:
     """Largest number of requests that are started and not yet finished; None takes `threads`."""
 
     mix: int = 50
-    """Percentage of reads, if the pattern has reads and writes."""
-
     cache: Cache = "cold"
     """Preparation of the page cache before each pass. ``cold`` drops the file's pages, ``warm``
     reads the file into the cache, and ``as-is`` does nothing."""
 
     passes: int = 1
-    """Least number of passes."""
-
     seconds: float = 0.0
     """Least time of all passes in seconds; the work between passes, such as syncs, does not count.
     Further passes are added until it is reached."""
@@ -76,8 +65,6 @@ class Workload:
     slow has settled. With the cache ``as-is`` there are none, since they would change its state."""
 
     interval_s: float = 1.0
-    """Length of an interval of the time series, in seconds."""
-
     file_bytes: int = 1 << 30
     """Length of each file in bytes; a remainder shorter than a request is not touched."""
 
@@ -85,11 +72,9 @@ class Workload:
     """Number of files in each directory. The requests go round them."""
 
     reopen: bool = False
-    """Whether every request opens its file, and closes it afterwards."""
-
     staged: bool = False
     """Whether one thread copies each block between ordinary memory and the buffer of its request,
-    and digests it, while the other buffers are in flight; see `gds.bench.staged`."""
+    and digests it, while the other buffers are in flight; see `gds.bench.passes.StagedPass`."""
 
     def __post_init__(self) -> None:
         """Raise `RefusedError` if the workload cannot be measured."""
@@ -138,7 +123,6 @@ class Workload:
             )
 
     def _require_stageable(self) -> None:
-        """Raise `RefusedError` if blocks cannot be moved through ordinary memory."""
         if self.rw not in ("read", "write"):
             raise RefusedError(f"--staged measures read or write, not {self.rw}")
         if PATHS[self.path].memory != "host":
@@ -160,11 +144,6 @@ class Workload:
     def num_requests(self) -> int:
         """Number of requests in one pass, to all files of one directory."""
         return self.file_bytes // self.size * self.files
-
-    @property
-    def random(self) -> bool:
-        """Whether the requests come in random order."""
-        return self.rw.startswith("rand")
 
     @property
     def reads(self) -> bool:
@@ -248,10 +227,6 @@ def parse_sweep(text: str) -> tuple[str, list[Any]]:
 def expand(base: Workload, sweeps: Sequence[tuple[str, list[Any]]]) -> list[Workload]:
     """Return a workload for every combination of the swept values; the last sweep varies fastest.
 
-    Args:
-        base: Workload with the values of all properties that are not swept.
-        sweeps: Property and values of each sweep; see `parse_sweep`.
-
     Raises:
         RefusedError: A property is swept twice, there are too many combinations, or a workload
             cannot be measured.
@@ -266,7 +241,6 @@ def expand(base: Workload, sweeps: Sequence[tuple[str, list[Any]]]) -> list[Work
 
 
 def _count(text: str) -> int:
-    """Return a whole number; raises `RefusedError` if the text is none."""
     if not text.strip().isdecimal():
         raise RefusedError(f"{text!r} is not a whole number")
     return int(text)

@@ -24,8 +24,6 @@ REMEDY: Final = (
     "run pip install --constraint constraints-gpu.txt '.[gpu]' in a checkout of ssd-offload, "
     "which is not on a package index"
 )
-"""Command that installs the packages that move GPU memory."""
-
 _REGISTER_PORTABLE: Final = 1
 """Flag that page-locks memory for every CUDA context, because several libraries transfer it."""
 
@@ -62,13 +60,6 @@ class Event(Protocol):
         ...
 
 
-class DeviceMemory(Protocol):
-    """An allocation on a device, released when the object is collected."""
-
-    ptr: int
-    """Device address of the first byte."""
-
-
 def is_lost(error: BaseException) -> bool:
     """Return whether an error of CUDA, of CuPy or of torch means that the device is lost."""
     return isinstance(error, DeviceLostError) or any(words in str(error) for words in _LASTING)
@@ -79,11 +70,7 @@ def lost_error(
 ) -> DeviceLostError:
     """Return the error to raise if `is_lost` is true for `error`.
 
-    Args:
-        error: Error of CUDA, of CuPy or of torch.
-        what: Operation that failed, for the message.
-        where: Path of the file, or name of the device.
-        offset: Position in the file in bytes, if the operation has one.
+    `what` is the operation that failed, and `where` the path of a file or the name of a device.
     """
     if isinstance(error, DeviceLostError):
         return error
@@ -131,19 +118,20 @@ def require(module: str) -> Any:
         ) from error
 
 
-class _Handle:
-    """A stream given by its raw handle, with the one attribute that CuPy reads."""
+class Handle:
+    """A stream given by its raw handle, with the one attribute that CuPy reads.
+
+    CuPy's own class for such streams is being removed.
+    """
 
     def __init__(self, ptr: int) -> None:
-        """Keep the handle."""
         self.ptr = ptr
 
 
-class _Allocation:
-    """Memory of a device as a separate allocation, freed when the object is collected."""
+class DeviceMemory:
+    """A separate allocation at the device address `ptr`, freed when the object is collected."""
 
     def __init__(self, cuda: Cuda, ptr: int) -> None:
-        """Take over the allocation that starts at the device address `ptr`."""
         self.ptr = ptr
         weakref.finalize(self, cuda._free, ptr).atexit = False
 
@@ -156,10 +144,7 @@ class Cuda:
     """
 
     def __init__(self, device: int | None = None) -> None:
-        """Use a device.
-
-        Args:
-            device: Number of the device; None is the current device of this thread.
+        """Use a device, by default the current one of this thread.
 
         Raises:
             RefusedError: CuPy or the driver is missing, or the device does not exist.
@@ -197,7 +182,7 @@ class Cuda:
             DeviceLostError: The device does not work any more.
         """
         try:
-            return _Allocation(self, self.here(lambda: int(self._runtime.malloc(nbytes))))
+            return DeviceMemory(self, self.here(lambda: int(self._runtime.malloc(nbytes))))
         except RuntimeError as error:
             if is_lost(error):
                 raise lost_error(error, f"allocate {nbytes} bytes", self.name) from error
@@ -213,50 +198,21 @@ class Cuda:
 
     def zero(self, address: int, nbytes: int) -> None:
         """Set a range of device memory to zeros; it is done on return."""
-
-        def call() -> None:
-            """Put the filling on the stream, and wait for its end."""
-            with self._locks["to device"]:
-                stream = self._streams["to device"]
-                self._runtime.memsetAsync(address, 0, nbytes, stream.ptr)
-                event = self._recorded(stream)
-            event.synchronize()
-
-        self.here(call)
+        self._run("to device", lambda ptr: self._runtime.memsetAsync(address, 0, nbytes, ptr))
 
     def copy(self, target: int, source: int, nbytes: int, direction: CopyDirection) -> None:
-        """Copy between host and device; the bytes have arrived on return.
-
-        Args:
-            target: Address of the first byte to write.
-            source: Address of the first byte to read.
-            nbytes: Length in bytes.
-            direction: Direction of the copy. The device address is `target` for ``"to device"``,
-                and `source` for ``"to host"``.
-        """
+        """Copy between addresses of the host and the device; the bytes have arrived on return."""
         kind = (
             self._runtime.memcpyHostToDevice
             if direction == "to device"
             else self._runtime.memcpyDeviceToHost
         )
-
-        def call() -> None:
-            """Put the copy on the stream of its direction, and wait for its end."""
-            # The wait is outside the lock, so that copies of several threads overlap.
-            with self._locks[direction]:
-                stream = self._streams[direction]
-                self._runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
-                event = self._recorded(stream)
-            event.synchronize()
-
-        self.here(call)
+        self._run(
+            direction, lambda ptr: self._runtime.memcpyAsync(target, source, nbytes, kind, ptr)
+        )
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Page-lock a range of host memory, so that the device copies it at full speed.
-
-        Raises:
-            RuntimeError: CUDA refuses to lock the range.
-        """
+        """Page-lock a range of host memory, so that the device copies it at full speed."""
         self.here(lambda: self._runtime.hostRegister(address, nbytes, _REGISTER_PORTABLE))
 
     def unpin(self, address: int) -> None:
@@ -264,13 +220,8 @@ class Cuda:
         self.here(lambda: self._runtime.hostUnregister(address))
 
     def record(self, stream: int) -> Event:
-        """Return an event that follows all work queued on a stream by now.
-
-        Args:
-            stream: Raw handle: ``torch.cuda.Stream.cuda_stream`` or ``cupy.cuda.Stream.ptr``; 0
-                is the legacy default stream.
-        """
-        return self.here(lambda: self._recorded(_Handle(stream)))
+        """Return an event that follows all work queued by now on a stream, given by its handle."""
+        return self.here(lambda: self._recorded(Handle(stream)))
 
     def new_stream(self) -> Any:
         """Return a new non-blocking stream, with the attribute `ptr`."""
@@ -284,6 +235,19 @@ class Cuda:
         a thread begins with. Call it only from threads of this package, or within `here`.
         """
         self._runtime.setDevice(self.device)
+
+    def _run(self, direction: CopyDirection, queue: Callable[[int], object]) -> None:
+        """Put work on the stream of a direction, and wait for its end."""
+
+        def call() -> None:
+            # The wait is outside the lock, so that copies of several threads overlap.
+            with self._locks[direction]:
+                stream = self._streams[direction]
+                queue(stream.ptr)
+                event = self._recorded(stream)
+            event.synchronize()
+
+        self.here(call)
 
     def _recorded(self, stream: Any) -> Event:
         """Return a new event, recorded on a stream. The device must be current."""
@@ -310,7 +274,6 @@ class Cuda:
         errors: list[BaseException] = []
 
         def work() -> None:
-            """Make the call on this thread, whose device is set first."""
             try:
                 self._runtime.setDevice(self.device)
                 results.append(call())

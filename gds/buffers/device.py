@@ -32,7 +32,6 @@ class DeviceBytes:
     __slots__ = ("address", "nbytes")
 
     def __init__(self, address: int, nbytes: int) -> None:
-        """Describe `nbytes` bytes from the device address `address`."""
         self.address = address
         self.nbytes = nbytes
 
@@ -57,15 +56,7 @@ class Region:
     def __init__(
         self, cuda: Cuda, owner: object, address: int, nbytes: int, *, base: int | None = None
     ) -> None:
-        """Describe a range of memory.
-
-        Args:
-            cuda: Device of the memory.
-            owner: Object that owns the memory; the region keeps it alive.
-            address: Device address of the first byte.
-            nbytes: Length in bytes.
-            base: Device address at which the allocation starts; None is `address`.
-        """
+        """Describe memory of `owner`, and keep it alive; its allocation starts at `base`."""
         self.cuda = cuda
         self.base = address if base is None else base
         """Device address that cuFile knows registered memory by."""
@@ -109,7 +100,6 @@ class DeviceBuffer(DeviceBytes):
     __slots__ = ("__weakref__", "region")
 
     def __init__(self, region: Region, address: int, nbytes: int) -> None:
-        """Describe `nbytes` bytes of `region`, from the device address `address`."""
         super().__init__(address, nbytes)
         self.region = region
 
@@ -185,7 +175,6 @@ class PinnedBuffer(HostBuffer):
         """Map and page-lock `nbytes` bytes.
 
         Raises:
-            ValueError: `nbytes` is negative.
             MemoryError: The system has no free range of that length.
             RefusedError: CUDA refuses to lock that much memory.
             DeviceLostError: The device does not work any more.
@@ -217,12 +206,11 @@ class PinnedBuffer(HostBuffer):
 
 
 class _TensorMemory(HostBuffer):
-    """A buffer over host memory that another object owns, such as a tensor."""
+    """A buffer over host memory that another object owns, such as a tensor, and keeps alive."""
 
     __slots__ = ("_is_pinned",)
 
     def __init__(self, address: int, nbytes: int, owner: object, *, is_pinned: bool) -> None:
-        """Describe memory of `owner`, and keep `owner` alive."""
         array = (ctypes.c_ubyte * nbytes).from_address(address)
         array.owner = owner  # type: ignore[attr-defined]
         self._address = address
@@ -231,24 +219,16 @@ class _TensorMemory(HostBuffer):
 
     @property
     def kind(self) -> BufferKind:
-        """Kind of the memory when this object was made: ``"pinned"`` or ``"host"``."""
         return "pinned" if self._is_pinned else "host"
 
     def slice(self, start: int, nbytes: int) -> _TensorMemory:
-        """Return a buffer of `nbytes` bytes from `start`, which shares this memory."""
         part = super().slice(start, nbytes)
         part._is_pinned = self._is_pinned
         return part
 
 
 def device_buffer(cuda: Cuda, nbytes: int) -> DeviceBuffer:
-    """Return zeroed device memory as a separate allocation, aligned to `ALIGNMENT` bytes.
-
-    Raises:
-        ValueError: `nbytes` is negative.
-        DeviceMemoryError: The device has no free range of that length.
-        DeviceLostError: The device does not work any more.
-    """
+    """Return zeroed device memory as a separate allocation, aligned to `ALIGNMENT` bytes."""
     if nbytes < 0:
         raise ValueError(f"a buffer cannot have {nbytes} bytes")
     # The length is rounded up to whole blocks, so that a direct transfer of the last block fits.

@@ -96,16 +96,7 @@ class HostBuffer:
 
 
 def host_buffer(backend: str, nbytes: int, kind: BufferKind | None) -> HostBuffer:
-    """Return memory for a backend that only has pageable host memory.
-
-    Args:
-        backend: Name of the backend, for messages.
-        nbytes: Length in bytes.
-        kind: Requested kind of memory; None stands for ``"host"``.
-
-    Raises:
-        RefusedError: `kind` is another kind; the message names the backend.
-    """
+    """Return memory for a backend that has pageable host memory only, and refuses other kinds."""
     if kind not in (None, "host"):
         raise RefusedError(
             f"the {backend} backend allocates host memory only, not {kind!r} memory: use "

@@ -15,23 +15,13 @@ B = TypeVar("B", bound=Buffer)
 class BufferPool(Generic[B]):
     """Lends buffers of one size; a borrower waits while all of them are lent out.
 
-    The buffers may be of any kind: host memory, page-locked or not, or device memory. Each is
-    allocated when it is first needed. Page-locking and registration take milliseconds, so each
-    buffer is kept for the next borrower. The pool holds at most `num_buffers` times `nbytes` bytes.
-    All methods may be called from any thread.
+    The buffers may be of any kind: host memory, page-locked or not, or device memory. Page-locking
+    and registration take milliseconds, so each buffer is kept for the next borrower. The pool holds
+    at most `num_buffers` times `nbytes` bytes. All methods may be called from any thread.
     """
 
     def __init__(self, allocate: Callable[[int], B], nbytes: int, num_buffers: int) -> None:
-        """Make an empty pool; nothing is allocated yet.
-
-        Args:
-            allocate: Function that allocates a buffer of a given length in bytes.
-            nbytes: Length of each buffer, in bytes.
-            num_buffers: Largest number of buffers.
-
-        Raises:
-            ValueError: `nbytes` or `num_buffers` is less than 1.
-        """
+        """Make an empty pool, whose buffers `allocate` makes when they are first needed."""
         if nbytes < 1 or num_buffers < 1:
             raise ValueError(
                 f"a pool needs at least one buffer of one byte, not {num_buffers} of {nbytes}"
@@ -52,9 +42,6 @@ class BufferPool(Generic[B]):
         """Change the largest number of buffers, without waiting.
 
         Excess buffers are dropped: free ones at once, lent ones when they come back.
-
-        Raises:
-            ValueError: `num_buffers` is less than 1.
         """
         if num_buffers < 1:
             raise ValueError(f"a pool needs at least one buffer, not {num_buffers}")

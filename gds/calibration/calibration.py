@@ -25,8 +25,7 @@ from typing import Any, Final, TypedDict
 
 from gds import probe
 from gds.backends.names import reporting
-from gds.calibration.trials import BOTH, UNIT_BYTES, trials_in
-from gds.calibration.tuning import DEFAULT, MIB, Setting, choose
+from gds.calibration.trials import BOTH, DEFAULT, MIB, UNIT_BYTES, Setting, choose, trials_in
 from gds.contract import ALIGNMENT
 from gds.errors import StorageError
 from gds.small_files import read_small_file, write_small_file
@@ -140,11 +139,7 @@ class Calibration:
         The ring holds `depth_bytes` that are being read, as many that are being written, one chunk
         that is being updated, and one chunk that is being handed over.
 
-        Args:
-            chunk_bytes: Size of one chunk of the ring in bytes, all arrays together.
-
-        Raises:
-            ValueError: `chunk_bytes` is less than 1.
+        The size of a chunk is that of all arrays together.
         """
         if chunk_bytes < 1:
             raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
@@ -279,7 +274,6 @@ def _described(
 
 
 def _for_people(found: Calibration) -> str:
-    """Return a calibration as text for people."""
     lines = [
         f"{found.filesystem} on {found.source or 'an unknown source'} ({found.device})",
         f"threads    {found.read_threads} for reads, {found.write_threads} for writes",
@@ -297,11 +291,7 @@ def _for_people(found: Calibration) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Calibrate a directory, print the result, and return the exit status.
-
-    Args:
-        arguments: Arguments of the command; None takes those of the process.
-    """
+    """Calibrate a directory, print the result, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m gds.calibration", description=__doc__)
     parser.add_argument("directory", help="directory to measure; no file is left in it")
     parser.add_argument("--json", action="store_true", help="print JSON")

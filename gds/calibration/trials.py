@@ -11,27 +11,151 @@ import contextlib
 import errno
 import math
 import os
+import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from gds import probe
+from gds.backends.hybrid import Direction
 from gds.backends.names import reporting
 from gds.backends.posix import PosixBackend
 from gds.backends.posix_file import PosixFile
-from gds.backends.transfer import Descriptors, Direction
-from gds.calibration.tuning import (
-    DEFAULT,
-    MIB,
-    MOST_IN_FLIGHT_BYTES,
-    Round,
-    Setting,
-    candidates,
-    survivors,
-)
+from gds.backends.transfer import Descriptors
 from gds.contract import Buffer, IOFuture
 from gds.errors import StorageError
+
+MIB: Final = 1 << 20
+
+# What to try.
+NUM_THREADS: Final = (1, 2, 4, 8)
+REQUEST_BYTES: Final = (32 * MIB, 16 * MIB, 8 * MIB, 4 * MIB)
+
+MOST_IN_FLIGHT_BYTES: Final = 64 * MIB
+"""Largest number of bytes in flight in each direction. More keeps no drive busier, and needs larger
+buffers."""
+
+TIE: Final = 0.05
+"""Largest relative difference between two rates that is no reason to prefer one setting."""
+
+_MOST_DOUBT: Final = 0.15
+"""Largest relative difference that noise can excuse: a setting that is slower than the best by more
+than this is never chosen, however noisy the rates are."""
+
+_NUM_KEPT: Final = 3
+"""Number of fastest settings that stay after the second round and later ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Settings of the transfers, the same in both directions."""
+
+    threads: int
+    request_bytes: int
+
+
+DEFAULT: Final = Setting(threads=2, request_bytes=32 * MIB)
+"""Setting that is used if nothing can be measured. It is right for one NVMe drive, and good enough
+for others."""
+
+Round: TypeAlias = Mapping[Setting, float]
+"""Rates by setting, all in the same unit, measured one shortly after another."""
+
+
+def candidates(most_in_flight_bytes: int) -> list[Setting]:
+    """Return the settings to try, in the order of what they reveal about a drive.
+
+    The list begins with each number of threads at its largest request size, followed by each number
+    at the next smaller size, and so on. So any beginning of the list is a sensible choice for a
+    drive that is too slow for all settings.
+    """
+    limit = min(most_in_flight_bytes, MOST_IN_FLIGHT_BYTES)
+    ranked = []
+    for threads in NUM_THREADS:
+        fitting = [Setting(threads, size) for size in REQUEST_BYTES if threads * size <= limit]
+        ranked += [(rank, threads, setting) for rank, setting in enumerate(fitting)]
+    return [setting for _, _, setting in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def choose(rounds: Sequence[Round]) -> Setting:
+    """Return the simplest setting that is as fast as the fastest, as far as the rates can tell.
+
+    The simplest setting has the fewest threads, then the largest requests. A setting is as fast as
+    another if the difference is at most `TIE`, or if the rates scatter so much that chance explains
+    the difference. Only settings that are in every round count: the others were dropped, and a
+    single lucky rate says little.
+    """
+    scores = _scores(rounds)
+    return _simplest(_in_all(rounds), scores, _tolerance(rounds, scores))
+
+
+def survivors(rounds: Sequence[Round]) -> list[Setting]:
+    """Return the settings to measure in the next round, so that the time goes to close decisions.
+
+    After the first round these are one setting for each number of threads, and the fastest one.
+    After later rounds these are the fastest few. The setting that `choose` would return now is
+    always included.
+    """
+    scores = _scores(rounds)
+    tolerance = _tolerance(rounds, scores)
+    finalists = _in_all(rounds)
+    fastest = sorted(finalists, key=lambda setting: scores[setting], reverse=True)
+    if len(rounds) == 1:
+        groups = [[s for s in finalists if s.threads == threads] for threads in NUM_THREADS]
+        kept = [_simplest(group, scores, tolerance) for group in groups if group] + fastest[:1]
+    else:
+        kept = [*fastest[:_NUM_KEPT], _simplest(finalists, scores, tolerance)]
+    return list(dict.fromkeys(kept))
+
+
+def _simplest(
+    settings: Sequence[Setting], scores: Mapping[Setting, float], tolerance: float
+) -> Setting:
+    enough = max(scores[setting] for setting in settings) * (1 - tolerance)
+    as_fast = [setting for setting in settings if scores[setting] >= enough]
+    return min(as_fast, key=lambda setting: (setting.threads, -setting.request_bytes))
+
+
+def _tolerance(rounds: Sequence[Round], scores: Mapping[Setting, float]) -> float:
+    """Return the largest relative difference between two scores that counts as a tie."""
+    # Three standard errors of a difference, because several settings can be the lucky one.
+    doubt = 3 * _noise(rounds, scores) * math.sqrt(2 / len(rounds))
+    return min(max(TIE, doubt), _MOST_DOUBT)
+
+
+def _in_all(rounds: Sequence[Round]) -> list[Setting]:
+    return [setting for setting in rounds[0] if all(setting in rates for rates in rounds)]
+
+
+def _relative(rounds: Sequence[Round]) -> dict[Setting, list[float]]:
+    """Return each setting's rates, divided by the round's mean of the settings in every round.
+
+    A drive gets slower as its cache fills, and other programs may use it. So its rate changes from
+    round to round far more than settings differ. Within a round, it treats all settings alike.
+    """
+    common = _in_all(rounds)
+    relative: dict[Setting, list[float]] = {}
+    for rates in rounds:
+        mean = statistics.fmean(rates[setting] for setting in common)
+        for setting, rate in rates.items():
+            relative.setdefault(setting, []).append(rate / mean)
+    return relative
+
+
+def _scores(rounds: Sequence[Round]) -> dict[Setting, float]:
+    return {setting: statistics.median(rates) for setting, rates in _relative(rounds).items()}
+
+
+def _noise(rounds: Sequence[Round], scores: Mapping[Setting, float]) -> float:
+    """Return the relative standard deviation of a rate; infinite if no rate was repeated."""
+    square, freedom = 0.0, 0
+    for setting, rates in _relative(rounds).items():
+        square += sum((rate / scores[setting] - 1) ** 2 for rate in rates)
+        freedom += len(rates) - 1
+    return math.sqrt(square / freedom) if freedom else math.inf
+
 
 UNIT_BYTES: Final = 4 * MIB
 """Unit of length in bytes: the length of every trial is a multiple of it."""
@@ -57,7 +181,6 @@ class Trials:
     """
 
     def __init__(self, backend: PosixBackend, file: PosixFile) -> None:
-        """Allocate the memory of the trials."""
         self._backend = backend
         self._file = file
         memory_bytes = min(file.size_bytes // 2, MOST_IN_FLIGHT_BYTES)
@@ -79,11 +202,7 @@ class Trials:
         """Reserve and write the file, or as much of it as possible in the given time.
 
         The first write to reserved space costs about twice as much as a later one. A read of space
-        that was never written does not reach the drive.
-
-        Args:
-            fd: Descriptor of the same file.
-            seconds: Time limit, checked between requests; at least one request is made.
+        that was never written does not reach the drive. `fd` is a descriptor of the same file.
         """
         self._backend.tune(read_threads=2, write_threads=2, request_bytes=None)
         memory = self._memory["write"]
@@ -147,15 +266,10 @@ class Trials:
         return elapsed_s
 
     def compare(self, until_s: float) -> list[Round]:
-        """Measure the rates of as many settings as possible, as often as possible.
+        """Return the rates of as many settings as possible, measured as often as possible.
 
-        Args:
-            until_s: End of the measurement on the clock `time.perf_counter`, checked between
-                trials.
-
-        Returns:
-            Rates in bytes per second, reads and writes together, for each round. The list is empty
-            if the time was too short for a fair comparison of two settings.
+        The rates are in bytes per second, reads and writes together. The list of rounds is empty if
+        the time was too short for a fair comparison of two settings.
         """
         self.seconds(DEFAULT, BOTH, self.fitting_bytes((until_s - time.perf_counter()) / 16))
         left_s = max(until_s - time.perf_counter(), 0.0)
@@ -214,7 +328,6 @@ def _direct_file(backend: PosixBackend, directory: str, fd: int, nbytes: int) ->
     """Open a scratch file whose size `Trials.fill` later brings up to `nbytes` bytes."""
 
     def refused(reason: str) -> None:
-        """Raise `StorageError`: trials need direct transfers."""
         raise StorageError(errno.EOPNOTSUPP, reason, directory)
 
     memory_alignment, _ = probe.required_alignment(fd) or (1, 1)

@@ -21,35 +21,33 @@ import sys
 from typing import Any, Final, NoReturn
 
 _BYTES: Final = 64 << 10
-_FD_HANDLE: Final = 1
+FD_HANDLE: Final = 1
 
 
-class _Error(ctypes.Structure):
+class Error(ctypes.Structure):
     """CUfileError_t, which cuFile returns by value."""
 
     _fields_ = (("err", ctypes.c_int), ("cu_err", ctypes.c_int))
 
 
-class _Handle(ctypes.Union):
+class Handle(ctypes.Union):
     """Union ``handle`` of CUfileDescr_t."""
 
     _fields_ = (("fd", ctypes.c_int), ("handle", ctypes.c_void_p))
 
 
-class _Descriptor(ctypes.Structure):
+class Descriptor(ctypes.Structure):
     """CUfileDescr_t, which describes a file to cuFile."""
 
-    _fields_ = (("type", ctypes.c_int), ("handle", _Handle), ("fs_ops", ctypes.c_void_p))
+    _fields_ = (("type", ctypes.c_int), ("handle", Handle), ("fs_ops", ctypes.c_void_p))
 
 
 def _say(**what: Any) -> None:
-    """Print a line of output."""
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
 
 def _fail(error: str) -> NoReturn:
-    """Report an error, and end the program."""
     _say(error=error)
     sys.exit(1)
 
@@ -58,7 +56,6 @@ class _Cuda:
     """The CUDA driver, called through ctypes. Every failure ends the program."""
 
     def __init__(self) -> None:
-        """Load and initialize the driver."""
         _say(stage="libcuda.so.1")
         try:
             self._library = ctypes.CDLL("libcuda.so.1")
@@ -108,11 +105,9 @@ class _Cuda:
         return address
 
     def upload(self, address: ctypes.c_uint64, data: bytes) -> None:
-        """Copy bytes from the host to the device."""
         self.call("cuMemcpyHtoD_v2", address, ctypes.c_char_p(data), ctypes.c_size_t(len(data)))
 
     def download(self, address: ctypes.c_uint64, nbytes: int) -> bytes:
-        """Copy bytes from the device to the host, and return them."""
         data = ctypes.create_string_buffer(nbytes)
         self.call("cuMemcpyDtoH_v2", data, address, ctypes.c_size_t(nbytes))
         return data.raw
@@ -138,8 +133,7 @@ def _cufile_library() -> ctypes.CDLL:
     _fail(said)
 
 
-def _check(stage: str, status: _Error) -> None:
-    """End the program if a call of cuFile failed."""
+def _check(stage: str, status: Error) -> None:
     if status.err:
         _fail(f"cuFile error {status.err}, CUDA error {status.cu_err} in {stage}")
 
@@ -149,7 +143,7 @@ def _cufile(path: str) -> None:
     cuda = _Cuda()
     library = _cufile_library()
     for name in ("cuFileDriverOpen", "cuFileHandleRegister"):
-        getattr(library, name).restype = _Error
+        getattr(library, name).restype = Error
     for name in ("cuFileRead", "cuFileWrite"):
         getattr(library, name).restype = ctypes.c_ssize_t
     address = cuda.allocate(_BYTES)
@@ -161,14 +155,13 @@ def _cufile(path: str) -> None:
     _say(stage="cuFileDriverOpen")
     _check("cuFileDriverOpen", library.cuFileDriverOpen())
     fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-    descriptor = _Descriptor(type=_FD_HANDLE, handle=_Handle(fd=fd), fs_ops=None)
+    descriptor = Descriptor(type=FD_HANDLE, handle=Handle(fd=fd), fs_ops=None)
     handle = ctypes.c_void_p()
     _say(stage="cuFileHandleRegister")
     status = library.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(descriptor))
     _check("cuFileHandleRegister", status)
 
     def move(name: str) -> int:
-        """Call a transfer function of cuFile, and return the number of bytes it moved."""
         _say(stage=name)
         zero = ctypes.c_longlong(0)
         size = ctypes.c_size_t(_BYTES)

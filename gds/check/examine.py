@@ -5,20 +5,105 @@ from __future__ import annotations
 import dataclasses
 import errno
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from gds import probe
-from gds.check.choice import CONSIDERED, NOTHING, Choice, Directions, Requirement, choose
-from gds.check.finding import Finding
-from gds.check.gpu import examine_gpu, gpu_findings
-from gds.check.machine import machine_findings
-from gds.check.storage import examine_storage, storage_findings
+from gds.check.gpu import Gpu, examine_gpu, gpu_findings
+from gds.check.machine import Finding, machine_findings
+from gds.check.storage import Storage, examine_storage, storage_findings
 from gds.check.system import System
-from gds.paths import PATHS
-from gds.places import is_directory, kernel_view
+from gds.paths import PATHS, PathName
+from gds.probe import is_directory, kernel_view
+
+Direction = Literal["read", "write"]
+Directions = Literal["both", "read", "write"]
+Requirement = Literal["gds", "bounce", "direct", "any"]
+
+CONSIDERED: Final[tuple[PathName, ...]] = ("gds", "bounce", "direct", "buffered")
+"""Paths to choose from, the best first. The last two are the paths of host memory. ``compat`` is
+not among them: it makes training wait, and nothing takes it without being told."""
+
+NOTHING: Final = 1
+"""Exit status if no path is usable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The path that would be used in one direction."""
+
+    path: PathName | None
+    why_not: dict[PathName, str]
+    """Reason against each path that is not usable, for people."""
+
+    direct: bool
+    """Whether the path bypasses the page cache."""
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status that stands for the path."""
+        return PATHS[self.path].exit_status if self.path else NOTHING
+
+    def meets(self, requirement: Requirement) -> bool:
+        """Return whether the path is at least as good as a requirement."""
+        if self.path is None:
+            return False
+        if requirement == "direct":
+            return self.direct
+        if requirement == "any":
+            return True
+        return CONSIDERED.index(self.path) <= CONSIDERED.index(requirement)
+
+
+def choose(direction: Direction, storage: Storage, gpu: Gpu) -> Choice:
+    """Return the best path that works in one direction, with the reasons against the others."""
+    access = _no_access(direction, storage)
+    reasons: dict[PathName, str] = {
+        "gds": _no_gds(direction, storage, gpu),
+        "bounce": _no_bounce(gpu),
+        "direct": "" if storage.direct.found.supported else storage.direct.found.reason,
+        "buffered": "",
+    }
+    why_not = {name: access or reason for name, reason in reasons.items() if access or reason}
+    usable = [name for name in CONSIDERED if name not in why_not]
+    path = usable[0] if usable else None
+    direct = path is not None and path != "buffered" and storage.direct.found.supported
+    return Choice(path, why_not, direct)
+
+
+def _no_access(direction: Direction, storage: Storage) -> str:
+    """Return the reason why files cannot be accessed in a direction; empty if they can."""
+    if direction == "read" and not storage.readable:
+        return "this user may not read here"
+    if direction == "write" and "ro" in storage.mount.options:
+        return "mounted read-only"
+    if direction == "write" and not storage.writable:
+        return "this user may not write here"
+    return ""
+
+
+def _no_gds(direction: Direction, storage: Storage, gpu: Gpu) -> str:
+    """Return the reasons against GPUDirect Storage in a direction; empty if it works."""
+    works = gpu.cufile.reads if direction == "read" else gpu.cufile.writes
+    if works:
+        missing = [name for name in ("kvikio", "cupy") if not getattr(gpu, name)]
+        return f"cuFile works, but {' and '.join(missing)} is not installed" if missing else ""
+    if gpu.no_driver:
+        return f"no CUDA driver: {gpu.no_driver}"
+    reasons = [gpu.cufile.reason]
+    if not gpu.nvidia_fs and gpu.p2pdma_off_reason:
+        reasons.append("nvidia-fs is not loaded")
+    if storage.gds_refusal:
+        reasons.append(storage.gds_refusal)
+    return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+
+
+def _no_bounce(gpu: Gpu) -> str:
+    if gpu.no_driver:
+        return f"no CUDA driver: {gpu.no_driver}"
+    return "" if gpu.cupy else "cupy is not installed"
+
 
 SCHEMA: Final = 1
-"""Version of the JSON form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,35 +111,19 @@ class Examination:
     """All findings about a directory, with the path for each direction."""
 
     directory: str
-    """Path of the directory."""
-
     findings: tuple[Finding, ...]
-    """Findings in the order of display."""
-
     reads: Choice
-    """Path that reads would use."""
-
     writes: Choice
-    """Path that writes would use."""
-
-    def choices(self, directions: Directions = "both") -> tuple[Choice, ...]:
-        """Return the choices for the given directions."""
-        wanted = {"read": (self.reads,), "write": (self.writes,)}
-        return wanted.get(directions, (self.reads, self.writes))
 
     def exit_status(
         self, requirement: Requirement | None = None, directions: Directions = "both"
     ) -> int:
         """Return the exit status of `gds check`.
 
-        Args:
-            requirement: Worst path that is acceptable; None requires nothing.
-            directions: Directions to judge by.
-
-        Returns:
-            0 if all directions meet the requirement; otherwise the status of the worse direction.
+        It is 0 if all directions meet the requirement; otherwise that of the worse direction.
         """
-        choices = self.choices(directions)
+        wanted = {"read": [self.reads], "write": [self.writes]}
+        choices = wanted.get(directions, [self.reads, self.writes])
         if requirement and all(choice.meets(requirement) for choice in choices):
             return 0
         if any(choice.path is None for choice in choices):
@@ -67,7 +136,6 @@ class Examination:
         """Return the examination as JSON values. Later versions only add keys."""
 
         def choice(chosen: Choice) -> dict[str, Any]:
-            """Return a choice as JSON values."""
             return {
                 "path": chosen.path,
                 "direct": chosen.direct,
@@ -92,16 +160,12 @@ def examine(
 ) -> Examination:
     """Examine a directory and the machine. Files made for the trials are removed.
 
-    Args:
-        directory: Existing directory.
-        system: Machine to examine; None is this machine.
-        cufile_timeout_s: Time limit in seconds for each child process that uses CUDA.
+    `cufile_timeout_s` is the time limit in seconds for each child process that uses CUDA.
 
     Raises:
         FileNotFoundError: The directory does not exist.
         NotADirectoryError: `directory` is a file.
         RefusedError: `directory` is a device, a pipe or a socket, or holds no files on a drive.
-        OSError: The directory's device fails.
     """
     system = system or System()
     if not is_directory(directory):
@@ -115,7 +179,7 @@ def examine(
     findings = (
         *machine_findings(system, has_driver=not gpu.no_driver),
         *storage_findings(system, storage),
-        *gpu_findings(gpu),
+        *gpu_findings(system, gpu),
     )
     return Examination(
         directory=directory,

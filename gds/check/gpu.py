@@ -12,23 +12,16 @@ from typing import Any, Final
 
 from gds.buffers.cuda import REMEDY
 from gds.check import cuda_child
-from gds.check.finding import Finding
-from gds.check.machine import GIB, kernel_version
+from gds.check.machine import GIB, Finding, kernel_version, unless
 from gds.check.storage import Storage
 from gds.check.system import Child, System
 
+# Names of Python packages.
 KVIKIO: Final = ("kvikio-cu13", "kvikio-cu12", "kvikio")
-"""Names of the Python packages of KvikIO."""
-
 CUPY: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-"""Names of the Python packages of CuPy."""
-
 CUFILE: Final = ("nvidia-cufile", "nvidia-cufile-cu13", "nvidia-cufile-cu12")
-"""Names of the Python packages of cuFile."""
 
 _P2PDMA_SINCE: Final = (6, 2)
-"""First kernel version with PCI peer-to-peer transfers."""
-
 _TRUE: Final = frozenset({"1", "true", "on", "yes"})
 
 
@@ -37,11 +30,7 @@ class CuFile:
     """Result of the trial to move GPU memory with cuFile, with its fallbacks switched off."""
 
     reads: bool
-    """Whether reads into GPU memory work."""
-
     writes: bool
-    """Whether writes from GPU memory work."""
-
     reason: str
     """Reason why a direction does not work; empty if both work."""
 
@@ -54,31 +43,28 @@ class Config:
     """Path of the file; empty if there is none."""
 
     options: dict[str, Any]
-    """Content of the file's object ``properties``."""
-
     problem: str
     """Reason why the file cannot be used; empty if it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Everything on the machine that matters for device memory."""
+    """Everything on the machine that matters for device memory.
+
+    Versions are empty if they are not known, or if nothing is installed.
+    """
 
     no_driver: str
     """Reason why the CUDA driver cannot be used; empty if it can."""
 
     cuda: str
-    """Newest CUDA version that the driver supports; empty if not known."""
+    """Newest CUDA version that the driver supports."""
 
     driver: str
-    """Version of the kernel module; empty if not known."""
-
     open_driver: bool
     """Whether the kernel module is NVIDIA's open one."""
 
     devices: tuple[str, ...]
-    """Name and memory of each GPU, for people."""
-
     nvidia_fs: str
     """Version of nvidia-fs, or ``loaded`` if that is not known; empty if it is not loaded."""
 
@@ -86,35 +72,13 @@ class Gpu:
     """Reason why PCI peer-to-peer transfers, which need no nvidia-fs, are off; empty if on."""
 
     config: Config
-    """Configuration of cuFile."""
-
     kvikio: str
-    """Version of KvikIO; empty if it is not installed."""
-
     cupy: str
-    """Version of CuPy; empty if it is not installed."""
-
-    cufile_version: str
-    """Version of the Python package of cuFile; empty if it is not installed."""
-
-    udev: bool
-    """Whether ``/run/udev`` exists."""
-
-    modules: bool
-    """Whether ``/proc/modules`` exists."""
-
     cufile: CuFile
-    """Result of the trial of cuFile."""
 
 
 def examine_gpu(system: System, storage: Storage, *, timeout_s: float) -> Gpu:
-    """Examine everything that moves device memory.
-
-    Args:
-        system: Machine to examine.
-        storage: Storage of the directory in which the trial makes a file.
-        timeout_s: Time limit in seconds for each of the two child processes.
-    """
+    """Examine everything that moves device memory, partly in two child processes."""
     error = system.library_error("libcuda.so.1")
     version = ""
     devices: tuple[str, ...] = ()
@@ -145,14 +109,11 @@ def examine_gpu(system: System, storage: Storage, *, timeout_s: float) -> Gpu:
         config=config,
         kvikio=_version(system, KVIKIO),
         cupy=_version(system, CUPY),
-        cufile_version=_version(system, CUFILE),
-        udev=system.exists("/run/udev"),
-        modules=system.exists("/proc/modules"),
         cufile=_try_cufile(system, storage, error, timeout_s),
     )
 
 
-def gpu_findings(gpu: Gpu) -> list[Finding]:
+def gpu_findings(system: System, gpu: Gpu) -> list[Finding]:
     """Return the findings about device memory."""
     return [
         _driver(gpu),
@@ -160,49 +121,38 @@ def gpu_findings(gpu: Gpu) -> list[Finding]:
         _module(gpu),
         _peer(gpu),
         _configuration(gpu),
-        _packages(gpu),
-        _surroundings(gpu),
+        _packages(system, gpu),
+        _surroundings(system),
         _attempt(gpu),
     ]
 
 
 def _driver(gpu: Gpu) -> Finding:
-    """Return the finding about the CUDA driver and its kernel module."""
     kind = "open" if gpu.open_driver else "proprietary"
-    module = f"kernel module {gpu.driver} ({kind})" if gpu.driver else "no kernel module"
-    if gpu.no_driver:
-        return Finding(
-            "gpu",
-            "driver",
-            module,
-            "missing",
-            gpu.no_driver,
-            "install the NVIDIA driver; in a container: --gpus all",
-        )
-    value = f"{module}, CUDA {gpu.cuda or 'of unknown version'}"
-    return Finding("gpu", "driver", value, "ok")
+    value = f"kernel module {gpu.driver} ({kind})" if gpu.driver else "no kernel module"
+    if not gpu.no_driver:
+        value += f", CUDA {gpu.cuda or 'of unknown version'}"
+    do = "install the NVIDIA driver; in a container: --gpus all"
+    return unless(gpu.no_driver, "gpu", "driver", value, do, "missing")
 
 
 def _devices(gpu: Gpu) -> Finding:
-    """Return the finding about the GPUs."""
     if gpu.devices:
         return Finding("gpu", "devices", ", ".join(gpu.devices), "ok")
     return Finding("gpu", "devices", "none", "missing", gpu.no_driver or "the driver sees none")
 
 
 def _module(gpu: Gpu) -> Finding:
-    """Return the finding about the kernel module nvidia-fs."""
     if gpu.nvidia_fs:
         return Finding("gpu", "nvidia-fs", gpu.nvidia_fs, "ok")
-    why = "the module is not loaded: cuFile would copy through the host"
     if not gpu.p2pdma_off_reason:
         return Finding("gpu", "nvidia-fs", "not loaded", "ok", "PCI peer-to-peer is used instead")
+    why = "the module is not loaded: cuFile would copy through the host"
     do = "install nvidia-gds and modprobe nvidia-fs; in a container: on the host"
     return Finding("gpu", "nvidia-fs", "not loaded", "missing", why, do)
 
 
 def _peer(gpu: Gpu) -> Finding:
-    """Return the finding about PCI peer-to-peer transfers."""
     if not gpu.p2pdma_off_reason:
         return Finding("gpu", "PCI peer-to-peer", "switched on", "ok")
     if gpu.nvidia_fs:
@@ -212,59 +162,46 @@ def _peer(gpu: Gpu) -> Finding:
 
 
 def _configuration(gpu: Gpu) -> Finding:
-    """Return the finding about the configuration of cuFile."""
     config = gpu.config
-    what, value = "cuFile configuration", config.path or "none, defaults"
-    if config.problem:
-        return Finding("gpu", what, value, "limits", config.problem, f"correct {config.path}")
-    if config.options:
-        shown = ", ".join(
-            f"{name}={json.dumps(config.options[name])}"
-            for name in ("allow_compat_mode", "force_compat_mode", "use_pci_p2pdma")
-            if name in config.options
-        )
-        value += f" ({shown})" if shown else ""
+    value, why, do = config.path or "none, defaults", config.problem, f"correct {config.path}"
+    shown = ", ".join(
+        f"{name}={json.dumps(config.options[name])}"
+        for name in ("allow_compat_mode", "force_compat_mode", "use_pci_p2pdma")
+        if name in config.options
+    )
+    value += f" ({shown})" if shown else ""
     if config.options.get("force_compat_mode") is True:
         why = "force_compat_mode makes cuFile copy through the host"
-        return Finding("gpu", what, value, "limits", why, f"set it to false in {config.path}")
-    return Finding("gpu", what, value, "ok")
+        do = f"set it to false in {config.path}"
+    return unless(why, "gpu", "cuFile configuration", value, do)
 
 
-def _packages(gpu: Gpu) -> Finding:
-    """Return the finding about the packages of KvikIO, CuPy and cuFile."""
-    what = "kvikio"
+def _packages(system: System, gpu: Gpu) -> Finding:
     value = gpu.kvikio or "not installed"
     value += f", CuPy {gpu.cupy}" if gpu.cupy else ", no CuPy"
-    value += f", cuFile {gpu.cufile_version}" if gpu.cufile_version else ""
+    cufile = _version(system, CUFILE)
+    value += f", cuFile {cufile}" if cufile else ""
+    why = ""
     if not gpu.cupy:
-        return Finding("gpu", what, value, "missing", "CuPy moves all device memory", REMEDY)
-    if not gpu.kvikio:
+        why = "CuPy moves all device memory"
+    elif not gpu.kvikio:
         why = "GPUDirect Storage is reached through kvikio; without it, data is copied by the host"
-        return Finding("gpu", what, value, "missing", why, REMEDY)
-    return Finding("gpu", what, value, "ok")
+    return unless(why, "gpu", "kvikio", value, REMEDY, "missing")
 
 
-def _surroundings(gpu: Gpu) -> Finding:
+def _surroundings(system: System) -> Finding:
     """Return the finding about files that cuFile and KvikIO need and containers may lack."""
-    absent = [
-        path
-        for path, there in (("/run/udev", gpu.udev), ("/proc/modules", gpu.modules))
-        if not there
-    ]
-    if not absent:
-        return Finding("gpu", "surroundings", "/run/udev and /proc/modules exist", "ok")
-    reasons = []
-    if not gpu.udev:
-        reasons.append("without /run/udev, cuFile does not find the drives")
-    if not gpu.modules:
-        reasons.append("without /proc/modules, opening a file with cuFile can loop forever")
-    do = "" if gpu.udev else "in a container: --volume /run/udev:/run/udev:ro"
-    value = f"no {' and no '.join(absent)}"
-    return Finding("gpu", "surroundings", value, "limits", "; ".join(reasons), do)
+    needed = {
+        "/run/udev": "without /run/udev, cuFile does not find the drives",
+        "/proc/modules": "without /proc/modules, opening a file with cuFile can loop forever",
+    }
+    absent = {path: why for path, why in needed.items() if not system.exists(path)}
+    value = f"no {' and no '.join(absent)}" if absent else "/run/udev and /proc/modules exist"
+    do = "in a container: --volume /run/udev:/run/udev:ro" if "/run/udev" in absent else ""
+    return unless("; ".join(absent.values()), "gpu", "surroundings", value, do)
 
 
 def _attempt(gpu: Gpu) -> Finding:
-    """Return the finding about the trial of cuFile."""
     works = gpu.cufile
     if works.reads and works.writes:
         return Finding("gpu", "cuFile tried", "reads and writes GPU memory directly", "ok")
@@ -293,7 +230,6 @@ def _no_p2pdma(system: System, config: Config, *, open_driver: bool) -> str:
 
 
 def _config(system: System) -> Config:
-    """Return the configuration of cuFile."""
     path = system.environment("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
     text = system.text(path)
     if text is None:

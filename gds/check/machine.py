@@ -1,17 +1,49 @@
-"""Examination of kernel, memory and limits."""
+"""Findings of the examination, and those about kernel, memory and limits."""
 
 from __future__ import annotations
 
 import re
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
 
-from gds.check.finding import Finding
 from gds.check.system import System
 
 _DIOALIGN_SINCE: Final = (6, 1)
 _ENOUGH_LOCKED_BYTES: Final = 64 << 20
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
+
+Verdict = Literal["ok", "limits", "missing"]
+Section = Literal["machine", "storage", "gpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One property that was examined, with its value and a verdict."""
+
+    section: Section
+    what: str
+    """Name of the property. It is short and stable, so that scripts can search for it."""
+
+    value: str
+    verdict: Verdict
+    """``ok``; ``limits`` if the value makes some transfers slower or impossible; ``missing`` if a
+    component is missing that a better path needs."""
+
+    why: str = ""
+    """Reason of the verdict, for people; may be empty if the verdict is ``ok``."""
+
+    do: str = ""
+    """Remedy, for people; empty if the verdict is ``ok`` or nothing can be done."""
+
+
+def unless(
+    why: str, section: Section, what: str, value: str, do: str = "", bad: Verdict = "limits"
+) -> Finding:
+    """Return a finding that is ``ok``, unless there is a reason `why` it is `bad`."""
+    if why:
+        return Finding(section, what, value, bad, why, do)
+    return Finding(section, what, value, "ok")
 
 
 def kernel_version(release: str) -> tuple[int, int]:
@@ -32,89 +64,58 @@ def machine_findings(system: System, *, has_driver: bool) -> list[Finding]:
 
 
 def _kernel(system: System) -> Finding:
-    """Return the finding about the kernel's version."""
-    release = system.kernel()
-    if kernel_version(release) >= _DIOALIGN_SINCE:
-        return Finding("machine", "kernel", release, "ok")
-    return Finding(
-        "machine",
-        "kernel",
-        release,
-        "limits",
-        "kernels before 6.1 do not report the alignment that direct transfers need: the block "
-        "size of the device is used, or 4096",
-    )
+    release, why = system.kernel(), ""
+    if kernel_version(release) < _DIOALIGN_SINCE:
+        why = (
+            "kernels before 6.1 do not report the alignment that direct transfers need: the block "
+            "size of the device is used, or 4096"
+        )
+    return unless(why, "machine", "kernel", release)
 
 
 def _page(system: System) -> Finding:
-    """Return the finding about the page size."""
-    size = system.page_bytes()
-    if size == 4096:
-        return Finding("machine", "page size", f"{size} bytes", "ok")
-    return Finding(
-        "machine",
-        "page size",
-        f"{size} bytes",
-        "limits",
-        "files are laid out in blocks of 4096 bytes; KvikIO aligns to pages, so transfers that do "
-        "not start on a page take its slower path",
-    )
+    size, why = system.page_bytes(), ""
+    if size != 4096:
+        why = (
+            "files are laid out in blocks of 4096 bytes; KvikIO aligns to pages, so transfers that "
+            "do not start on a page take its slower path"
+        )
+    return unless(why, "machine", "page size", f"{size} bytes")
 
 
 def _huge_pages(system: System) -> Finding:
-    """Return the finding about transparent huge pages."""
     path = "/sys/kernel/mm/transparent_hugepage/enabled"
-    text = (system.text(path) or "").strip()
-    chosen = re.search(r"\[(\w+)\]", text)
-    what = "huge pages"
+    chosen = re.search(r"\[(\w+)\]", system.text(path) or "")
+    small = "buffers stay on 4 KiB pages, and direct transfers reach the drive in many small pieces"
     if chosen is None:
-        return Finding(
-            "machine",
-            what,
-            "not known",
-            "limits",
-            f"{path} does not exist: buffers stay on 4 KiB pages, and direct transfers reach the "
-            "drive in many small pieces",
-        )
-    if chosen[1] == "never":
-        return Finding(
-            "machine",
-            what,
-            "never",
-            "limits",
-            "buffers stay on 4 KiB pages, and direct transfers reach the drive in many small "
-            "pieces",
-            f"echo madvise > {path}",
-        )
-    return Finding("machine", what, chosen[1], "ok")
+        why = f"{path} does not exist: {small}"
+        return Finding("machine", "huge pages", "not known", "limits", why)
+    why = small if chosen[1] == "never" else ""
+    return unless(why, "machine", "huge pages", chosen[1], f"echo madvise > {path}")
 
 
 def _memory(system: System) -> Finding:
-    """Return the finding about the machine's memory."""
     found = dict(
         re.findall(r"^(\w+):\s+(\d+) kB", system.text("/proc/meminfo") or "", re.MULTILINE)
     )
     if "MemTotal" not in found:
         return Finding("machine", "memory", "not known", "limits", "/proc/meminfo cannot be read")
-    total = int(found["MemTotal"]) << 10
-    value = f"{total / GIB:.1f} GiB"
+    value = f"{(int(found['MemTotal']) << 10) / GIB:.1f} GiB"
     if "MemAvailable" in found:
         value += f", {(int(found['MemAvailable']) << 10) / GIB:.1f} GiB available"
     return Finding("machine", "memory", value, "ok")
 
 
 def _locked(system: System, *, has_driver: bool) -> Finding:
-    """Return the finding about the limit of locked memory."""
     limit = system.locked_limit_bytes()
     value = "unlimited" if limit is None else f"{limit / MIB:g} MiB"
-    if limit is None or limit >= _ENOUGH_LOCKED_BYTES or not has_driver:
-        why = "" if limit is None or has_driver else "no POSIX path locks memory"
-        return Finding("machine", "memlock limit", value, "ok", why)
-    return Finding(
-        "machine",
-        "memlock limit",
-        value,
-        "limits",
-        "memory registered for RDMA, and with some drivers page-locked memory, counts against it",
-        "ulimit -l unlimited; for a container --ulimit memlock=-1",
-    )
+    if limit is not None and not has_driver:
+        return Finding("machine", "memlock limit", value, "ok", "no POSIX path locks memory")
+    why = ""
+    if limit is not None and limit < _ENOUGH_LOCKED_BYTES:
+        why = (
+            "memory registered for RDMA, and with some drivers page-locked memory, counts against "
+            "it"
+        )
+    do = "ulimit -l unlimited; for a container --ulimit memlock=-1"
+    return unless(why, "machine", "memlock limit", value, do)

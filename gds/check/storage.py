@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gds import probe
-from gds.check.finding import Finding
-from gds.check.machine import GIB
+from gds.check.machine import GIB, Finding, unless
 from gds.check.system import Direct, System
 from gds.contract import ALIGNMENT
 
@@ -19,7 +18,6 @@ REMOTE_GDS_FILESYSTEMS: Final = frozenset({"nfs", "nfs4", "lustre", "wekafs", "g
 """Network file systems for which NVIDIA documents GPUDirect Storage, if the client supports it."""
 
 _MOST_LEVELS: Final = 8
-"""Largest number of levels of block devices that are followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +25,8 @@ class Drive:
     """A block device without another block device below it."""
 
     name: str
-    """Name of the device, such as ``nvme0n1``."""
-
     rotational: bool
-    """Whether the kernel says that the drive rotates."""
-
     nvme: bool
-    """Whether the drive is an NVMe drive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +34,7 @@ class Storage:
     """The storage of a directory."""
 
     directory: str
-    """Path of the directory."""
-
     mount: probe.Mount
-    """Mount that holds the directory."""
-
     block: str
     """Name of the block device under the file system; empty if there is none or it is not known."""
 
@@ -53,11 +42,7 @@ class Storage:
     """Whether the device mapper (LVM, dm-crypt) is between the file system and the drives."""
 
     drives: tuple[Drive, ...]
-    """Drives under the file system; empty if none is known."""
-
     direct: Direct
-    """Result of the trial of direct I/O."""
-
     readable: bool
     """Whether this user may list the directory and open files in it."""
 
@@ -65,7 +50,6 @@ class Storage:
     """Whether this user may make files in the directory."""
 
     free_bytes: int
-    """Free bytes for an unprivileged user."""
 
     @property
     def gds_refusal(self) -> str:
@@ -120,30 +104,21 @@ def storage_findings(system: System, storage: Storage) -> list[Finding]:
 
 
 def _filesystem(storage: Storage) -> Finding:
-    """Return the finding about the type of the file system."""
     mount = storage.mount
     what, value = "file system", f"{mount.filesystem} on {mount.source or 'an unknown source'}"
+    why, do = "", ""
     if mount.volatile:
-        return Finding(
-            "storage",
-            what,
-            value,
-            "limits",
-            "it keeps files in memory or ignores every sync, so files are lost at power-off",
-            "use a directory on a drive",
-        )
-    if mount.remote:
+        why = "it keeps files in memory or ignores every sync, so files are lost at power-off"
+        do = "use a directory on a drive"
+    elif mount.remote:
         why = probe.describe_remote(mount.filesystem)
         do = "keep checkpoints and other data that must be durable in a directory on a local drive"
-        return Finding("storage", what, value, "limits", why, do)
-    if mount.filesystem == "unknown":
+    elif mount.filesystem == "unknown":
         why = "/proc/self/mountinfo does not show which file system it is"
-        return Finding("storage", what, value, "limits", why)
-    return Finding("storage", what, value, "ok")
+    return unless(why, "storage", what, value, do)
 
 
 def _mount(storage: Storage) -> Finding:
-    """Return the finding about the mount and its options."""
     options = storage.mount.options
     shown = ",".join(dict.fromkeys(options)) or "not known"
     value = f"{storage.mount.mount_point or 'not known'} ({shown})"
@@ -162,13 +137,11 @@ def _mount(storage: Storage) -> Finding:
 
 
 def _device(system: System, storage: Storage) -> Finding:
-    """Return the finding about the block device and its drives."""
     queue = f"{_block_folder(system, storage.block)}/queue"
     if not system.exists(queue):  # a partition has no queue, but its disk has one
         queue = f"{os.path.dirname(_block_folder(system, storage.block))}/queue"
 
     def limit(name: str) -> str:
-        """Return a property of the device's queue, or "?" if it is not known."""
         return (system.text(f"{queue}/{name}") or "").strip() or "?"
 
     scheduler = limit("scheduler")
@@ -181,63 +154,44 @@ def _device(system: System, storage: Storage) -> Finding:
         f"{limit('max_sectors_kb')} KiB a request, {limit('nr_requests')} requests, scheduler "
         f"{scheduler}, cache {limit('write_cache')}"
     )
-    if any(drive.rotational and not _virtual(drive.name) for drive in storage.drives):
+    why = ""
+    # Hypervisors report any drive as rotational.
+    if any(d.rotational and not d.name.startswith(("vd", "xvd")) for d in storage.drives):
         why = "a rotating disk: random requests wait for its head"
-        return Finding("storage", "device", value, "limits", why, "use an SSD")
-    return Finding("storage", "device", value, "ok")
-
-
-def _virtual(name: str) -> bool:
-    """Return whether a hypervisor provides a drive. Hypervisors report any drive as rotational."""
-    return name.startswith(("vd", "xvd"))
+    return unless(why, "storage", "device", value, "use an SSD")
 
 
 def _alignment(storage: Storage) -> Finding:
-    """Return the finding about the alignment that the kernel reports."""
     reported = storage.direct.reported
-    what = "I/O alignment"
+    why = ""
     if reported is None:
-        return Finding(
-            "storage",
-            what,
-            "nothing",
-            "limits",
-            (
-                "neither the kernel (6.1 or newer does) nor the file system reports it: the block "
-                "size is used"
-            ),
+        value = "nothing"
+        why = (
+            "neither the kernel (6.1 or newer does) nor the file system reports it: the block size "
+            "is used"
         )
-    if not all(reported):
+    elif not all(reported):
+        value = "no direct I/O"
         why = "the kernel reports that files here do not support direct I/O"
-        return Finding("storage", what, "no direct I/O", "limits", why)
-    value = f"memory {reported[0]} bytes, offset and length {reported[1]} bytes"
-    if max(reported) > ALIGNMENT:
-        why = f"file layouts of this package align to {ALIGNMENT} bytes, which is not enough"
-        return Finding("storage", what, value, "limits", why)
-    return Finding("storage", what, value, "ok")
+    else:
+        value = f"memory {reported[0]} bytes, offset and length {reported[1]} bytes"
+        if max(reported) > ALIGNMENT:
+            why = f"file layouts of this package align to {ALIGNMENT} bytes, which is not enough"
+    return unless(why, "storage", "I/O alignment", value)
 
 
 def _direct(storage: Storage) -> Finding:
-    """Return the finding about the trial of direct I/O."""
-    direct = storage.direct
-    what, value = "direct I/O", f"{direct.tried} tried"
-    if direct.found.supported:
-        return Finding("storage", what, f"works ({value})", "ok")
-    if direct.tried == "nothing":
+    found, tried = storage.direct.found, f"({storage.direct.tried} tried)"
+    if found.supported:
+        return Finding("storage", "direct I/O", f"works {tried}", "ok")
+    value, do = f"no {tried}", "use a directory on a local drive with ext4 or XFS"
+    if storage.direct.tried == "nothing":
+        value = f"not known {tried}"
         do = "name a directory that you may write to, or that has a file to read"
-        return Finding("storage", what, f"not known ({value})", "limits", direct.found.reason, do)
-    return Finding(
-        "storage",
-        what,
-        f"no ({value})",
-        "limits",
-        direct.found.reason,
-        "use a directory on a local drive with ext4 or XFS",
-    )
+    return Finding("storage", "direct I/O", value, "limits", found.reason, do)
 
 
 def _gds(storage: Storage) -> Finding:
-    """Return the finding about obstacles to GPUDirect Storage in the directory."""
     what, refusal = "GDS here", storage.gds_refusal
     if not refusal:
         return Finding("storage", what, "nothing found that prevents it", "ok")
@@ -246,7 +200,6 @@ def _gds(storage: Storage) -> Finding:
 
 
 def _access(storage: Storage) -> Finding:
-    """Return the finding about permissions and free space."""
     free = f"{storage.free_bytes / GIB:.1f} GiB free"
     if storage.readable and storage.writable:
         return Finding("storage", "access", f"read and write, {free}", "ok")
@@ -256,7 +209,6 @@ def _access(storage: Storage) -> Finding:
 
 
 def _block_folder(system: System, name: str) -> str:
-    """Return the folder of a block device in ``/sys``."""
     return system.resolved(f"/sys/class/block/{name}")
 
 
@@ -283,7 +235,6 @@ def _levels(system: System, name: str, level: int = 0) -> tuple[str, ...]:
 
 
 def _drives(system: System, name: str) -> tuple[Drive, ...]:
-    """Return the drives under a block device."""
     found = {}
     for device in _levels(system, name):
         folder = _block_folder(system, device)

@@ -36,10 +36,7 @@ class Child:
     """Exit status, negative for a signal; None if the process was killed after its time limit."""
 
     output: str
-    """Standard output until the end."""
-
     error: str = ""
-    """Standard error until the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +48,6 @@ class Direct:
     means that there is no direct I/O, None that it is not reported."""
 
     found: probe.DirectIO
-    """Result of a real transfer."""
-
     tried: Literal["write and read", "read", "nothing"]
     """Kind of the transfer. If no file can be made, an existing file is read."""
 
@@ -127,23 +122,13 @@ class System:
     # Directory.
 
     def device(self, directory: str) -> tuple[int, int]:
-        """Return major and minor number of a directory's device.
-
-        Raises:
-            OSError: The directory does not exist.
-        """
+        """Return major and minor number of a directory's device."""
         number = os.stat(directory).st_dev
         return os.major(number), os.minor(number)
 
     def mount_id(self, directory: str) -> int | None:
         """Return a directory's mount number in ``/proc/self/mountinfo``; None if not known."""
-        with contextlib.suppress(OSError):
-            fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
-            try:
-                return libc.mount_id(fd)
-            finally:
-                os.close(fd)
-        return None
+        return probe.mount_id(directory)
 
     def readable(self, directory: str) -> bool:
         """Return whether this user may list a directory and open files in it."""
@@ -184,12 +169,7 @@ class System:
 
         The process runs in a temporary directory, which is removed with the logs that libraries
         write into it. A process that is stuck in a driver and survives SIGKILL is left behind.
-
-        Args:
-            script: Path of the script.
-            arguments: Arguments of the script.
-            timeout_s: Time limit in seconds.
-            environment: Environment variables to add to those of this process.
+        `environment` has variables to add to those of this process.
         """
         with (
             tempfile.TemporaryDirectory(prefix="gds-check-") as directory,
@@ -235,7 +215,6 @@ def _direct_read(directory: str) -> Direct:
 
 
 def _direct_read_of(path: str) -> Direct:
-    """Try a direct read of a file."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags)
     try:

@@ -1,5 +1,5 @@
 """Contract tests of `File.clone`."""
-# ruff: noqa: S101 - these are tests
+# ruff: noqa: S101 - these are tests, which are named for what they show
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class CloneContract(Harness):
     def test_a_clone_has_the_bytes_of_its_source_or_nothing_has_changed(
         self, backend: Backend, directory: str
     ) -> None:
-        """After a clone the range equals the source's; without one, no byte has changed."""
         source = new_file(backend, f"{directory}/source", seed=1)
         target = new_file(backend, f"{directory}/target", seed=2)
         done = target.clone(source, _OFFSET, _NBYTES)
@@ -47,7 +46,6 @@ class CloneContract(Harness):
     def test_what_is_written_to_either_afterwards_does_not_show_in_the_other(
         self, backend: Backend, directory: str
     ) -> None:
-        """A write to one file after a clone leaves the other file unchanged."""
         files = [new_file(backend, f"{directory}/{seed}", seed) for seed in (1, 2)]
         files[1].clone(files[0], _OFFSET, _NBYTES)
         before = [file.read_bytes(0, FILE_BYTES) for file in files]
@@ -60,13 +58,10 @@ class CloneContract(Harness):
             changed[_OFFSET + 10 : _OFFSET + 15] = b"small"
             before[number] = bytes(changed)
             assert [f.read_bytes(0, FILE_BYTES) for f in files] == before
-        for file in files:
-            file.close()
 
     def test_a_clone_sees_what_was_written_to_its_source_and_not_synced(
         self, backend: Backend, directory: str
     ) -> None:
-        """A clone has data that was written to the source but not synced."""
         source = new_file(backend, f"{directory}/source", seed=1)
         target = new_file(backend, f"{directory}/target", seed=2)
         source.write(filled(backend, ALIGNMENT, seed=3), _OFFSET).result()
@@ -76,8 +71,6 @@ class CloneContract(Harness):
         expected = source.read_bytes(_OFFSET, _NBYTES)
         if target.clone(source, _OFFSET, _NBYTES):
             assert target.read_bytes(_OFFSET, _NBYTES) == expected
-        for file in (source, target):
-            file.close()
 
     @pytest.mark.parametrize(
         ("offset", "nbytes"),
@@ -89,28 +82,20 @@ class CloneContract(Harness):
     def test_a_range_that_is_not_whole_blocks_is_not_cloned(
         self, backend: Backend, directory: str, offset: int, nbytes: int
     ) -> None:
-        """A range whose offset or length is not aligned is not cloned, and nothing changes."""
         source = new_file(backend, f"{directory}/source", seed=1)
         target = new_file(backend, f"{directory}/target", seed=2)
         assert not target.clone(source, offset, nbytes)
         assert target.read_bytes(0, FILE_BYTES) == _of(backend, 2)
-        for file in (source, target):
-            file.close()
 
     def test_a_source_that_is_shorter_is_not_cloned(self, backend: Backend, directory: str) -> None:
-        """A range that leaves the source is not cloned, and nothing changes."""
         source = new_file(backend, f"{directory}/source", seed=1, nbytes=3 * ALIGNMENT)
         target = new_file(backend, f"{directory}/target", seed=2)
         assert not target.clone(source, _OFFSET, _NBYTES)
         assert target.read_bytes(0, FILE_BYTES) == _of(backend, 2)
-        for file in (source, target):
-            file.close()
 
     def test_nothing_can_be_cloned_from_a_file_of_another_backend(
         self, backend: Backend, directory: str
     ) -> None:
-        """A source of another backend is not cloned, and nothing changes."""
-
         class Foreign:
             """A file that belongs to no backend of this package."""
 
@@ -120,19 +105,14 @@ class CloneContract(Harness):
         target = new_file(backend, f"{directory}/target", seed=2)
         assert not target.clone(Foreign(), _OFFSET, _NBYTES)  # type: ignore[arg-type]
         assert target.read_bytes(0, FILE_BYTES) == _of(backend, 2)
-        target.close()
 
     def test_no_bytes_to_clone_change_nothing(self, backend: Backend, directory: str) -> None:
-        """A clone of an empty range changes nothing."""
         source = new_file(backend, f"{directory}/source", seed=1)
         target = new_file(backend, f"{directory}/target", seed=2)
         target.clone(source, _OFFSET, 0)
         assert target.read_bytes(0, FILE_BYTES) == _of(backend, 2)
-        for file in (source, target):
-            file.close()
 
     def test_a_clone_is_not_counted_as_a_transfer(self, backend: Backend, directory: str) -> None:
-        """A clone changes none of the counters of reads and writes."""
         source = new_file(backend, f"{directory}/source", seed=1)
         target = new_file(backend, f"{directory}/target", seed=2)
         before = backend.counters()
@@ -140,13 +120,10 @@ class CloneContract(Harness):
         after = backend.counters()
         assert (after.bytes_read, after.num_reads) == (before.bytes_read, before.num_reads)
         assert (after.bytes_written, after.num_writes) == (before.bytes_written, before.num_writes)
-        for file in (source, target):
-            file.close()
 
     def test_what_cannot_be_written_cannot_be_cloned_into(
         self, backend: Backend, directory: str
     ) -> None:
-        """A clone into a read-only or closed file, or outside the file, raises an error."""
         source = new_file(backend, f"{directory}/source", seed=1)
         new_file(backend, f"{directory}/target", seed=2).close()
         target = backend.open(f"{directory}/target")
@@ -162,17 +139,13 @@ class CloneContract(Harness):
         with pytest.raises(StorageError, match="closed"):
             target.clone(source, _OFFSET, _NBYTES)
         assert backend.open(f"{directory}/target").read_bytes(0, FILE_BYTES) == _of(backend, 2)
-        source.close()
 
     def test_a_source_that_is_opened_for_reading_will_do(
         self, backend: Backend, directory: str
     ) -> None:
-        """The source of a clone may be open for reading only."""
         new_file(backend, f"{directory}/source", seed=1).close()
         source = backend.open(f"{directory}/source")
         target = new_file(backend, f"{directory}/target", seed=2)
         done = target.clone(source, _OFFSET, _NBYTES)
         if self.clones is not None:
             assert done is self.clones
-        for file in (source, target):
-            file.close()

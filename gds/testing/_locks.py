@@ -1,5 +1,5 @@
 """Contract tests of locks on files and directories."""
-# ruff: noqa: S101 - these are tests
+# ruff: noqa: S101 - these are tests, which are named for what they show
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class LockContract(Harness):
     def test_an_exclusive_lock_excludes_and_shared_ones_do_not(
         self, backend: Backend, directory: str, kind: str
     ) -> None:
-        """Shared locks coexist; an exclusive lock conflicts with every other lock."""
         path = f"{directory}/locked"
         if kind == "file":
             backend.create(path, 1).close()
@@ -42,7 +41,6 @@ class LockContract(Harness):
     def test_a_lock_stays_through_the_rename_of_a_directory(
         self, backend: Backend, directory: str
     ) -> None:
-        """A lock follows its directory through a rename, and leaves the old name free."""
         backend.make_dir(f"{directory}/before")
         held = backend.lock(f"{directory}/before")
         backend.rename(f"{directory}/before", f"{directory}/after")
@@ -57,11 +55,9 @@ class LockContract(Harness):
     def test_a_lock_is_current_while_its_path_names_what_is_locked(
         self, backend: Backend, directory: str, kind: str
     ) -> None:
-        """`Lock.is_current` is True only while the path names the locked object."""
         path, aside = f"{directory}/locked", f"{directory}/aside"
 
         def make() -> None:
-            """Make a file or a directory at the path."""
             if kind == "file":
                 backend.create(path, 1).close()
             else:
@@ -89,7 +85,6 @@ class LockContract(Harness):
     def test_a_lock_whose_parent_is_gone_is_not_current(
         self, backend: Backend, directory: str
     ) -> None:
-        """`Lock.is_current` is False if the parent directory was renamed or replaced."""
         backend.make_dir(f"{directory}/parent")
         held = backend.lock(f"{directory}/parent/LOCK", create=True)
         backend.rename(f"{directory}/parent", f"{directory}/moved")
@@ -98,7 +93,6 @@ class LockContract(Harness):
         assert not held.is_current()
 
     def test_a_lock_file_is_created_only_when_asked(self, backend: Backend, directory: str) -> None:
-        """`lock` creates a missing file only with ``create=True``, and keeps an existing one."""
         path = f"{directory}/LOCK"
         with fails_with("ENOENT"):
             backend.lock(path)
@@ -114,7 +108,6 @@ class LockContract(Harness):
     def test_a_lock_that_nobody_refers_to_is_still_held(
         self, backend: Backend, directory: str
     ) -> None:
-        """A lock stays held without a reference to its object."""
         backend.lock(f"{directory}/LOCK", create=True)
         with pytest.raises(LockHeldError):
             backend.lock(f"{directory}/LOCK")

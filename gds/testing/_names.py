@@ -1,5 +1,5 @@
 """Contract tests of names and directories, and of closing a backend."""
-# ruff: noqa: S101 - these are tests
+# ruff: noqa: S101 - these are tests, which are named for what they show
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ class NamesContract(Harness):
     """Tests of names and directories, and of closing a backend."""
 
     def test_a_backend_is_one(self, backend: Backend) -> None:
-        """The object fulfils the protocol `Backend`, and has a name."""
         assert isinstance(backend, Backend)
         assert backend.name
 
     def test_capabilities_are_consistent_and_leave_nothing_behind(
         self, backend: Backend, directory: str
     ) -> None:
-        """Capabilities are valid, their probe files are removed, and a missing directory raises."""
         found = backend.capabilities(directory)
         assert isinstance(found, Capabilities)
         assert found.backend == backend.name
@@ -45,15 +43,12 @@ class NamesContract(Harness):
     def test_a_file_is_direct_where_capabilities_say_so(
         self, backend: Backend, directory: str
     ) -> None:
-        """A file's `direct` and `alignment` agree with the capabilities of its directory."""
         expected = backend.capabilities(directory).direct
         file = backend.create(f"{directory}/direct", FILE_BYTES)
         assert file.direct is expected
         assert file.alignment == (ALIGNMENT if expected else 1)
-        file.close()
 
     def test_create_refuses_a_name_that_is_taken(self, backend: Backend, directory: str) -> None:
-        """`create` raises EEXIST for an existing name, and leaves its object unchanged."""
         new_file(backend, f"{directory}/taken").close()
         backend.make_dir(f"{directory}/directory")
         for name in ("taken", "directory"):
@@ -65,7 +60,6 @@ class NamesContract(Harness):
     def test_a_missing_parent_is_reported(
         self, backend: Backend, directory: str, verb: str
     ) -> None:
-        """Every operation raises ENOENT if the parent is missing, and names the full path."""
         arguments = [1] if verb == "create" else []
         with fails_with("ENOENT") as caught:
             getattr(backend, verb)(f"{directory}/missing/name", *arguments)
@@ -74,7 +68,6 @@ class NamesContract(Harness):
     def test_a_file_whose_space_cannot_be_reserved_leaves_no_name(
         self, backend: Backend, directory: str
     ) -> None:
-        """If `create` fails for lack of space, it removes the file again."""
         with self.limit(backend) as most_bytes:
             with fails_with("ENOSPC", "EFBIG", "EDQUOT") as caught:
                 backend.create(f"{directory}/large", most_bytes + 1)
@@ -83,7 +76,6 @@ class NamesContract(Harness):
             backend.create(f"{directory}/large", most_bytes).close()
 
     def test_open_wants_a_regular_file(self, backend: Backend, directory: str) -> None:
-        """`open` raises an error for a missing path and for a directory."""
         with fails_with("ENOENT"):
             backend.open(f"{directory}/nothing")
         backend.make_dir(f"{directory}/directory")
@@ -92,7 +84,6 @@ class NamesContract(Harness):
                 backend.open(f"{directory}/directory", writable=writable)
 
     def test_a_symbolic_link_is_not_followed(self, backend: Backend, directory: str) -> None:
-        """`open`, `create`, `lock` and `stat` do not follow a symbolic link."""
         new_file(backend, f"{directory}/real").close()
         self.make_symlink(f"{directory}/real", f"{directory}/link")
         for writable in (False, True):
@@ -105,7 +96,6 @@ class NamesContract(Harness):
         assert stat_of(backend, f"{directory}/link").kind == "other"
 
     def test_stat_tells_kinds_apart(self, backend: Backend, directory: str) -> None:
-        """`stat` distinguishes files, directories and missing paths."""
         new_file(backend, f"{directory}/file").close()
         backend.make_dir(f"{directory}/directory")
         file = stat_of(backend, f"{directory}/file")
@@ -118,7 +108,6 @@ class NamesContract(Harness):
     def test_the_inode_changes_when_a_name_is_replaced(
         self, backend: Backend, directory: str
     ) -> None:
-        """After a rename, `Stat.inode` of the target is that of the renamed file."""
         new_file(backend, f"{directory}/a").close()
         new_file(backend, f"{directory}/b").close()
         a, b = (stat_of(backend, f"{directory}/{name}").inode for name in "ab")
@@ -129,7 +118,6 @@ class NamesContract(Harness):
     def test_the_time_of_a_directory_changes_with_its_names(
         self, backend: Backend, directory: str
     ) -> None:
-        """Two equal values of `Stat.changed_ns` other than 0 say that no name has changed."""
         path = f"{directory}/changing"
         backend.make_dir(path)
         seen = [stat_of(backend, path).changed_ns]
@@ -144,7 +132,6 @@ class NamesContract(Harness):
         assert len(known) == len(set(known))
 
     def test_an_open_file_has_the_inode_of_its_name(self, backend: Backend, directory: str) -> None:
-        """`File.inode` equals `Stat.inode` of a name only while the name refers to the file."""
         created = new_file(backend, f"{directory}/a")
         assert created.inode == stat_of(backend, f"{directory}/a").inode
         new_file(backend, f"{directory}/b").close()
@@ -157,7 +144,6 @@ class NamesContract(Harness):
         assert opened.inode == stat_of(backend, f"{directory}/c").inode != created.inode
 
     def test_the_names_of_a_file_are_counted(self, backend: Backend, directory: str) -> None:
-        """`Stat.num_links` counts a file's hard links, and is 1 for a directory."""
         new_file(backend, f"{directory}/file").close()
         backend.make_dir(f"{directory}/other")
         backend.make_dir(f"{directory}/other/below")
@@ -173,7 +159,6 @@ class NamesContract(Harness):
         assert stat_of(backend, f"{directory}/other/link").num_links == 1
 
     def test_names_are_listed_in_order(self, backend: Backend, directory: str) -> None:
-        """`list_dir` returns all names sorted, hidden names included."""
         names = ["b", "a", "step-00000010", "step-00000009", ".hidden", "with space", "\u00fc"]
         for name in names:
             backend.create(f"{directory}/{name}", 1).close()
@@ -182,7 +167,6 @@ class NamesContract(Harness):
             backend.list_dir(f"{directory}/a")
 
     def test_make_dir_refuses_a_name_that_is_taken(self, backend: Backend, directory: str) -> None:
-        """`make_dir` raises EEXIST for an existing file or directory."""
         backend.create(f"{directory}/file", 1).close()
         backend.make_dir(f"{directory}/directory")
         for name in ("file", "directory"):
@@ -190,17 +174,14 @@ class NamesContract(Harness):
                 backend.make_dir(f"{directory}/{name}")
 
     def test_a_file_replaces_a_file(self, backend: Backend, directory: str) -> None:
-        """A rename of a file onto a file replaces the target."""
         new_file(backend, f"{directory}/new", seed=1).close()
         new_file(backend, f"{directory}/old", seed=2).close()
         backend.rename(f"{directory}/new", f"{directory}/old")
         assert backend.list_dir(directory) == ["old"]
         file = backend.open(f"{directory}/old")
         assert file.read_bytes(0, FILE_BYTES) == contents(filled(backend, FILE_BYTES, 1))
-        file.close()
 
     def test_a_directory_never_replaces_anything(self, backend: Backend, directory: str) -> None:
-        """A rename that would replace an object by or with a directory raises an error."""
         for name in ("source", "empty", "full"):
             backend.make_dir(f"{directory}/{name}")
         backend.create(f"{directory}/full/file", 1).close()
@@ -215,7 +196,6 @@ class NamesContract(Harness):
         assert backend.list_dir(directory) == ["empty", "file", "full", "source"]
 
     def test_renaming_nothing_is_an_error(self, backend: Backend, directory: str) -> None:
-        """A rename of a missing path, or into a missing parent, raises ENOENT."""
         backend.create(f"{directory}/target", 1).close()
         with fails_with("ENOENT") as caught:
             backend.rename(f"{directory}/nothing", f"{directory}/target")
@@ -228,7 +208,6 @@ class NamesContract(Harness):
     def test_an_open_file_survives_the_rename_of_its_directory(
         self, backend: Backend, directory: str
     ) -> None:
-        """An open file stays usable after a rename of its directory; errors name the new path."""
         backend.make_dir(f"{directory}/slot")
         file = new_file(backend, f"{directory}/slot/file")
         backend.rename(f"{directory}/slot", f"{directory}/step")
@@ -240,10 +219,8 @@ class NamesContract(Harness):
         file.close()
         file = backend.open(f"{directory}/step/file")
         assert file.read_bytes(0, FILE_BYTES) == contents(filled(backend, FILE_BYTES, 5))
-        file.close()
 
     def test_exchange_swaps_files_and_directories(self, backend: Backend, directory: str) -> None:
-        """`exchange` swaps a file and a directory, and refuses missing or nested paths."""
         backend.create(f"{directory}/file", 1).close()
         backend.make_dir(f"{directory}/directory")
         backend.create(f"{directory}/directory/below", 1).close()
@@ -260,7 +237,6 @@ class NamesContract(Harness):
         assert backend.list_dir(directory) == ["directory", "file"]
 
     def test_remove_takes_files_only(self, backend: Backend, directory: str) -> None:
-        """`remove` removes a file, but no directory; a removed file stays readable while open."""
         file = new_file(backend, f"{directory}/file")
         backend.make_dir(f"{directory}/directory")
         backend.remove(f"{directory}/file")
@@ -275,7 +251,6 @@ class NamesContract(Harness):
     def test_remove_dir_takes_empty_directories_only(
         self, backend: Backend, directory: str
     ) -> None:
-        """`remove_dir` removes an empty directory, but no other object."""
         backend.make_dir(f"{directory}/full")
         backend.create(f"{directory}/full/file", 1).close()
         with fails_with("ENOTEMPTY", "EEXIST"):
@@ -287,7 +262,6 @@ class NamesContract(Harness):
         assert backend.list_dir(directory) == []
 
     def test_sync_dir_wants_a_directory(self, backend: Backend, directory: str) -> None:
-        """`sync_dir` raises an error for a file and for a missing path."""
         backend.sync_dir(directory)
         backend.create(f"{directory}/file", 1).close()
         with fails_with("ENOTDIR"):
@@ -296,13 +270,11 @@ class NamesContract(Harness):
             backend.sync_dir(f"{directory}/nothing")
 
     def test_free_bytes_are_a_number(self, backend: Backend, directory: str) -> None:
-        """`free_bytes` is positive, and raises ENOENT for a missing directory."""
         assert backend.free_bytes(directory) > 0
         with fails_with("ENOENT"):
             backend.free_bytes(f"{directory}/nothing")
 
     def test_closing_the_backend_drains_it(self, backend: Backend, directory: str) -> None:
-        """`Backend.close` waits for all transfers, and can be called twice."""
         file = backend.create(f"{directory}/file", FILE_BYTES)
         source = filled(backend, FILE_BYTES, seed=6)
         futures = [file.write(source, 0) for _ in range(10)]
@@ -316,14 +288,12 @@ class NamesContract(Harness):
     def test_a_backend_is_closed_at_the_end_of_its_block(
         self, backend: Backend, directory: str
     ) -> None:
-        """An error in the block is still raised, and the backend then refuses every call."""
         with pytest.raises(ZeroDivisionError, match="in the block"), backend:
             raise ZeroDivisionError("in the block")
         with fails_with("EBADF"):
             backend.stat(directory)
 
     def test_a_closed_backend_refuses_everything(self, backend: Backend, directory: str) -> None:
-        """After `Backend.close`, every operation raises `StorageError`."""
         file = new_file(backend, f"{directory}/file")
         memory = backend.allocate(1)
         backend.close()
@@ -351,7 +321,6 @@ class NamesContract(Harness):
         assert contents(memory) == b"\0"
 
     def test_a_new_backend_finds_files_but_no_locks(self, backend: Backend, directory: str) -> None:
-        """A new backend finds the files of a closed one, and none of its locks."""
         file = new_file(backend, f"{directory}/file")
         backend.lock(directory)
         file.sync()

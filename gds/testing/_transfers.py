@@ -1,5 +1,5 @@
 """Contract tests of buffers, files, futures and counters."""
-# ruff: noqa: S101 - these are tests
+# ruff: noqa: S101 - these are tests, which are named for what they show
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ class TransferContract(Harness):
 
     @pytest.mark.parametrize("nbytes", [1, ALIGNMENT, ALIGNMENT + 1, HUGE_BYTES + 5])
     def test_a_buffer_is_zeroed_and_aligned(self, backend: Backend, nbytes: int) -> None:
-        """A new buffer has its length, is aligned to `ALIGNMENT`, and holds zeros."""
         buffer = backend.allocate(nbytes)
         assert isinstance(buffer, Buffer)
         assert buffer.nbytes == nbytes
@@ -32,7 +31,6 @@ class TransferContract(Harness):
     def test_memory_of_a_kind_is_of_that_kind_or_refused(
         self, backend: Backend, kind: BufferKind
     ) -> None:
-        """`allocate` returns memory of the requested kind, or raises `RefusedError`."""
         own = backend.allocate(ALIGNMENT).kind
         if kind != "host" and own == "host":
             with pytest.raises(RefusedError, match=backend.name):
@@ -42,7 +40,6 @@ class TransferContract(Harness):
             assert (buffer.kind, buffer.nbytes) == (kind, ALIGNMENT)
 
     def test_a_slice_shares_memory_and_keeps_it_alive(self, backend: Backend) -> None:
-        """A slice of a slice shares the memory, and keeps it alive."""
         whole = backend.allocate(ALIGNMENT)
         part = whole.slice(1000, 100).slice(10, 20)
         assert (part.nbytes, part.address) == (20, whole.address + 1010)
@@ -57,14 +54,12 @@ class TransferContract(Harness):
     def test_a_slice_outside_its_buffer_is_refused(
         self, backend: Backend, start: int, nbytes: int
     ) -> None:
-        """A slice outside its buffer raises `ValueError`."""
         with pytest.raises(ValueError, match="100"):
             backend.allocate(100).slice(start, nbytes)
 
     def test_a_new_file_has_its_size_and_reads_as_zeros(
         self, backend: Backend, directory: str
     ) -> None:
-        """A new file has the requested size, and reads as zeros."""
         file = backend.create(f"{directory}/new", FILE_BYTES)
         assert isinstance(file, File)
         assert file.size_bytes == FILE_BYTES
@@ -72,12 +67,10 @@ class TransferContract(Harness):
         into = filled(backend, FILE_BYTES, seed=1)
         assert file.read(into, 0).result() == FILE_BYTES
         assert contents(into) == bytes(FILE_BYTES)
-        file.close()
 
     def test_a_file_is_closed_at_the_end_of_its_block(
         self, backend: Backend, directory: str
     ) -> None:
-        """The end of the block waits for transfers, and closes the file. It can be closed again."""
         with new_file(backend, f"{directory}/file", seed=3) as file:
             assert isinstance(file, File)
             inode, memory = file.inode, backend.allocate(FILE_BYTES)
@@ -93,7 +86,6 @@ class TransferContract(Harness):
     def test_a_file_is_closed_after_an_error_which_is_raised_all_the_same(
         self, backend: Backend, directory: str
     ) -> None:
-        """An error in the block is still raised, and the file is closed."""
         with (
             pytest.raises(ZeroDivisionError, match="in the block"),
             new_file(backend, f"{directory}/file") as file,
@@ -103,20 +95,17 @@ class TransferContract(Harness):
             file.sync()
 
     def test_an_empty_file_can_be_made_and_opened(self, backend: Backend, directory: str) -> None:
-        """A file of 0 bytes can be made, opened, read, written and synced."""
         backend.create(f"{directory}/empty", 0).close()
         file = backend.open(f"{directory}/empty", writable=True)
         assert file.size_bytes == 0
         assert file.read_bytes(0, 0) == b""
         assert file.write(backend.allocate(0), 0).result() == 0
         file.sync()
-        file.close()
 
     @pytest.mark.parametrize("seed", range(8))
     def test_any_mix_of_offsets_lengths_and_memory_moves_the_right_bytes(
         self, backend: Backend, directory: str, seed: int
     ) -> None:
-        """Reads and writes of any alignment move exactly the requested bytes."""
         draw = random.Random(seed)
         file = new_file(backend, f"{directory}/mix", seed)
         model = bytearray(contents(filled(backend, FILE_BYTES, seed)))
@@ -144,7 +133,6 @@ class TransferContract(Harness):
     def test_a_read_leaves_the_memory_around_it_alone(
         self, backend: Backend, directory: str
     ) -> None:
-        """A read changes no byte outside its buffer."""
         file = new_file(backend, f"{directory}/around")
         whole = filled(backend, 4 * ALIGNMENT, seed=2)
         before = contents(whole)
@@ -155,13 +143,11 @@ class TransferContract(Harness):
             assert after[:start] == before[:start]
             assert after[start + nbytes :] == before[start + nbytes :]
             assert after != before
-        file.close()
 
     @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
     def test_what_is_read_again_is_what_the_file_holds(
         self, backend: Backend, directory: str, direct: bool
     ) -> None:
-        """`read_again` returns the file's bytes, also those that were not synced."""
         draw = random.Random(direct)
         file = new_file(backend, f"{directory}/again", 4)
         model = bytearray(contents(filled(backend, FILE_BYTES, 4)))
@@ -184,13 +170,11 @@ class TransferContract(Harness):
             assert after[:start] == before[:start]
             assert after[start + ALIGNMENT :] == before[start + ALIGNMENT :]
         assert file.read_bytes(0, FILE_BYTES) == bytes(model)
-        file.close()
 
     @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
     def test_reading_again_past_the_end_says_so(
         self, backend: Backend, directory: str, direct: bool
     ) -> None:
-        """`read_again` past the end raises `ShortReadError`; a negative offset, `ValueError`."""
         file = new_file(backend, f"{directory}/short")
         with pytest.raises(ShortReadError) as caught:
             file.read_again(backend.allocate(11), FILE_BYTES - 10, direct=direct).result()
@@ -200,12 +184,10 @@ class TransferContract(Harness):
         )
         with pytest.raises(ValueError, match="-1"):
             file.read_again(backend.allocate(1), -1, direct=direct)
-        file.close()
 
     def test_small_ranges_and_transfers_see_each_other(
         self, backend: Backend, directory: str
     ) -> None:
-        """`write_bytes` and `write` show in `read` and `read_bytes`."""
         file = new_file(backend, f"{directory}/both")
         expected = contents(filled(backend, FILE_BYTES, 1))
         assert file.read_bytes(5000, 9000) == expected[5000:14000]
@@ -214,18 +196,15 @@ class TransferContract(Harness):
         into = backend.allocate(FILE_BYTES)
         file.read(into, 0).result()
         assert contents(into) == b"header" + expected[6:-4] + b"tail"
-        file.close()
 
     def test_concurrent_requests_from_several_threads_do_not_mix(
         self, backend: Backend, directory: str
     ) -> None:
-        """Concurrent requests of several threads each move their own bytes."""
         nbytes, num_parts = 8 * ALIGNMENT + 100, 24
         file = backend.create(f"{directory}/concurrent", nbytes * num_parts)
         failures: list[BaseException] = []
 
         def work(parts: range) -> None:
-            """Write random data to parts of the file, and read it back."""
             try:
                 sources = [filled(backend, nbytes, part) for part in parts]
                 writes = [
@@ -251,7 +230,6 @@ class TransferContract(Harness):
         for thread in threads:
             thread.join()
         assert failures == []
-        file.close()
 
     @pytest.mark.parametrize(
         ("offset", "nbytes"),
@@ -265,7 +243,6 @@ class TransferContract(Harness):
     def test_a_read_past_the_end_says_so(
         self, backend: Backend, directory: str, offset: int, nbytes: int
     ) -> None:
-        """A read past the end of the file raises `ShortReadError` with path and offset."""
         file = new_file(backend, f"{directory}/short")
         with pytest.raises(ShortReadError) as caught:
             file.read(backend.allocate(nbytes), offset).result()
@@ -273,13 +250,11 @@ class TransferContract(Harness):
         assert str(nbytes) in str(caught.value)
         with pytest.raises(ShortReadError):
             file.read_bytes(offset, nbytes)
-        file.close()
 
     @pytest.mark.parametrize("offset", [FILE_BYTES - 5, FILE_BYTES, 100 * ALIGNMENT])
     def test_a_write_past_the_end_is_refused_before_anything_is_written(
         self, backend: Backend, directory: str, offset: int
     ) -> None:
-        """A write past the end raises an error, and changes neither content nor size."""
         file = new_file(backend, f"{directory}/fixed")
         before = file.read_bytes(0, FILE_BYTES)
         with pytest.raises(StorageError) as caught:
@@ -291,21 +266,17 @@ class TransferContract(Harness):
         found = backend.stat(f"{directory}/fixed")
         assert found is not None
         assert found.size_bytes == FILE_BYTES
-        file.close()
 
     def test_a_negative_offset_is_refused(self, backend: Backend, directory: str) -> None:
-        """A negative offset raises `ValueError`."""
         file = new_file(backend, f"{directory}/negative")
         with pytest.raises(ValueError, match="-1"):
             file.read(backend.allocate(1), -1)
         with pytest.raises(ValueError, match="-1"):
             file.write(backend.allocate(1), -1)
-        file.close()
 
     def test_a_file_opened_for_reading_cannot_be_written(
         self, backend: Backend, directory: str
     ) -> None:
-        """A write to a file that is open for reading raises EBADF, and changes nothing."""
         new_file(backend, f"{directory}/read-only").close()
         file = backend.open(f"{directory}/read-only")
         before = file.read_bytes(0, FILE_BYTES)
@@ -314,10 +285,8 @@ class TransferContract(Harness):
         with fails_with("EBADF"):
             file.write_bytes(b"x", 0)
         assert file.read_bytes(0, FILE_BYTES) == before
-        file.close()
 
     def test_a_result_can_be_asked_for_again(self, backend: Backend, directory: str) -> None:
-        """`IOFuture.result` returns the same value, or raises the same error, at every call."""
         file = new_file(backend, f"{directory}/again")
         good = file.read(backend.allocate(10), 0)
         bad = file.read(backend.allocate(10), FILE_BYTES)
@@ -327,20 +296,17 @@ class TransferContract(Harness):
                 bad.result()
         assert good.done()
         assert bad.done()
-        file.close()
 
     @pytest.mark.parametrize("offset", [0, FILE_BYTES], ids=["succeeds", "fails"])
     def test_a_callback_is_called_once_however_late_it_comes(
         self, backend: Backend, directory: str, offset: int
     ) -> None:
-        """A callback is called once, whether it is added before or after the transfer's end."""
         file = new_file(backend, f"{directory}/callback")
         early: list[object] = []
         late: list[object] = []
         called = threading.Event()
 
         def note(done: object) -> None:
-            """Record an early callback."""
             early.append(done)
             called.set()
 
@@ -349,12 +315,10 @@ class TransferContract(Harness):
         assert called.wait(60)
         future.add_done_callback(late.append)
         assert early == late == [future]
-        file.close()
 
     def test_dropping_future_and_buffer_does_not_stop_a_transfer(
         self, backend: Backend, directory: str
     ) -> None:
-        """A transfer completes even if its future and its buffer are dropped."""
         nbytes, num_writes = HUGE_BYTES, 8
         file = backend.create(f"{directory}/dropped", nbytes * num_writes)
         for number in range(num_writes):
@@ -366,10 +330,8 @@ class TransferContract(Harness):
         for number in range(num_writes):
             file.read(into, number * nbytes).result()
             assert contents(into) == contents(filled(backend, nbytes, number))
-        file.close()
 
     def test_closing_a_file_waits_for_its_transfers(self, backend: Backend, directory: str) -> None:
-        """`File.close` waits for the file's transfers, and can be called twice."""
         file = backend.create(f"{directory}/drained", HUGE_BYTES)
         source = filled(backend, HUGE_BYTES, seed=4)
         futures = [file.write(source, 0) for _ in range(6)]
@@ -379,7 +341,6 @@ class TransferContract(Harness):
         assert [future.result() for future in futures] == [HUGE_BYTES] * 6
 
     def test_a_closed_file_refuses_everything(self, backend: Backend, directory: str) -> None:
-        """After `File.close`, every operation raises `StorageError`."""
         file = new_file(backend, f"{directory}/closed")
         file.close()
         memory = backend.allocate(1)
@@ -395,7 +356,6 @@ class TransferContract(Harness):
                 operation()
 
     def test_counters_equal_what_was_transferred(self, backend: Backend, directory: str) -> None:
-        """Counters count successful transfers and syncs, and nothing else."""
         before = backend.counters()
         file = backend.create(f"{directory}/counted", FILE_BYTES)
         file.write(backend.allocate(FILE_BYTES), 0).result()
@@ -417,4 +377,3 @@ class TransferContract(Harness):
         assert after.num_syncs - before.num_syncs == 1
         assert after.read_s > before.read_s
         assert after.write_s > before.write_s
-        file.close()

@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -44,72 +44,10 @@ updates that a step waits for. To copies between host and device it makes no dif
 _cuda: Any = torch.cuda  # torch.cuda has only partial types
 
 
-class Boundary(Protocol):
-    """Moves bytes between one device and host memory. Safe for several threads."""
+class Boundary:
+    """Moves bytes between one CUDA device and host memory. Safe for several threads.
 
-    def now(self) -> Event:
-        """Return the present end of the work on the calling thread's current stream."""
-        ...
-
-    def fetch(self, copies: Copies, after: Iterable[Event]) -> Event:
-        """Begin copies to the host, after the given points and after all earlier sends.
-
-        Args:
-            copies: Pairs of source and target. The sources must not be freed before a `wait`
-                for the returned event has returned.
-            after: Points that the copies wait for.
-
-        Returns:
-            End of the copies.
-        """
-        ...
-
-    def send(self, copies: Copies, after: Iterable[Event]) -> Event:
-        """Begin copies to the device, in the given order, after the given points.
-
-        Args:
-            copies: Pairs of source and target. A source may be on the device, too. The sources must
-                not change before the returned event is reached.
-            after: Points that the copies wait for.
-
-        Returns:
-            End of the copies.
-        """
-        ...
-
-    def flatten(self, tensor: torch.Tensor, after: Iterable[Event]) -> torch.Tensor:
-        """Return a contiguous, flat copy on the device, for `fetch` and `send`."""
-        ...
-
-    def wait(self, event: Event) -> None:
-        """Block the calling thread until a point is reached.
-
-        The thread sleeps in the operating system, without the GIL.
-        """
-        ...
-
-    def fence(self) -> None:
-        """Make the calling thread's current stream wait for everything that was sent."""
-        ...
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return page-locked host memory as bytes. It may be released while copies still use it."""
-        ...
-
-    def held_bytes(self, nbytes: int) -> int:
-        """Return how much memory `allocate` takes for a number of bytes, at most."""
-        ...
-
-    def lock_pages(self, memory: torch.Tensor) -> object:
-        """Page-lock host memory, for as long as the returned object is referenced."""
-        ...
-
-
-class CudaBoundary:
-    """`Boundary` of a CUDA device, or of a ROCm device, which torch calls ``cuda`` as well.
-
-    Args:
-        device: The device.
+    Torch calls ROCm devices ``cuda`` as well.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,58 +58,69 @@ class CudaBoundary:
         self._lock = threading.Lock()
 
     def now(self) -> torch.cuda.Event:
-        """Record an event on the calling thread's current stream."""
+        """Return the present end of the work on the calling thread's current stream."""
         return _record(torch.cuda.current_stream(self._device))
 
     def fetch(self, copies: Copies, after: Iterable[Event]) -> torch.cuda.Event:
-        """Copy on the stream towards the host."""
+        """Begin copies to the host, after the given points and after all earlier sends.
+
+        The sources must not be freed before a `wait` for the returned end of the copies.
+        """
         with self._lock, self._on(self._to_host, "copy to the host"):
-            self._order(self._to_host, after, self._sent)
+            self._order_fetch(after)
             for source, into in copies:
                 into.copy_(source, non_blocking=True)
             return _record(self._to_host)
 
     def send(self, copies: Copies, after: Iterable[Event]) -> torch.cuda.Event:
-        """Copy on the stream towards the device."""
+        """Begin copies to the device, in the given order, after the given points.
+
+        A source may be on the device, too. The sources must not change before the returned end of
+        the copies is reached.
+        """
         with self._lock, self._on(self._to_device, "copy from the host"):
-            self._order(self._to_device, after, None)
+            for event in after:
+                self._to_device.wait_event(event)
             for source, into in copies:
                 into.copy_(source, non_blocking=True)
             self._sent = event = _record(self._to_device)
             return event
 
     def flatten(self, tensor: torch.Tensor, after: Iterable[Event]) -> torch.Tensor:
-        """Copy on the device, on the stream towards the host."""
+        """Return a contiguous, flat copy on the device, for `fetch` and `send`."""
         with self._lock, self._on(self._to_host, "copy a tensor that is not contiguous"):
-            self._order(self._to_host, after, self._sent)
+            self._order_fetch(after)
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
             flat.record_stream(self._to_device)
             return flat
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Wait for the event."""
+        """Block the calling thread, without the GIL, until a point is reached."""
         with named_errors(self._device, "wait for copies"):
             event.synchronize()
 
     def fence(self) -> None:
-        """Make the current stream wait for the newest event of the stream towards the device."""
+        """Make the calling thread's current stream wait for everything that was sent."""
         sent = self._sent
         if sent is not None:
             torch.cuda.current_stream(self._device).wait_event(sent)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return memory from torch's pool of pinned memory, which keeps it while copies use it."""
+        """Return page-locked host memory as bytes, from torch's pool, which copies keep alive."""
         return pinned((nbytes,), torch.uint8, self._device)
 
     def held_bytes(self, nbytes: int) -> int:
-        """Return the next power of two: torch's pool has blocks of these lengths.
+        """Return how much memory `allocate` takes for a number of bytes, at most.
 
-        With its setting ``pinned_max_round_threshold_mb``, larger blocks are not rounded up.
+        That is the next power of two, unless torch is told not to round up larger blocks.
         """
         return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
     def lock_pages(self, memory: torch.Tensor) -> object:
-        """Register memory with the driver. If the driver refuses, copies are correct but slower."""
+        """Page-lock host memory, for as long as the returned object is referenced.
+
+        If the driver refuses, copies are correct but slower.
+        """
         with torch.cuda.device(self._device):
             return _Registered(memory, self._device)
 
@@ -187,13 +136,11 @@ class CudaBoundary:
         ):
             yield
 
-    def _order(
-        self, stream: torch.cuda.Stream, after: Iterable[Event], sent: torch.cuda.Event | None
-    ) -> None:
+    def _order_fetch(self, after: Iterable[Event]) -> None:
         for event in after:
-            stream.wait_event(event)
-        if sent is not None:
-            stream.wait_event(sent)
+            self._to_host.wait_event(event)
+        if self._sent is not None:
+            self._to_host.wait_event(self._sent)
 
 
 class _Registered:
@@ -268,7 +215,7 @@ def pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
-BOUNDARIES: dict[str, Callable[[torch.device], Boundary]] = {"cuda": CudaBoundary}
+BOUNDARIES: dict[str, Callable[[torch.device], Boundary]] = {"cuda": Boundary}
 """Constructors of boundaries, by type of device."""
 
 _made: dict[torch.device, Boundary] = {}
@@ -286,11 +233,6 @@ def boundary_of(device: torch.device) -> Boundary:
 def is_on_device(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is outside of host memory."""
     return tensor.device.type != "cpu"
-
-
-def any_on_device(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Return whether at least one of some tensors is outside of host memory."""
-    return any(tensor is not None and is_on_device(tensor) for tensor in tensors)
 
 
 def is_reachable(device: torch.device) -> bool:

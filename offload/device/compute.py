@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -20,95 +20,15 @@ from gds import Buffer
 from offload.device.boundary import PRIORITY, Event, named_errors, pinned
 from offload.device.kernels import digest, update
 from offload.device.kernels.forms import Form
-from offload.device.kernels.launches import DeviceRun
+from offload.device.kernels.update import DeviceRun
 
 _cuda: Any = torch.cuda  # torch.cuda has only partial types
 
 
-class Compute(Protocol):
-    """Runs work on one device, in the order in which it is queued. Safe for several threads."""
+class Compute:
+    """Runs work on one device, in the order in which it is queued. Safe for several threads.
 
-    device: torch.device
-
-    def view(self, buffer: Buffer) -> torch.Tensor:
-        """Return a backend's device memory as a tensor of bytes, which keeps the buffer alive."""
-        ...
-
-    def trim(self) -> None:
-        """Free the device memory that torch caches and nothing uses."""
-        ...
-
-    def queue(self, after: Iterable[Event]) -> AbstractContextManager[None]:
-        """Queue the block's work for this device on this object's stream, after the given points.
-
-        The other methods except `wait`, and torch's operations on tensors of the device, must be
-        called within such a block. Other threads that want to queue work wait until the block ends.
-
-        Args:
-            after: Points that the work waits for.
-        """
-        ...
-
-    def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised memory of the device, shape (num_elements,)."""
-        ...
-
-    def prepare(self, form: Form) -> None:
-        """Compile a variant of the update kernel, unless it has been compiled already."""
-        ...
-
-    def update(
-        self,
-        optimizer_class: type[torch.optim.Optimizer],
-        group: Mapping[str, Any],
-        run: DeviceRun,
-        *,
-        step: int,
-        factors: Sequence[float],
-    ) -> None:
-        """Queue `kernels.update.update_run`; the arguments are the same."""
-        ...
-
-    def leaf_digests(self, data: torch.Tensor) -> torch.Tensor:
-        """Queue the digests of a tensor's leaves.
-
-        Returns:
-            Host memory, int64, that has the digests when the queued work has ended.
-        """
-        ...
-
-    def fetch(self, source: torch.Tensor) -> torch.Tensor:
-        """Queue a copy of a tensor to the host.
-
-        Returns:
-            Host memory that has the values when the queued work has ended.
-        """
-        ...
-
-    def send(self, source: torch.Tensor, into: torch.Tensor) -> None:
-        """Queue a copy of a host tensor to the device.
-
-        `source` must not change before the queued work has ended.
-        """
-        ...
-
-    def mark(self) -> Event:
-        """Return the point at the end of the work that is queued so far."""
-        ...
-
-    def wait(self, event: Event) -> None:
-        """Block the calling thread until a point is reached.
-
-        The thread sleeps in the operating system, without the GIL.
-        """
-        ...
-
-
-class CudaCompute:
-    """`Compute` on a CUDA device.
-
-    Args:
-        device: The device. The digest kernels are compiled for it now.
+    The kernels of digests are compiled when it is made.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,10 +40,10 @@ class CudaCompute:
         # in a thread that has chosen none, and its context there would take memory. Torch's guard
         # leaves GPU 0 alone unless this process uses it.
         with torch.cuda.device(device):
-            digest.compile_kernels(device.index or 0)
+            digest.kernels(device.index or 0)
 
     def view(self, buffer: Buffer) -> torch.Tensor:
-        """Return the buffer as a tensor by means of ``__cuda_array_interface__``.
+        """Return a backend's device memory as a tensor of bytes, which keeps the buffer alive.
 
         Raises:
             ValueError: The buffer is not on this device.
@@ -138,13 +58,17 @@ class CudaCompute:
         return tensor
 
     def trim(self) -> None:
-        """Empty torch's memory pool of the device."""
+        """Free the device memory that torch caches and nothing uses."""
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
 
     @contextmanager
     def queue(self, after: Iterable[Event]) -> Iterator[None]:
-        """Make this object's stream the current one, and hold its lock."""
+        """Queue the block's work for this device on this object's stream, after the given points.
+
+        The other methods except `wait`, and torch's operations on tensors of the device, must be
+        called within such a block. Other threads that want to queue work wait until the block ends.
+        """
         with (
             self._lock,
             named_errors(self.device, "update state"),
@@ -156,13 +80,13 @@ class CudaCompute:
             yield
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory from torch's pool for the stream."""
+        """Return uninitialised memory of the device, shape (num_elements,)."""
         return torch.empty(num_elements, dtype=dtype, device=self.device)
 
     def prepare(self, form: Form) -> None:
-        """Compile the variant for this device."""
+        """Compile a variant of the update kernel, unless it has been compiled already."""
         with torch.cuda.device(self.device):  # as in the constructor
-            update.compile_form(form, self.device.index or 0)
+            update.kernel(form, self.device.index or 0)
 
     def update(
         self,
@@ -173,7 +97,7 @@ class CudaCompute:
         step: int,
         factors: Sequence[float],
     ) -> None:
-        """Launch the update kernel."""
+        """Queue `kernels.update.update_run`; the arguments are the same."""
         update.update_run(
             optimizer_class,
             group,
@@ -184,7 +108,7 @@ class CudaCompute:
         )
 
     def leaf_digests(self, data: torch.Tensor) -> torch.Tensor:
-        """Launch the digest kernels, and a copy of their results to the host."""
+        """Queue the digests of a tensor's leaves; returns host memory, int64, for the results."""
         needed = digest.workspace_bytes(data.nbytes)
         if self._workspace.nbytes < needed:
             self._workspace = self.empty(needed, torch.uint8)
@@ -193,27 +117,27 @@ class CudaCompute:
         return self.fetch(found)
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
-        """Copy to new page-locked memory."""
+        """Queue a copy of a tensor to the host; returns the host memory."""
         out = pinned(source.shape, source.dtype, self.device)
         return out.copy_(source, non_blocking=True)
 
     def send(self, source: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy from page-locked memory."""
+        """Queue a copy of a host tensor, which must not change before that work has ended."""
         into.copy_(source, non_blocking=True)
 
     def mark(self) -> torch.cuda.Event:
-        """Record an event on the stream."""
+        """Return the point at the end of the work that is queued so far."""
         event: torch.cuda.Event = _cuda.Event(blocking=True)  # a waiting thread uses no core
         event.record(self._stream)
         return event
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Wait for the event."""
+        """Block the calling thread, without the GIL, until a point is reached."""
         with named_errors(self.device, "wait for updates of state"):
             event.synchronize()
 
 
-COMPUTES: dict[str, Callable[[torch.device], Compute]] = {"cuda": CudaCompute}
+COMPUTES: dict[str, Callable[[torch.device], Compute]] = {"cuda": Compute}
 """Constructors of `Compute`, by type of device."""
 
 _made: dict[torch.device, Compute] = {}

@@ -4,8 +4,7 @@ This wing may know `stream.drives`, `update`, `device`, `model`, `format`, `opti
 never imports `engine`.
 """
 
-from offload.placement.choose import PlacementChooser, device_of
-from offload.placement.model import decide
+from offload.placement.choose import PlacementChooser, decide, device_of
 from offload.placement.rates import find_rates
 
 __all__ = [

@@ -1,10 +1,13 @@
-"""Choice of the memory for state during updates: host memory, or the parameters' device."""
+"""Choice of the memory for state during updates: host memory, or the parameters' device.
+
+The choice follows from measured rates and the model of a step's time in `offload.sizing.step_time`.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -15,8 +18,8 @@ from offload.errors import UnsupportedParameterError
 from offload.format.layout import Layout
 from offload.model.parameters import Trainable
 from offload.options import Options
-from offload.placement.model import decide
-from offload.placement.rates import MeasurementSetup, find_rates, step_bytes
+from offload.placement.rates import MeasurementSetup, Rates, find_rates, step_bytes
+from offload.sizing.step_time import StepBytes, device_parts, host_parts
 from offload.stream.drives import Drives
 from offload.stream.host_memory import host_memory_bytes
 from offload.update.pool import UpdatePool
@@ -25,16 +28,65 @@ from offload.update.steppable import require_steppable, why_not_steppable
 
 Groups = Sequence[Mapping[str, Any]]
 
+_MAX_TIME_RATIO = 0.95
+"""Largest ratio of a step's time on the device to its time on the CPU at which state is placed in
+device memory. It is below 1 because the ring takes device memory that the model could use."""
 
-class PlacementChooser:
-    """Chooses the placement for one optimizer. With ``placement="auto"`` it decides only once.
+
+class Decision(NamedTuple):
+    """Placement of steps."""
+
+    place: Literal["host", "device"]
+
+    reason: str
+    """Reason, as text for people."""
+
+
+def decide(step: StepBytes, rates: Rates | str) -> Decision:
+    """Choose the device if its steps are clearly faster; otherwise the host.
+
+    All parts of a step happen at the same time, so a step takes as long as its slowest part. On a
+    device the arithmetic is never the slowest part.
 
     Args:
-        options: Options of the user.
-        rule: Update rule of the optimizer.
-        pool: Pool that updates state on the CPU; its rate is measured.
-        drives: Drives of the store; their rates are measured.
+        step: Bytes that a step moves.
+        rates: Measured rates; or the reason why there are none, in which case the host is chosen.
     """
+    if isinstance(rates, str):
+        return Decision("host", f"steps are taken on the CPU, because {rates}")
+    host = host_parts(
+        step,
+        drive_gbps=rates.drive_gbps,
+        update_gbps=rates.update_gbps,
+        to_host_gbps=rates.to_host_gbps,
+        to_device_gbps=rates.to_device_gbps,
+        memory_gbps=rates.memory_gbps,
+    )
+    device = device_parts(
+        step,
+        drive_gbps=rates.drive_gbps,
+        to_host_gbps=rates.to_host_gbps,
+        to_device_gbps=rates.to_device_gbps,
+        memory_gbps=None if rates.direct else rates.memory_gbps,
+    )
+    on_device, on_host = _slowest(device, "on the device"), _slowest(host, "on the CPU")
+    expected = f"a step is expected to take {on_device}, and {on_host}"
+    if max(device.values()) <= _MAX_TIME_RATIO * max(host.values()):
+        return Decision("device", f"steps are taken on the device: {expected}")
+    return Decision(
+        "host",
+        f"steps are taken on the CPU rather than on the device: {expected}; state is kept in "
+        f"device memory only if a step then takes at most {_MAX_TIME_RATIO:.0%} of the time",
+    )
+
+
+def _slowest(parts: dict[str, float], where: str) -> str:
+    name = max(parts, key=parts.__getitem__)
+    return f"{parts[name]:.3g} s {where} (limited by {name})"
+
+
+class PlacementChooser:
+    """Chooses the placement for one optimizer. With ``placement="auto"`` it decides only once."""
 
     def __init__(
         self, options: Options, rule: UpdateRule, pool: UpdatePool, drives: Drives
@@ -49,11 +101,6 @@ class PlacementChooser:
         self, groups: Groups, layout: Layout, trainables: Sequence[Trainable]
     ) -> Compute | None:
         """Return the `Compute` of the parameters' device, or None if the CPU updates the state.
-
-        Args:
-            groups: ``param_groups``.
-            layout: Layout of the state.
-            trainables: Trainable parameters of the layout.
 
         Raises:
             UnsupportedParameterError: ``placement="device"`` is set, and the parameters are not all

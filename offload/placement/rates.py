@@ -1,4 +1,4 @@
-"""Measured rates of moving and updating state, from which `placement.model` decides.
+"""Measured rates of moving and updating state, from which `placement.choose` decides.
 
 If `find_rates` measures, its timed copies and updates take under half a second. It stores the
 result beside the data, as ``placement.json``, so that a resumed run gets the same placement
@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -27,7 +27,6 @@ from offload.format.digests import ChunkDigests, DigestContext
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor
 from offload.format.names import RATES_NAME
-from offload.placement.model import Rates
 from offload.sizing.step_time import StepBytes
 from offload.update.dtypes import DTYPES
 from offload.update.kernel_check import choose_kernel
@@ -50,6 +49,7 @@ _MEMORY_BYTES = 128 << 20
 """Bytes of the timed copy within the host's memory; with its target, more than most caches hold."""
 
 _SAMPLES = 3
+_MAX_GBPS = 1e6
 _PLATFORM_FILES = ("/proc/driver/nvidia/version", "/proc/driver/nvidia-fs/version")
 
 Clock: TypeAlias = Callable[[], float]
@@ -63,6 +63,40 @@ class MovesDeviceMemory(Protocol):
     def paths_in(self, directory: str) -> Mapping[Any, Any]:
         """Return the path of device memory for ``"read"`` and for ``"write"`` in a directory."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Measured rates, in gigabytes (1e9 bytes) per second."""
+
+    drive_gbps: float
+    """Rate of the drives: reads and writes of equal size at the same time, both added up."""
+
+    update_gbps: float
+    """Rate of updates on the CPU's cores: bytes of state read and written, both added up."""
+
+    to_host_gbps: float
+    """Rate of the link from the device."""
+
+    to_device_gbps: float
+    """Rate of the link to the device."""
+
+    memory_gbps: float
+    """Rate of the host's memory: bytes read and written, both added up."""
+
+    direct: bool
+    """Whether state moves between drive and device without passing through host memory: by
+    GPUDirect Storage, not by its compatibility mode."""
+
+    def __post_init__(self) -> None:
+        """Check that every value is a rate."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "direct":
+                if not isinstance(value, bool):
+                    raise ValueError(f"direct must be True or False, got {value!r}")
+            elif type(value) not in (int, float) or not 0 < value <= _MAX_GBPS:
+                raise ValueError(f"{field.name} must be a rate in GB/s, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +131,8 @@ def step_bytes(layout: Layout, *, kept_on_host: int = 0, kept_on_device: int = 0
 
     Args:
         layout: Layout of the state.
-        kept_on_host: Bytes of state that may stay in host memory with steps on the host; limited to
-            the bytes of all state.
-        kept_on_device: Bytes of state that may stay in device memory with steps on the device;
-            limited to the bytes of all state.
+        kept_on_host: Bytes of state that may stay in host memory with steps on the host.
+        kept_on_device: Bytes of state that may stay in device memory with steps on the device.
     """
     parameters = sum(p.num_elements * DTYPE_BYTES[p.dtype] for p in layout.parameters)
     return StepBytes(
@@ -183,32 +215,20 @@ def link_gbps(device: torch.device, *, clock: Clock = time.perf_counter) -> tupl
     )
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryCopy:
-    """A part of the timed copy within the host's memory."""
-
-    source: torch.Tensor
-    into: torch.Tensor
-
-
 def memory_gbps(pool: UpdatePool, *, clock: Clock = time.perf_counter) -> float:
     """Return the rate of the host's memory in GB/s: bytes read and written by copies, added up.
 
     All threads of the pool copy at the same time. Drives and devices use the memory without the
     CPU and may reach a higher rate, so this is a lower limit. The result is the best of a few
-    samples.
-
-    Args:
-        pool: Pool that copies. Nothing else may use it meanwhile.
-        clock: Clock that is read before and after each sample.
+    samples. Nothing else may use the pool meanwhile.
     """
     source = torch.ones(_MEMORY_BYTES, dtype=torch.uint8, device="cpu")
     into = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device="cpu")
-    parts = list(map(MemoryCopy, source.chunk(64), into.chunk(64)))
+    parts = list(zip(source.chunk(64), into.chunk(64), strict=True))
     best_s = float("inf")
     for number in range(1 + _SAMPLES):  # the first one starts the threads
         began_s = clock()
-        pool.run(lambda _, part: part.into.copy_(part.source), parts)
+        pool.run(lambda _, part: part[1].copy_(part[0]), parts)
         if number:
             best_s = min(best_s, clock() - began_s)
     return 2 * _MEMORY_BYTES / best_s / 1e9
@@ -225,14 +245,8 @@ def update_gbps(
     """Return the rate of updates on the CPU for a layout, in GB/s of state read and written.
 
     This times the step itself, with digests, on separate memory: up to `_TRIAL_ELEMENTS` elements
-    of a parameter like the layout's largest one. The result is the best of a few passes.
-
-    Args:
-        pool: Pool that runs the step. Nothing else may use it meanwhile.
-        rule: Update rule of the step.
-        groups: ``param_groups``.
-        layout: Layout that determines how state is stored. It must have some state.
-        clock: Clock that is read before and after each pass.
+    of a parameter like the layout's largest one. The result is the best of a few passes. Nothing
+    else may use the pool meanwhile.
     """
     largest = max(layout.parameters, key=lambda p: (bool(p.arrays), p.num_elements))
     # The trial has the length of a chunk, since data that fits in a cache would be faster.
@@ -293,8 +307,11 @@ def update_gbps(
 def conditions_of(setup: MeasurementSetup) -> dict[str, Any]:
     """Return the conditions under which stored rates are valid, as JSON values."""
     names = {p.dtype: list(p.arrays) for p in setup.layout.parameters}
+    device = str(setup.device)
+    if setup.device.type == "cuda":
+        device = str(torch.cuda.get_device_properties(setup.device).name)
     return {
-        "device": _device_name(setup.device),
+        "device": device,
         "drive_gbps": setup.drive_gbps,
         "kernel": os.uname().release,
         "drivers": [_first_line(path) for path in _PLATFORM_FILES],
@@ -356,12 +373,6 @@ def _copies_gbps(
         boundary.wait(move([pair] * _COPIES, []))
         best_s = min(best_s, clock() - began_s)
     return _COPIES * pair[0].nbytes / best_s / 1e9
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return str(device)
-    return str(torch.cuda.get_device_properties(device).name)
 
 
 def _first_line(path: str) -> str:

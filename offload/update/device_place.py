@@ -9,7 +9,7 @@ import torch
 
 from offload.device.boundary import Event, boundary_of, marks_of
 from offload.device.compute import Compute
-from offload.device.flat_tensors import FlatTensors
+from offload.device.staging import FlatTensors
 from offload.errors import UnsupportedParameterError
 from offload.format.digests import Digests
 from offload.update.pool import BlockContext

@@ -26,9 +26,9 @@ from torch.autograd.graph import increment_version
 
 from offload.ambient import in_neutral
 from offload.device.compute import Compute
-from offload.device.flat_tensors import FlatTensors
 from offload.device.kernels.forms import KERNEL_DTYPES, Form, form_for, moment_names
-from offload.device.kernels.launches import DeviceRun
+from offload.device.kernels.update import DeviceRun
+from offload.device.staging import FlatTensors
 from offload.format import rounding_keys
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece

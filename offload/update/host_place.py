@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from offload.device.boundary import HOST
-from offload.device.flat_tensors import FlatTensors
-from offload.device.staging import StagedTensors, Traffic, flat_tensors
+from offload.device.staging import FlatTensors, StagedTensors, Traffic, flat_tensors
 from offload.format.digests import LEAF_BYTES, Digests
 from offload.update.pool import BlockContext, UpdatePool
 from offload.update.step_code import Call, LoadedChunk

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.device.boundary import is_on_device
-from offload.device.flat_tensors import FlatTensors
+from offload.device.staging import FlatTensors
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.digests import Digests
 from offload.update.blocks import Block, blocks, runs

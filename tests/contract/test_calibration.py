@@ -13,7 +13,7 @@ import pytest
 
 from gds import ALIGNMENT, PosixBackend, StorageError, probe
 from gds.calibration import Calibration, calibrate, load_calibration, save_calibration
-from gds.calibration.tuning import (
+from gds.calibration.trials import (
     DEFAULT,
     MIB,
     MOST_IN_FLIGHT_BYTES,

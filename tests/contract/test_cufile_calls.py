@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import gds.backends.cufile
-from gds.backends.cufile import CuFileLibrary
+import gds.backends.kvikio_library
+from gds.backends.kvikio_library import CuFileLibrary
 
 STUB = Path(__file__).parent.parent / "gds_cli" / "cuda_stub.c"
 FAR = 5 << 30
@@ -33,7 +33,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def library(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> CuFileLibrary:
     monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "false")
-    monkeypatch.setattr(gds.backends.cufile, "SONAME", str(compiled))
+    monkeypatch.setattr(gds.backends.kvikio_library, "SONAME", str(compiled))
     return CuFileLibrary()
 
 
@@ -77,7 +77,7 @@ def test_a_driver_that_does_not_open_is_an_error_and_one_that_is_open_is_used(
 ):
     """CU_FILE_DRIVER_ALREADY_OPEN is no failure: KvikIO, or torch, may have been first."""
     monkeypatch.delenv("CUFILE_ALLOW_COMPAT_MODE", raising=False)
-    monkeypatch.setattr(gds.backends.cufile, "SONAME", str(compiled))
+    monkeypatch.setattr(gds.backends.kvikio_library, "SONAME", str(compiled))
     with pytest.raises(RuntimeError, match="cuFile error 5001, CUDA error 0 in cuFileDriverOpen"):
         CuFileLibrary()
     monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "false")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-import gds.backends.kvikio
+import gds.backends.kvikio_file
 import gds.buffers.cuda
 from gds import ALIGNMENT, Backend, PosixBackend, ShortReadError, StorageError
 from gds.errors import RefusedError
@@ -331,7 +331,7 @@ def test_a_forked_child_leaves_the_parents_handles_alone(make, gpu, directory):
         try:
             file.close()
             backend.close()
-            os._exit(0 if gpu.num_open == 1 and gds.backends.kvikio._abandoned else 1)
+            os._exit(0 if gpu.num_open == 1 and gds.backends.kvikio_file._abandoned else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

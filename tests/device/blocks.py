@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from offload.device.kernels.forms import Form
-from offload.device.kernels.launches import DeviceRun
+from offload.device.kernels.update import DeviceRun
 from offload.format import rounding_keys
 from offload.update.coding import codecs
 from offload.update.coding.codecs import Scratch

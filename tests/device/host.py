@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from offload.device.kernels.forms import Form
-from offload.device.kernels.launches import ARGUMENTS, DeviceRun, Launch, launches
-from offload.device.kernels.sources import digest_source, update_source
+from offload.device.kernels.loading import digest_source, update_source
+from offload.device.kernels.update import ARGUMENTS, DeviceRun, Launch, launches
 from offload.format.digests import LEAF_BYTES
 from tests.device.blocks import DeviceBlock
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from offload.device.kernels.sources import text
+from offload.device.kernels.loading import text
 from offload.update.coding import blocks8, codecs
 from offload.update.scratch import Scratch
 from tests.campaigns import FULL

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from gds.errors import DeviceLostError, RefusedError
-from offload.device.kernels.loading import directory, load
-from offload.device.kernels.sources import OPTIONS
+from offload.device.kernels.loading import OPTIONS, directory, load
 from tests.fake_gpu.machine import FakeGpu
 
 

@@ -12,8 +12,7 @@ from packaging.version import Version
 from bench import kernel
 from offload.device.compute import compute_on
 from offload.device.kernels import digest
-from offload.device.kernels.launches import form_of_run
-from offload.device.kernels.update import update_run
+from offload.device.kernels.update import form_of_run, update_run
 from offload.format.digests import LEAF_BYTES, leaf_digests
 from offload.update.device_step import why_not_trusted
 from offload.update.rules import UpdateRule

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-import gds.backends.cufile
+import gds.backends.kvikio_library
 import gds.buffers.cuda
 from gds.backends.kvikio_library import Library
-from gds.buffers.cuda import _Handle
+from gds.buffers.cuda import Handle
 from gds.buffers.device import DeviceBytes
 from gds.probe import direct_io
 
@@ -109,7 +109,7 @@ def test_kvikios_calls_take_what_they_are_given(kvikio):
 
 def test_cufile_is_the_copy_that_kvikio_has_loaded(kvikio):
     try:
-        library = gds.backends.cufile.load()
+        library = gds.backends.kvikio_library.load_cufile()
     except OSError as error:
         pytest.skip(f"cuFile cannot be loaded: {error}")
     for name in ("DriverOpen", "HandleRegister", "HandleDeregister", "Read", "Write"):
@@ -137,7 +137,7 @@ def test_cupys_runtime_streams_and_compiler_take_what_they_are_given(cuda):
     assert issubclass(runtime.CUDARuntimeError, RuntimeError)
     inspect.signature(cuda.Stream).bind(non_blocking=True)
     inspect.signature(cuda.Event).bind(block=True, disable_timing=True)
-    inspect.signature(cuda.Event.record).bind(None, _Handle(0))
+    inspect.signature(cuda.Event.record).bind(None, Handle(0))
     for kind in (cuda.Event, cuda.Stream):
         inspect.signature(kind.synchronize).bind(None)
     assert parameters(cuda.Device) == ["device"]

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from offload.device.kernels.forms import Form
-from offload.device.kernels.launches import ARGUMENTS
-from offload.device.kernels.sources import OPTIONS, defines, digest_source, update_source
+from offload.device.kernels.loading import OPTIONS, defines, digest_source, update_source
+from offload.device.kernels.update import ARGUMENTS
 from tests.campaigns import FULL
 from tests.device.blocks import BF16, FP16, FP32
 from tests.device.torch_sources import adam_math

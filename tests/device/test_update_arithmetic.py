@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.device.kernels.forms import why_no_kernel
-from offload.device.kernels.launches import form_of_run
+from offload.device.kernels.update import form_of_run
 from tests.device.blocks import DeviceBlock, State, bits, contents, same_numbers, ulps
 
 NUM = 3001

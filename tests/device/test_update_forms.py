@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from offload.device.kernels.forms import Form
-from offload.device.kernels.launches import (
+from offload.device.kernels.update import (
     MAX_PIECES,
     DeviceRun,
     form_of_run,

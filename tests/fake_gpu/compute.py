@@ -18,7 +18,7 @@ import torch
 
 from gds import Buffer
 from offload.device.kernels.forms import Form
-from offload.device.kernels.launches import DeviceRun, form_of_run
+from offload.device.kernels.update import DeviceRun, form_of_run
 from tests.device.host import HostDigests, HostKernels
 from tests.fake_gpu.device import Event, FakeDevice, OnDevice, _held, _tensors
 from tests.fake_gpu.streams import GARBAGE

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-import gds.backends.cufile
+import gds.backends.kvikio_library
 import gds.buffers.cuda
 from tests.fake_gpu.cufile_library import CuFileLibrary
 from tests.fake_gpu.cupy_module import cupy_modules
@@ -189,7 +189,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     fake = FakeGpu()
     monkeypatch.setattr(gds.buffers.cuda, "no_driver", lambda: "")
     cufile = CuFileLibrary(fake)
-    monkeypatch.setattr(gds.backends.cufile, "load", lambda: cufile)
+    monkeypatch.setattr(gds.backends.kvikio_library, "load_cufile", lambda: cufile)
     for name in ("CUFILE_ALLOW_COMPAT_MODE", "CUFILE_LOGGING_LEVEL", "CUFILE_LOGFILE_PATH"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -249,7 +249,7 @@ class WithDriver(System):
 
 def device_plan(drive, path, **settings):
     workload = Workload(path=path, rw="randmixed", size=SIZE, file_bytes=1 << 20)
-    return Plan(place=str(drive), workloads=[workload], allow_small=True, **settings)
+    return Plan(places=[str(drive)], workloads=[workload], allow_small=True, **settings)
 
 
 @pytest.mark.parametrize("path", ["gds", "compat", "bounce"])
@@ -261,7 +261,7 @@ def test_device_memory_is_measured_and_verified(drive, monkeypatch, path):
         gpu.gds = path == "gds"
         gpu.compat_is_measured = path == "compat"
         (point,) = run_plan(device_plan(drive, path, verify=True), system=WithDriver()).points
-        assert point.runs[0].num_bytes == 1 << 20
+        assert point.runs[0].total.num_bytes == 1 << 20
         assert point.runs[0].verified_bytes > 1 << 20
         modes = {mode for _, mode, _, _ in gpu.calls}
         assert modes == ({path} if path != "bounce" else set())

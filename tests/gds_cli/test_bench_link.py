@@ -14,8 +14,7 @@ from rich.console import Console
 import gds.bench.measure
 import gds.bench.passes
 import gds.buffers.cuda
-from gds.bench import link
-from gds.bench.link import link_meter
+from gds.bench.measure import link_meter
 from gds.bench.run import Plan
 from gds.bench.run import run as run_plan
 from gds.bench.screen import show
@@ -91,7 +90,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    monkeypatch.setattr(link, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(gds.bench.measure, "_PERIOD_S", 0.0)
     return FakeNvml()
 
 
@@ -103,7 +102,7 @@ def report_of(drive, machine, monkeypatch, load, path="compat"):
     """Measure memory; returns the figures of the run, and what is shown to people."""
     monkeypatch.setattr(gds.bench.measure, "link_meter", lambda b: link_meter(b, load))
     workload = Workload(path=path, size=1 << 16, file_bytes=1 << 20)
-    plan = Plan(place=str(drive), workloads=[workload], allow_small=True)
+    plan = Plan(places=[str(drive)], workloads=[workload], allow_small=True)
     report = run_plan(plan, system=machine)
     show(report, console := Console(file=io.StringIO(), width=200))
     (found,) = report.to_json()["results"][0]["runs"]

@@ -11,10 +11,9 @@ import pytest
 
 from gds import PosixBackend, StorageError, WrapperBackend
 from gds.backends import WrapperFile
-from gds.bench.passes import Lane
+from gds.bench.passes import Lane, StagedPass
 from gds.bench.run import Plan
 from gds.bench.run import run as run_plan
-from gds.bench.staged import StagedPass
 from gds.bench.target import PREFIX, Target
 from gds.bench.workload import Workload
 from gds.errors import WrongDataError
@@ -65,8 +64,7 @@ def passed_on(name, file, memory, offset):
 def bench(drives, watch=passed_on, verify=False, **settings):
     workload = Workload(**{"size": SIZE, "file_bytes": FILE_BYTES, **settings})
     plan = Plan(
-        place=str(drives[0]),
-        beside=[str(path) for path in drives[1:]],
+        places=[str(path) for path in drives],
         workloads=[workload],
         allow_small=True,
         verify=verify,
@@ -101,7 +99,7 @@ def test_each_block_of_each_file_is_moved_once_a_pass(drives, rw, num_reads, set
     assert Counter(Path(path).parent for path in paths) == dict.fromkeys(drives, files)
     assert len(seen) == 2 * 2 * files * BLOCKS
     assert sum(name == "read" for *_, name in seen) == 2 * 2 * files * num_reads
-    assert found.num_bytes == len(seen) * SIZE
+    assert found.total.num_bytes == len(seen) * SIZE
     assert found.direct is (settings["path"] == "direct")
     one = [offset for path, offset, _ in seen if path == seen[0][0]][:BLOCKS]
     if rw != "mixed":  # reads and writes have a thread each
@@ -123,9 +121,9 @@ def test_each_block_of_each_file_is_moved_once_a_pass(drives, rw, num_reads, set
 def test_a_drive_that_does_right_passes_and_every_byte_was_compared(drives, rw, settings):
     found = bench(drives, verify=True, rw=rw, passes=3, **settings)
     size = settings.get("file_bytes", FILE_BYTES)
-    again = 2 * settings.get("files", 1) * size if found.bytes_written else 0  # is read back
-    assert found.verified_bytes == found.bytes_read + again
-    assert found.bytes_read + found.bytes_written == 3 * 2 * settings.get("files", 1) * size
+    again = 2 * settings.get("files", 1) * size if found.writes else 0  # is read back
+    assert found.verified_bytes == (found.reads.num_bytes if found.reads else 0) + again
+    assert found.total.num_bytes == 3 * 2 * settings.get("files", 1) * size
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ import pytest
 from gds import WrapperBackend
 from gds.backends import WrapperFile
 from gds.bench.compare import AGREEMENT, Comparison
+from gds.bench.result import write_csv
 from gds.bench.run import Plan, run
-from gds.bench.series import write_csv
-from gds.bench.steadiness import MOST_ROUNDS, WINDOW_ROUNDS, assess
+from gds.bench.statistics import MOST_ROUNDS, WINDOW_ROUNDS, assess
 from gds.bench.workload import Workload, expand, parse_size, parse_sweep
 from gds.opening import open_path
 from tests.dying import dying
@@ -88,7 +88,7 @@ def bench(drive, clock, takes_s, repeat=3, **settings):
 
     defaults = {"size": SIZE, "threads": 1, "file_bytes": REQUESTS * SIZE}
     plan = Plan(
-        place=str(drive),
+        places=[str(drive)],
         workloads=[Workload(**(defaults | settings))],
         repeat=repeat,
         until_steady=repeat == 0,

@@ -16,8 +16,8 @@ import offload.device.boundary
 import offload.device.compute
 from gds.errors import DeviceLostError, DeviceMemoryError
 from gds.kvikio import PageLockRefused
-from offload.device.boundary import CudaBoundary
-from offload.device.compute import CudaCompute
+from offload.device.boundary import Boundary
+from offload.device.compute import Compute
 
 DEVICE = torch.device("cuda", 1)
 
@@ -72,18 +72,18 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 
 @pytest.fixture
-def compute(cuda: Cuda) -> CudaCompute:
+def compute(cuda: Cuda) -> Compute:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", lambda *_, **__: torch.zeros(0))
-        patch.setattr(offload.device.compute.digest, "compile_kernels", lambda _: None)
-        return CudaCompute(DEVICE)
+        patch.setattr(offload.device.compute.digest, "kernels", lambda _: None)
+        return Compute(DEVICE)
 
 
 LOST = "CUDA error: an illegal memory access was encountered\nCompile with TORCH_USE_CUDA_DSA"
 
 
 def test_errors_of_a_device_are_named_by_whoever_waits_or_computes(cuda, compute):
-    boundary = CudaBoundary(DEVICE)
+    boundary = Boundary(DEVICE)
     cuda.fails = LOST
     for waits in (boundary, compute):
         with pytest.raises(DeviceLostError, match=r"cuda:1: .*resume in a new one") as caught:
@@ -111,13 +111,13 @@ def test_memory_that_the_driver_does_not_lock_is_taken_unlocked(cuda, monkeypatc
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch, "ones", cuda.ones)
     with pytest.warns(PageLockRefused, match=r"operation not supported\): copies .* are right"):
-        memory = CudaBoundary(DEVICE).allocate(100)
+        memory = Boundary(DEVICE).allocate(100)
     assert memory.nbytes == 100
     assert cuda.last_error == 0, "the next kernel of this thread would be blamed for it"
 
 
 def test_pages_are_locked_for_as_long_as_that_is_asked_for(cuda, monkeypatch):
-    boundary = CudaBoundary(DEVICE)
+    boundary = Boundary(DEVICE)
     memory = torch.zeros(4096, dtype=torch.uint8)
     locked = boundary.lock_pages(memory)
     assert cuda.num_locked == 1
@@ -133,4 +133,4 @@ def test_pages_are_locked_for_as_long_as_that_is_asked_for(cuda, monkeypatch):
 
 def test_page_locked_memory_is_counted_as_torchs_pool_takes_it(cuda):
     sizes = {0: 0, 1: 1, 64: 64, 65: 128, (16 << 20) + 64: 32 << 20}
-    assert {asked: CudaBoundary(DEVICE).held_bytes(asked) for asked in sizes} == sizes
+    assert {asked: Boundary(DEVICE).held_bytes(asked) for asked in sizes} == sizes

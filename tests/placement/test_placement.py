@@ -11,7 +11,8 @@ import offload
 import offload.placement.choose
 from gds.backends.kvikio import KvikioBackend
 from gds.errors import RefusedError
-from offload.placement.model import Rates, decide
+from offload.placement.choose import decide
+from offload.placement.rates import Rates
 from offload.sizing.step_time import StepBytes
 from tests.fake_gpu.device import on_device
 from tests.numerics.models import Mixed

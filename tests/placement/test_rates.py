@@ -23,8 +23,8 @@ from gds.backends.kvikio_file import Used
 from offload.format.arrays import StateFormat
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.placement import rates
-from offload.placement.model import Rates, decide
-from offload.placement.rates import MeasurementSetup, find_rates, load_rates, save_rates
+from offload.placement.choose import decide
+from offload.placement.rates import MeasurementSetup, Rates, find_rates, load_rates, save_rates
 from offload.update.kernel import KernelCall
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
@@ -101,8 +101,8 @@ class PacedPool(UpdatePool):
                 moved[UPDATE] += sum(array.nbytes for array in item.block.stored.values())
             elif isinstance(item, KernelCall):
                 moved[UPDATE] += int(item.runs["num_elements"].sum()) * self.bytes_per_element
-            elif isinstance(item, rates.MemoryCopy):
-                moved[MEMORY] += item.source.nbytes
+            elif isinstance(item, tuple):  # source and target of a copy
+                moved[MEMORY] += item[0].nbytes
         for gbps, nbytes in moved.items():
             if nbytes:
                 first = 10 if self.passes[gbps] == 0 else 1

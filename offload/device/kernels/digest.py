@@ -7,8 +7,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from offload.device.kernels.loading import Kernel, load
-from offload.device.kernels.sources import digest_source
+from offload.device.kernels.loading import Kernel, digest_source, load
 from offload.format.digests import LEAF_BYTES
 
 _BLOCK_BYTES = 1024
@@ -40,15 +39,12 @@ def leaf_digests(
         workspace: Any dtype; at least `workspace_bytes` bytes, aligned to 8 bytes; overwritten.
         out: int64, one value for each leaf; overwritten.
         stream: Raw handle of a stream, as in torch's ``Stream.cuda_stream``.
-
-    Raises:
-        ValueError: A tensor is too small, not contiguous, or on another device.
     """
     num_bytes = data.nbytes
     _check(data, workspace, out)
     if not num_bytes:
         return
-    blocks, scan, merge = _kernels(data.device.index or 0)
+    blocks, scan, merge = kernels(data.device.index or 0)
     leaves = num_leaves(num_bytes)
     size = np.uint64(num_bytes)
     source, sums, results = (np.uint64(t.data_ptr()) for t in (data, workspace, out))
@@ -57,11 +53,6 @@ def leaf_digests(
     # The scan has few threads with long chains: small blocks spread them over multiprocessors.
     scan.launch(_grid(leaves * _LANES, 32), 32, (size, sums), stream=stream)
     merge.launch(_grid(leaves, 32), 32, (source, size, sums, results), stream=stream)
-
-
-def compile_kernels(device: int = 0) -> None:
-    """Compile the kernels now rather than in the first step that needs them."""
-    _kernels(device)
 
 
 def _check(data: torch.Tensor, workspace: torch.Tensor, out: torch.Tensor) -> None:
@@ -89,5 +80,6 @@ def _grid(num_threads: int, threads: int) -> int:
 
 
 @cache
-def _kernels(device: int) -> list[Kernel]:
+def kernels(device: int) -> list[Kernel]:
+    """Return the kernels for a device, which the first call compiles."""
     return load(digest_source(), ["digest_blocks", "digest_scan", "digest_merge"], device)

@@ -12,32 +12,18 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from gds.buffers.cuda import is_lost, lost_error
+from gds.buffers.cuda import Handle, is_lost, lost_error
 from gds.errors import RefusedError
-from offload.device.kernels.sources import OPTIONS
-
-
-class Handle:
-    """A stream given by its raw handle, with the one attribute that CuPy reads.
-
-    CuPy's own class for such streams is being removed.
-    """
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
 
 
 class Kernel:
-    """A compiled function on a device.
-
-    Args:
-        function: CuPy's function object.
-        device: Number of the device.
-    """
+    """A compiled function on a device."""
 
     def __init__(self, function: Any, device: int) -> None:
         self._function = function
@@ -65,12 +51,6 @@ def load(
 
     This does not use CuPy's ``RawModule``, which adds ``-ftz=true`` after all other options and so
     makes denormal numbers zero (cupy issue 9576).
-
-    Args:
-        source: CUDA C++.
-        names: Names of ``extern "C"`` functions.
-        device: Number of the device.
-        options: Compiler options in addition to `OPTIONS`.
 
     Raises:
         RefusedError: The compiler or the driver does not take the source for this device, or the
@@ -140,21 +120,16 @@ def directory() -> Path:
 
 
 class BinaryCache:
-    """Compiled kernels in a directory. Whatever is wrong with it, it only finds and keeps nothing.
+    """Compiled kernels in a directory, which is made when something is kept.
 
-    Args:
-        path: The directory, which is made when something is kept.
+    Whatever is wrong with the directory, nothing is found and nothing is kept.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def find(self, parts: Sequence[str]) -> bytes | None:
-        """Return a compiled kernel; None if there is none that can be trusted.
-
-        Args:
-            parts: Everything that it depends on: source, options, architecture and versions.
-        """
+        """Return the kernel that depends on these parts; None if none can be trusted."""
         try:
             if not _is_private(self._path):
                 return None
@@ -173,12 +148,7 @@ class BinaryCache:
         return None
 
     def keep(self, parts: Sequence[str], binary: bytes) -> None:
-        """Keep a compiled kernel, in place of an entry that was damaged.
-
-        Args:
-            parts: As for `find`.
-            binary: The compiled kernel.
-        """
+        """Keep a compiled kernel, in place of an entry that was damaged."""
         if not self._path.is_absolute():
             return
         try:
@@ -226,3 +196,33 @@ def _is_private(path: Path) -> bool:
 def _is_only_ours(found: os.stat_result) -> bool:
     is_shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return found.st_uid == os.geteuid() and not is_shared
+
+
+OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
+"""Options of NVRTC. The update uses intrinsics, whose rounding depends on no option but ``-ftz``.
+The other options keep `powf` exact."""
+
+_UPDATE = ("values.cuh", "arguments.cuh", "quads.cuh", "rules.cuh", "update.cu")
+"""Files of the kernel ``update``, each of which uses those before it."""
+
+
+@cache
+def update_source() -> str:
+    """Return the source of the kernel ``update``; `Form.macros` select the variant."""
+    return "".join(map(text, _UPDATE))
+
+
+@cache
+def digest_source() -> str:
+    """Return the source of ``digest_blocks``, ``digest_scan`` and ``digest_merge``."""
+    return text("digest.cu")
+
+
+def defines(macros: Mapping[str, int]) -> tuple[str, ...]:
+    """Return macros as compiler options."""
+    return tuple(f"-D{name}={value}" for name, value in macros.items())
+
+
+def text(name: str) -> str:
+    """Return a source file of this package."""
+    return files(__package__).joinpath(name).read_text("ascii")

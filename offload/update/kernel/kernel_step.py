@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from offload.device.boundary import is_on_device
-from offload.device.flat_tensors import FlatTensors
+from offload.device.staging import FlatTensors
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, Digests
