@@ -29,9 +29,9 @@ from offload.store.opening import StoredCheckpoint
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSource, StateStore
-from offload.stream.state_check import check_state
+from offload.stream.passes import check_state
 from offload.units import duration, grouped, many, seen_from, size
-from offload.update.coding.recoder import BlockRecoder
+from offload.update.coding.blocks8 import BlockRecoder
 
 _CALLER = 5
 """Stack level of the code that called the optimizer's `restore`, seen from the helpers of `restore`

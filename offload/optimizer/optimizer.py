@@ -34,12 +34,11 @@ from offload.model.process_groups import ProcessGroup, are_several
 from offload.optimizer.checkpointing import CheckpointingOptimizer
 from offload.optimizer.store_owner import close_left_open, close_quietly
 from offload.options import Options, Overlap
-from offload.overlap.ddp_refusal import require_no_ddp
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
 from offload.store.serving import Serving
 from offload.stream.drives import Directory, as_directories
-from offload.stream.host_memory import require_host_memory
+from offload.stream.memory import require_host_memory
 from offload.tiers.background import RETRY_S, BackgroundUploads
 from offload.tiers.ranks.following import FollowingUploads
 from offload.tiers.services.opening import require_tier
@@ -162,6 +161,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             )
         self._check_tier(options, as_directories(directory))
         if options.overlap == "backward":
+            from offload.overlap.backward_hooks import require_no_ddp  # imports torch's compiler
+
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse unsupported formats before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)

@@ -11,7 +11,7 @@ import torch
 
 from gds.waiting import Monitor, start
 from offload.ambient import flushes_denormals, on_thread
-from offload.engine.chunk_pass import STEP_THREAD, StatePass
+from offload.engine.state_passes import STEP_THREAD, StatePass
 from offload.errors import OffloadError
 from offload.model.new_values import NoValues, Values
 from offload.stream.meter import Meter

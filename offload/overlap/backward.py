@@ -23,9 +23,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload.ambient import neutral
-from offload.engine.chunk_pass import StatePass
 from offload.engine.seal import SealHandle
 from offload.engine.state_passes import (
+    StatePass,
     advance,
     advanced,
     begin_pass,
@@ -39,11 +39,15 @@ from offload.errors import OverlapError
 from offload.model.parameters import check_gradients
 from offload.model.watch import Watch
 from offload.overlap import compiling
-from offload.overlap.applied_gradient import REMEDY, AppliedGradient, second_backward_message
-from offload.overlap.autograd_context import backward_id
 from offload.overlap.background_pass import RunningPass
+from offload.overlap.backward_gradients import (
+    REMEDY,
+    AppliedGradient,
+    GradientSchedule,
+    second_backward_message,
+)
 from offload.overlap.backward_hooks import BackwardHooks, TakeGradient
-from offload.overlap.gradient_schedule import GradientSchedule
+from offload.overlap.constant_uses import backward_id
 from offload.update.kept_state import Scalars
 
 

@@ -11,22 +11,27 @@ autograd calls first.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from offload.errors import OverlapError
 from offload.model.replacing import is_describing, is_replacing
 from offload.model.watch import tensors_in
-from offload.overlap.autograd_context import backward_id, is_in_function, is_recomputed_later
-from offload.overlap.constant_uses import ConstantUses
-from offload.overlap.ddp_refusal import require_no_active_ddp
+from offload.overlap.constant_uses import (
+    ConstantUses,
+    backward_id,
+    is_in_function,
+    is_recomputed_later,
+)
 
 _keys = itertools.count()
 
@@ -384,3 +389,39 @@ def _has_backward_hooks(module: torch.nn.Module) -> bool:
         or of_all._global_backward_hooks
         or of_all._global_backward_pre_hooks
     )
+
+
+_DDP = (
+    'overlap="backward" steps each parameter with the gradient of this process alone, before '
+    "DistributedDataParallel has averaged it with those of the others, and {of}: use "
+    'Options(overlap="forward"), or None'
+)
+
+
+def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters that belong to a DistributedDataParallel of this process.
+
+    Raises:
+        OverlapError: A parameter belongs to one. The message names the parameter.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return  # there can be no DistributedDataParallel
+    trained = set(map(id, tensors))
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.nn.parallel.DistributedDataParallel):
+            for name, parameter in candidate.named_parameters():
+                if id(parameter) in trained:
+                    raise OverlapError(
+                        _DDP.format(of=f"a DistributedDataParallel holds the parameter {name!r}")
+                    )
+
+
+def require_no_active_ddp(is_trained: Callable[[torch.Tensor], bool]) -> None:
+    """Refuse a forward that a DistributedDataParallel calls.
+
+    This finds a DistributedDataParallel that was made after the optimizer.
+    """
+    kind: Any = torch.nn.parallel.DistributedDataParallel
+    active = getattr(kind, "_active_ddp_module", None)
+    if active is not None and any(map(is_trained, active.parameters())):
+        raise OverlapError(_DDP.format(of="a DistributedDataParallel calls the model"))

@@ -32,9 +32,14 @@ from offload.model.replacing import is_describing
 from offload.model.watch import Watch
 from offload.overlap import compiling
 from offload.overlap.background_pass import RunningPass
-from offload.overlap.forward_order import ForwardOrder
-from offload.overlap.forward_plan import ForwardPlan, make_plan
-from offload.overlap.gathered import begins_lazily, needed_by, put_first
+from offload.overlap.forward_plan import (
+    ForwardOrder,
+    ForwardPlan,
+    begins_lazily,
+    make_plan,
+    needed_by,
+    put_first,
+)
 
 _MAX_RECORDS = 3
 """Largest number of recorded steps. A step after the first is recorded if a parameter gets a

@@ -18,7 +18,7 @@ from offload.options import Options
 from offload.placement.model import decide
 from offload.placement.rates import MeasurementSetup, find_rates, step_bytes
 from offload.stream.drives import Drives
-from offload.stream.host_memory import host_memory_bytes
+from offload.stream.memory import host_memory_bytes
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.steppable import require_steppable, why_not_steppable

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
 
 from gds import ALIGNMENT, Backend, Buffer, IOFuture
+from offload.checkpoint.sealed_slot import SlotFiles
+from offload.checkpoint.second_read import reread_and_check, unreliable
 from offload.device.boundary import HOST
 from offload.format.chunk_plan import ChunkPlan
-from offload.format.digests import ChunkDigests, Digests
+from offload.format.digests import ChunkDigests, Digests, one_by_one
 from offload.format.layout import Layout
 from offload.update.dtypes import DTYPES
 
@@ -222,3 +225,38 @@ def frame_sizes(layout: Layout) -> dict[str, int]:
     # A range that starts inside a 4 KiB block of the file starts at the same position inside a
     # block of memory. Its aligned part can then be transferred directly.
     return {name: layout.max_chunk_bytes(name) + ALIGNMENT for name in layout.array_names}
+
+
+def check_read(frame: Frame, source: SlotFiles) -> None:
+    """Compare a chunk that was read with its digests.
+
+    If an array differs, it is read a second time, into other host memory, to find out whether the
+    drive has the right bytes. If it does, the frame is filled again, and the caller goes on.
+    """
+    if not frame.futures:
+        return  # nothing was read: the chunk has never been written
+    for name in source.layout.array_names:
+        expected = source.digests[name][frame.chunk]
+        if expected is None:
+            continue
+        found = _digest_of(frame, source, name)
+        if found != expected:
+            _look_again(frame, source, name, found, expected)
+
+
+def _look_again(frame: Frame, source: SlotFiles, name: str, found: str, expected: str) -> None:
+    """Read a chunk of an array again; if the drive has it intact, fill the frame again."""
+    chunk, file = frame.chunk, source.array(name, frame.chunk)
+    buffer, offset = frame.buffer(source.layout.plans[chunk], name)
+    digest = partial(source.context.digest, name, chunk)
+    reread_and_check(file, offset, buffer.nbytes, digest, found=found, expected=expected)
+    file.read_again(buffer, offset, direct=not file.direct).result()
+    if _digest_of(frame, source, name) != expected:
+        raise unreliable(file, offset, buffer.nbytes)
+
+
+def _digest_of(frame: Frame, source: SlotFiles, name: str) -> str:
+    """Return the digest of a frame's content of one state array, computed on the frame's device."""
+    plan = source.layout.plans[frame.chunk]
+    digests = frame.digests_of({name: frame.bytes_of(plan, name)})
+    return digests.finish(source.context, frame.chunk, one_by_one)[name]

@@ -35,11 +35,11 @@ from offload.stream.frame import (
     Frame,
     FrameMemory,
     allocate_frames,
+    check_read,
     frame_bytes,
     frames_bytes,
 )
 from offload.stream.meter import Meter
-from offload.stream.read_check import check_read
 
 
 class Streamer:

@@ -32,13 +32,11 @@ from offload.device.kernels.launches import DeviceRun
 from offload.format import rounding_keys
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece
-from offload.update.blocks import Block, blocks, runs
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockContext
 from offload.update.rules import UpdateRule
-from offload.update.step_code import Call, LoadedChunk, PieceNumbers
-from offload.update.step_inputs import StepInputs
-from offload.update.step_keys import StepKeys
+from offload.update.step_code import Block, Call, LoadedChunk, PieceNumbers, blocks, runs
+from offload.update.step_keys import StepInputs, StepKeys
 from offload.update.steppable import why_not_by_kernel, why_not_by_torch
 
 _Numbers = np.ndarray[Any, Any]

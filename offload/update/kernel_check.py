@@ -25,8 +25,8 @@ from offload.update.kernel.forms import MOMENTS
 from offload.update.kernel.loading import TURNED_OFF, Library
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
-from offload.update.step_inputs import StepInputs
-from offload.update.updaters import host_updater
+from offload.update.step_keys import StepInputs
+from offload.update.updater import host_updater
 
 _MAX_REASON = 300
 """Most characters of a reason, which is stored with each checkpoint."""

@@ -24,8 +24,8 @@ import torch
 from gds.backends.threads import Transfer, TransferPool
 from gds.waiting import wait
 from offload.ambient import flushes_denormals, for_thread
-from offload.update.coding.codecs import Scratch
 from offload.update.rules import UpdateRule
+from offload.update.scratch import Scratch
 from offload.update.stepper import Stepper
 
 UPDATE_THREAD = "offload-update"

@@ -23,13 +23,11 @@ from offload.device.boundary import is_on_device
 from offload.device.flat_tensors import FlatTensors
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.digests import Digests
-from offload.update.blocks import Block, blocks, runs
-from offload.update.coding import codecs
+from offload.update.coding import rounding
 from offload.update.coding.coder import StateCoder
 from offload.update.pool import BlockContext
-from offload.update.step_code import Call, LoadedChunk, PieceNumbers
-from offload.update.step_inputs import StepInputs
-from offload.update.step_keys import StepKeys
+from offload.update.step_code import Block, Call, LoadedChunk, PieceNumbers, blocks, runs
+from offload.update.step_keys import StepInputs, StepKeys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +117,7 @@ class TorchStep:
         self._keys.step(context, key, master, gradient, state)
         self._coder.store(context, state, stored, block.pieces, block.first)
         if MASTER_LOW in stored:
-            codecs.split_master(master, live, stored[MASTER_LOW], scratch=context.scratch)
+            rounding.split_master(master, live, stored[MASTER_LOW], scratch=context.scratch)
         elif master is not live:
             live.copy_(master)
         if len(views) > 1:
@@ -177,7 +175,7 @@ def master_of(
         master = context.buffer(MASTER, torch.float32, len(live))
         if is_new:
             return master.copy_(live)
-        codecs.join_master(live, stored[MASTER_LOW], master, scratch=context.scratch)
+        rounding.join_master(live, stored[MASTER_LOW], master, scratch=context.scratch)
         return master
     if MASTER not in stored:
         return live  # an FP32 parameter is its own master

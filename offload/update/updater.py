@@ -2,13 +2,14 @@
 
 A step has one `ChunkUpdater`, and the engine knows nothing else of the arithmetic. Behind it are:
 
-- A `Place`, which is where chunks are updated: the CPU (`host_place`) or a device
-  (`device_place`). It brings parameters and gradients there, and runs the calls.
+- A `Place`, which is where chunks are updated: the CPU or a device (`places`). It brings parameters
+  and gradients there, and runs the calls.
 - Implementations of `StepCode` (`step_code`), which step elements: a kernel, and torch's own code.
   A piece of a chunk goes to the first one that can step it.
 - `StepKeys` (`step_keys`), the hyper-parameters and scalar state.
 
-`updaters` puts them together. In one place, every implementation gives the same bits.
+`host_updater` and `device_updater` put them together. In one place, every implementation gives the
+same bits.
 
 In all of them, the live parameter wins. If it differs from its rounded master, it has been edited
 since the last step (clamped, loaded, or replaced by an average). The edited elements then replace
@@ -20,70 +21,29 @@ the lower half of the old master, which is less than half a step of bf16.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from offload.device.compute import Compute
+from offload.device.staging import Traffic
+from offload.format.arrays import MASTER_LOW
 from offload.format.digests import Digests
 from offload.format.layout import Layout
+from offload.update.device_step import DeviceStep
 from offload.update.kept_state import Scalars
-from offload.update.step_code import Call, LoadedChunk, StepCode
-from offload.update.step_keys import StepKeys
-
-
-class Place(Protocol):
-    """Where the chunks of one step are updated: in host memory, or in that of a device."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which chunks are updated."""
-        ...
-
-    def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Set the gradient of a parameter that had none; see `ChunkUpdater.set_gradient`."""
-        ...
-
-    def prepare(self, chunk: int) -> bool:
-        """Begin to bring a chunk's parameters and gradients here; see `ChunkUpdater.prepare`."""
-        ...
-
-    def arrive(self, chunk: int) -> None:
-        """Wait until the data that `prepare` requested is here."""
-        ...
-
-    def loaded(
-        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None
-    ) -> AbstractContextManager[LoadedChunk]:
-        """Return a block in which a chunk is updated. Its parameters are here within the block.
-
-        After a block that raises nothing, the chunk's parameters are on their way back, and the
-        digests know of the chunk's bytes. In every case, the chunk's memory is free for other uses.
-
-        Args:
-            chunk: Index of the chunk.
-            arrays: As for `ChunkUpdater.update`.
-            digests: As for `ChunkUpdater.update`.
-        """
-        ...
-
-    def run(self, calls: Sequence[Call]) -> None:
-        """Run all calls of the chunk that is loaded.
-
-        Raises:
-            BaseException: The error of one of the calls, or an interrupt. No call is in progress
-                any more.
-        """
-        ...
-
-    def fence(self) -> None:
-        """Make the calling thread's current streams wait for the parameters updated so far."""
-        ...
+from offload.update.kernel import KernelStep, UpdateKernel
+from offload.update.places import DevicePlace, HostPlace, Place
+from offload.update.pool import UpdatePool
+from offload.update.rules import UpdateRule
+from offload.update.step_code import Call, StepCode
+from offload.update.step_keys import StepInputs, StepKeys
+from offload.update.steppable import require_steppable
+from offload.update.torch_step import TorchStep
 
 
 class ChunkUpdater:
-    """Updates the chunks of one step. `updaters` has functions that make one.
+    """Updates the chunks of one step; made by `host_updater` and `device_updater`.
 
     Args:
         layout: Layout of the state.
@@ -185,3 +145,55 @@ class ChunkUpdater:
             return chosen
         torchs = f"torch ({'; '.join(dict.fromkeys(reasons))})"
         return torchs if len(reasons) == len(found) else f"{chosen}, {torchs}"
+
+
+def host_updater(
+    rule: UpdateRule,
+    pool: UpdatePool,
+    inputs: StepInputs,
+    *,
+    kernel: UpdateKernel | None = None,
+    traffic: Traffic | None = None,
+) -> ChunkUpdater:
+    """Return an updater that updates chunks on the CPU: by the kernel, the rest by torch's code.
+
+    Args:
+        rule: Update rule of the optimizer.
+        pool: Threads that update.
+        inputs: Everything that the step computes with.
+        kernel: Kernel that steps the parameters that it can; None for torch's code only.
+        traffic: Counter of the bytes that cross between the host and the parameters' device.
+    """
+    # State that is stored exactly needs the bits of torch's default step; see `UpdateRule.fused`.
+    keys = StepKeys(rule, pool, inputs, may_fuse=inputs.layout.state_dtype != "float32")
+    place = HostPlace(pool, keys, inputs, traffic or Traffic())
+    codes: list[StepCode] = [TorchStep(keys, inputs, place.live, place.gradients)]
+    if kernel is not None:
+        codes.insert(0, KernelStep(kernel, keys, inputs, place.live, place.gradients))
+    return ChunkUpdater(inputs.layout, keys, place, codes)
+
+
+def device_updater(
+    rule: UpdateRule, pool: UpdatePool, inputs: StepInputs, *, compute: Compute
+) -> ChunkUpdater:
+    """Return an updater that updates chunks on a device: by its kernels, the rest by torch's code.
+
+    Args:
+        rule: Update rule of the optimizer.
+        pool: Pool whose stepper counts the steps of kernels.
+        inputs: Everything that the step computes with.
+        compute: Compute of the device that holds parameters, gradients and frames.
+
+    Raises:
+        UnsupportedOptimizerError: A parameter group cannot be stepped on a device; says why.
+        UnsupportedParameterError: A parameter or gradient is on another device by now; names the
+            parameter.
+    """
+    layout = inputs.layout
+    keys = StepKeys(rule, pool, inputs, may_fuse=False)
+    place = DevicePlace(compute, rule, inputs)
+    split = MASTER_LOW in layout.array_names
+    require_steppable(rule, keys.groups, layout.state_dtype, split=split)
+    kernels = DeviceStep(compute, rule, keys, inputs, place.live, place.gradients)
+    torchs = TorchStep(keys, inputs, place.live, place.gradients)
+    return ChunkUpdater(layout, keys, place, [kernels, torchs], doubts=kernels.doubts)

@@ -18,7 +18,7 @@ from offload.format import rounding_keys
 from offload.format.arrays import BLOCK_ELEMENTS, scale_name
 from offload.format.chunk_plan import Piece
 from offload.format.layout import Layout
-from offload.update.coding import blocks8, codecs
+from offload.update.coding import blocks8, rounding
 from offload.update.pool import BlockMemory
 
 
@@ -144,7 +144,7 @@ class StateCoder:
         if self._layout.counts_from == "chunk":
             stream = rounding_keys.stream_of(name)
             key = partial(rounding_keys.element_space_key, self._seed, stream, self._step)
-            codecs.round_stochastic(
+            rounding.round_stochastic(
                 values, out, key=key, first_element=first_element, scratch=context.scratch
             )
             return
@@ -154,7 +154,7 @@ class StateCoder:
             self._keys[name] = keys
         if self._has_cuts:
             pieces = [self._in_parameter(piece) for piece in pieces]
-        codecs.round_runs(values, out, pieces, keys=keys, scratch=context.scratch)
+        rounding.round_runs(values, out, pieces, keys=keys, scratch=context.scratch)
 
     def _in_parameter(self, piece: Piece) -> Piece:
         """Return a piece of a box, counted from the first element of the whole parameter."""

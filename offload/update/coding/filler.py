@@ -15,7 +15,7 @@ from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece
 from offload.format.digests import Digests
 from offload.format.layout import Layout
-from offload.update.coding import codecs
+from offload.update.coding import rounding
 from offload.update.coding.coder import StateCoder
 from offload.update.coding.decoder import (
     ParameterViews,
@@ -194,7 +194,7 @@ class StateFiller:
                     "round it first, or give it state by stepping it once with a zero gradient"
                 )
         if MASTER_LOW in stored:
-            codecs.split_master(master, live, stored[MASTER_LOW], scratch=self._memory.scratch)
+            rounding.split_master(master, live, stored[MASTER_LOW], scratch=self._memory.scratch)
             return
         stored[MASTER].copy_(master)
         if state.master is not None:
