@@ -10,9 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.checkpoint.recut.source import RecutSource
-from offload.engine.arrival import Arrival
-from offload.engine.failed_seal import FailedSeal
-from offload.engine.seal import Seal
+from offload.engine.seal_handle import SealInFlight
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError
 from offload.format.digests import Digests, Run
@@ -48,22 +46,11 @@ class ChunkWork(Protocol):
     def update(
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
     ) -> None:
-        """Change a chunk in place.
-
-        Args:
-            chunk: Index of the chunk.
-            arrays: The chunk's range of each state array, by name, in the stored dtype.
-            digests: Digests that are told of each range of bytes as soon as the range is final;
-                None if no bytes are digested during the update.
-        """
+        """Change a chunk in place."""
         ...
 
     def prepare(self, chunk: int) -> bool:
-        """Begin the work for a chunk that is possible before its update. Idempotent.
-
-        Returns:
-            Whether `arrive` must be called before `update`.
-        """
+        """Begin the work for a chunk that is possible before its update. Idempotent."""
         ...
 
     def arrive(self, chunk: int) -> None:
@@ -104,7 +91,7 @@ class StatePass:
         source: StateSource | None,
         target: StateSlot,
         chunks: Sequence[int],
-        seal: Seal | FailedSeal | Arrival | None,
+        seal: SealInFlight | None,
         meter: Meter,
         run: Run,
         lock: AbstractContextManager[object] | None = None,
@@ -182,11 +169,6 @@ def step_chunks(
 ) -> None:
     """Read, update and write every chunk that needs it, or all chunks if the state moves.
 
-    Args:
-        state: The state.
-        groups: ``param_groups`` of the optimizer.
-        gradients: Gradient of each parameter in element-space order; None if it has none.
-
     Raises the errors of `StatePass.run`. The state is broken after an error.
     """
     state_pass = begin_pass(state, groups, gradients)
@@ -199,10 +181,6 @@ def advanced(state: TrainingState, groups: Groups) -> list[dict[str, Any]]:
 
     It is called while parameters have their gradients. `advance` writes the result into
     ``param_groups`` once the pass has taken the hyper-parameters before the step.
-
-    Args:
-        state: The state.
-        groups: ``param_groups`` of the optimizer.
     """
     return [
         state.rule.advance(g, has_gradient=any(p.grad is not None for p in g["params"]))
@@ -287,14 +265,7 @@ def begin_pass(
     *,
     is_step: bool = True,
 ) -> StatePass:
-    """Prepare a step over every chunk that needs it, or over all chunks if the state moves.
-
-    Args:
-        state: The state.
-        groups: ``param_groups`` of the optimizer.
-        gradients: Gradient of each parameter in element-space order; None if it has none.
-        is_step: Whether all ranks step; False if the state moves without a step.
-    """
+    """Prepare a step over every chunk that needs it, or over all chunks if the state moves."""
     with state.refusing_step() if is_step else nullcontext():
         updater = _updater(state, groups, gradients)
         state.ring()  # an error in allocating it comes before the ranks agree on the step
@@ -341,14 +312,12 @@ def new_pass(
     source: StateSource | None,
     lock: AbstractContextManager[object] | None = None,
 ) -> StatePass:
-    """Return a pass that writes the working slot, or a new slot if there is no working slot.
-
-    Raises what `StateSlots.target` does.
-    """
+    """Return a pass that writes the working slot, or a new slot if there is no working slot."""
+    ring = state.ring()
     with state.meter.timed("wait_seal_s"):
-        target = state.slots.target(state.layout, len(groups))
+        target = state.slots.target(ring.layout, len(groups))
     return StatePass(
-        state.ring(),
+        ring,
         work,
         step=state.num_steps + 1,
         source=source,

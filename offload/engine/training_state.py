@@ -22,10 +22,10 @@ from offload.checkpoint.recut.source import RecutSource
 from offload.device.boundary import HOST
 from offload.device.compute import Compute
 from offload.engine.arrival import Arrival
-from offload.engine.failed_seal import FailedSeal
 from offload.engine.lifecycle import Lifecycle
 from offload.engine.ranks import Alone, Ranks
-from offload.engine.seal import Captured, Seal, SealHandle
+from offload.engine.seal import Captured, Seal
+from offload.engine.seal_handle import FailedSeal, SealHandle
 from offload.engine.whole_model import whole_copy
 from offload.engine.working_slot import StateSlots
 from offload.errors import InDoubtError, OffloadError, RanksError, SealError, reason_of
@@ -172,11 +172,7 @@ class TrainingState:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the present state.
-
-        Raises:
-            RuntimeError: The state has not been laid out yet.
-        """
+        """The layout of the present state."""
         if self.table.layout is None:
             raise RuntimeError("the store has not been laid out")
         return self.table.layout
@@ -287,12 +283,6 @@ class TrainingState:
 
         All ranks learn of the error, and training goes on in the slots that they have. Nothing
         happens if there is no other rank.
-
-        Args:
-            error: Error of this rank.
-
-        Raises:
-            SealError: Always, if there are other ranks and the state can be trained on.
         """
         slot = self.slots.present if not self.lifecycle.why_broken() else None
         if isinstance(slot, RecutSource):
@@ -324,6 +314,21 @@ class TrainingState:
         except Exception as error:
             self.fail_seal(error)
             raise
+
+    def require_step(self) -> None:
+        """Check that a step may be taken, and record the end of a seal that has ended."""
+        with self.refusing_step():
+            self.lifecycle.require_usable()
+        self.collect_seal()
+
+    def lay_out_step(self, groups: Groups) -> bool:
+        """Do what `relayout` does, if any parameter or model tensor is new since the last step."""
+        return not self.table.is_current(groups) and self.relayout(groups)
+
+    def gradients(self, groups: Groups) -> list[torch.Tensor | None]:
+        """Return the gradient of each parameter in element-space order; None if it has none."""
+        with self.refusing_step():
+            return self.table.gradients(groups)
 
     @contextmanager
     def refusing_step(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from offload.engine.engine import Engine
 from offload.engine.ranks import Alone, Ranks, leaving_on_error
 from offload.engine.reference import is_reference
 from offload.engine.state_dict import load_reference, load_tensors, make_reference, materialize
-from offload.engine.strategy import InsideStep, StepStrategy
+from offload.engine.strategy import StepStrategy
 from offload.engine.training_state import TrainingState
 from offload.errors import OffloadError
 from offload.exchange.carried_reference import carry, uncarried
@@ -466,7 +466,7 @@ def _strategy_for(
     overlap: Overlap | None, model: torch.nn.Module | None
 ) -> Callable[[TrainingState], StepStrategy]:
     if overlap is None or model is None:  # the latter with an overlap has been refused before
-        return InsideStep
+        return StepStrategy
     # Imported only on demand: both modules import torch's compiler, which takes seconds.
     if overlap == "forward":
         from offload.overlap.forward import BesideForward

@@ -28,12 +28,6 @@ class AppliedGradient(torch.Tensor):
 
     All modes of ``zero_grad`` work on it. Every other use that depends on the values raises
     `OverlapError`, which names the parameter.
-
-    Args:
-        gradient: The gradient that has been applied.
-        name: Name of the parameter.
-        refuse: Function that is called with a reason if a use leaves the state half stepped. It
-            returns the error to raise.
     """
 
     @staticmethod
@@ -127,10 +121,6 @@ class GradientSchedule:
 
     The order is fixed in advance, since the ring reads ahead. When no more gradients will come, the
     remaining chunks follow, if they have to be stepped or moved.
-
-    Args:
-        layout: Layout of the state.
-        state_pass: Pass with the chunks, in the order to follow. Its updater gets the gradients.
     """
 
     def __init__(self, layout: Layout, state_pass: StatePass) -> None:

@@ -87,12 +87,7 @@ class HookedStrategy(Protocol):
 
 
 class BackwardHooks:
-    """Hooks on modules that tell which backwards are held.
-
-    Args:
-        strategy: The step strategy, which is not kept alive.
-        model: The module that is called in training.
-    """
+    """Hooks on modules that tell which backwards are held."""
 
     def __init__(self, strategy: HookedStrategy, model: torch.nn.Module) -> None:
         self._strategy = weakref.ref(strategy)

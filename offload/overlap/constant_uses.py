@@ -27,11 +27,7 @@ _VALUE_INDEPENDENT = {_T.dim, _T.ndimension, _T.__len__, _T.type, _T.is_same_siz
 
 
 class ConstantUses:
-    """Watch on parameters from `begin` to `end`, or until a parameter is used as a constant.
-
-    Args:
-        found: Function that is called at such a use, on the thread of the use.
-    """
+    """Watch on parameters from `begin` to `end`, or until a parameter is used as a constant."""
 
     def __init__(self, found: Callable[[], None]) -> None:
         self._found = found
@@ -45,12 +41,7 @@ class ConstantUses:
         self._is_watching = False
 
     def begin(self, modules: Iterable[torch.nn.Module], trained: Iterable[torch.Tensor]) -> None:
-        """Watch the trained parameters, except those of compiled modules.
-
-        Args:
-            modules: Modules that may run.
-            trained: Parameters that the optimizer steps.
-        """
+        """Watch the trained parameters, except those of compiled modules."""
         if self._is_watching:
             return
         self._is_watching = True

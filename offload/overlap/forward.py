@@ -19,7 +19,8 @@ from weakref import getweakrefcount
 
 import torch
 
-from offload.engine.seal import Captured, SealHandle, capture
+from offload.engine.seal import Captured, capture
+from offload.engine.seal_handle import SealHandle
 from offload.engine.state_passes import (
     StatePass,
     advance,
@@ -29,7 +30,7 @@ from offload.engine.state_passes import (
     pass_ended,
     pass_failed,
 )
-from offload.engine.strategy import Metrics
+from offload.engine.strategy import Metrics, StepStrategy
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OffloadError, SealError, reason_of
 from offload.format.train_state import encode
@@ -40,16 +41,11 @@ from offload.store.state_store import StateSlot
 from offload.update.kept_state import Scalars
 
 
-class BesideForward:
-    """The strategy of steps that overlap with the model's next forward.
-
-    Args:
-        state: Training state of the engine.
-        model: The module that is called in training. Hooks on its modules wait for its parameters.
-    """
+class BesideForward(StepStrategy):
+    """The strategy of steps that overlap with the model's next forward."""
 
     def __init__(self, state: TrainingState, model: torch.nn.Module) -> None:
-        self._state = state
+        super().__init__(state)
         # While any thread compiles a graph, torch's optimizers compute in another way, with results
         # that differ in the last bit.
         state.update_lock = compile_lock
@@ -65,19 +61,11 @@ class BesideForward:
         self._hooks.attach()
 
     def settle(self, call: str) -> None:  # noqa: ARG002
-        """Wait for the running step, and for a checkpoint that was requested during it to begin.
-
-        The errors are those of `raise_pending`.
-        """
+        """Wait for the running step, and for a checkpoint that was requested during it to begin."""
         self.raise_pending()
 
     def raise_pending(self) -> None:
-        """Wait for the running step, and for a checkpoint that was requested during it to begin.
-
-        Raises:
-            BaseException: The step failed, and no call has raised its error yet.
-            SealError: A checkpoint failed that should have begun at the end of the step.
-        """
+        """Wait for the running step, and for a checkpoint that was requested during it to begin."""
         running = self._running
         if running is not None:
             running.join()
@@ -100,14 +88,11 @@ class BesideForward:
         """
         self.raise_pending()
         state, table = self._state, self._state.table
-        with state.refusing_step():
-            state.lifecycle.require_usable()
-        state.collect_seal()
+        state.require_step()
         with state.meter.timed("step_s"):
-            if not table.is_current(groups) and state.relayout(groups):
+            if state.lay_out_step(groups):
                 self.laid_out()
-            with state.refusing_step():
-                gradients = table.gradients(groups)
+            gradients = state.gradients(groups)
             changes = advanced(state, groups)
             if not table.has_gradient(groups):
                 advance(groups, changes)
@@ -150,11 +135,7 @@ class BesideForward:
     def seal_at_end(
         self, groups: Groups, train_state: object, metrics: Metrics
     ) -> SealHandle | None:
-        """Capture a checkpoint during the running step, and seal it when the step has ended.
-
-        Returns:
-            None if only an engine at rest can capture the checkpoint. The step has ended then.
-        """
+        """Capture a checkpoint during the running step, and seal it when the step has ended."""
         running = self._running
         if running is not None and self._may_seal_early(running, groups):
             captured = None
@@ -201,21 +182,9 @@ class BesideForward:
             warnings.warn(f"given up by restore(): {error}", RuntimeWarning, stacklevel=4)
         self._late_error = None
 
-    def restored(self) -> None:
-        """Do nothing: the order of modules that the hooks have recorded is still valid."""
-
     def laid_out(self) -> None:
         """Put hooks on the model's modules again, since some modules may be new."""
         self._hooks.attach()
-
-    def added(self, groups: Groups) -> None:
-        """Do nothing: `laid_out` is called for new parameters, and puts the hooks."""
-
-    def require_closures(self) -> None:
-        """Do nothing: a step can evaluate the model before it begins."""
-
-    def require_unscaled(self) -> None:
-        """Do nothing: no gradient is applied before `step`."""
 
     def end(self) -> None:
         """Wait for the running step, and remove the hooks from the model."""

@@ -67,11 +67,7 @@ class _Calls(threading.local):
 
 
 class ForwardHooks:
-    """Hooks on a model that know the chunks each module needs, and the order of first use.
-
-    Args:
-        model: The module that is called in training.
-    """
+    """Hooks on a model that know the chunks each module needs, and the order of first use."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -189,11 +185,7 @@ class ForwardHooks:
         return [] if self._compiled else unobserved
 
     def begin(self, running: RunningPass) -> list[int]:
-        """Make readers wait for this pass from now on. Call this before the pass is started.
-
-        Returns:
-            More parameters that the step itself must wait for, since they cannot be watched.
-        """
+        """Make readers wait for this pass from now on. Call this before the pass is started."""
         self._watch.release_all()
         self._owner = threading.get_ident()
         self._num_steps += 1  # makes the `_Calls` of an interrupted call stale
@@ -272,11 +264,7 @@ class ForwardHooks:
             self.wait(errors=sys.exc_info()[0] is None)
 
     def wait(self, *, errors: bool = True) -> None:
-        """Wait for all parameters.
-
-        Args:
-            errors: Whether the error of a failed step is raised here, and not by a later call.
-        """
+        """Wait for all parameters."""
         running = self._running
         if running is not None and not self._calls.is_suspended:
             running.wait_ended()

@@ -45,12 +45,7 @@ class ForwardOrder:
             self._note(parameter)
 
     def used(self, parameter: torch.Tensor, reader: int | None) -> None:
-        """Note that a parameter is read before the module that owns it has run.
-
-        Args:
-            parameter: Parameter that is read.
-            reader: Number of the innermost module that is running; None outside of all modules.
-        """
+        """Note that a parameter is read before the module that owns it has run."""
         if id(parameter) not in self._first_uses and reader is not None:
             self._readers[id(parameter)] = reader
         self._note(parameter)

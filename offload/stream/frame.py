@@ -62,11 +62,7 @@ class HostFrames:
         self._backend = backend
 
     def allocate(self, sizes: Sequence[int]) -> list[Part]:
-        """Return memory of the backend, each length as an allocation of its own.
-
-        Raises:
-            ValueError: The backend allocates memory that the host cannot address.
-        """
+        """Return memory of the backend, each length as an allocation of its own."""
         return [self._allocate(nbytes) for nbytes in sizes]
 
     def footprint_bytes(self, sizes: Sequence[int]) -> int:
@@ -104,13 +100,7 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
 
 
 class Frame:
-    """Memory for one chunk of every state array, and the transfers that use it.
-
-    Args:
-        memory: Allocator of the memory.
-        layout: Layout of the chunks that the frame can hold.
-        parts: Memory for each state array, of the lengths in `frame_sizes`.
-    """
+    """Memory for one chunk of every state array, and the transfers that use it."""
 
     def __init__(self, memory: FrameMemory, layout: Layout, parts: Sequence[Part]) -> None:
         self.device = memory.device
@@ -128,12 +118,7 @@ class Frame:
         """Digests of the present chunk, if it will be stored after its update."""
 
     def buffer(self, plan: ChunkPlan, array: str) -> tuple[Buffer, int]:
-        """Return the memory for a chunk of an array, and its offset in bytes in the array's file.
-
-        Args:
-            plan: Plan of the chunk, in the layout of the slot that is read or written.
-            array: Name of the state array.
-        """
+        """Return the memory for a chunk of an array, and its offset in the array's file."""
         share = plan.arrays[array]
         return self._buffers[array].slice(share.offset % ALIGNMENT, share.nbytes), share.offset
 
@@ -148,12 +133,7 @@ class Frame:
         return self._bytes[array][pad : pad + share.nbytes]
 
     def fill(self, plan: ChunkPlan, write: Callable[[Mapping[str, memoryview]], None]) -> None:
-        """Let a function write a chunk, in host memory, instead of reading the chunk from files.
-
-        Args:
-            plan: Plan of the chunk, in the layout of what is written.
-            write: Function that is called with the bytes of the chunk in each state array.
-        """
+        """Let a function write a chunk, in host memory, instead of reading the chunk from files."""
         tensors = {name: self.bytes_of(plan, name) for name in plan.arrays}
         fetched = self._memory.fetch(tensors)
         write({name: data.numpy().data for name, data in fetched.items()})

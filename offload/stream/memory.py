@@ -24,23 +24,14 @@ from offload.stream.streamer import Streamer
 
 
 class MappedFrames(HostFrames):
-    """Frames in the memory of a directory; an implementation of `FrameMemory`.
-
-    Args:
-        backend: Moves state between storage and the frames.
-        place: Directory whose files are memory.
-    """
+    """Frames in the memory of a directory; an implementation of `FrameMemory`."""
 
     def __init__(self, backend: Backend, place: MemoryPlace) -> None:
         super().__init__(backend)
         self._place = place
 
     def allocate(self, sizes: Sequence[int]) -> list[Part]:
-        """Return memory of the directory, all of it in one mapping, which is reserved.
-
-        Raises:
-            gds.StorageError: The directory has not so much memory left. Nothing was taken.
-        """
+        """Return memory of the directory, all of it in one mapping, which is reserved."""
         if not sizes:
             return []
         nbytes = sum(map(_aligned, sizes))
@@ -71,10 +62,7 @@ class MappedFrames(HostFrames):
 
 
 def resident_frames(options: Options, backend: Backend) -> HostFrames:
-    """Return the allocator of host memory in which state stays between steps.
-
-    Raises what `require_host_memory` does.
-    """
+    """Return the allocator of host memory in which state stays between steps."""
     if options.memory_directory is None:
         return HostFrames(backend)
     return MappedFrames(backend, require_memory(os.fsdecode(options.memory_directory.path)))
@@ -138,13 +126,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class WorkingMemory:
-    """The ring, resident chunks and block buffers. Each is created when it is first needed.
-
-    Args:
-        drives: Drives that allocate the memory and determine the number of ring chunks.
-        options: Options of the user.
-        meter: Meter that counts seconds and traffic.
-    """
+    """The ring, resident chunks and block buffers. Each is created when it is first needed."""
 
     def __init__(self, drives: Drives, options: Options, meter: Meter) -> None:
         self._drives = drives
@@ -155,13 +137,7 @@ class WorkingMemory:
         self._blocks: BlockBuffers | None = None
 
     def ring(self, layout: Layout, compute: Compute | None) -> Streamer:
-        """Return the streamer for a layout, with its ring and resident chunks.
-
-        Args:
-            layout: Layout of the state.
-            compute: Compute of the device that holds a ring created now; None for a ring in host
-                memory.
-        """
+        """Return the streamer for a layout, with its ring and resident chunks."""
         if self.streamer is None:
             options, backend = self._options, self._drives.backends[0]
             memory: FrameMemory
@@ -199,11 +175,7 @@ class WorkingMemory:
         return self.streamer.error if self.streamer is not None else None
 
     def synchronize(self) -> None:
-        """Wait until every transfer of state that has been started has ended.
-
-        Raises:
-            gds.StorageError: A write failed.
-        """
+        """Wait until every transfer of state that has been started has ended."""
         if self.streamer is not None:
             self.streamer.synchronize()
 
@@ -219,11 +191,7 @@ class WorkingMemory:
         self._blocks = None
 
     def drop(self) -> None:
-        """Release all memory, before another layout is used.
-
-        Raises:
-            gds.StorageError: A write failed.
-        """
+        """Release all memory, before another layout is used."""
         self.synchronize()
         self.reset()
         self.streamer = self._blocks = None
@@ -234,14 +202,7 @@ _PAGE_BYTES = 2 << 20
 
 
 class DeviceFrames:
-    """Frames on a device; an implementation of `offload.stream.frame.FrameMemory`.
-
-    Args:
-        backend: Moves state between storage and device memory.
-        compute: Compute of the device.
-        traffic: Counter of the bytes that cross to the host. State crosses only if a caller of
-            `fetch` needs it in host memory.
-    """
+    """Frames on a device; an implementation of `offload.stream.frame.FrameMemory`."""
 
     def __init__(self, backend: Backend, compute: Compute, traffic: Traffic) -> None:
         self.device = compute.device
@@ -254,10 +215,6 @@ class DeviceFrames:
 
         CUDA takes memory in pages of 2 MiB, and cuFile registers whole allocations: separate ones
         would take up to a page more each.
-
-        Raises:
-            gds.errors.RefusedError: The backend cannot allocate device memory.
-            gds.errors.DeviceMemoryError: The device has no memory left. Nothing is allocated.
         """
         total = _slab_bytes(sizes)
         if not total:
@@ -323,12 +280,7 @@ def _rounded(nbytes: int, unit: int) -> int:
 
 
 class DeviceDigests:
-    """Digests of a chunk, computed on the device. Only the digests cross to the host.
-
-    Args:
-        compute: Compute of the device.
-        arrays: Bytes of the chunk by state array. Their memory must not be moved or freed.
-    """
+    """Digests of a chunk, computed on the device. Only the digests cross to the host."""
 
     def __init__(self, compute: Compute, arrays: Mapping[str, torch.Tensor]) -> None:
         self._compute = compute

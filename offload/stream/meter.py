@@ -44,12 +44,7 @@ class Meter:
     """Per-thread flag ``in_step``: whether the thread is in a step."""
 
     def count_seal(self, nbytes: int, seconds: float) -> None:
-        """Record a seal that has succeeded. The seal's thread calls this.
-
-        Args:
-            nbytes: Bytes that the seal wrote.
-            seconds: Duration of the seal, which ends now.
-        """
+        """Record a seal that has succeeded. The seal's thread calls this."""
         if self.trace is not None:
             now = time.perf_counter()
             self.trace.add("seal", "seal", now - seconds, now, nbytes=nbytes)

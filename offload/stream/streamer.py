@@ -105,10 +105,6 @@ class Streamer:
 
         Chunks that have been read ahead from the same source are kept if they are among the next to
         be taken. Others are dropped, because they could fill the ring before they are needed.
-
-        Args:
-            source: Slot to read from; None if there is no state yet.
-            chunks: Chunks in the order in which they will be taken.
         """
         with self._changed:
             self._queue.clear()
@@ -234,9 +230,6 @@ class Streamer:
         """Return the writes that a seal of the present target must complete.
 
         Dirty chunks must not change from now on, until they have been written.
-
-        Raises:
-            gds.StorageError: An earlier write has failed.
         """
         with self._changed:
             self.raise_error()
@@ -252,11 +245,7 @@ class Streamer:
             self._changed.notify_all()
 
     def synchronize(self) -> None:
-        """Wait until every transfer that has been started has ended.
-
-        Raises:
-            gds.StorageError: A write failed.
-        """
+        """Wait until every transfer that has been started has ended."""
         self._changed.wait_until(lambda: not (self._writing or self._dropping))
         with self._changed:
             loading = [f for frame in self._loading.values() for f in frame.futures]
@@ -414,13 +403,7 @@ class Streamer:
 
 
 class Flush:
-    """All state that is not yet on storage when a checkpoint is requested.
-
-    Args:
-        streamer: Streamer whose `flush` created this object.
-        pending: Writes in progress.
-        chunks: Resident chunks to write.
-    """
+    """All state that is not yet on storage when a checkpoint is requested."""
 
     def __init__(
         self, streamer: Streamer, pending: Sequence[IOFuture], chunks: Sequence[int]
@@ -438,11 +421,7 @@ class Flush:
             self._chunks.popleft()
 
     def wait(self) -> None:
-        """Wait until everything has been written.
-
-        Raises:
-            gds.StorageError: A write failed.
-        """
+        """Wait until everything has been written."""
         for write in self._pending:
             write.result()
 

@@ -74,11 +74,7 @@ class Trace:
                 self.num_dropped += 1
 
     def write(self) -> None:
-        """Write all events so far, replacing an earlier file.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
+        """Write all events so far, replacing an earlier file."""
         with self._lock:
             events = sorted(self._events, key=lambda event: event.start_s)
         document = {
@@ -96,12 +92,7 @@ class Trace:
 
 
 class TracedBackend(WrapperBackend):
-    """Backend that records every transfer in a trace.
-
-    Args:
-        inner: Backend that performs the transfers.
-        trace: Trace that receives the events.
-    """
+    """Backend that records every transfer in a trace."""
 
     def __init__(self, inner: Backend, trace: Trace) -> None:
         super().__init__(inner)

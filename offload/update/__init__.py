@@ -1,7 +1,7 @@
 """The arithmetic of a chunk: update rules, the code that runs them, and encodings of stored state.
 
 `updater` is where to begin reading: it has the order of a chunk's update, and puts together the
-place where chunks are updated (`places`) and the code that steps elements. There are three
+place where chunks are updated and the code that steps elements. There are three
 implementations of that code, which do not know of each other: `torch_step`, `kernel.kernel_step`
 and `device_step`.
 

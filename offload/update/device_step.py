@@ -35,7 +35,7 @@ from offload.format.chunk_plan import Piece
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockContext
 from offload.update.rules import UpdateRule
-from offload.update.step_code import Block, Call, LoadedChunk, PieceNumbers, blocks, runs
+from offload.update.step_code import Block, Call, LoadedChunk, PieceNumbers, StepCode, blocks, runs
 from offload.update.step_keys import StepInputs, StepKeys
 from offload.update.steppable import why_not_by_kernel, why_not_by_torch
 
@@ -54,19 +54,8 @@ class DeviceCall:
         self.step.launch(self.block)
 
 
-class DeviceStep:
-    """The part of one step that the kernels of a device take; a `StepCode`.
-
-    Args:
-        compute: Compute of the device that holds parameters, gradients and frames. The kernels that
-            the step needs are compiled now, and compared with torch's own step when they are first
-            used in a process.
-        rule: Update rule of the optimizer.
-        keys: Keys of the parameters.
-        inputs: Everything that the step computes with.
-        live: Live parameters.
-        gradients: Gradients.
-    """
+class DeviceStep(StepCode):
+    """The part of one step that the kernels of a device take."""
 
     def __init__(
         self,
@@ -135,9 +124,6 @@ class DeviceStep:
         """Return why no kernel can step a group; empty if one can."""
         return self._reasons[group]
 
-    def add_gradient(self, index: int) -> None:
-        """Do nothing: the parameter's key says that it has a gradient."""
-
     def calls(
         self, chunk: LoadedChunk, numbers: PieceNumbers
     ) -> tuple[Sequence[Call], PieceNumbers]:
@@ -150,9 +136,6 @@ class DeviceStep:
             else:
                 others += run
         return calls, np.array(others, dtype=np.int64)
-
-    def done(self, chunk: LoadedChunk) -> None:
-        """Do nothing: each call has already reported what it does not use any more."""
 
     def launch(self, block: Block) -> None:
         """Queue the step of one block."""

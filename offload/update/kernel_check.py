@@ -69,10 +69,6 @@ def choose_kernel(optimizer_class: type[torch.optim.Optimizer], state_dtype: str
 
     Parameters that the kernel does not step, such as those of a group with ``foreach=True``, are
     stepped by torch's code all the same.
-
-    Args:
-        optimizer_class: Class of the optimizer.
-        state_dtype: Form of the state, as `Options.state_dtype`.
     """
     step = optimizer_class.step
     found = _trusted(optimizer_class, state_dtype, step)  # type: ignore[arg-type]  # have a hash
@@ -196,13 +192,7 @@ class _Values:
         return values
 
     def stored(self, name: str, nbytes: int, code: str) -> torch.Tensor:
-        """Return stored values of an array, whose number is given in bytes.
-
-        Args:
-            name: Name of the array.
-            nbytes: Bytes of all values.
-            code: safetensors code of their dtype.
-        """
+        """Return stored values of an array, whose number is given in bytes."""
         dtype = DTYPES[code]
         length = nbytes // dtype.itemsize
         if not dtype.is_floating_point:

@@ -36,12 +36,7 @@ Result = TypeVar("Result")
 
 
 class BlockMemory:
-    """Memory for one block, reused for the next block. Not for two threads at a time.
-
-    Args:
-        empty: Allocator of a flat tensor, given the number of elements and a dtype; None for host
-            memory.
-    """
+    """Memory for one block, reused for the next block. Not for two threads at a time."""
 
     def __init__(self, empty: Callable[[int, torch.dtype], torch.Tensor] | None = None) -> None:
         self.scratch = Scratch()
@@ -60,12 +55,7 @@ class BlockMemory:
 
 
 class BlockContext(BlockMemory):
-    """Memory and stepper of one thread that updates blocks.
-
-    Args:
-        rule: Update rule that makes the stepper.
-        empty: Allocator of the memory; see `BlockMemory`.
-    """
+    """Memory and stepper of one thread that updates blocks."""
 
     def __init__(
         self, rule: UpdateRule, empty: Callable[[int, torch.dtype], torch.Tensor] | None = None
@@ -100,9 +90,6 @@ class UpdatePool:
     """Runs a function on many items, on `default_num_threads` threads; one caller at a time.
 
     The threads start when they first have work.
-
-    Args:
-        rule: Update rule that makes the steppers.
     """
 
     def __init__(self, rule: UpdateRule) -> None:
@@ -167,15 +154,10 @@ class UpdatePool:
         for future in futures:
             future.result()
 
-    def run_here(
-        self, function: Callable[[BlockContext, Item], object], items: Sequence[Item]
-    ) -> None:
-        """Call ``function(context, item)`` for every item on the calling thread.
-
-        Nothing else may use the pool meanwhile.
-        """
-        for item in items:
-            function(self._contexts[0], item)
+    @property
+    def context(self) -> BlockContext:
+        """Context for the calling thread, while nothing else uses the pool."""
+        return self._contexts[0]
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """Call a function for every item, as `run` does, and return the results in item order."""

@@ -38,13 +38,7 @@ It returns the final state of each parameter."""
 
 
 class Probe:
-    """Values of a probe, and ways to lay them out.
-
-    Args:
-        num_rows: Rows of the whole tensor; each has 65 values.
-        pieces: Numbers of elements of successive pieces, repeated cyclically.
-        strided: Ways to lay out parameters and gradients other than contiguously.
-    """
+    """Values of a probe, and ways to lay them out."""
 
     def __init__(
         self, num_rows: int, pieces: Sequence[int], strided: Sequence[tuple[Cut, Cut]]
@@ -55,29 +49,18 @@ class Probe:
         """Shape of the whole tensor."""
 
     def whole(self, run: Run) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """Update all values in one contiguous tensor.
-
-        Returns:
-            The parameters after each step, and the final state.
-        """
+        """Update all values in one contiguous tensor."""
         stepped, (state,) = self._run(run, _whole, _whole)
         return stepped, state
 
     def pieces(self, run: Run) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Update all values in pieces.
-
-        Returns:
-            The parameters after each step, flat, and the final state of each piece.
-        """
+        """Update all values in pieces."""
         return self._run(run, self._cut, self._cut)
 
     def strided(self, run: Run) -> list[tuple[list[torch.Tensor], dict[str, Any]]]:
         """Update all values in tensors that are not contiguous, once for each layout.
 
         A layout for which the step raises an error is left out: torch's own step would fail, too.
-
-        Returns:
-            The parameters after each step, and the final state, for each layout.
         """
         results = []
         for parameters, gradients in self._strided:

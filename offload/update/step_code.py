@@ -7,6 +7,7 @@ the same key, and a run into blocks of a limited number of elements.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -50,53 +51,40 @@ class Call(Protocol):
     """One call of some code, for some elements of a chunk."""
 
     def run(self, context: BlockContext, /) -> None:
-        """Step the elements, and tell the chunk's digests of them.
-
-        Args:
-            context: Memory and stepper of the calling thread.
-        """
+        """Step the elements, and tell the chunk's digests of them."""
         ...
 
 
-class StepCode(Protocol):
+class StepCode(ABC):
     """Code that steps parameters of a chunk, for one step of the optimizer.
 
     Each chunk is offered to `calls` once. When all calls of the chunk have returned, `done` is
     called.
     """
 
-    def why_not(self, group: int) -> str:
-        """Return why this code can step no parameter of a group; empty if it can.
+    def why_not(self, group: int) -> str:  # noqa: ARG002
+        """Return why this code can step no parameter of a group; empty if it can."""
+        return ""
 
-        Args:
-            group: Index of the parameter group.
-        """
-        ...
-
-    def add_gradient(self, index: int) -> None:
+    def add_gradient(self, index: int) -> None:  # noqa: B027
         """Note that a parameter has received a gradient, before any of its chunks is stepped.
 
-        This looks at no tensor: a backward pass may be in progress, and may be watched.
+        The parameter's key says so already. This looks at no tensor: a backward pass may be in
+        progress, and may be watched.
         """
-        ...
 
+    @abstractmethod
     def calls(
         self, chunk: LoadedChunk, numbers: PieceNumbers
     ) -> tuple[Sequence[Call], PieceNumbers]:
-        """Take the pieces of a chunk that this code can step.
-
-        Args:
-            chunk: The chunk.
-            numbers: Pieces that no other code has taken.
+        """Take the pieces of a chunk that this code can step, out of those that are left.
 
         Returns:
             Calls that step the pieces taken, for any threads, in any order; and the other pieces.
         """
-        ...
 
-    def done(self, chunk: LoadedChunk) -> None:
+    def done(self, chunk: LoadedChunk) -> None:  # noqa: B027
         """Note that all calls for a chunk have returned."""
-        ...
 
 
 class Block(NamedTuple):
@@ -117,14 +105,7 @@ class Block(NamedTuple):
 def runs(
     layout: Layout, chunk: int, keys: Sequence[Key], numbers: PieceNumbers
 ) -> Iterator[tuple[Key, list[int]]]:
-    """Yield each run among some pieces of a chunk: its key, and the numbers of its pieces.
-
-    Args:
-        layout: Layout of the state.
-        chunk: Index of the chunk.
-        keys: Key of each parameter.
-        numbers: The pieces.
-    """
+    """Yield each run among some pieces of a chunk: its key, and the numbers of its pieces."""
     pieces, given = layout.plans[chunk].pieces, numbers.tolist()
     found = [keys[pieces[number].parameter] for number in given]
     # The place among the given ones is subtracted, so that the numbers of a run are consecutive.

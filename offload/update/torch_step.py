@@ -26,7 +26,7 @@ from offload.format.digests import Digests
 from offload.update.coding import rounding
 from offload.update.coding.coder import StateCoder
 from offload.update.pool import BlockContext
-from offload.update.step_code import Block, Call, LoadedChunk, PieceNumbers, blocks, runs
+from offload.update.step_code import Block, Call, LoadedChunk, PieceNumbers, StepCode, blocks, runs
 from offload.update.step_keys import StepInputs, StepKeys
 
 
@@ -47,15 +47,8 @@ class TorchCall:
                 self.digests.written(name, start, start + stored.nbytes)
 
 
-class TorchStep:
-    """The part of one step that torch's own code takes; a `StepCode`.
-
-    Args:
-        keys: Keys of the parameters.
-        inputs: Everything that the step computes with.
-        live: Live parameters.
-        gradients: Gradients.
-    """
+class TorchStep(StepCode):
+    """The part of one step that torch's own code takes."""
 
     def __init__(
         self, keys: StepKeys, inputs: StepInputs, live: FlatTensors, gradients: FlatTensors
@@ -66,13 +59,6 @@ class TorchStep:
         self._gradients = gradients
         self._coder = StateCoder(inputs.layout, inputs.seed, inputs.step)
         self._factors = inputs.factors
-
-    def why_not(self, group: int) -> str:  # noqa: ARG002
-        """Return an empty text: torch's code steps every group."""
-        return ""
-
-    def add_gradient(self, index: int) -> None:
-        """Do nothing: the parameter's key says that it has a gradient."""
 
     def calls(
         self, chunk: LoadedChunk, numbers: PieceNumbers
@@ -86,16 +72,8 @@ class TorchStep:
         ]
         return calls, numbers[:0]
 
-    def done(self, chunk: LoadedChunk) -> None:
-        """Do nothing: each call has already reported what it does not use any more."""
-
     def update(self, context: BlockContext, block: Block) -> None:
-        """Step one block, or create its state if it has no gradient.
-
-        Args:
-            context: Memory and stepper of the calling thread.
-            block: The block, whose key must be updated.
-        """
+        """Step one block, or create its state if it has no gradient."""
         key, stored = block.key, block.stored
         views = self._live.views(block.pieces)
         live = join(context, "live", views, key.dtype)
@@ -144,15 +122,7 @@ def join(
     *,
     distinct: bool = False,
 ) -> torch.Tensor:
-    """Return flat views end to end: in a buffer, or the view itself if there is only one.
-
-    Args:
-        context: Memory of the calling thread.
-        name: Name of the buffer.
-        views: Flat views of a block's pieces.
-        dtype: Dtype of the result.
-        distinct: Whether each element of the result must have its own memory.
-    """
+    """Return flat views end to end: in a buffer, or the view itself if there is only one."""
     if len(views) == 1:
         (view,) = views
         # An expanded gradient is copied: torch's foreach code changes gradients in place.

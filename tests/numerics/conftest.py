@@ -13,8 +13,8 @@ import torch
 
 import offload.update.pool
 import offload.update.updater
-from offload.update.places import HostPlace
 from offload.update.pool import UpdatePool
+from offload.update.updater import HostPlace
 from tests.eventually import TIMEOUT_S
 from tests.numerics.delays import Held
 from tests.numerics.twins import Twins

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import offload
-import offload.update.places
+import offload.update.updater
 from gds import MemoryBackend
 from offload.errors import MismatchError, UnsupportedOptimizerError
 from offload.format import rounding_keys
@@ -161,7 +161,7 @@ def make_pair(
 
 def blocks(monkeypatch: pytest.MonkeyPatch, cut: tuple[int, int, int | None]) -> None:
     if cut[2] is not None:
-        monkeypatch.setattr(offload.update.places, "HOT_ELEMENTS", cut[2])
+        monkeypatch.setattr(offload.update.updater, "HOT_ELEMENTS", cut[2])
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,7 @@ from offload.update.pool import BlockMemory
 
 
 class StateCoder:
-    """Decodes and encodes the state arrays other than masters.
-
-    Args:
-        layout: Layout of the store.
-        seed: Seed of stochastic rounding.
-        step: Number of the current step. Each step rounds with different random numbers.
-    """
+    """Decodes and encodes the state arrays other than masters."""
 
     def __init__(self, layout: Layout, seed: int = 0, step: int = 0) -> None:
         self._layout = layout
@@ -61,16 +55,7 @@ class StateCoder:
         *,
         new: bool,
     ) -> dict[str, torch.Tensor]:
-        """Return arrays of a block as flat FP32, to be changed in place and passed to `store`.
-
-        Args:
-            context: Memory of the calling thread.
-            names: Names of the state arrays.
-            stored: Stored values of the block, by state array.
-            pieces: Pieces that make up the block.
-            new: Whether the block has no stored state yet. If so, the content of the result is
-                arbitrary.
-        """
+        """Return arrays of a block as flat FP32, to be changed in place and passed to `store`."""
         if self.is_exact:
             return {name: stored[name] for name in names}
         return {name: self._load(context, name, stored, pieces, new=new) for name in names}
@@ -109,15 +94,7 @@ class StateCoder:
         pieces: Sequence[Piece],
         first_element: int,
     ) -> None:
-        """Encode arrays of a block into their stored form. Does nothing for the exact format.
-
-        Args:
-            context: Memory of the calling thread.
-            values: Tensors that `load` returned, FP32, by state array.
-            stored: Stored values of the block, by state array; those of `values` are overwritten.
-            pieces: Pieces that make up the block.
-            first_element: First element of the block, in element space.
-        """
+        """Encode arrays of a block into their stored form. Does nothing for the exact format."""
         for name, exact in values.items():
             if self._state_dtype == "bfloat16":
                 self._round(context, name, exact, stored[name], pieces, first_element)

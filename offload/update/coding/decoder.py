@@ -42,12 +42,7 @@ class ParameterViews(Protocol):
 
 
 class StoredParameters:
-    """Parameters in the ``model.safetensors`` of a checkpoint; implements `ParameterViews`.
-
-    Args:
-        file: The open ``model.safetensors``.
-        layout: Layout of the checkpoint.
-    """
+    """Parameters in the ``model.safetensors`` of a checkpoint; implements `ParameterViews`."""
 
     def __init__(self, file: File, layout: Layout) -> None:
         self._file = file

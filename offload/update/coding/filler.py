@@ -122,13 +122,7 @@ class StateFiller:
         arrays: Mapping[str, torch.Tensor],
         digests: Digests | None = None,  # noqa: ARG002  (taken when the chunk is put)
     ) -> None:
-        """Fill one chunk.
-
-        Args:
-            chunk: Index of the chunk.
-            arrays: The chunk's range of each state array, flat, in the stored dtype; overwritten.
-            digests: Ignored. The chunk is digested when it is put.
-        """
+        """Fill one chunk."""
         plan = self._layout.plans[chunk]
         with on_host(self._live, chunk, plan.pieces):
             for span in cut_by_parameter(plan):

@@ -13,10 +13,12 @@ from torch.autograd.graph import increment_version
 from offload.device.boundary import is_on_device
 from offload.device.flat_tensors import FlatTensors
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
+from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, Digests
 from offload.format.layout import Layout
 from offload.format.rounding_keys import ParameterKeys, name_numbers
 from offload.update.kernel.forms import (
+    DTYPES,
     GROUP,
     MAX_FACTORS,
     MOMENTS,
@@ -27,9 +29,9 @@ from offload.update.kernel.forms import (
     why_not,
 )
 from offload.update.kernel.loading import Library
-from offload.update.kernel.piece_table import Addresses, LayoutTables, Numbers, PieceTable
+from offload.update.kernel.piece_table import LayoutTables, Numbers, PieceTable
 from offload.update.pool import BlockContext
-from offload.update.step_code import Call, LoadedChunk, PieceNumbers
+from offload.update.step_code import Call, LoadedChunk, PieceNumbers, StepCode
 from offload.update.step_keys import Key, StepInputs, StepKeys
 
 NOT_HERE = -1
@@ -41,13 +43,7 @@ leaves belong to one thread."""
 
 
 class UpdateKernel:
-    """The kernel, for one class of optimizers and one kind of square root.
-
-    Args:
-        library: The compiled kernel.
-        root: Kind of square root for FP32 state; a key of `offload.update.kernel.loading.ROOTS`.
-        optimizer_class: Class of the optimizer.
-    """
+    """The kernel, for one class of optimizers and one kind of square root."""
 
     def __init__(
         self, library: Library, root: int, optimizer_class: type[torch.optim.Optimizer]
@@ -97,16 +93,8 @@ class KernelCall:
                     self.digests.digested(name, number, digests[number].tobytes())
 
 
-class KernelStep:
-    """The part of one step that the kernel takes; a `StepCode`.
-
-    Args:
-        kernel: The kernel.
-        keys: Keys of the parameters.
-        inputs: Everything that the step computes with.
-        live: Live parameters.
-        gradients: Gradients.
-    """
+class KernelStep(StepCode):
+    """The part of one step that the kernel takes."""
 
     def __init__(
         self,
@@ -126,8 +114,7 @@ class KernelStep:
         self._parameters = inputs.parameters
         self._live = Addresses(live, num)
         self._gradients = Addresses(gradients, num)
-        self._num_left = np.array([p.num_elements for p in layout.parameters], dtype=np.int64)
-        self._num_elements = self._num_left.astype(np.uint64)
+        self._num_left = self._tables.num_elements.copy()
         self._group_of = np.full(num, NOT_HERE, dtype=np.int64)
         self._groups = np.zeros(0, dtype=GROUP)
         self._group_numbers: dict[Key, int] = {}
@@ -152,7 +139,7 @@ class KernelStep:
     def add_gradient(self, index: int) -> None:
         """Let the kernel step a parameter, if it can and if there is state."""
         key = self._keys.of[index]
-        if not (key.is_new or self._reasons[key.group]):
+        if key.scalars is not None and not self._reasons[key.group]:
             self._group_of[index] = self._group_numbers.setdefault(key, len(self._group_numbers))
 
     def calls(
@@ -175,8 +162,6 @@ class KernelStep:
         is_here = self._group_of[table.parameters] != NOT_HERE
         if not is_here.all():
             table = table.take(is_here)
-        if not len(table):
-            return [], others
         shares = -(-int(table.lengths.sum()) // (chunk.num_threads * PART_ELEMENTS))
         parts = table.parts(shares * PART_ELEMENTS, self._tables.formats)
         return [self._call(part, chunk.arrays, chunk.digests) for part in parts], others
@@ -220,7 +205,7 @@ class KernelStep:
         gradients.look(parameters)
         here = live.has_memory[parameters] & gradients.has_memory[parameters]
         begin, gradient = live.pointers[parameters], gradients.pointers[parameters]
-        num = self._num_elements[parameters]
+        num = self._tables.num_elements[parameters].astype(np.uint64)
         end = begin + num * live.sizes[parameters]
         gradient_end = gradient + num * gradients.sizes[parameters]
         here &= (begin >= gradient_end) | (gradient >= end)
@@ -239,7 +224,7 @@ class KernelStep:
     def _call(
         self, table: PieceTable, arrays: Mapping[str, torch.Tensor], digests: Digests | None
     ) -> KernelCall:
-        job, runs = Job(), np.zeros(len(table), dtype=RUN)
+        job, runs = Job(), np.zeros(len(table.parameters), dtype=RUN)
         call = KernelCall(self._kernel.library, job, runs, self._groups, digests)
         parameters = table.parameters
         runs["live"], runs["live_dtype"], call.copies = self._live.addresses(table, call.held)
@@ -300,3 +285,85 @@ def _why_not_step(inputs: StepInputs) -> str:
     if len(inputs.factors) > MAX_FACTORS:
         return f"gradients are multiplied {len(inputs.factors)} times"
     return ""
+
+
+class Addresses:
+    """Addresses of the values of parameters, or of gradients.
+
+    Values are used in place if a tensor is contiguous and in host memory. Flat views of all others
+    are taken piece by piece.
+    """
+
+    def __init__(self, tensors: FlatTensors, num: int) -> None:
+        self.tensors = tensors
+        self.plain = np.zeros(num, dtype=bool)
+        """Whether a tensor is used in place."""
+        self.has_memory = np.zeros(num, dtype=bool)
+        """Whether the values of a tensor are in memory that can be addressed."""
+        self.pointers = np.zeros(num, dtype=np.uint64)
+        """Address of the first value of a tensor that is used in place."""
+        self.sizes = np.zeros(num, dtype=np.uint64)
+        """Bytes of a value of a tensor that is used in place; 0 for all others."""
+        self._is_known = np.zeros(num, dtype=bool)
+        self._dtypes = np.zeros(num, dtype=np.uint32)
+
+    def look(self, parameters: Numbers) -> None:
+        """Find out which of these tensors can be used in place, and where they are."""
+        for index in parameters[~self._is_known[parameters]].tolist():
+            tensor = self.tensors.tensor(index)
+            self._is_known[index] = True
+            if tensor is None:
+                continue
+            on_device = is_on_device(tensor)  # then its values are staged in host memory
+            self.has_memory[index] = on_device or _has_memory(tensor)
+            if (
+                self.has_memory[index]
+                and not on_device
+                and (number := DTYPES.get(tensor.dtype)) is not None
+                and tensor.is_contiguous()
+                and not tensor.is_neg()
+            ):
+                self.plain[index] = True
+                self.pointers[index] = tensor.data_ptr()
+                self._dtypes[index] = number
+                self.sizes[index] = tensor.itemsize
+
+    def addresses(
+        self, table: PieceTable, held: list[torch.Tensor]
+    ) -> tuple[Numbers, Numbers, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return the address of each piece, uint64, and the number of its dtype, uint32.
+
+        The third result has views that the kernel cannot read, such as those of negated or expanded
+        tensors, and the copies at the address instead.
+        """
+        copies = []
+        parameters = table.parameters
+        found = self.pointers[parameters] + table.starts.astype(np.uint64) * self.sizes[parameters]
+        dtypes = self._dtypes[parameters]
+        for row in np.flatnonzero(~self.plain[parameters]).tolist():
+            (view,) = self.tensors.views([_piece(table, row)])
+            if not (view.is_contiguous() and view.dtype in DTYPES and not view.is_neg()):
+                dtype = view.dtype if view.dtype in DTYPES else torch.float32
+                copy = view.to(dtype).resolve_neg().contiguous()
+                copies.append((view, copy))
+                view = copy
+            held.append(view)
+            found[row], dtypes[row] = view.data_ptr(), DTYPES[view.dtype]
+        return found, dtypes, copies
+
+    def finish(self, table: PieceTable, rows: Numbers) -> None:
+        """Report that pieces, given by their rows, are not used any more."""
+        viewed = rows[~self.plain[table.parameters[rows]]]
+        self.tensors.finish([_piece(table, row) for row in viewed.tolist()])
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    # A subclass that handles torch's operations itself may only stand for other tensors.
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    return tensor.data_ptr() != 0  # zero for `torch._efficientzerotensor`
+
+
+def _piece(table: PieceTable, row: int) -> Piece:
+    start = int(table.starts[row])
+    return Piece(int(table.parameters[row]), start, start + int(table.lengths[row]), 0)
