@@ -1,10 +1,9 @@
 """Sealing: turns the working slot into a checkpoint, while training goes on.
 
-`capture` copies everything that the next forward pass may change (buffers, train state,
-hyper-parameters). `Seal` leaves the rest to a thread, which writes the parameters from the live
-tensors, makes everything durable, and renames the slot. The parameters do not change until the next
-step. That step waits, chunk by chunk, until the seal has copied the parameters that the step is
-about to overwrite.
+`capture` copies everything that the next forward may change (buffers, train state,
+hyper-parameters). A `Seal` writes the parameters from the live tensors, makes everything durable,
+and renames the slot, on a thread. The next step waits, chunk by chunk, until the parameters that it
+is about to overwrite have been copied.
 """
 
 from __future__ import annotations

@@ -42,9 +42,8 @@ from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSlot
 from offload.stream.drives import Drives
 from offload.stream.memory import WorkingMemory
-from offload.stream.meter import Meter
+from offload.stream.meter import Meter, Trace
 from offload.stream.streamer import Streamer
-from offload.stream.trace import Trace
 from offload.update.kernel_check import choose_kernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule

@@ -43,8 +43,8 @@ from offload.tiers.background import RETRY_S, BackgroundUploads
 from offload.tiers.ranks.following import FollowingUploads
 from offload.tiers.services.opening import require_tier
 from offload.tiers.services.presence import require_place
+from offload.update.device_step import require_steppable
 from offload.update.rules import UpdateRule
-from offload.update.steppable import require_steppable
 
 
 class OffloadedOptimizer(CheckpointingOptimizer):

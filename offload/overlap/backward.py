@@ -1,14 +1,9 @@
-"""Engine that steps chunks while backward computes the next gradients (``overlap="backward"``).
+"""Strategy that steps chunks while backward computes the next gradients (``overlap="backward"``).
 
-The first gradient after a step opens a pass. A hook on each parameter takes its gradient as soon as
-the gradient is final, and leaves an `AppliedGradient` in its place, which refuses to be read,
-clipped or added to. `step` tells the pass that no more gradients will come, and waits for it. While
-a pass is open, the state is half stepped. Only `step` and `restore` are possible then; everything
-else is refused. A parameter whose gradient has been taken is watched, and any use of it through
-torch is refused, since its value before the step is lost.
-
-A backward that is not meant as a step opens no pass: see `BackwardHooks`. It leaves gradients in
-``.grad``, as plain torch does, and `step` applies them.
+The first gradient after a step opens a pass. A hook on each parameter hands over its gradient as
+soon as that is final, and leaves an `AppliedGradient` in its place. While a pass is open, the state
+is half stepped: only `step` and `restore` are possible, and any use of a parameter whose gradient
+has been taken is refused. `BackwardHooks` tells which backwards are no steps and open no pass.
 """
 
 from __future__ import annotations
@@ -45,7 +40,7 @@ from offload.overlap.backward_gradients import (
     GradientSchedule,
     second_backward_message,
 )
-from offload.overlap.backward_hooks import BackwardHooks, TakeGradient
+from offload.overlap.backward_hooks import BackwardHooks
 from offload.overlap.constant_uses import backward_id
 from offload.update.kept_state import Scalars
 
@@ -344,7 +339,9 @@ class DuringBackward(StepStrategy):
                 if id(parameter) not in self._hooked:
                     self._hooked[id(parameter)] = parameter
                     has_new = True
-                    handle = parameter.register_post_accumulate_grad_hook(TakeGradient(self))
+                    handle = parameter.register_post_accumulate_grad_hook(
+                        compiling.Hook(self, DuringBackward.gradient_ready)
+                    )
                     self._handles[id(parameter)] = handle
                 elif not self._is_last_hook(parameter):
                     hooks, key = parameter._post_accumulate_grad_hooks, self._handles[id(parameter)]

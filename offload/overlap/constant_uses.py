@@ -1,12 +1,9 @@
 """Search, during a forward, for parameters whose values backward needs as constants.
 
-A parameter whose gradient is final may be stepped at once, if nothing needs its value any more. If
-autograd recorded a use of the parameter, backward has already passed this use when the gradient is
-final. But a use that is not recorded may need the value later: ``p.data`` or ``p.detach()`` may put
-the value into the graph as a constant, and activation checkpointing may read it again for a
-recomputation. So every use of a parameter is examined from the first forward to the first gradient.
-The examination is repeated when a module is called in a new way, such as in evaluation mode. This
-module also asks what autograd is doing on the calling thread.
+Autograd has passed a use that it recorded when the gradient is final. A use that is not recorded
+(``p.data``, ``p.detach()``, activation checkpointing) may need the value later. So every use is
+examined from the first forward to the first gradient, and again when a module is called in a new
+way. This module also asks what autograd is doing on the calling thread.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ _VALUE_INDEPENDENT = {_T.dim, _T.ndimension, _T.__len__, _T.type, _T.is_same_siz
 """Functions whose results do not depend on values, beyond those that `Watch` does not report."""
 
 
-class ConstantUses:
+class ConstantUses(compiling.Follower):
     """Watch on parameters from `begin` to `end`, or until a parameter is used as a constant."""
 
     def __init__(self, found: Callable[[], None]) -> None:
@@ -82,14 +79,6 @@ class ConstantUses:
         if key in self._with_graph and key in self._in_functions:
             self.end()
             self._found()
-
-    def before_compiled(self, number: int) -> None:
-        """Do nothing: the hooks of this mode are not compiled."""
-
-    @property
-    def is_partly_compiled(self) -> bool:
-        """Whether the watch is off; required of a `Follower`, and not used in this mode."""
-        return not self._is_watching
 
     def compiling_begins(self) -> None:
         """Pause the watch, so that the compiler finds parameters of ordinary classes."""

@@ -1,10 +1,10 @@
-"""Engine whose step runs beside the forward that follows it (``overlap="forward"``).
+"""Strategy whose step runs beside the forward that follows it (``overlap="forward"``).
 
 `step` moves the gradients out (and copies those that the program could still write to), starts the
 pass on a thread and returns. Hooks on the model wait for the parameters that they need. A
-checkpoint that is requested during the pass is captured at once, except for the parameters and the
-state; its seal begins when the pass has ended. While a pass is running, the engine belongs to the
-pass's thread, and every other call first waits for the pass.
+checkpoint that is requested meanwhile is captured at once, except for parameters and state; its
+seal begins when the pass has ended. Until then the engine belongs to that thread, and every other
+call waits.
 """
 
 from __future__ import annotations

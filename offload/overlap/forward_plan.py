@@ -1,11 +1,9 @@
 """Plan of a step beside the forward: the chunks that each module needs, and their order.
 
-The order is recorded in the first forwards. A module that was given to ``fully_shard`` gathers,
-before its forward, its own parameters and those of its submodules that were not given to
-``fully_shard`` themselves, and perhaps begins to gather those of other modules
-(``set_modules_to_forward_prefetch``). After that, the submodules have whole parameters in place of
-the DTensors that the optimizer steps. So whoever waits for a step must do so before the outermost
-of these modules gathers, and for all that it gathers.
+Before its forward, a module that was given to ``fully_shard`` gathers its own parameters and those
+of its submodules that were not, and perhaps those of other modules. The submodules then have whole
+parameters in place of the DTensors that the optimizer steps. So whoever waits for a step must do so
+before the outermost of these modules gathers, and for all that it gathers.
 """
 
 from __future__ import annotations

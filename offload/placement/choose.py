@@ -19,9 +19,9 @@ from offload.placement.model import decide
 from offload.placement.rates import MeasurementSetup, find_rates, step_bytes
 from offload.stream.drives import Drives
 from offload.stream.memory import host_memory_bytes
+from offload.update.device_step import require_steppable, why_not_steppable
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
-from offload.update.steppable import require_steppable, why_not_steppable
 
 Groups = Sequence[Mapping[str, Any]]
 

@@ -23,7 +23,7 @@ from offload.format.manifest import MAX_DIRECTORIES
 from offload.format.names import CALIBRATION_NAME
 from offload.journal import log_event
 from offload.options import Options
-from offload.stream.trace import Trace, TracedBackend
+from offload.stream.meter import Trace, TracedBackend
 from offload.units import duration, rate, size
 
 _MAX_SUM = 64

@@ -1,22 +1,11 @@
 """Streamer of chunks: from the drives through memory and back.
 
-The ring has a fixed number of frames, each with room for one chunk of every state array. The life
-of a frame:
+A ring has a fixed number of frames, each for one chunk of every state array. Reads run ahead, and
+the next read starts when a frame becomes free, on any thread. A budget of memory may hold resident
+chunks besides, evenly spread, which are written only by seals. The life of a frame:
 
     free -> loading (reads in progress) -> taken (being updated) -> writing -> free
-
-Reads run ahead of the update as long as there are free frames. Writes trail behind the update.
-When a frame becomes free, on any thread, the next read is started. The ring therefore refills for
-the next step while the model computes. A chunk is not read again before its write has ended. The
-memory is that of the ring and never depends on the model.
-
-In addition to the ring, a budget of memory may hold some resident chunks between steps. Each of
-them has its own frame, which is read once and written only by seals:
-
-    loading -> held -> taken -> held, dirty -> writing (a seal's flush) -> held
-
-The resident chunks are chosen once, evenly spread. A pass over all chunks thus finds the same ones
-every time, and has some to update while the drive reads the others.
+    loading -> held -> taken -> held, dirty -> writing (a seal's flush) -> held      (resident)
 """
 
 from __future__ import annotations

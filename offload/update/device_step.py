@@ -1,13 +1,10 @@
 """One step of an optimizer by the kernels of a device: one launch for many pieces of parameters.
 
-AdamW, Adam and SGD have kernels that step a parameter in one pass over its state, whatever the
-state is encoded as (`offload.device.kernels`). All pieces of a chunk that share hyper-parameters
-and dtypes are one run, and what their launches have in common is computed once.
-
-No table says for which versions of torch, of the compiler and of the driver the kernels are right.
-When a form is first needed in a process, some thousand elements are stepped by its kernel and by
-torch's code, on the device. A form with compressed state is represented by the form that stores the
-same state as FP32, because torch's step has no other: what is compared is the arithmetic.
+All pieces of a chunk that share hyper-parameters and dtypes are one run. A group without a kernel
+is stepped by torch's own step, if its state is stored as FP32. A form of the kernel is compared
+with torch's own step, on the device, when a process first needs it: no table says for which
+versions of torch, of the compiler and of the driver it is right. Compressed state is represented by
+FP32 state.
 """
 
 from __future__ import annotations
@@ -27,8 +24,16 @@ from torch.autograd.graph import increment_version
 from offload.ambient import in_neutral
 from offload.device.compute import Compute
 from offload.device.flat_tensors import FlatTensors
-from offload.device.kernels.forms import KERNEL_DTYPES, Form, form_for, moment_names
+from offload.device.kernels.forms import (
+    KERNEL_DTYPES,
+    MAX_FACTORS,
+    Form,
+    form_for,
+    moment_names,
+    why_no_kernel,
+)
 from offload.device.kernels.launches import DeviceRun
+from offload.errors import UnsupportedOptimizerError
 from offload.format import rounding_keys
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece
@@ -37,7 +42,6 @@ from offload.update.pool import BlockContext
 from offload.update.rules import UpdateRule
 from offload.update.step_code import Block, Call, LoadedChunk, PieceNumbers, StepCode, blocks, runs
 from offload.update.step_keys import StepInputs, StepKeys
-from offload.update.steppable import why_not_by_kernel, why_not_by_torch
 
 _Numbers = np.ndarray[Any, Any]
 
@@ -355,3 +359,70 @@ def _sent(compute: Compute, source: torch.Tensor) -> torch.Tensor:
     into = compute.empty(source.numel(), source.dtype)
     compute.send(source, into)
     return into
+
+
+def require_steppable(
+    rule: UpdateRule, groups: Sequence[Mapping[str, Any]], state_dtype: str, *, split: bool
+) -> None:
+    """Check that every parameter group can be stepped on a device.
+
+    Args:
+        rule: Update rule of the optimizer.
+        groups: ``param_groups``.
+        state_dtype: Stored form of the state, as `Options.state_dtype`.
+        split: Whether masters are split.
+
+    Raises:
+        UnsupportedOptimizerError: A group cannot be stepped; says why, and names the remedy.
+    """
+    if reason := why_not_steppable(rule, groups, state_dtype, split=split):
+        raise UnsupportedOptimizerError(
+            f'placement="device" is not possible: {reason}. Use placement="host"'
+        )
+
+
+def why_not_steppable(
+    rule: UpdateRule, groups: Sequence[Mapping[str, Any]], state_dtype: str, *, split: bool
+) -> str:
+    """Return why a parameter group cannot be stepped on a device; empty if all can be.
+
+    The arguments are those of `require_steppable`.
+    """
+    for given in groups:
+        # The updater, too, copies tensor hyper-parameters into host memory.
+        group = {k: _host_like(v) for k, v in given.items()}
+        reason = why_not_by_kernel(rule, group)
+        refusal = why_not_by_torch(rule, group, state_dtype, split=split) if reason else ""
+        if refusal:
+            return f"{reason}, and {refusal}"
+    return ""
+
+
+def why_not_by_kernel(
+    rule: UpdateRule, group: Mapping[str, Any], factors: Sequence[float] = ()
+) -> str:
+    """Return why no kernel can step a parameter group; empty if one can."""
+    if len(factors) > MAX_FACTORS:
+        return f"gradients are multiplied {len(factors)} times"
+    return why_no_kernel(rule.optimizer_class, group)
+
+
+def why_not_by_torch(
+    rule: UpdateRule, group: Mapping[str, Any], state_dtype: str, *, split: bool
+) -> str:
+    """Return why torch's own step cannot update a group's state on a device; empty if it can."""
+    if issubclass(rule.optimizer_class, torch.optim.ASGD):
+        return "torch's own step keeps its scalar state on the device"
+    if state_dtype != "float32":
+        return f"torch's own step needs FP32 state, and it is stored as {state_dtype}"
+    if split:
+        return "torch's own step needs FP32 masters, and they are split"
+    if group.get("fused"):
+        return "torch's own fused step keeps its count on the device"
+    return ""
+
+
+def _host_like(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return torch.empty((), dtype=torch.float32, device="cpu")
+    return value

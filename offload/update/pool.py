@@ -1,13 +1,7 @@
 """Threads that update blocks, each with memory for one block and its own stepper.
 
-torch could run each operation on all cores instead. But an operation on a block that fits in a
-cache takes tens of microseconds, and waking the other cores for each operation costs as much. So
-each thread uses one core, and updates whole blocks on it. If another program occupies a core, only
-the block on that core is delayed.
-
-The number of threads does not follow the drive. On an idle machine, the kernel takes hardly more
-processor time on several threads than on one. torch's own code takes up to 1.4 times as much on
-two.
+torch could run each operation on all cores instead, but waking them takes as long as an operation
+on a block that fits in a cache. So each thread updates whole blocks on its core.
 """
 
 from __future__ import annotations

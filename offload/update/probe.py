@@ -1,18 +1,10 @@
 """Probe: whether an update gives every element the same bits, wherever it lies in a tensor.
 
-A step runs on blocks that begin and end in the middle of parameters. Two kinds of updates would
-then give bits that differ from those of torch's own step on whole parameters:
-
-- an update that is not element-wise, such as one that divides by the norm of the tensor;
-- an update with a torch function whose kernel computes the last elements of a tensor, after the
-  last whole vector, differently from the rest. `torch.pow` and `torch.sigmoid` do so on most
-  processors: of a thousand results, 5 to 800 differ in the last bits.
-
-The probe therefore updates the same values in one tensor and in many small pieces, in which no
-element is part of a whole vector. It also updates them in tensors with other strides, for which
-torch's kernels have separate code. The values vary widely in magnitude, because a function may
-differ for some values only. Most parameters are zero, because the sum of a parameter and a small
-update hides the last bits of the update.
+It finds updates that are not element-wise, and torch functions whose kernels compute the elements
+after the last whole vector differently (`torch.pow`, `torch.sigmoid`). The same values are updated
+in one tensor, in pieces in which no element is part of a whole vector, and in tensors with other
+strides. They vary widely in magnitude, and most parameters are zero, because the sum of a parameter
+and a small update hides the last bits of the update.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """One step of an optimizer by torch's own code, block by block. It can step every parameter.
 
-For each block:
-
-1. Take the master, or make it from the live parameter.
-2. Gather the gradient, upcast it, and decode the state.
-3. Run torch's step.
-4. Encode the state, and cast the master back into the live parameter.
-5. Digest the values to be stored.
-
-There is one call of torch's step per block, never one per parameter. Blocks are independent, and
-may run on several threads. The tensors are in host memory, or all on one device.
+There is one call of torch's step for each block: the master is taken, the gradient gathered, the
+state decoded; after the step the state is encoded, the master cast back into the live parameter,
+and the stored values are digested. Blocks are independent. The tensors are in host memory, or all
+on one device.
 """
 
 from __future__ import annotations

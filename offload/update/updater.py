@@ -1,21 +1,11 @@
 """The update of chunks: one order of calls, whichever place they run in and whichever code steps.
 
-A step has one `ChunkUpdater`, and the engine knows nothing else of the arithmetic. Behind it are:
+`host_updater` and `device_updater` put a `ChunkUpdater` together, out of the `Place` where chunks
+are updated and the `StepCode` that steps elements. In one place, every code gives the same bits.
 
-- A `Place`, which is where chunks are updated: the CPU or a device. It brings parameters
-  and gradients there, and runs the calls.
-- Implementations of `StepCode` (`step_code`), which step elements: a kernel, and torch's own code.
-  A piece of a chunk goes to the first one that can step it.
-- `StepKeys` (`step_keys`), the hyper-parameters and scalar state.
-
-`host_updater` and `device_updater` put them together. In one place, every implementation gives the
-same bits.
-
-In all of them, the live parameter wins. If it differs from its rounded master, it has been edited
-since the last step (clamped, loaded, or replaced by an average). The edited elements then replace
-those of the master, as if the parameter had been FP32 all along. If the live parameter *is* the
-upper half of the master (``master="split"``), no comparison is needed. An edited value then keeps
-the lower half of the old master, which is less than half a step of bf16.
+The live parameter wins: where it differs from its rounded master, it has been edited since the last
+step, and replaces the master. If it *is* the upper half of the master (``master="split"``), an
+edited value keeps the old lower half, which is less than half a step of bf16.
 """
 
 from __future__ import annotations
@@ -35,14 +25,13 @@ from offload.errors import UnsupportedParameterError
 from offload.format.arrays import MASTER_LOW
 from offload.format.digests import LEAF_BYTES, Digests
 from offload.format.layout import Layout
-from offload.update.device_step import DeviceStep
+from offload.update.device_step import DeviceStep, require_steppable
 from offload.update.kept_state import Scalars
 from offload.update.kernel import KernelStep, UpdateKernel
 from offload.update.pool import BlockContext, UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.step_code import Call, LoadedChunk, StepCode
 from offload.update.step_keys import StepInputs, StepKeys
-from offload.update.steppable import require_steppable
 from offload.update.torch_step import TorchStep
 
 

@@ -1,12 +1,9 @@
 """8-bit moments: one byte per element, and one bfloat16 scale per block of 32.
 
 These are the companded formats of "FlashOptim: Optimizers for Memory Efficient Training"
-(Databricks, the flashoptim repository), with two differences. Scales are bfloat16, because second
-moments are often far below the range of FP16. A nonzero second moment never becomes zero.
-
-Every operation is correctly rounded, element by element, or is the maximum of a block. The bytes
-therefore depend neither on threads nor on where a tensor is cut, if cuts are multiples of 32 from
-its start.
+(Databricks), but scales are bfloat16, because second moments are often far below the range of FP16,
+and a nonzero second moment never becomes zero. The bytes depend neither on threads nor on where a
+tensor is cut, if cuts are multiples of 32 from its start.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Rounding of FP32 to bfloat16: at random, or with the remainder kept (split masters).
 
-Stochastic rounding is that of Zamirai et al., "Revisiting BFloat16 Training" (2020); its random
-numbers follow from the keys of `offload.format.rounding_keys`. Split masters are those of
-"FlashOptim: Optimizers for Memory Efficient Training" (Databricks), with a 16-bit remainder.
-All functions work on flat, contiguous CPU tensors. The bytes depend neither on threads nor on where
-a tensor is cut.
+The former is that of Zamirai et al., "Revisiting BFloat16 Training" (2020), with random numbers
+from the keys of `offload.format.rounding_keys`; the latter is that of "FlashOptim: Optimizers for
+Memory Efficient Training" (Databricks). The bytes depend neither on threads nor on where a tensor
+is cut.
 """
 
 from __future__ import annotations
