@@ -16,7 +16,6 @@ from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.reference import Position
 from offload.engine.resume import restore
-from offload.engine.seal import capture
 from offload.engine.seal_handle import SealHandle
 from offload.engine.state_passes import move_state
 from offload.engine.stats import Stats, collect_stats
@@ -206,17 +205,8 @@ class Engine:
                 move_state(state, groups)
             # Moving state makes a slot of what `restore` has found in another cut.
             written = cast(StateSlot, state.slots.present)
-            captured = capture(
-                store.sealing,
-                groups,
-                state.table,
-                state.table.stored(groups),
-                written,
-                state.num_steps,
-                encoded,
-                metrics or {},
-                state.update_code,
-            )
+            stored = state.table.stored(groups)
+            captured = state.capture(groups, stored, written, encoded, metrics)
         return state.begin_seal(written, captured)
 
     def fail_checkpoint(self, error: Exception) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,28 +108,23 @@ class Seal(SealInFlight):
         self._model_bytes = 0
         """Bytes written to the model file."""
 
-    def start(self, succeeded: Callable[[int, float], None]) -> None:
+    def start(self) -> None:
         """Seal on a new thread, which the interpreter waits for before it exits."""
         try:
-            target = in_neutral(self.run)
-            start(threading.Thread(target=target, args=(succeeded,), name=SEAL_THREAD))
+            start(threading.Thread(target=in_neutral(self.run), name=SEAL_THREAD))
         except RuntimeError:
             # The interpreter is shutting down and starts no more threads: seal before returning.
-            self.run(succeeded)
+            self.run()
 
-    def cancel(self) -> bool:
-        """Prevent the seal from beginning; return False if it has begun already."""
-        return self._claim()
-
-    def _claim(self) -> bool:
-        """Return True to the first caller only, which then runs the seal or cancels it."""
+    def claim(self) -> bool:
+        """Return True to the first caller only, which then runs the seal, or has cancelled it."""
         with self._progress:
             is_first, self._is_claimed = not self._is_claimed, True
             return is_first
 
-    def run(self, succeeded: Callable[[int, float], None]) -> None:
+    def run(self) -> None:
         """Seal, unless the seal has been cancelled. Never raises: the outcome is in `handle`."""
-        if not self._claim():
+        if not self.claim():
             return
         started, model = time.perf_counter(), self._model
         if model is None:
@@ -156,8 +151,9 @@ class Seal(SealInFlight):
             self._finish()
             self.handle.fail(failure)
         else:
-            written_bytes, seconds = self._written_bytes(), time.perf_counter() - started
-            succeeded(written_bytes, seconds)
+            written_bytes = self._model_bytes + self.slot.document_bytes
+            seconds = time.perf_counter() - started
+            self._meter.count_seal(written_bytes, seconds)
             self._finish()
             # Freed now, because the thread that waits for the result may allocate as much memory
             # before this thread has ended.
@@ -253,9 +249,6 @@ class Seal(SealInFlight):
         with self._progress:
             self._copied = 1 << 62  # no thread needs to wait any longer, whatever the outcome
             self._progress.notify_all()
-
-    def _written_bytes(self) -> int:
-        return self._model_bytes + self.slot.document_bytes
 
 
 def capture(

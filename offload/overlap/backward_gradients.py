@@ -1,5 +1,4 @@
-"""Gradients that are applied while backward runs: their order, and what stands in their place.
-"""
+"""Gradients that are applied while backward runs: their order, and what stands in their place."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from weakref import getweakrefcount
 
 import torch
 
-from offload.engine.seal import Captured, capture
+from offload.engine.seal import Captured
 from offload.engine.seal_handle import SealHandle
 from offload.engine.state_passes import (
     StatePass,
@@ -245,17 +245,7 @@ class BesideForward(StepStrategy):
             if item.is_here
         ):
             return None
-        return capture(
-            self._state.store.sealing,
-            groups,
-            self._state.table,
-            stored,
-            target,
-            self._state.num_steps,
-            encoded,
-            metrics or {},
-            self._state.update_code,
-        )
+        return self._state.capture(groups, stored, target, encoded, metrics)
 
     def _seal_after(
         self, slot: StateSlot, captured: Captured, failure: BaseException | None

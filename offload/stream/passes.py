@@ -25,6 +25,23 @@ _RING_CHUNKS = 3
 """Frames of a ring that is made for one pass: one is read, one is used, one is written."""
 
 
+class ChunkOrder:
+    """The order in which steps take the chunks; the step strategy sets it."""
+
+    def __init__(self) -> None:
+        self.learned: Sequence[int] = ()
+        """All chunks in the order of the last steps; not used if the layout has other chunks."""
+        self.is_backwards = False
+        """Whether steps take the last chunk first until an order has been learned."""
+
+    def of(self, layout: Layout) -> Sequence[int]:
+        """Return all chunks of a layout in the order of a step."""
+        if len(self.learned) == layout.num_chunks:
+            return self.learned
+        chunks = range(layout.num_chunks)
+        return chunks[::-1] if self.is_backwards else chunks
+
+
 class RingPass:
     """One pass of chunks through a ring.
 

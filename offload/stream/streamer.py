@@ -102,7 +102,7 @@ class Streamer:
                 wanted = {c for c in chunks if c in self._resident}
                 wanted.update([c for c in chunks if c not in wanted][: self._num_frames])
             for chunk in [c for c in self._loading if c not in wanted]:
-                self._drop(chunk)
+                self._drop(self._loading.pop(chunk))
             self._source = source
             self._queue.extend(c for c in chunks if c not in self._loading and c not in self._held)
             self._pump()
@@ -129,7 +129,9 @@ class Streamer:
                 for future in frame.futures:
                     future.result()
                 if isinstance(source, RecutSource):
-                    _fill(frame, source)
+                    if chunk < source.layout.num_chunks:
+                        plan = source.layout.plans[chunk]
+                        frame.fill(plan, partial(source.fill, chunk))
                 elif source is not None and (source.unchecked or self._verify_reads):
                     check_read(frame, source)
         except BaseException:
@@ -330,11 +332,8 @@ class Streamer:
         self._pump()
         self._changed.notify_all()
 
-    def _drop(self, chunk: int) -> None:
+    def _drop(self, frame: Frame) -> None:
         """Drop a chunk that was read ahead. Its frame becomes free when the reads have ended."""
-        self._drop_frame(self._loading.pop(chunk))
-
-    def _drop_frame(self, frame: Frame) -> None:
         self._dropping.append(frame)
         self._when_ended(frame.futures, partial(self._dropped, frame))
 
@@ -362,7 +361,7 @@ class Streamer:
                 self._read(frame, chunk)
                 self._loading[chunk] = frame
             except BaseException as error:
-                self._drop_frame(frame)
+                self._drop(frame)
                 if not isinstance(error, Exception):
                     raise  # an interrupt, which this thread's caller handles
                 self.error = error
@@ -421,12 +420,6 @@ class Flush:
             streamer._flushing.difference_update(self._chunks)
             streamer._dirty.update(self._chunks)
             streamer._changed.notify_all()
-
-
-def _fill(frame: Frame, source: RecutSource) -> None:
-    chunk = frame.chunk
-    if chunk < source.layout.num_chunks:
-        frame.fill(source.layout.plans[chunk], lambda arrays: source.fill(chunk, arrays))
 
 
 def _spread(num: int, layout: Layout) -> list[int]:
