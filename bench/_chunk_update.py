@@ -14,8 +14,8 @@ from offload.update.kept_state import Scalars
 from offload.update.kernel import UpdateKernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
-from offload.update.step_inputs import StepInputs
-from offload.update.updaters import host_updater
+from offload.update.step_keys import StepInputs
+from offload.update.updater import host_updater
 
 FORMS = {
     "exact": StateFormat(),

@@ -20,8 +20,8 @@ from offload.update.dtypes import DTYPE_CODES
 from offload.update.kernel import UpdateKernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
-from offload.update.step_inputs import StepInputs
-from offload.update.updaters import host_updater
+from offload.update.step_keys import StepInputs
+from offload.update.updater import host_updater
 
 
 def wide(num: int, generator: torch.Generator) -> torch.Tensor:

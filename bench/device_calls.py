@@ -29,8 +29,8 @@ from offload.update import device_step
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
-from offload.update.step_inputs import StepInputs
-from offload.update.updaters import device_updater
+from offload.update.step_keys import StepInputs
+from offload.update.updater import device_updater
 
 _BF16 = torch.bfloat16
 

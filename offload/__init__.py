@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from offload.checkpoint.opening import open_checkpoint
     from offload.classes import SGD, Adam, AdamW
     from offload.engine.reference import Position, reference_of
-    from offload.engine.seal import SealHandle
+    from offload.engine.seal_handle import SealHandle
     from offload.engine.stats import Stats
     from offload.errors import (
         BrokenOptimizerError,
@@ -208,7 +208,7 @@ _MODULES = {
     "offload.store.quarantine": ("verify_and_mark",),
     "offload.retention.policy": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),
     "offload.grad_scaler": ("GradScaler",),
-    "offload.engine.seal": ("SealHandle",),
+    "offload.engine.seal_handle": ("SealHandle",),
     "offload.exchange.dcp_storage": ("CheckpointReader",),
     "offload.exchange.exporting": ("export_checkpoint",),
     "offload.exchange.hf_files": ("add_hf_files",),

@@ -1,14 +1,10 @@
 """torch's modes: those of the caller, and the neutral ones that this library computes in.
 
-torch keeps these modes for each thread: inference mode, gradients, autocast, default device,
-flushing of denormal numbers, and modes that see every function called. A caller may have set any of
-them, and they matter: a buffer made in inference mode can never be written outside of that mode,
-and a buffer made without a device is on the default device. So every public function computes
-within `neutral`, and calls the user's code within `as_user`, in the caller's modes.
-
-The default dtype, deterministic algorithms and anomaly mode are settings of the process, which
-other threads may rely on. This library leaves them alone, and names the dtype of every tensor that
-it makes.
+torch keeps inference mode, gradients, autocast, default device, flushing of denormal numbers, and
+modes that see every function called, for each thread. So every public function computes within
+`neutral`, and calls the user's code within `as_user`. Settings of the process (default dtype,
+deterministic algorithms, anomaly mode) are left alone; every tensor that is made has its dtype
+named.
 """
 
 from __future__ import annotations

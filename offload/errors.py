@@ -56,34 +56,27 @@ class StoreFullError(StoreError):
     """The file system has no room for the slots of the retention policy, or for an export."""
 
 
-class UnreadableError(StoreError, StorageError):
+class _AtPathError(StoreError, StorageError):
+    """An error of a file or directory whose message says all that the number would."""
+
+    def __init__(self, number: int, message: str, path: str) -> None:
+        OSError.__init__(self, number, message, path)  # StorageError would add the number's meaning
+        self.offset = None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.errno, self.strerror, self.filename)
+
+
+class UnreadableError(_AtPathError):
     """A file or directory of a store could not be read. Its content may well be whole."""
 
-    def __init__(self, number: int, message: str, path: str) -> None:
-        OSError.__init__(self, number, message, path)  # StorageError would add the number's meaning
-        self.offset = None
 
-
-class SlotFullError(StoreFullError, StorageError):
+class SlotFullError(_AtPathError, StoreFullError):
     """The file system has no room at present for the slot that the next generation needs."""
 
-    def __init__(self, number: int, message: str, path: str) -> None:
-        OSError.__init__(self, number, message, path)  # StorageError would add the number's meaning
-        self.offset = None
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.errno, self.strerror, self.filename)
-
-
-class UnwritableError(StoreError, StorageError):
+class UnwritableError(_AtPathError):
     """The store cannot be written: this user lacks permission, or it is mounted read-only."""
-
-    def __init__(self, number: int, message: str, path: str) -> None:
-        OSError.__init__(self, number, message, path)  # StorageError would add the number's meaning
-        self.offset = None
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.errno, self.strerror, self.filename)
 
 
 class UnreliableReadError(StoreError):

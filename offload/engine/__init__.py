@@ -4,12 +4,12 @@ This wing may know every wing below it. It never imports `overlap`, the optimize
 `cli`.
 """
 
-from offload.engine.chunk_pass import StatePass
 from offload.engine.engine import Engine
 from offload.engine.reference import Position, is_reference, read_reference
-from offload.engine.seal import SealHandle
+from offload.engine.seal_handle import SealHandle
+from offload.engine.state_passes import StatePass
 from offload.engine.stats import Stats
-from offload.engine.strategy import InsideStep, StepStrategy
+from offload.engine.strategy import StepStrategy
 from offload.engine.training_state import TrainingState
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "Stats",
     "StepStrategy",
     "TrainingState",
-    "InsideStep",
     "is_reference",
     "read_reference",
 ]

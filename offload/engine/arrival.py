@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gds.waiting import Pending
+from offload.engine.seal_handle import SealInFlight
 from offload.errors import OffloadError
-from offload.format.layout import Layout
 from offload.journal import log_event
 from offload.store.opening import StoredCheckpoint
 from offload.store.slots.slot import Slot
@@ -55,10 +55,8 @@ class ArrivalHandle:
             self._future.set_result(found)
 
 
-class Arrival:
-    """A checkpoint whose state is still arriving; see `offload.engine.seal.Seal`.
-
-    Nothing is copied from the model, so no step waits for that.
+class Arrival(SealInFlight):
+    """A checkpoint whose state is still arriving.
 
     Args:
         incoming: Checkpoint of the tier. Its parameters have arrived.
@@ -67,7 +65,7 @@ class Arrival:
     """
 
     def __init__(self, incoming: Incoming, store: Store, slot: Slot) -> None:
-        self.slot = slot
+        self.slot: Slot = slot
         self.url = incoming.url
         self.handle = ArrivalHandle(incoming.manifest.step)
         self._was_stopped = False
@@ -100,16 +98,3 @@ class Arrival:
     def is_cut_short(self) -> bool:
         """Whether `stop` has ended the arrival before the checkpoint was complete."""
         return self._was_stopped and self.handle.has_failed
-
-    def wait_all_copied(self) -> None:
-        """Return at once."""
-
-    def stops(self, layout: Layout) -> Sequence[int]:
-        """Return zeros: no chunk has to wait."""
-        return (0,) * layout.num_chunks
-
-    def wait_copied_of(self, name: str) -> None:
-        """Return at once."""
-
-    def wait_copied(self, nbytes: int) -> None:
-        """Return at once."""

@@ -9,21 +9,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar, cast
 
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.engine.reference import Position
-from offload.engine.reseal import has_same_model, have_same_groups, replace_train_state
 from offload.engine.resume import restore
-from offload.engine.seal import SealHandle, capture
+from offload.engine.seal_handle import SealHandle
 from offload.engine.state_passes import move_state
 from offload.engine.stats import Stats, collect_stats
 from offload.engine.strategy import Metrics, StepStrategy
 from offload.engine.training_state import Groups, TrainingState
+from offload.engine.whole_model import has_same_model
 from offload.errors import BrokenOptimizerError
 from offload.format.layout import Layout
-from offload.format.train_state import encode
+from offload.format.manifest import encode_group
+from offload.format.train_state import EncodedState, encode
 from offload.format.unreadable import as_unreadable
 from offload.store.frozen_space import FrozenSpace
 from offload.store.opening import StoredCheckpoint
@@ -35,12 +37,7 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Carries out an optimizer's calls on its training state.
-
-    Args:
-        state: The state, which the engine closes.
-        strategy: Strategy that takes the steps.
-    """
+    """Carries out an optimizer's calls on its training state."""
 
     has_warned = False
     """Whether the warning about a reference to unsealed state has been given."""
@@ -75,11 +72,7 @@ class Engine:
         )
 
     def open_store(self) -> StateStore:
-        """Return the store, which this process has open.
-
-        Raises:
-            OffloadError: The optimizer is closed, or was made by another process.
-        """
+        """Return the store, which this process has open."""
         self.state.lifecycle.require_alive()
         return self.store
 
@@ -139,9 +132,6 @@ class Engine:
         """Wait for a step that runs beside the model; all ranks raise its error. Collective.
 
         State that arrives from a tier is waited for as well.
-
-        Args:
-            call: Call of the user, for messages.
         """
         self.finish_arrival()
         failed: list[Exception] = []
@@ -192,18 +182,16 @@ class Engine:
             return later
         state, store = self.state, self.store
         encoded = self._begin_checkpoint(lambda: encode(train_state))
-        store.warn_of_lost()
         self.relayout(groups)
         sealed = state.slots.sealed
-        if (
+        is_sealed = (
             sealed is not None
             and sealed.manifest.step == state.num_steps
             and state.ranks.all("checkpoint()", lambda: self._is_unchanged(sealed, groups))
-        ):
-            return replace_train_state(
-                store, sealed, encoded, metrics, several=state.ranks.size > 1
-            )
-        store.warn_of_lost()  # `is_usable` may just have found a loss
+        )
+        store.warn_of_lost()  # also of a loss that was found just now
+        if sealed is not None and is_sealed:
+            return self._replace_train_state(sealed, encoded, metrics)
         store.keeping.require_replaceable(store.sealing.path_of(state.num_steps))
         moves = False
         if state.slots.present is None:
@@ -217,17 +205,8 @@ class Engine:
                 move_state(state, groups)
             # Moving state makes a slot of what `restore` has found in another cut.
             written = cast(StateSlot, state.slots.present)
-            captured = capture(
-                store.sealing,
-                groups,
-                state.table,
-                state.table.stored(groups),
-                written,
-                state.num_steps,
-                encoded,
-                metrics or {},
-                state.update_code,
-            )
+            stored = state.table.stored(groups)
+            captured = state.capture(groups, stored, written, encoded, metrics)
         return state.begin_seal(written, captured)
 
     def fail_checkpoint(self, error: Exception) -> None:
@@ -293,7 +272,8 @@ class Engine:
         # In a poisoned store, a failed seal may have left a newer checkpoint, now abandoned.
         if store.poisoned or sealed.manifest.layout != state.layout:
             return False
-        if not have_same_groups(sealed, groups):
+        saved = [encode_group(i, group) for i, group in enumerate(sealed.manifest.groups)]
+        if saved != [encode_group(i, group) for i, group in enumerate(groups)]:
             return False
         stored = state.table.stored(groups)
         is_same = state.ranks.has_same_model(sealed, stored)
@@ -301,6 +281,21 @@ class Engine:
             is_same = has_same_model(sealed, stored, state.block_buffers())
         # Checked last, because other programs may change the checkpoint meanwhile.
         return is_same and store.is_usable(sealed)
+
+    def _replace_train_state(
+        self, sealed: StoredCheckpoint, encoded: EncodedState, metrics: Metrics
+    ) -> SealHandle:
+        """Replace train state and metrics of a checkpoint if they differ; durable on return.
+
+        Each of the two is replaced atomically, the train state first. With several ranks only the
+        store knows the train states of all.
+        """
+        store, reader = self.store, self.store.reader_of(sealed)
+        if self.state.ranks.size > 1 or reader.read_train_state() != encoded:
+            store.replace_train_state(sealed, encoded)
+        if metrics is not None and metrics != sealed.manifest.metrics:
+            store.replace_manifest(sealed, replace(sealed.manifest, metrics=metrics))
+        return SealHandle.finished(store.reader_of(sealed))
 
     def restore(
         self,

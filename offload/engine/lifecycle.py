@@ -14,15 +14,7 @@ _log = logging.getLogger("offload")
 
 
 class Lifecycle:
-    """Record of whether an engine can be used, and checks of it.
-
-    Args:
-        store: Store that this process has opened.
-        memory: Memory of the state, which knows whether a transfer has failed.
-        decided: Whether the user has chosen to restore or to start over, or need not choose because
-            the store has no checkpoints.
-        tier_url: URL of the tier that `restore` looks at if the store is empty; empty for none.
-    """
+    """Record of whether an engine can be used, and checks of it."""
 
     def __init__(
         self, store: StateStore, memory: WorkingMemory, *, decided: bool, tier_url: str = ""

@@ -29,9 +29,9 @@ from offload.store.opening import StoredCheckpoint
 from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSource, StateStore
-from offload.stream.state_check import check_state
+from offload.stream.passes import check_state
 from offload.units import duration, grouped, many, seen_from, size
-from offload.update.coding.recoder import BlockRecoder
+from offload.update.coding.blocks8 import BlockRecoder
 
 _CALLER = 5
 """Stack level of the code that called the optimizer's `restore`, seen from the helpers of `restore`
@@ -48,32 +48,7 @@ def restore(
     reencode: bool | None = None,
     require: Callable[[], None],
 ) -> Checkpoint | None:
-    """Continue from a checkpoint of the store, or from the one before it if it is damaged.
-
-    Args:
-        state: State that the checkpoint replaces. No step may be in flight.
-        groups: ``param_groups`` of the optimizer.
-        which: Step number, or path or name of the checkpoint's directory; None for the newest.
-        discard_newer: Whether newer checkpoints may be given up.
-        verify: Whether the state is read and checked at once; None to follow the options.
-        reencode: Whether 8-bit state may be encoded anew for another cut; None to follow the
-            options.
-        require: Function that raises an error if the checkpoint that is meant has been replaced.
-
-    Returns:
-        The checkpoint; None if the store, and its tier, have none and none was asked for.
-
-    Raises:
-        CheckpointNotFoundError: No checkpoint has that step, path or name.
-        CheckpointError: There are checkpoints, but none can be used.
-        TierError: The store has no checkpoint, and its tier cannot be used.
-        MismatchError: The checkpoint does not fit the optimizer and the model, or there are newer
-            checkpoints and `discard_newer` is not set.
-        RanksError: The ranks chose different checkpoints, or differ in `reencode`. Nothing has
-            changed.
-        DamagedError: The content is not what was written, and no older checkpoint may take its
-            place. The model may hold parts of it.
-    """
+    """Continue from a checkpoint of the store, or from the one before it if it is damaged."""
     store, lifecycle = state.store, state.lifecycle
     state.collect_seal(wait=True, errors=False)
     if state.ranks.size == 1:
@@ -257,10 +232,7 @@ def _warn_of_refused(store: StateStore) -> None:
 
 
 def _recut(state: TrainingState, found: StoredCheckpoint, *, reencode: bool) -> RecutSource | None:
-    """Return the state of a checkpoint in the present cut; None if it was stored in this cut.
-
-    Raises the errors of `RecutSource`.
-    """
+    """Return the state of a checkpoint in the present cut; None if it was stored in this cut."""
     store, ranks = state.store, state.ranks
     if ranks.all("restore()", lambda: store.fits(found, ranks.cuts)):
         return None

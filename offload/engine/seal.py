@@ -1,29 +1,27 @@
 """Sealing: turns the working slot into a checkpoint, while training goes on.
 
-`capture` copies everything that the next forward pass may change (buffers, train state,
-hyper-parameters). `Seal` leaves the rest to a thread, which writes the parameters from the live
-tensors, makes everything durable, and renames the slot. The parameters do not change until the next
-step. That step waits, chunk by chunk, until the seal has copied the parameters that the step is
-about to overwrite.
+`capture` copies everything that the next forward may change (buffers, train state,
+hyper-parameters). A `Seal` writes the parameters from the live tensors, makes everything durable,
+and renames the slot, on a thread. The next step waits, chunk by chunk, until the parameters that it
+is about to overwrite have been copied.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from gds.waiting import Monitor, Pending, start
+from gds.waiting import Monitor, start
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.device.boundary import Marks, marks_of
+from offload.engine.seal_handle import SEAL_THREAD, SealHandle, SealInFlight
 from offload.errors import SealError, reason_of
 from offload.format._manifest_fields import NOT_HYPERPARAMETERS
 from offload.format.layout import Layout
@@ -39,113 +37,10 @@ from offload.stream.meter import Meter
 from offload.stream.streamer import Flush
 from offload.units import duration, size
 
-SEAL_THREAD = "offload-seal"
-"""Name of the threads that seal."""
-
 _EDITED = (
     "while it was being copied into the checkpoint. Between checkpoint() and the next step(), call "
     ".result() on the handle before editing parameters"
 )
-
-
-class SealHandle:
-    """Handle of a checkpoint that is being sealed, or has been sealed.
-
-    The checkpoint becomes durable by itself; nothing needs to be called. If sealing fails,
-    `result`, the next `step` and the next `checkpoint` raise the error. With several ranks `step`
-    warns of it, and `checkpoint` raises it only if `result` has not raised it on all ranks.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        """Number of optimizer steps after which the checkpoint was asked for."""
-        self.was_raised = False
-        """Whether the user has seen the error with which sealing has failed."""
-        self._future: Pending[Checkpoint] = Pending()
-        self._caller = threading.get_ident()
-        self._is_awaited = False
-        """Whether the thread that asked for the checkpoint waits for it."""
-
-    def done(self) -> bool:
-        """Return whether sealing has ended, with success or with an error."""
-        return self._future.done()
-
-    def result(self, timeout: float | None = None) -> Checkpoint:
-        """Wait until the checkpoint is durable and return it.
-
-        Args:
-            timeout: Seconds to wait; None waits for ever.
-
-        Raises:
-            SealError: The checkpoint could not be sealed. Older checkpoints are untouched.
-            TimeoutError: The checkpoint is still being sealed after `timeout` seconds.
-        """
-        try:
-            return self.outcome(timeout)
-        except SealError:
-            self.was_raised = True
-            raise
-
-    def outcome(self, timeout: float | None = None) -> Checkpoint:
-        """Return what `result` returns; the user does not see an error that this raises."""
-        with self._awaited():
-            return self._future.result(timeout)
-
-    def when_sealed(self, use: Callable[[Checkpoint], object]) -> None:
-        """Call a function with the checkpoint once it is durable; not if sealing fails.
-
-        The call is made on the thread that seals, or at once if the checkpoint is durable. The
-        function must be short and must not wait. An `Exception` that it raises is logged.
-        """
-
-        def ended(future: Pending[Checkpoint]) -> None:
-            """Use the checkpoint, if the seal made one."""
-            if future.exception() is None:
-                use(future.result())
-
-        self._future.add_done_callback(ended)
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "SealHandle cannot be copied or pickled: the checkpoint is being made by this process. "
-            "Call result(), and send result().path"
-        )
-
-    def __repr__(self) -> str:
-        return f"SealHandle(step={self.step}, done={self.done()})"
-
-    def wait(self) -> None:
-        """Wait until sealing has ended, with success or with an error."""
-        with self._awaited():
-            self._future.wait()
-
-    @contextmanager
-    def _awaited(self) -> Iterator[None]:
-        is_caller = threading.get_ident() == self._caller
-        self._is_awaited |= is_caller
-        try:
-            yield
-        finally:
-            self._is_awaited &= not is_caller
-
-    def place_of_caller(self) -> tuple[int, int] | None:
-        """Return where the thread is that asked for the checkpoint; None if it edits nothing.
-
-        If the place is the same at two times, the thread may be in one call, such as an edit.
-        """
-        frame = None if self._is_awaited else sys._current_frames().get(self._caller)
-        return None if frame is None else (id(frame), frame.f_lasti)
-
-    def fail(self, error: SealError) -> None:
-        """Make `result` raise an error, because the checkpoint will never be sealed."""
-        self._future.set_exception(error)
-
-    @classmethod
-    def finished(cls, checkpoint: Checkpoint) -> SealHandle:
-        """Return a handle for a checkpoint that is durable already."""
-        handle = cls(checkpoint.step)
-        handle._future.set_result(checkpoint)
-        return handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +68,8 @@ class Captured:
         return self.composition.manifest
 
 
-class Seal:
-    """One seal in flight.
-
-    Args:
-        store: Store of the slot. `Sealer.begin` must be called before `start`.
-        slot: Working slot that holds the state.
-        captured: Content of the checkpoint.
-        model: Copy of the model's tensors that the seal makes.
-        flush: State that is not in the slot yet.
-        meter: Meter that counts the seconds for which other threads wait for the seal.
-    """
+class Seal(SealInFlight):
+    """One seal in flight."""
 
     def __init__(
         self,
@@ -197,7 +83,7 @@ class Seal:
         self._meter = meter
         self.handle = captured.handle
         self._store = store
-        self.slot = slot
+        self.slot: StateSlot = slot
         self._composition = captured.composition
         self._model: ModelCopy | None = model
         self._is_on_host = not captured.marks
@@ -222,38 +108,23 @@ class Seal:
         self._model_bytes = 0
         """Bytes written to the model file."""
 
-    def start(self, succeeded: Callable[[int, float], None]) -> None:
-        """Seal on a new thread, which the interpreter waits for before it exits.
-
-        Args:
-            succeeded: Called with the number of bytes written and the seconds taken, if the seal
-                succeeds.
-        """
+    def start(self) -> None:
+        """Seal on a new thread, which the interpreter waits for before it exits."""
         try:
-            target = in_neutral(self.run)
-            start(threading.Thread(target=target, args=(succeeded,), name=SEAL_THREAD))
+            start(threading.Thread(target=in_neutral(self.run), name=SEAL_THREAD))
         except RuntimeError:
             # The interpreter is shutting down and starts no more threads: seal before returning.
-            self.run(succeeded)
+            self.run()
 
-    def cancel(self) -> bool:
-        """Prevent the seal from beginning; return False if it has begun already."""
-        return self._claim()
-
-    def _claim(self) -> bool:
-        """Return True to the first caller only, which then runs the seal or cancels it."""
+    def claim(self) -> bool:
+        """Return True to the first caller only, which then runs the seal, or has cancelled it."""
         with self._progress:
             is_first, self._is_claimed = not self._is_claimed, True
             return is_first
 
-    def run(self, succeeded: Callable[[int, float], None]) -> None:
-        """Seal, unless the seal has been cancelled. Never raises: the outcome is in `handle`.
-
-        Args:
-            succeeded: Called with the number of bytes written and the seconds taken, if the seal
-                succeeds.
-        """
-        if not self._claim():
+    def run(self) -> None:
+        """Seal, unless the seal has been cancelled. Never raises: the outcome is in `handle`."""
+        if not self.claim():
             return
         started, model = time.perf_counter(), self._model
         if model is None:
@@ -280,8 +151,9 @@ class Seal:
             self._finish()
             self.handle.fail(failure)
         else:
-            written_bytes, seconds = self._written_bytes(), time.perf_counter() - started
-            succeeded(written_bytes, seconds)
+            written_bytes = self._model_bytes + self.slot.document_bytes
+            seconds = time.perf_counter() - started
+            self._meter.count_seal(written_bytes, seconds)
             self._finish()
             # Freed now, because the thread that waits for the result may allocate as much memory
             # before this thread has ended.
@@ -295,14 +167,11 @@ class Seal:
         self._store.journal.tell()  # nobody waits for this thread any more
 
     def wait_all_copied(self) -> None:
-        """Wait until everything has been copied from the model."""
+        """Wait for all bytes."""
         self.wait_copied(self._data_bytes)
 
     def stops(self, layout: Layout) -> Sequence[int]:
-        """Return, for each chunk of a layout, the bytes that `wait_copied` has to wait for.
-
-        The caller is a pass that is about to change tensors. Until then nobody may edit them.
-        """
+        """Return the stops of the copy; from the first call on, edits are the step's own."""
         with self._progress:
             if not self._are_released:
                 self._are_released = True
@@ -311,13 +180,13 @@ class Seal:
         return (0,) * layout.num_chunks if model is None else model.stops(layout)
 
     def wait_copied_of(self, name: str) -> None:
-        """Wait until a tensor has been copied from the model."""
+        """Wait, unless the seal has ended."""
         model = self._model
         if model is not None:
             self.wait_copied(model.stop_of(name))
 
     def wait_copied(self, nbytes: int) -> None:
-        """Wait until `nbytes` bytes of the model file's data have been copied from the model."""
+        """Wait, and count the seconds."""
         if self._copied >= nbytes:
             return
         with self._meter.timed("wait_seal_s"):
@@ -381,9 +250,6 @@ class Seal:
             self._copied = 1 << 62  # no thread needs to wait any longer, whatever the outcome
             self._progress.notify_all()
 
-    def _written_bytes(self) -> int:
-        return self._model_bytes + self.slot.document_bytes
-
 
 def capture(
     sealing: Sealer,
@@ -399,22 +265,6 @@ def capture(
     """Copy the present content of a checkpoint, except for its parameters.
 
     Data that is too large raises an error here, before a checkpoint is withdrawn.
-
-    Args:
-        sealing: Sealer of the store.
-        groups: ``param_groups`` of the optimizer.
-        table: Parameters of the optimizer, and their scalar state.
-        stored: Tensors that ``model.safetensors`` will have.
-        slot: Slot that holds the state.
-        step: Optimizer steps taken.
-        train_state: Encoded train state of the user.
-        metrics: Checked metrics of the user.
-        update_code: Code that updates the state, in words.
-
-    Raises:
-        OffloadError: The hyper-parameters do not fit into the space that the slot reserves.
-        TypeError: A hyper-parameter cannot be stored. The message names it.
-        offload.format.train_state.TrainStateTooLargeError: The train state does not fit.
     """
     composition = sealing.compose(
         slot,

@@ -49,11 +49,6 @@ def make_reference(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool)
     """Make a reference from torch's state dict; see `OffloadedOptimizer.state_dict`.
 
     Only that method may call this, because a warning points at the caller of that method.
-
-    Args:
-        engine: Engine of the optimizer.
-        torch_dict: torch's state dict of the optimizer.
-        warn: Whether to warn if the state is not sealed.
     """
     position = engine.position
     if warn and position.step and not position.sealed and not engine.has_warned:
@@ -62,17 +57,7 @@ def make_reference(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool)
 
 
 def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any]) -> None:
-    """Load a reference; see `OffloadedOptimizer.load_state_dict`.
-
-    Args:
-        engine: Engine of the optimizer.
-        groups: ``param_groups`` of the optimizer.
-        reference: Reference to the present state, or to the newest checkpoint of the store.
-
-    Raises:
-        MismatchError: The reference names another state, or does not fit the optimizer.
-        DamagedError: The state of the checkpoint is damaged.
-    """
+    """Load a reference; see `OffloadedOptimizer.load_state_dict`."""
     state = engine.state
 
     def choose() -> tuple[list[dict[str, Any]], StoredCheckpoint | None]:
@@ -105,13 +90,7 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
 
 
 def materialize(engine: Engine, groups: Groups) -> MaterializedState:
-    """Read the present state into memory, as FP32, through the ring; changes nothing. Collective.
-
-    Raises:
-        gds.StorageError: A transfer failed.
-        DamagedError: The data read differs from the data written.
-        RanksError: A rank was lost, or makes another call.
-    """
+    """Read the present state into memory as FP32, through the ring; changes nothing. Collective."""
     state = engine.state
     state.ranks.together(_HOLDING, state.lifecycle.require_usable)
     engine.relayout(groups)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -22,18 +22,18 @@ from offload.checkpoint.recut.source import RecutSource
 from offload.device.boundary import HOST
 from offload.device.compute import Compute
 from offload.engine.arrival import Arrival
-from offload.engine.failed_seal import FailedSeal
 from offload.engine.lifecycle import Lifecycle
-from offload.engine.ranks import Alone, Ranks
-from offload.engine.seal import Captured, Seal, SealHandle
+from offload.engine.ranks import Ranks
+from offload.engine.seal import Captured, Seal, capture
+from offload.engine.seal_handle import FailedSeal, SealHandle
 from offload.engine.whole_model import whole_copy
 from offload.engine.working_slot import StateSlots
 from offload.errors import InDoubtError, OffloadError, RanksError, SealError, reason_of
 from offload.format.layout import Layout
-from offload.model.model_copy import ModelCopy
+from offload.format.train_state import EncodedState
 from offload.model.model_file import BlockBuffers
 from offload.model.parameters import Trainable, all_parameters
-from offload.model.shards import Shards
+from offload.model.stored import Stored
 from offload.model.table import ParameterTable
 from offload.options import Options
 from offload.placement.choose import PlacementChooser
@@ -42,9 +42,9 @@ from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSlot
 from offload.stream.drives import Drives
 from offload.stream.memory import WorkingMemory
-from offload.stream.meter import Meter
+from offload.stream.meter import Meter, Trace
+from offload.stream.passes import ChunkOrder
 from offload.stream.streamer import Streamer
-from offload.stream.trace import Trace
 from offload.update.kernel_check import choose_kernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
@@ -55,23 +55,6 @@ if TYPE_CHECKING:
 Groups: TypeAlias = Sequence[dict[str, Any]]
 """``param_groups`` of the optimizer, passed anew to each call because libraries replace the
 dicts."""
-
-
-class ChunkOrder:
-    """The order in which steps take the chunks; the step strategy sets it."""
-
-    def __init__(self) -> None:
-        self.learned: Sequence[int] = ()
-        """All chunks in the order of the last steps; not used if the layout has other chunks."""
-        self.is_backwards = False
-        """Whether steps take the last chunk first until an order has been learned."""
-
-    def of(self, layout: Layout) -> Sequence[int]:
-        """Return all chunks of a layout in the order of a step."""
-        if len(self.learned) == layout.num_chunks:
-            return self.learned
-        chunks = range(layout.num_chunks)
-        return chunks[::-1] if self.is_backwards else chunks
 
 
 class TrainingState:
@@ -85,9 +68,7 @@ class TrainingState:
         fresh: Whether to start over although the store has checkpoints.
         options: Settings of the machine.
         device: Device that the parameters are on now; None for host memory.
-        ranks: Ranks that train together; None if this process trains alone.
-        shards: Function that returns this rank's part of a tensor of the model; None if this
-            process trains alone.
+        ranks: Ranks that train together.
 
     Raises:
         StoreError: The directories cannot be used; says why.
@@ -103,12 +84,11 @@ class TrainingState:
         keep: Retention,
         fresh: bool,
         options: Options,
-        device: torch.device | None = None,
-        ranks: Ranks | None = None,
-        shards: Shards | None = None,
+        device: torch.device | None,
+        ranks: Ranks,
     ) -> None:
         self.rule = rule
-        self.ranks = Alone() if ranks is None else ranks
+        self.ranks = ranks
         self.pool = UpdatePool(rule)
         self.kernel = choose_kernel(rule.optimizer_class, options.state_dtype)
         """Code that updates the state on a CPU."""
@@ -120,7 +100,7 @@ class TrainingState:
             model,
             options.chunk_elements,
             options.state_format,
-            shards=self.ranks.shards if shards is None else shards,
+            shards=ranks.shards,
         )
         self.meter = Meter(trace=Trace(os.fsdecode(options.trace)) if options.trace else None)
         own = directories if self.ranks.size == 1 else directories[:1]
@@ -172,11 +152,7 @@ class TrainingState:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the present state.
-
-        Raises:
-            RuntimeError: The state has not been laid out yet.
-        """
+        """The layout of the present state."""
         if self.table.layout is None:
             raise RuntimeError("the store has not been laid out")
         return self.table.layout
@@ -259,12 +235,35 @@ class TrainingState:
         self.call = what
         self.ranks.begin_call(what, self.num_steps)
 
+    def capture(
+        self,
+        groups: Groups,
+        stored: Sequence[Stored],
+        slot: StateSlot,
+        train_state: EncodedState,
+        metrics: Mapping[str, float] | None,
+    ) -> Captured:
+        """Capture a checkpoint of the state in `slot`; see `offload.engine.seal.capture`."""
+        return capture(
+            self.store.sealing,
+            groups,
+            self.table,
+            stored,
+            slot,
+            self.num_steps,
+            train_state,
+            metrics or {},
+            self.update_code,
+        )
+
     def begin_seal(self, slot: StateSlot, captured: Captured) -> SealHandle:
         """Begin to seal the state, which is in `slot`."""
         seal = None
         with self.failing_seal():
             ring = self.ring()
-            model = self._model_copy(slot, captured)
+            model = self.ranks.model_copy(slot, captured.stored, captured.marks)
+            if model is None:
+                model = whole_copy(self.store, cast(Slot, slot), captured, self.block_buffers())
             flush = ring.flush()
         try:
             seal = Seal(self.store, slot, captured, model, flush, self.meter)
@@ -272,9 +271,9 @@ class TrainingState:
             self.slots.sealed_now()
             self.lifecycle.steps_in_seal = self.meter.steps
             self.seal = seal  # set before the seal begins, as the start may be interrupted
-            seal.start(self.meter.count_seal)
+            seal.start()
         except BaseException:
-            if seal is None or seal.cancel():  # otherwise the seal goes on
+            if seal is None or seal.claim():  # otherwise the seal goes on
                 self.seal = None
                 ring.thaw()
                 self.store.sealing.end()
@@ -287,12 +286,6 @@ class TrainingState:
 
         All ranks learn of the error, and training goes on in the slots that they have. Nothing
         happens if there is no other rank.
-
-        Args:
-            error: Error of this rank.
-
-        Raises:
-            SealError: Always, if there are other ranks and the state can be trained on.
         """
         slot = self.slots.present if not self.lifecycle.why_broken() else None
         if isinstance(slot, RecutSource):
@@ -325,6 +318,21 @@ class TrainingState:
             self.fail_seal(error)
             raise
 
+    def require_step(self) -> None:
+        """Check that a step may be taken, and record the end of a seal that has ended."""
+        with self.refusing_step():
+            self.lifecycle.require_usable()
+        self.collect_seal()
+
+    def lay_out_step(self, groups: Groups) -> bool:
+        """Do what `relayout` does, if any parameter or model tensor is new since the last step."""
+        return not self.table.is_current(groups) and self.relayout(groups)
+
+    def gradients(self, groups: Groups) -> list[torch.Tensor | None]:
+        """Return the gradient of each parameter in element-space order; None if it has none."""
+        with self.refusing_step():
+            return self.table.gradients(groups)
+
     @contextmanager
     def refusing_step(self) -> Iterator[None]:
         """Take part, with an error that the block raises, in the step that all ranks begin."""
@@ -335,13 +343,6 @@ class TrainingState:
                 needs_slot = self.slots.needs_target
                 self.ranks.refuse_step(self.num_steps + 1, error, needs_slot=needs_slot)
             raise
-
-    def _model_copy(self, slot: StateSlot, captured: Captured) -> ModelCopy:
-        """Return the copy of the model that a seal makes: of all of it, or of this rank's share."""
-        share = self.ranks.model_copy(slot, captured.stored, captured.marks)
-        if share is None:
-            return whole_copy(self.store, cast(Slot, slot), captured, self.block_buffers())
-        return share
 
     def collect_seal(self, *, wait: bool = False, errors: bool = True, alone: bool = False) -> None:
         """Record the end of a seal, if one has ended.

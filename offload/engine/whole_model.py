@@ -10,7 +10,7 @@ from offload.device.staging import Traffic
 from offload.engine.seal import Captured
 from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import WholeCopy
-from offload.model.model_file import BlockBuffers, ModelImage, read_model
+from offload.model.model_file import BlockBuffers, ModelImage, digest_model, read_model
 from offload.model.model_writing import CloneSource, TensorRanges
 from offload.model.recut_model import read_recut_model
 from offload.model.stored import Stored
@@ -72,3 +72,18 @@ def load_recut(
     with backend.open(f"{path}/{checkpoint.manifest.layout.model_name}") as file:
         manifest, parts = checkpoint.manifest, store.directories[1:]
         return read_recut_model(backend, path, manifest, file, wanted, traffic, parts=parts)
+
+
+def has_same_model(
+    sealed: StoredCheckpoint, stored: Sequence[Stored], buffers: BlockBuffers
+) -> bool:
+    """Return whether parameters and buffers equal those of a checkpoint, bit for bit.
+
+    Reads memory, not storage. The optimizer state cannot differ, because no step has been taken.
+    """
+    manifest, slot = sealed.manifest, sealed.slot
+    if slot is None:
+        return False
+    tensors = {item.spec.name: item.tensor for item in stored}
+    image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
+    return tuple(digest_model(image, buffers, slot.context)) == manifest.model_digests

@@ -22,9 +22,6 @@ class StateSlots:
       present one.
     - A checkpoint of another cut (`RecutSource`), which a restore makes the present one. The next
       step reads it in place of a sealed slot; after that it is closed.
-
-    Args:
-        store: Store that has the slots.
     """
 
     def __init__(self, store: StateStore) -> None:
@@ -57,20 +54,14 @@ class StateSlots:
         return target
 
     def reserve(self, layout: Layout, num_groups: int) -> None:
-        """Acquire a slot of a new layout now; the next pass moves the state to it.
-
-        Raises the errors of `target`.
-        """
+        """Acquire a slot of a new layout now; the next pass moves the state to it."""
         reserved = self._store.acquire(layout, num_groups, is_new=True)
         if self._reserved is not None:
             self._store.release(self._reserved)
         self._reserved, self.is_working = reserved, False
 
     def ensure_target(self, layout: Layout, num_groups: int) -> None:
-        """Acquire a slot now, if the next pass needs one.
-
-        Raises the errors of `target`.
-        """
+        """Acquire a slot now, if the next pass needs one."""
         if self.needs_target:
             self._reserved = self._store.acquire(layout, num_groups)
 

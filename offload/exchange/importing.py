@@ -40,11 +40,12 @@ from offload.store.slots.slot import Slot
 from offload.store.store import Store
 from offload.stream.drives import Directory, Drives, as_directories
 from offload.stream.passes import RingPass, ring_for_one_pass
-from offload.update.coding import codecs
+from offload.update.coding import rounding
 from offload.update.coding.filler import StateFiller
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 from offload.update.kept_state import Scalars
 from offload.update.rules import UpdateRule
+from offload.update.scratch import Scratch
 
 _READ_ELEMENTS = 512 << 10
 
@@ -214,7 +215,7 @@ class _SourceParameters:
 
     def __init__(self, parameters: Sequence[ForeignParameter]) -> None:
         self._parameters = parameters
-        self._scratch = codecs.Scratch()
+        self._scratch = Scratch()
 
     def views(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Return the elements of each piece, flat, in the parameter's live dtype."""
@@ -228,7 +229,7 @@ class _SourceParameters:
         live = values.to(DTYPES[parameter.spec.dtype])
         if MASTER_LOW in parameter.spec.arrays:
             low = torch.empty(len(live), dtype=torch.int16, device="cpu")
-            codecs.split_master(values.float(), live, low, scratch=self._scratch)
+            rounding.split_master(values.float(), live, low, scratch=self._scratch)
         return live
 
     def finish(self, pieces: Sequence[Piece]) -> None:

@@ -3,7 +3,7 @@
 The exact format keeps every state array as FP32, under torch's own name. Two opt-in formats are
 smaller. ``master="split"`` leaves the upper half of a bf16 parameter's master in the live parameter
 and stores the lower 16 bits. A `state_dtype` stores everything else in fewer bits. This module has
-names and sizes only; the arithmetic is in `offload.update.coding.codecs`.
+names and sizes only; the arithmetic is in `offload.update.coding`.
 """
 
 from __future__ import annotations

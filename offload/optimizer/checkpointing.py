@@ -15,7 +15,7 @@ from offload.checkpoint.listing import CheckpointInfo, info_of
 from offload.checkpoint.reading import directories_of_parts
 from offload.engine.engine import Engine
 from offload.engine.reference import Position, find_sealed
-from offload.engine.seal import SealHandle
+from offload.engine.seal_handle import SealHandle
 from offload.engine.stats import Stats
 from offload.errors import CheckpointNotFoundError
 from offload.format.metrics import take_metrics

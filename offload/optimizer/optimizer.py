@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, overload
 
 import torch
@@ -17,7 +16,6 @@ from offload.engine.engine import Engine
 from offload.engine.ranks import Alone, Ranks, leaving_on_error
 from offload.engine.reference import is_reference
 from offload.engine.state_dict import load_reference, load_tensors, make_reference, materialize
-from offload.engine.strategy import InsideStep, StepStrategy
 from offload.engine.training_state import TrainingState
 from offload.errors import OffloadError
 from offload.exchange.carried_reference import carry, uncarried
@@ -33,19 +31,19 @@ from offload.model.parameters import check_given_once, check_iterable, describe_
 from offload.model.process_groups import ProcessGroup, are_several
 from offload.optimizer.checkpointing import CheckpointingOptimizer
 from offload.optimizer.store_owner import close_left_open, close_quietly
-from offload.options import Options, Overlap
-from offload.overlap.ddp_refusal import require_no_ddp
+from offload.options import Options
+from offload.overlap import require_possible, strategy_for
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
 from offload.store.serving import Serving
 from offload.stream.drives import Directory, as_directories
-from offload.stream.host_memory import require_host_memory
+from offload.stream.memory import require_host_memory
 from offload.tiers.background import RETRY_S, BackgroundUploads
 from offload.tiers.ranks.following import FollowingUploads
 from offload.tiers.services.opening import require_tier
 from offload.tiers.services.presence import require_place
+from offload.update.device_step import require_steppable
 from offload.update.rules import UpdateRule
-from offload.update.steppable import require_steppable
 
 
 class OffloadedOptimizer(CheckpointingOptimizer):
@@ -137,15 +135,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
                 "for the defaults, or write options=offload.Options(...)"
             )
         close_left_open()
-        if options.overlap is not None and model is None:
-            raise ValueError(
-                f"overlap={options.overlap!r} needs model=, the module that is called in training: "
-                "pass the one whose parameters() you gave"
-            )
-        if options.overlap is not None and model is not None:
-            from offload.overlap.compiling import require_hookable  # imports torch's compiler
-
-            require_hookable(model)
+        if options.overlap is not None:
+            require_possible(options.overlap, model, several=several)
         self._engine = None
         self._uploads = None
         self._materialized: MaterializedState | None = None
@@ -154,14 +145,10 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
         self.state = StateOnStorage()
-        if several and options.overlap == "backward":
-            raise ValueError(
-                'overlap="backward" is not supported with several ranks, because it steps each '
-                "parameter with the gradient of this rank alone, before it has been averaged with "
-                'those of the others: use Options(overlap="forward"), or leave it out'
-            )
         self._check_tier(options, as_directories(directory))
         if options.overlap == "backward":
+            from offload.overlap.backward_hooks import require_no_ddp  # imports torch's compiler
+
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse unsupported formats before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
@@ -179,20 +166,18 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             )
         with leaving_on_error(ranks):
             with neutral():
-                described = partial(
-                    describe_parameters, self.param_groups, model, rule, options.state_format
-                )
 
                 def check() -> None:
                     """Check what this rank was given."""
-                    described(shards=ranks.shards)
+                    form, shards = options.state_format, ranks.shards
+                    describe_parameters(self.param_groups, model, rule, form, shards=shards)
                     require_host_memory(options, ranks.size)
 
                 ranks.together("the constructor", check)
             if on_device:
                 split = options.master == "split"
                 require_steppable(rule, self.param_groups, options.state_dtype, split=split)
-            strategy = _strategy_for(options.overlap, model)
+            strategy = strategy_for(options.overlap, model)
             state = TrainingState(
                 rule,
                 as_directories(directory),
@@ -459,18 +444,3 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         """
         self._live_engine().strategy.require_unscaled()
         raise AttributeError("_step_supports_amp_scaling")
-
-
-def _strategy_for(
-    overlap: Overlap | None, model: torch.nn.Module | None
-) -> Callable[[TrainingState], StepStrategy]:
-    if overlap is None or model is None:  # the latter with an overlap has been refused before
-        return InsideStep
-    # Imported only on demand: both modules import torch's compiler, which takes seconds.
-    if overlap == "forward":
-        from offload.overlap.forward import BesideForward
-
-        return partial(BesideForward, model=model)
-    from offload.overlap.backward import DuringBackward
-
-    return partial(DuringBackward, model=model)

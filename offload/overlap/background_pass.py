@@ -11,7 +11,7 @@ import torch
 
 from gds.waiting import Monitor, start
 from offload.ambient import flushes_denormals, on_thread
-from offload.engine.chunk_pass import STEP_THREAD, StatePass
+from offload.engine.state_passes import STEP_THREAD, StatePass
 from offload.errors import OffloadError
 from offload.model.new_values import NoValues, Values
 from offload.stream.meter import Meter
@@ -73,12 +73,10 @@ class RunningPass:
         self._thread: threading.Thread | None = None
 
     def start(self, *, daemon: bool = False) -> None:
-        """Start the thread of the pass. If this raises, `cancel` tells whether the pass has begun.
+        """Start the thread of the pass; if this raises, `cancel` tells whether the pass has begun.
 
-        Args:
-            daemon: Whether the interpreter may exit while the pass is in progress. If true, failure
-                to start a thread raises RuntimeError. If false, the calling thread runs the pass
-                when no thread can be started, as at exit.
+        If no thread can be started, as at exit, the calling thread runs the pass. With `daemon`,
+        this raises RuntimeError instead, and the interpreter may exit amid the pass.
         """
         self._thread = threading.Thread(target=self._go, name=STEP_THREAD, daemon=daemon)
         try:
@@ -159,14 +157,7 @@ class RunningPass:
             raise error
 
     def then(self, action: Callable[[BaseException | None], None]) -> bool:
-        """Set an action that the pass's thread runs when the pass has ended.
-
-        Args:
-            action: Function that is called with the error of the pass, or None. It must not raise.
-
-        Returns:
-            False, without setting the action, if the pass has ended or has an action already.
-        """
+        """Set an action that the pass's thread runs when the pass has ended."""
         with self._changed:
             if self._has_ended or self._next is not None:
                 return False
@@ -252,10 +243,6 @@ class ValueCarrier:
     The pass reports its chunks to `updated`, and ends with `finish` or `fail`. Without this, values
     would arrive only when the pass has a chunk of its own to send: not while it waits for a drive.
     All ranks send in one order, so a rank waits for the others here, but the pass does not.
-
-    Args:
-        values: The values; from now on only the thread of this object uses them.
-        arrived: Function that is called after values have arrived.
     """
 
     def __init__(self, values: Values, arrived: Callable[[], object]) -> None:
@@ -274,11 +261,7 @@ class ValueCarrier:
 
     @classmethod
     def begin(cls, values: Values, arrived: Callable[[], object]) -> ValueCarrier:
-        """Return a carrier whose thread has been started.
-
-        Raises:
-            BaseException: No thread can be started. All ranks know of it.
-        """
+        """Return a carrier whose thread has been started."""
         carrier = cls(values, arrived)
         try:
             start(carrier._thread)
@@ -294,11 +277,7 @@ class ValueCarrier:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Wait until all new values are here.
-
-        Raises:
-            RanksError: A rank failed or was lost.
-        """
+        """Wait until all new values are here."""
         self._end(None)
         if self._error is not None:
             raise self._error

@@ -1,14 +1,9 @@
-"""Engine that steps chunks while backward computes the next gradients (``overlap="backward"``).
+"""Strategy that steps chunks while backward computes the next gradients (``overlap="backward"``).
 
-The first gradient after a step opens a pass. A hook on each parameter takes its gradient as soon as
-the gradient is final, and leaves an `AppliedGradient` in its place, which refuses to be read,
-clipped or added to. `step` tells the pass that no more gradients will come, and waits for it. While
-a pass is open, the state is half stepped. Only `step` and `restore` are possible then; everything
-else is refused. A parameter whose gradient has been taken is watched, and any use of it through
-torch is refused, since its value before the step is lost.
-
-A backward that is not meant as a step opens no pass: see `BackwardHooks`. It leaves gradients in
-``.grad``, as plain torch does, and `step` applies them.
+The first gradient after a step opens a pass. A hook on each parameter hands over its gradient as
+soon as that is final, and leaves an `AppliedGradient` in its place. While a pass is open, the state
+is half stepped: only `step` and `restore` are possible, and any use of a parameter whose gradient
+has been taken is refused. `BackwardHooks` tells which backwards are no steps and open no pass.
 """
 
 from __future__ import annotations
@@ -23,9 +18,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload.ambient import neutral
-from offload.engine.chunk_pass import StatePass
-from offload.engine.seal import SealHandle
 from offload.engine.state_passes import (
+    StatePass,
     advance,
     advanced,
     begin_pass,
@@ -33,30 +27,26 @@ from offload.engine.state_passes import (
     pass_failed,
     step_chunks,
 )
-from offload.engine.strategy import Metrics, take_step
+from offload.engine.strategy import StepStrategy
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OverlapError
 from offload.model.parameters import check_gradients
 from offload.model.watch import Watch
 from offload.overlap import compiling
-from offload.overlap.applied_gradient import REMEDY, AppliedGradient, second_backward_message
-from offload.overlap.autograd_context import backward_id
 from offload.overlap.background_pass import RunningPass
-from offload.overlap.backward_hooks import BackwardHooks, TakeGradient
-from offload.overlap.gradient_schedule import GradientSchedule
+from offload.overlap.backward_gradients import (
+    REMEDY,
+    AppliedGradient,
+    GradientSchedule,
+    second_backward_message,
+)
+from offload.overlap.backward_hooks import BackwardHooks
+from offload.overlap.constant_uses import backward_id
 from offload.update.kept_state import Scalars
 
 
-class DuringBackward:
-    """The strategy of steps that overlap with the backward before them.
-
-    Args:
-        state: Training state of the engine.
-        model: The module that is called in training.
-
-    Raises:
-        OverlapError: This process is one of several ranks that train one model.
-    """
+class DuringBackward(StepStrategy):
+    """The strategy of steps that overlap with the backward before them."""
 
     def __init__(self, state: TrainingState, model: torch.nn.Module) -> None:
         if state.table.shards is not None:
@@ -65,7 +55,7 @@ class DuringBackward:
                 "before the ranks have averaged theirs: use "
                 'Options(overlap="forward"), or None'
             )
-        self._state = state
+        super().__init__(state)
         # While any thread compiles a graph, torch's optimizers compute in another way, with results
         # that differ in the last bit.
         state.update_lock = compiling.compile_lock
@@ -96,11 +86,7 @@ class DuringBackward:
         self._hook_parameters(groups() or ())
 
     def settle(self, call: str) -> None:
-        """Raise `OverlapError` if a pass is open, since the state is then half stepped.
-
-        Args:
-            call: Name of the refused call, for the message.
-        """
+        """Raise `OverlapError` if a pass is open, since the state is then half stepped."""
         if self._is_opening or self._running is not None:
             raise OverlapError(
                 f"{call} was called between backward() and step(), when the parameters are half "
@@ -130,7 +116,7 @@ class DuringBackward:
         """
         running, schedule = self._running, self._schedule
         if running is None or schedule is None:
-            take_step(self._state, groups)
+            super().step(groups)
             self._drop_gradients(groups)
             self._hook_parameters(groups)
             self._hooks.step_ended()
@@ -166,23 +152,6 @@ class DuringBackward:
             step_chunks(self._state, groups, gradients)
             self._drop_gradients(groups)
 
-    def before_hooks(self) -> None:
-        """Do nothing: the step has ended."""
-
-    def seal_at_end(
-        self,
-        groups: Groups,  # noqa: ARG002
-        train_state: object,  # noqa: ARG002
-        metrics: Metrics,  # noqa: ARG002
-    ) -> SealHandle | None:
-        """Return None: the state is at rest, or the checkpoint is refused.
-
-        Raises:
-            OverlapError: There are gradients that `step` has not been called for.
-        """
-        self.settle("checkpoint()")
-        return None
-
     def give_up(self) -> None:
         """Make an open pass fail, and close it. The state is torn afterwards."""
         self._abandon()
@@ -191,9 +160,6 @@ class DuringBackward:
         """Drop placeholders of gradients, and examine the next forward like the first."""
         self._drop_applied()
         self._hooks.watch_again()
-
-    def laid_out(self) -> None:
-        """Do nothing: new parameters are hooked when they are added, or after a step."""
 
     def added(self, groups: Groups) -> None:
         """Put hooks on the new parameters."""
@@ -206,9 +172,6 @@ class DuringBackward:
             handle.remove()
         self._handles.clear()
         self._hooks.remove()
-
-    def raise_pending(self) -> None:
-        """Do nothing: `step` raises the error of a pass, unless the pass is abandoned."""
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """Take the gradient of a parameter; called by autograd when it has been computed."""
@@ -294,8 +257,7 @@ class DuringBackward:
         try:
             state.lifecycle.require_usable()
             state.collect_seal()
-            if not state.table.is_current(groups):
-                state.relayout(groups)
+            state.lay_out_step(groups)
             trainables = state.table.trainables
             state_pass = begin_pass(state, groups, [None] * len(trainables))
             state_pass.chunks = state.chunks()
@@ -377,7 +339,9 @@ class DuringBackward:
                 if id(parameter) not in self._hooked:
                     self._hooked[id(parameter)] = parameter
                     has_new = True
-                    handle = parameter.register_post_accumulate_grad_hook(TakeGradient(self))
+                    handle = parameter.register_post_accumulate_grad_hook(
+                        compiling.Hook(self, DuringBackward.gradient_ready)
+                    )
                     self._handles[id(parameter)] = handle
                 elif not self._is_last_hook(parameter):
                     hooks, key = parameter._post_accumulate_grad_hooks, self._handles[id(parameter)]

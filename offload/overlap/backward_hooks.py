@@ -1,32 +1,35 @@
 """Decision whether a backward is meant as a step, so that chunks may be stepped while it runs.
 
-Some backwards must not change any parameter while they run. These are backwards that go through the
-model to something else (a generator's loss through the discriminator, or the gradient of an input),
-backwards in which a parameter gets several gradients, and backwards that need the values of
-parameters whose gradients are final already. Such a backward is *held*: its gradients stay in
-``.grad``, where `step` finds them. The decision must be made before the first parameter gets its
-gradient. So hooks on modules look at the inputs of the model, and put hooks on its outputs, which
-autograd calls first.
+A backward is *held* (its gradients stay in ``.grad``, where `step` finds them) if it goes through
+the model to something else, gives a parameter several gradients, or needs the values of parameters
+whose gradients are final already. This must be known before the first parameter gets its gradient,
+so hooks on modules look at the inputs of the model, and put hooks on its outputs.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from offload.errors import OverlapError
 from offload.model.replacing import is_describing, is_replacing
 from offload.model.watch import tensors_in
-from offload.overlap.autograd_context import backward_id, is_in_function, is_recomputed_later
-from offload.overlap.constant_uses import ConstantUses
-from offload.overlap.ddp_refusal import require_no_active_ddp
+from offload.overlap import compiling
+from offload.overlap.constant_uses import (
+    ConstantUses,
+    backward_id,
+    is_in_function,
+    is_recomputed_later,
+)
 
 _keys = itertools.count()
 
@@ -77,17 +80,9 @@ class HookedStrategy(Protocol):
     def trained(self) -> Iterable[torch.Tensor]:
         """Return the tensors that the optimizer steps."""
 
-    def gradient_ready(self, parameter: torch.Tensor) -> None:
-        """Take the gradient of a parameter, which is final."""
-
 
 class BackwardHooks:
-    """Hooks on modules that tell which backwards are held.
-
-    Args:
-        strategy: The step strategy, which is not kept alive.
-        model: The module that is called in training.
-    """
+    """Hooks on modules that tell which backwards are held."""
 
     def __init__(self, strategy: HookedStrategy, model: torch.nn.Module) -> None:
         self._strategy = weakref.ref(strategy)
@@ -104,7 +99,7 @@ class BackwardHooks:
         """Whether a module that has run since the last step has backward hooks."""
         self._is_needed_later = False
         """Whether backwards need the values of parameters whose gradients are final."""
-        self._constant_uses = ConstantUses(_ConstantFound(self))
+        self._constant_uses = ConstantUses(compiling.Hook(self, BackwardHooks.needed_in_forward))
         self._watched_kinds: set[tuple[object, ...]] = set()
         """Kinds of calls of modules during which uses of parameters have been watched."""
         self._has_warned = False
@@ -118,15 +113,22 @@ class BackwardHooks:
 
     def attach(self) -> None:
         """Put hooks on the modules."""
+        hook = compiling.ModuleHook
         for number, module in enumerate(self._model.modules()):
             hooked: Any = module  # torch does not type its hooks
             self._handles += [
                 hooked.register_forward_pre_hook(
-                    _Before(self, number), prepend=True, with_kwargs=True
+                    hook(self, BackwardHooks.before_module, number), prepend=True, with_kwargs=True
                 ),
-                hooked.register_forward_hook(_After(self, number), always_call=True),
-                hooked.register_state_dict_pre_hook(_Refusal(self, "model.state_dict()")),
-                hooked.register_load_state_dict_pre_hook(_Refusal(self, "model.load_state_dict()")),
+                hooked.register_forward_hook(
+                    hook(self, BackwardHooks.after_module, number), always_call=True
+                ),
+                hooked.register_state_dict_pre_hook(
+                    hook(self, BackwardHooks.before_state_dict, "model.state_dict()")
+                ),
+                hooked.register_load_state_dict_pre_hook(
+                    hook(self, BackwardHooks.before_state_dict, "model.load_state_dict()")
+                ),
             ]
 
     def remove(self) -> None:
@@ -179,7 +181,12 @@ class BackwardHooks:
         if strategy is not None and backward_id() == -1:
             strategy.settle(what)
 
-    def before_module(self, number: int, module: torch.nn.Module, inputs: object) -> None:
+    def before_state_dict(self, what: str, *_: object) -> None:
+        """Refuse a call of the user that reads or loads a state dict amid a step."""
+        if not (is_replacing() or is_describing()):
+            self.require_at_rest(what)
+
+    def before_module(self, number: int, module: torch.nn.Module, *inputs: object) -> None:
         """Note that a module is about to run, with these inputs."""
         self.require_at_rest("the model's forward()")
         strategy = self._strategy()
@@ -201,7 +208,9 @@ class BackwardHooks:
                 self._is_hooked = True
                 self._warn_once(_HOOKED)
 
-    def after_module(self, number: int, output: object) -> None:
+    def after_module(
+        self, number: int, _module: torch.nn.Module, _inputs: object, output: object
+    ) -> None:
         """Put hooks on a module's output, if a backward through it must be noticed."""
         calls = self._calls
         if backward_id() != -1 or calls.outermost is None or not calls.has_gradients:
@@ -213,13 +222,14 @@ class BackwardHooks:
         if (is_outermost or calls.leads_elsewhere) and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:
-                    begins = _BackwardBegins(self, leads_elsewhere=calls.leads_elsewhere)
-                    tensor.register_hook(begins)  # type: ignore[no-untyped-call]
+                    begins = BackwardHooks.backward_begins
+                    hook = compiling.Hook(self, begins, calls.leads_elsewhere)
+                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
                     node: Any = tensor.grad_fn
                     if is_outermost and not calls.leads_elsewhere:
                         node.metadata[self._key] = True
 
-    def backward_begins(self, *, leads_elsewhere: bool) -> None:
+    def backward_begins(self, leads_elsewhere: bool, _gradient: torch.Tensor) -> None:
         """Note that a backward has reached an output of the model, and hold it if necessary."""
         if self._backward != backward_id():  # a failed backward did not reset `_backward`
             self._backward, self._is_held = backward_id(), False
@@ -287,94 +297,6 @@ class BackwardHooks:
                     self._rerun.add(key)
 
 
-class _Hook:
-    """A hook on a module. It does not keep its owner alive; a copy of the hook does nothing."""
-
-    def __init__(self, owner: BackwardHooks) -> None:
-        self._owner = weakref.ref(owner)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Inert, ()
-
-
-class _Inert:
-    """Replacement of a hook in a copy of the model."""
-
-    def __call__(self, *_: Any) -> None:
-        """Do nothing."""
-
-
-class _ConstantFound(_Hook):
-    def __call__(self) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.needed_in_forward()
-
-
-class _Before(_Hook):
-    def __init__(self, owner: BackwardHooks, number: int) -> None:
-        super().__init__(owner)
-        self._number = number
-
-    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            owner = self._owner()
-            if owner is not None:
-                owner.before_module(self._number, module, (args, kwargs))
-
-
-class _After(_Hook):
-    def __init__(self, owner: BackwardHooks, number: int) -> None:
-        super().__init__(owner)
-        self._number = number
-
-    def __call__(self, _module: torch.nn.Module, _args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            owner = self._owner()
-            if owner is not None:
-                owner.after_module(self._number, output)
-
-
-class _Refusal(_Hook):
-    def __init__(self, owner: BackwardHooks, what: str) -> None:
-        super().__init__(owner)
-        self._what = what
-
-    def __call__(self, *_: Any) -> None:
-        owner = self._owner()
-        if owner is None or is_replacing() or is_describing():
-            return
-        if not torch.compiler.is_compiling():
-            owner.require_at_rest(self._what)
-
-
-class _BackwardBegins(_Hook):
-    def __init__(self, owner: BackwardHooks, *, leads_elsewhere: bool) -> None:
-        super().__init__(owner)
-        self._leads_elsewhere = leads_elsewhere
-
-    def __call__(self, _gradient: torch.Tensor) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.backward_begins(leads_elsewhere=self._leads_elsewhere)
-
-
-class TakeGradient:
-    """A hook on a parameter that does not keep its strategy alive; a copy of it does nothing."""
-
-    def __init__(self, strategy: HookedStrategy) -> None:
-        self._strategy = weakref.ref(strategy)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Inert, ()
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        """Hand over a parameter's final gradient to the engine."""
-        strategy = self._strategy()
-        if strategy is not None:
-            strategy.gradient_ready(parameter)
-
-
 def _has_backward_hooks(module: torch.nn.Module) -> bool:
     """Return whether a module or torch itself has backward hooks, which run code of the user."""
     of_all: Any = torch.nn.modules.module
@@ -384,3 +306,39 @@ def _has_backward_hooks(module: torch.nn.Module) -> bool:
         or of_all._global_backward_hooks
         or of_all._global_backward_pre_hooks
     )
+
+
+_DDP = (
+    'overlap="backward" steps each parameter with the gradient of this process alone, before '
+    "DistributedDataParallel has averaged it with those of the others, and {of}: use "
+    'Options(overlap="forward"), or None'
+)
+
+
+def require_no_ddp(tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse parameters that belong to a DistributedDataParallel of this process.
+
+    Raises:
+        OverlapError: A parameter belongs to one. The message names the parameter.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return  # there can be no DistributedDataParallel
+    trained = set(map(id, tensors))
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), torch.nn.parallel.DistributedDataParallel):
+            for name, parameter in candidate.named_parameters():
+                if id(parameter) in trained:
+                    raise OverlapError(
+                        _DDP.format(of=f"a DistributedDataParallel holds the parameter {name!r}")
+                    )
+
+
+def require_no_active_ddp(is_trained: Callable[[torch.Tensor], bool]) -> None:
+    """Refuse a forward that a DistributedDataParallel calls.
+
+    This finds a DistributedDataParallel that was made after the optimizer.
+    """
+    kind: Any = torch.nn.parallel.DistributedDataParallel
+    active = getattr(kind, "_active_ddp_module", None)
+    if active is not None and any(map(is_trained, active.parameters())):
+        raise OverlapError(_DDP.format(of="a DistributedDataParallel calls the model"))

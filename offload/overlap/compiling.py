@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch._dynamo.convert_frame
@@ -22,25 +23,59 @@ compile_lock: Any = torch._dynamo.convert_frame.compile_lock
 """Lock that a thread holds while it compiles, or while it updates a chunk beside the model."""
 
 
-class Follower(Protocol):
+class Follower:
     """Observer of a model that may be compiled, in part or as a whole, at any time."""
 
     def before_compiled(self, number: int) -> None:
         """Wait for all parameters, since module `number` is about to run in compiled code."""
-        ...
 
     @property
     def is_partly_compiled(self) -> bool:
         """Whether part of the model is compiled, so that its calls wait for all parameters."""
-        ...
+        return False
 
     def compiling_begins(self) -> None:
         """Note that this thread is about to compile code."""
-        ...
 
     def compiling_ended(self) -> None:
         """Note that this thread has compiled code, or has failed to."""
-        ...
+
+
+class Hook:
+    """A hook that calls a method of its owner, which it does not keep alive.
+
+    A copy of the hook, in a copy of the model, does nothing.
+    """
+
+    def __init__(self, owner: object, method: Callable[..., None], *args: object) -> None:
+        self._owner = weakref.ref(owner)
+        self._method = method
+        self._args = args
+
+    def __call__(self, *given: Any) -> None:
+        """Call the method of the owner, if there still is one."""
+        owner = self._owner()
+        if owner is not None:
+            self._method(owner, *self._args, *given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Inert, ()
+
+
+class ModuleHook(Hook):
+    """A hook on a module, which does nothing while it is traced for compiled code."""
+
+    def __call__(self, *given: Any) -> None:
+        """Call the method of the owner, unless a compiler calls this."""
+        if not torch.compiler.is_compiling():
+            super().__call__(*given)
+
+
+class _Inert:
+    """Replacement of a hook in a copy of the model."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing."""
 
 
 _keys = itertools.count(1)

@@ -1,35 +1,30 @@
 """Search, during a forward, for parameters whose values backward needs as constants.
 
-A parameter whose gradient is final may be stepped at once, if nothing needs its value any more. If
-autograd recorded a use of the parameter, backward has already passed this use when the gradient is
-final. But a use that is not recorded may need the value later: ``p.data`` or ``p.detach()`` may put
-the value into the graph as a constant, and activation checkpointing may read it again for a
-recomputation. So every use of a parameter is examined from the first forward to the first gradient.
-The examination is repeated when a module is called in a new way, such as in evaluation mode.
+Autograd has passed a use that it recorded when the gradient is final. A use that is not recorded
+(``p.data``, ``p.detach()``, activation checkpointing) may need the value later. So every use is
+examined from the first forward to the first gradient, and again when a module is called in a new
+way. This module also asks what autograd is doing on the calling thread.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 
 from offload.model.watch import Watch, tensors_in
 from offload.overlap import compiling
-from offload.overlap.autograd_context import backward_id, function_call, is_recomputed_later
 
 _T: Any = torch.Tensor
 _VALUE_INDEPENDENT = {_T.dim, _T.ndimension, _T.__len__, _T.type, _T.is_same_size, torch.is_tensor}
 """Functions whose results do not depend on values, beyond those that `Watch` does not report."""
 
 
-class ConstantUses:
-    """Watch on parameters from `begin` to `end`, or until a parameter is used as a constant.
-
-    Args:
-        found: Function that is called at such a use, on the thread of the use.
-    """
+class ConstantUses(compiling.Follower):
+    """Watch on parameters from `begin` to `end`, or until a parameter is used as a constant."""
 
     def __init__(self, found: Callable[[], None]) -> None:
         self._found = found
@@ -43,12 +38,7 @@ class ConstantUses:
         self._is_watching = False
 
     def begin(self, modules: Iterable[torch.nn.Module], trained: Iterable[torch.Tensor]) -> None:
-        """Watch the trained parameters, except those of compiled modules.
-
-        Args:
-            modules: Modules that may run.
-            trained: Parameters that the optimizer steps.
-        """
+        """Watch the trained parameters, except those of compiled modules."""
         if self._is_watching:
             return
         self._is_watching = True
@@ -90,14 +80,6 @@ class ConstantUses:
             self.end()
             self._found()
 
-    def before_compiled(self, number: int) -> None:
-        """Do nothing: the hooks of this mode are not compiled."""
-
-    @property
-    def is_partly_compiled(self) -> bool:
-        """Whether the watch is off; required of a `Follower`, and not used in this mode."""
-        return not self._is_watching
-
     def compiling_begins(self) -> None:
         """Pause the watch, so that the compiler finds parameters of ordinary classes."""
         self._watch.pause()
@@ -113,3 +95,49 @@ def _shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     except (NotImplementedError, RuntimeError):
         return True  # the class of the tensor does not tell where its memory is
     return own == others
+
+
+_function: Any = torch.autograd.Function
+_APPLY = _function.apply.__func__.__code__
+
+
+def backward_id() -> int:
+    """Return a number for the backward that runs on this thread; -1 outside of any backward."""
+    task: int = torch._C._current_graph_task_id()
+    return task
+
+
+def is_recomputed_later() -> bool:
+    """Return whether the caller runs under hooks that replace the tensors autograd saves.
+
+    Activation checkpointing with ``use_reentrant=False`` sets such hooks when it runs a function
+    that it will run again in backward.
+    """
+    autograd: Any = torch._C._autograd
+    return autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_in_function() -> bool:
+    """Return whether the caller is within the forward of a `torch.autograd.Function`.
+
+    Reentrant activation checkpointing runs modules in such a forward, and again in backward.
+    """
+    return function_call() is not None
+
+
+def function_call() -> int | None:
+    """Return a number for the outermost `torch.autograd.Function` whose forward runs the caller.
+
+    The number is the id of the call's context, which lives as long as the graph. It is 0 for a
+    function that does not get its context, and None outside of any such forward.
+    """
+    found = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            found = id(frame.f_locals.get("ctx"))
+        elif code is _APPLY and not found:
+            found = 0
+        frame = frame.f_back
+    return found

@@ -1,10 +1,10 @@
-"""Engine whose step runs beside the forward that follows it (``overlap="forward"``).
+"""Strategy whose step runs beside the forward that follows it (``overlap="forward"``).
 
 `step` moves the gradients out (and copies those that the program could still write to), starts the
 pass on a thread and returns. Hooks on the model wait for the parameters that they need. A
-checkpoint that is requested during the pass is captured at once, except for the parameters and the
-state; its seal begins when the pass has ended. While a pass is running, the engine belongs to the
-pass's thread, and every other call first waits for the pass.
+checkpoint that is requested meanwhile is captured at once, except for parameters and state; its
+seal begins when the pass has ended. Until then the engine belongs to that thread, and every other
+call waits.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from sys import getrefcount
+from typing import Any, TypeAlias
+from weakref import getweakrefcount
 
 import torch
 
-from offload.engine.chunk_pass import StatePass
-from offload.engine.seal import Captured, SealHandle, capture
+from offload.engine.seal import Captured
+from offload.engine.seal_handle import SealHandle
 from offload.engine.state_passes import (
+    StatePass,
     advance,
     advanced,
     begin_pass,
@@ -26,28 +30,22 @@ from offload.engine.state_passes import (
     pass_ended,
     pass_failed,
 )
-from offload.engine.strategy import Metrics
+from offload.engine.strategy import Metrics, StepStrategy
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OffloadError, SealError, reason_of
 from offload.format.train_state import encode
 from offload.overlap.background_pass import RunningPass
 from offload.overlap.compiling import compile_lock
 from offload.overlap.forward_hooks import ForwardHooks
-from offload.overlap.own_gradients import copy_shared_gradients
 from offload.store.state_store import StateSlot
 from offload.update.kept_state import Scalars
 
 
-class BesideForward:
-    """The strategy of steps that overlap with the model's next forward.
-
-    Args:
-        state: Training state of the engine.
-        model: The module that is called in training. Hooks on its modules wait for its parameters.
-    """
+class BesideForward(StepStrategy):
+    """The strategy of steps that overlap with the model's next forward."""
 
     def __init__(self, state: TrainingState, model: torch.nn.Module) -> None:
-        self._state = state
+        super().__init__(state)
         # While any thread compiles a graph, torch's optimizers compute in another way, with results
         # that differ in the last bit.
         state.update_lock = compile_lock
@@ -63,19 +61,11 @@ class BesideForward:
         self._hooks.attach()
 
     def settle(self, call: str) -> None:  # noqa: ARG002
-        """Wait for the running step, and for a checkpoint that was requested during it to begin.
-
-        The errors are those of `raise_pending`.
-        """
+        """Wait for the running step, and for a checkpoint that was requested during it to begin."""
         self.raise_pending()
 
     def raise_pending(self) -> None:
-        """Wait for the running step, and for a checkpoint that was requested during it to begin.
-
-        Raises:
-            BaseException: The step failed, and no call has raised its error yet.
-            SealError: A checkpoint failed that should have begun at the end of the step.
-        """
+        """Wait for the running step, and for a checkpoint that was requested during it to begin."""
         running = self._running
         if running is not None:
             running.join()
@@ -98,14 +88,11 @@ class BesideForward:
         """
         self.raise_pending()
         state, table = self._state, self._state.table
-        with state.refusing_step():
-            state.lifecycle.require_usable()
-        state.collect_seal()
+        state.require_step()
         with state.meter.timed("step_s"):
-            if not table.is_current(groups) and state.relayout(groups):
+            if state.lay_out_step(groups):
                 self.laid_out()
-            with state.refusing_step():
-                gradients = table.gradients(groups)
+            gradients = state.gradients(groups)
             changes = advanced(state, groups)
             if not table.has_gradient(groups):
                 advance(groups, changes)
@@ -148,11 +135,7 @@ class BesideForward:
     def seal_at_end(
         self, groups: Groups, train_state: object, metrics: Metrics
     ) -> SealHandle | None:
-        """Capture a checkpoint during the running step, and seal it when the step has ended.
-
-        Returns:
-            None if only an engine at rest can capture the checkpoint. The step has ended then.
-        """
+        """Capture a checkpoint during the running step, and seal it when the step has ended."""
         running = self._running
         if running is not None and self._may_seal_early(running, groups):
             captured = None
@@ -199,21 +182,9 @@ class BesideForward:
             warnings.warn(f"given up by restore(): {error}", RuntimeWarning, stacklevel=4)
         self._late_error = None
 
-    def restored(self) -> None:
-        """Do nothing: the order of modules that the hooks have recorded is still valid."""
-
     def laid_out(self) -> None:
         """Put hooks on the model's modules again, since some modules may be new."""
         self._hooks.attach()
-
-    def added(self, groups: Groups) -> None:
-        """Do nothing: `laid_out` is called for new parameters, and puts the hooks."""
-
-    def require_closures(self) -> None:
-        """Do nothing: a step can evaluate the model before it begins."""
-
-    def require_unscaled(self) -> None:
-        """Do nothing: no gradient is applied before `step`."""
 
     def end(self) -> None:
         """Wait for the running step, and remove the hooks from the model."""
@@ -274,17 +245,7 @@ class BesideForward:
             if item.is_here
         ):
             return None
-        return capture(
-            self._state.store.sealing,
-            groups,
-            self._state.table,
-            stored,
-            target,
-            self._state.num_steps,
-            encoded,
-            metrics or {},
-            self._state.update_code,
-        )
+        return self._state.capture(groups, stored, target, encoded, metrics)
 
     def _seal_after(
         self, slot: StateSlot, captured: Captured, failure: BaseException | None
@@ -323,3 +284,81 @@ class BesideForward:
             captured.handle.fail(reason)
             if failure is None and self._state.seal is None:  # else `collect_seal` raises it
                 self._late_error = self._late_error or reason
+
+
+# torch's type stubs declare neither function.
+_num_owners: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
+_num_storage_owners: Any = torch._C._storage_Use_Count
+
+
+_Owners: TypeAlias = tuple[int, int, int, int, bool, int]
+"""Counts of references to a gradient, including those that exist only for counting.
+
+In order: Python's references to the tensor; weak references to it; C++'s references to it (by its
+parameter, Python, DLPack, a graph); Python's references to the storage; whether the memory belongs
+to NumPy or another library, or is shared with other processes; C++'s references to the storage (by
+each tensor that is a view of it, NumPy, Python).
+"""
+
+
+def copy_shared_gradients(gradients: list[torch.Tensor | None]) -> int:
+    """Replace gradients in the list by copies, if the program could still write to them.
+
+    A gradient that is not copied takes 2 to 4 microseconds, whatever its size. The function may
+    copy more than necessary (a gradient that a local variable still names), but never less. It
+    cannot detect code that has only an address, such as ``gradient.data_ptr()``.
+    """
+    probe = torch.empty(1, dtype=torch.float32, device="cpu")
+    probe.grad = torch.empty(1, dtype=torch.float32, device="cpu")
+    # Count an unshared gradient at each call, in the same way, for comparison: the counts depend on
+    # the versions of torch and Python, and on debuggers.
+    (alone,) = _owners_of([probe.grad])
+    owners = _owners_of(gradients)
+    held: list[int] = []
+    parts: dict[int, list[int]] = {}  # numbers of gradients that share a storage, by storage
+    for number, found in enumerate(owners):
+        gradient = gradients[number]
+        if found is None or found == alone or gradient is None:
+            continue
+        if alone is not None and found[:-1] == alone[:-1]:
+            parts.setdefault(gradient.untyped_storage()._cdata, []).append(number)
+        else:
+            held.append(number)
+    for numbers in parts.values():
+        found = owners[numbers[0]]
+        if found is None or alone is None or found[-1] - alone[-1] != len(numbers) - 1:
+            held += numbers  # something else refers to the storage
+    copied = {number: _copy(gradients[number]) for number in held}
+    num_bytes = 0
+    for number, gradient in copied.items():
+        gradients[number] = gradient
+        num_bytes += gradient.nbytes
+    return num_bytes
+
+
+def _owners_of(gradients: list[torch.Tensor | None]) -> list[_Owners | None]:
+    """Count the references to each gradient. The caller must refer to it only by the list."""
+    found: list[_Owners | None] = []
+    for gradient in gradients:
+        if gradient is None:
+            found.append(None)
+            continue
+        storage = gradient.untyped_storage()
+        shared = gradient.is_cpu and storage.is_shared()  # is_shared() is always true on a GPU
+        found.append(
+            (
+                getrefcount(gradient),
+                getweakrefcount(gradient),
+                _num_owners(gradient),
+                getrefcount(storage),
+                shared or not storage.resizable(),
+                _num_storage_owners(storage._cdata),
+            )
+        )
+    return found
+
+
+def _copy(gradient: torch.Tensor | None) -> torch.Tensor:
+    if gradient is None:
+        raise RuntimeError("there is no gradient to copy")
+    return gradient.detach().clone()

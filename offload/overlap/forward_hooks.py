@@ -1,16 +1,10 @@
 """Hooks that make readers of a parameter wait for its chunks in the step beside the model.
 
-Every parameter that the step changes is watched: any use of it through torch, on any thread, waits
-for its chunks. A watched parameter has another class. Hooks on modules wait earlier, so that the
-parameters of a module have their ordinary class again when it runs. torch's own modules look at the
-class of their parameters, and take a code path with other last bits if the class is not an ordinary
-one. For the same reason a call of a kind that has not been recorded (another module or thread,
-evaluation, without gradients) first waits for all parameters. The end of each call of the model
-waits for all parameters, too.
-
-Compiled code runs no hooks, and a compiled model is not watched. So each call of it waits for all
-parameters. If it is not known what reads the parameters, the step itself waits. The results
-therefore never depend on the progress of the step.
+Any use through torch of a parameter that the step changes waits for its chunks. A watched parameter
+has another class, with which torch's own modules take a code path with other last bits. So hooks
+wait earlier, before a module runs, and a call of a kind that was not recorded, a compiled model, or
+the step itself if readers cannot be observed, wait for all parameters. Results never depend on the
+progress of the step.
 """
 
 from __future__ import annotations
@@ -18,7 +12,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,9 +25,14 @@ from offload.model.replacing import is_describing
 from offload.model.watch import Watch
 from offload.overlap import compiling
 from offload.overlap.background_pass import RunningPass
-from offload.overlap.forward_order import ForwardOrder
-from offload.overlap.forward_plan import ForwardPlan, make_plan
-from offload.overlap.gathered import begins_lazily, needed_by, put_first
+from offload.overlap.forward_plan import (
+    ForwardOrder,
+    ForwardPlan,
+    begins_lazily,
+    make_plan,
+    needed_by,
+    put_first,
+)
 
 _MAX_RECORDS = 3
 """Largest number of recorded steps. A step after the first is recorded if a parameter gets a
@@ -61,12 +59,8 @@ class _Calls(threading.local):
         """Whether the optimizer itself reads the model's state dict, without waiting."""
 
 
-class ForwardHooks:
-    """Hooks on a model that know the chunks each module needs, and the order of first use.
-
-    Args:
-        model: The module that is called in training.
-    """
+class ForwardHooks(compiling.Follower):
+    """Hooks on a model that know the chunks each module needs, and the order of first use."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -114,14 +108,15 @@ class ForwardHooks:
         self._modules = list(self._model.modules())
         for number, module in enumerate(self._modules):
             hooked: Any = module  # torch does not type its hooks
-            state = _OnStateDict(self, self._key, number)
+            state = compiling.Hook(self, ForwardHooks.on_state_dict)
+            after = compiling.ModuleHook(self, ForwardHooks.after_module, number)
             before = hooked.register_forward_pre_hook(
                 _Before(self, self._key, number), prepend=True
             )
             self._first.append((module, before.id))
             self._handles += [
                 before,
-                hooked.register_forward_hook(_After(self, self._key, number), always_call=True),
+                hooked.register_forward_hook(after, always_call=True),
                 hooked.register_state_dict_pre_hook(state),
                 hooked.register_load_state_dict_pre_hook(state),
             ]
@@ -184,11 +179,7 @@ class ForwardHooks:
         return [] if self._compiled else unobserved
 
     def begin(self, running: RunningPass) -> list[int]:
-        """Make readers wait for this pass from now on. Call this before the pass is started.
-
-        Returns:
-            More parameters that the step itself must wait for, since they cannot be watched.
-        """
+        """Make readers wait for this pass from now on. Call this before the pass is started."""
         self._watch.release_all()
         self._owner = threading.get_ident()
         self._num_steps += 1  # makes the `_Calls` of an interrupted call stale
@@ -255,7 +246,7 @@ class ForwardHooks:
             calls.outermost = -1
             raise
 
-    def after_module(self, number: int) -> None:
+    def after_module(self, number: int, *_: object) -> None:
         """Note the end of a module's call; after an outermost call, wait for all parameters."""
         calls = self._calls
         if number in calls.stack:
@@ -267,11 +258,7 @@ class ForwardHooks:
             self.wait(errors=sys.exc_info()[0] is None)
 
     def wait(self, *, errors: bool = True) -> None:
-        """Wait for all parameters.
-
-        Args:
-            errors: Whether the error of a failed step is raised here, and not by a later call.
-        """
+        """Wait for all parameters."""
         running = self._running
         if running is not None and not self._calls.is_suspended:
             running.wait_ended()
@@ -279,6 +266,11 @@ class ForwardHooks:
             self._running = None if errors else running
             if errors:
                 running.raise_error()
+
+    def on_state_dict(self, *_: object) -> None:
+        """Wait before the user reads or loads the model's state dict."""
+        if not is_describing():
+            self.wait_unwatched()
 
     def wait_unwatched(self) -> None:
         """Wait for all parameters, and give them back their ordinary classes."""
@@ -395,48 +387,19 @@ class ForwardHooks:
         return self._subtrees[number]
 
 
-class _Hook:
-    """A hook on a module. It does not keep its owner alive; a copy of the hook does nothing."""
+class _Before(compiling.Hook):
+    """The hook before a module, which compiled code runs in another form."""
 
     def __init__(self, owner: ForwardHooks, key: int, number: int) -> None:
-        self._owner = weakref.ref(owner)
+        super().__init__(owner, ForwardHooks.before_module, number)
         self._key = key
         self._number = number
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Inert, ()
-
-
-class _Inert:
-    """Replacement of a hook in a copy of the model."""
-
     def __call__(self, *_: Any) -> None:
-        """Do nothing."""
-
-
-class _Before(_Hook):
-    def __call__(self, _module: torch.nn.Module, _args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             compiling.before_traced_module(self._key, self._number)
-            return
-        owner = self._owner()
-        if owner is not None:
-            owner.before_module(self._number)
-
-
-class _After(_Hook):
-    def __call__(self, _module: torch.nn.Module, _args: Any, _result: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            owner = self._owner()
-            if owner is not None:
-                owner.after_module(self._number)
-
-
-class _OnStateDict(_Hook):
-    def __call__(self, *_: Any) -> None:
-        owner = self._owner()
-        if owner is not None and not is_describing():
-            owner.wait_unwatched()
+        else:
+            super().__call__()
 
 
 def _has_gradients() -> bool:

@@ -21,10 +21,10 @@ from offload.options import Options
 from offload.placement.rates import MeasurementSetup, Rates, find_rates, step_bytes
 from offload.sizing.step_time import StepBytes, device_parts, host_parts
 from offload.stream.drives import Drives
-from offload.stream.host_memory import host_memory_bytes
+from offload.stream.memory import host_memory_bytes
+from offload.update.device_step import require_steppable, why_not_steppable
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
-from offload.update.steppable import require_steppable, why_not_steppable
 
 Groups = Sequence[Mapping[str, Any]]
 

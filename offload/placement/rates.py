@@ -32,8 +32,8 @@ from offload.update.dtypes import DTYPES
 from offload.update.kernel_check import choose_kernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
-from offload.update.step_inputs import StepInputs
-from offload.update.updaters import host_updater
+from offload.update.step_keys import StepInputs
+from offload.update.updater import host_updater
 
 _FORMAT_VERSION = 2
 _TRIAL_ELEMENTS = 8 << 20

@@ -7,10 +7,9 @@ never imports `engine` or `exchange`.
 from offload.stream.drives import Directory, Drives, as_directories
 from offload.stream.frame import Frame, HostFrames
 from offload.stream.memory import WorkingMemory
-from offload.stream.meter import Meter
-from offload.stream.state_check import check_state
+from offload.stream.meter import Meter, Trace
+from offload.stream.passes import check_state
 from offload.stream.streamer import Streamer
-from offload.stream.trace import Trace
 
 __all__ = [
     "Directory",

@@ -23,7 +23,7 @@ from offload.format.manifest import MAX_DIRECTORIES
 from offload.format.names import CALIBRATION_NAME
 from offload.journal import log_event
 from offload.options import Options
-from offload.stream.trace import Trace, TracedBackend
+from offload.stream.meter import Trace, TracedBackend
 from offload.units import duration, rate, size
 
 _MAX_SUM = 64
@@ -110,11 +110,7 @@ class Drives:
         """Backends with the trace, one for each directory."""
 
     def move(self, directories: Sequence[str]) -> None:
-        """Use equally many other directories from now on. Nothing has been measured yet.
-
-        Args:
-            directories: Directories that have the state of this process, one on each drive.
-        """
+        """Use equally many other directories from now on. Nothing has been measured yet."""
         self.directories = directories
 
     def shares(self) -> tuple[int, ...]:
@@ -131,12 +127,7 @@ class Drives:
         return proportional_shares(speeds if all(speeds) else [1.0] * len(speeds))
 
     def tune(self, state_bytes: int, frame_bytes: int) -> int:
-        """Tune threads and request sizes for the drives; return the number of ring chunks.
-
-        Args:
-            state_bytes: Bytes of all state. Drives are not measured for a small state.
-            frame_bytes: Bytes of one chunk in the ring.
-        """
+        """Tune threads and request sizes for the drives; return the number of ring chunks."""
         self.calibrate(state_bytes)
         pairs = zip(self.untraced_backends, self._calibrations, strict=False)
         chunks = [apply_calibration(b, self._options, c, frame_bytes) for b, c in pairs]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import torch
 
 from gds import ALIGNMENT, Backend, Buffer, IOFuture
+from offload.checkpoint.sealed_slot import SlotFiles
+from offload.checkpoint.second_read import reread_and_check, unreliable
 from offload.device.boundary import HOST
 from offload.format.chunk_plan import ChunkPlan
-from offload.format.digests import ChunkDigests, Digests
+from offload.format.digests import ChunkDigests, Digests, one_by_one
 from offload.format.layout import Layout
 from offload.update.dtypes import DTYPES
 
@@ -59,11 +62,7 @@ class HostFrames:
         self._backend = backend
 
     def allocate(self, sizes: Sequence[int]) -> list[Part]:
-        """Return memory of the backend, each length as an allocation of its own.
-
-        Raises:
-            ValueError: The backend allocates memory that the host cannot address.
-        """
+        """Return memory of the backend, each length as an allocation of its own."""
         return [self._allocate(nbytes) for nbytes in sizes]
 
     def footprint_bytes(self, sizes: Sequence[int]) -> int:
@@ -101,13 +100,7 @@ def tensor_of(buffer: Buffer) -> torch.Tensor:
 
 
 class Frame:
-    """Memory for one chunk of every state array, and the transfers that use it.
-
-    Args:
-        memory: Allocator of the memory.
-        layout: Layout of the chunks that the frame can hold.
-        parts: Memory for each state array, of the lengths in `frame_sizes`.
-    """
+    """Memory for one chunk of every state array, and the transfers that use it."""
 
     def __init__(self, memory: FrameMemory, layout: Layout, parts: Sequence[Part]) -> None:
         self.device = memory.device
@@ -125,12 +118,7 @@ class Frame:
         """Digests of the present chunk, if it will be stored after its update."""
 
     def buffer(self, plan: ChunkPlan, array: str) -> tuple[Buffer, int]:
-        """Return the memory for a chunk of an array, and its offset in bytes in the array's file.
-
-        Args:
-            plan: Plan of the chunk, in the layout of the slot that is read or written.
-            array: Name of the state array.
-        """
+        """Return the memory for a chunk of an array, and its offset in the array's file."""
         share = plan.arrays[array]
         return self._buffers[array].slice(share.offset % ALIGNMENT, share.nbytes), share.offset
 
@@ -145,12 +133,7 @@ class Frame:
         return self._bytes[array][pad : pad + share.nbytes]
 
     def fill(self, plan: ChunkPlan, write: Callable[[Mapping[str, memoryview]], None]) -> None:
-        """Let a function write a chunk, in host memory, instead of reading the chunk from files.
-
-        Args:
-            plan: Plan of the chunk, in the layout of what is written.
-            write: Function that is called with the bytes of the chunk in each state array.
-        """
+        """Let a function write a chunk, in host memory, instead of reading the chunk from files."""
         tensors = {name: self.bytes_of(plan, name) for name in plan.arrays}
         fetched = self._memory.fetch(tensors)
         write({name: data.numpy().data for name, data in fetched.items()})
@@ -222,3 +205,38 @@ def frame_sizes(layout: Layout) -> dict[str, int]:
     # A range that starts inside a 4 KiB block of the file starts at the same position inside a
     # block of memory. Its aligned part can then be transferred directly.
     return {name: layout.max_chunk_bytes(name) + ALIGNMENT for name in layout.array_names}
+
+
+def check_read(frame: Frame, source: SlotFiles) -> None:
+    """Compare a chunk that was read with its digests.
+
+    If an array differs, it is read a second time, into other host memory, to find out whether the
+    drive has the right bytes. If it does, the frame is filled again, and the caller goes on.
+    """
+    if not frame.futures:
+        return  # nothing was read: the chunk has never been written
+    for name in source.layout.array_names:
+        expected = source.digests[name][frame.chunk]
+        if expected is None:
+            continue
+        found = _digest_of(frame, source, name)
+        if found != expected:
+            _look_again(frame, source, name, found, expected)
+
+
+def _look_again(frame: Frame, source: SlotFiles, name: str, found: str, expected: str) -> None:
+    """Read a chunk of an array again; if the drive has it intact, fill the frame again."""
+    chunk, file = frame.chunk, source.array(name, frame.chunk)
+    buffer, offset = frame.buffer(source.layout.plans[chunk], name)
+    digest = partial(source.context.digest, name, chunk)
+    reread_and_check(file, offset, buffer.nbytes, digest, found=found, expected=expected)
+    file.read_again(buffer, offset, direct=not file.direct).result()
+    if _digest_of(frame, source, name) != expected:
+        raise unreliable(file, offset, buffer.nbytes)
+
+
+def _digest_of(frame: Frame, source: SlotFiles, name: str) -> str:
+    """Return the digest of a frame's content of one state array, computed on the frame's device."""
+    plan = source.layout.plans[frame.chunk]
+    digests = frame.digests_of({name: frame.bytes_of(plan, name)})
+    return digests.finish(source.context, frame.chunk, one_by_one)[name]

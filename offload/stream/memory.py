@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from gds import ALIGNMENT, Backend
-from gds.errors import DeviceMemoryError
+from gds import ALIGNMENT, Backend, StorageError
+from gds.errors import DeviceMemoryError, RefusedError
+from gds.memory_directories import MemoryPlace, map_memory, require_memory
 from offload.device.compute import Compute
 from offload.device.staging import Traffic
 from offload.format.digests import DigestContext, Run
@@ -15,20 +18,115 @@ from offload.format.layout import Layout
 from offload.model.model_file import BlockBuffers
 from offload.options import Options
 from offload.stream.drives import Drives
-from offload.stream.frame import FrameMemory, HostFrames, Part, frame_bytes
-from offload.stream.host_memory import host_memory_bytes, resident_frames
+from offload.stream.frame import FrameMemory, HostFrames, Part, frame_bytes, tensor_of
 from offload.stream.meter import Meter
 from offload.stream.streamer import Streamer
 
 
-class WorkingMemory:
-    """The ring, resident chunks and block buffers. Each is created when it is first needed.
+class MappedFrames(HostFrames):
+    """Frames in the memory of a directory; an implementation of `FrameMemory`."""
+
+    def __init__(self, backend: Backend, place: MemoryPlace) -> None:
+        super().__init__(backend)
+        self._place = place
+
+    def allocate(self, sizes: Sequence[int]) -> list[Part]:
+        """Return memory of the directory, all of it in one mapping, which is reserved."""
+        if not sizes:
+            return []
+        nbytes = sum(map(_aligned, sizes))
+        try:
+            slab = map_memory(self._place, nbytes)
+        except StorageError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise
+            raise StorageError(
+                error.errno,
+                f"host_memory= takes {nbytes} bytes of {self._place.filesystem} that are not free: "
+                "make room there, or give a smaller size, Options(host_memory="
+                f"offload.MemoryDirectory({self._place.path!r}, size)). No state has changed",
+                self._place.path,
+            ) from error
+        parts: list[Part] = []
+        start = 0
+        for nbytes in sizes:
+            part = slab.slice(start, nbytes)
+            parts.append((part, tensor_of(part)))
+            start += _aligned(nbytes)
+        return parts
+
+    def footprint_bytes(self, sizes: Sequence[int]) -> int:
+        """Return the bytes of the directory's pages that the mapping takes."""
+        unit = self._place.page_bytes
+        return -(-sum(map(_aligned, sizes)) // unit) * unit
+
+
+def resident_frames(options: Options, backend: Backend) -> HostFrames:
+    """Return the allocator of host memory in which state stays between steps."""
+    if options.memory_directory is None:
+        return HostFrames(backend)
+    return MappedFrames(backend, require_memory(os.fsdecode(options.memory_directory.path)))
+
+
+def host_memory_bytes(options: Options) -> int:
+    """Return how much host memory state may take between steps, in bytes.
+
+    If ``host_memory=`` is a directory without a size, it is the space that is free in it now, but
+    for a small part that file systems need for themselves.
+    """
+    named = options.memory_directory
+    if named is None:
+        return options.host_memory_bytes
+    if named.size_bytes is not None:
+        return named.size_bytes
+    free = require_memory(os.fsdecode(named.path)).free_bytes or 0
+    return free - free // 64
+
+
+def require_host_memory(options: Options, num_ranks: int) -> None:
+    """Check that ``host_memory=`` can be, if it is a directory.
 
     Args:
-        drives: Drives that allocate the memory and determine the number of ring chunks.
-        options: Options of the user.
-        meter: Meter that counts seconds and traffic.
+        options: Settings of the optimizer.
+        num_ranks: Number of ranks that train together.
+
+    Raises:
+        gds.errors.RefusedError: The files of the directory are not memory; or a size has to be
+            given, or is larger than the file system.
+        FileNotFoundError: The directory does not exist.
+        gds.StorageError: No file can be made in the directory.
     """
+    named = options.memory_directory
+    if named is None:
+        return
+    found = require_memory(os.fsdecode(named.path))
+    size_bytes, whole_bytes = named.size_bytes, found.size_bytes
+    if size_bytes is None:
+        why = ""
+        if num_ranks > 1:
+            why = f"{num_ranks} ranks take memory, and each must know how much it may take"
+        elif found.filesystem == "tmpfs":
+            why = "the free space of tmpfs is a limit, and no memory that is known to be there"
+        elif whole_bytes is None:
+            why = f"this {found.filesystem} was mounted without a size"
+        if why:
+            raise RefusedError(
+                f"host_memory={found.path!r} needs a size, because {why}: write "
+                f'Options(host_memory=offload.MemoryDirectory({found.path!r}, "64GiB"))'
+            )
+    elif whole_bytes is not None and size_bytes > whole_bytes:
+        raise RefusedError(
+            f"host_memory= asks for {size_bytes} bytes of {found.path}, which has {whole_bytes} "
+            "bytes altogether: give a smaller size"
+        )
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class WorkingMemory:
+    """The ring, resident chunks and block buffers. Each is created when it is first needed."""
 
     def __init__(self, drives: Drives, options: Options, meter: Meter) -> None:
         self._drives = drives
@@ -39,13 +137,7 @@ class WorkingMemory:
         self._blocks: BlockBuffers | None = None
 
     def ring(self, layout: Layout, compute: Compute | None) -> Streamer:
-        """Return the streamer for a layout, with its ring and resident chunks.
-
-        Args:
-            layout: Layout of the state.
-            compute: Compute of the device that holds a ring created now; None for a ring in host
-                memory.
-        """
+        """Return the streamer for a layout, with its ring and resident chunks."""
         if self.streamer is None:
             options, backend = self._options, self._drives.backends[0]
             memory: FrameMemory
@@ -83,11 +175,7 @@ class WorkingMemory:
         return self.streamer.error if self.streamer is not None else None
 
     def synchronize(self) -> None:
-        """Wait until every transfer of state that has been started has ended.
-
-        Raises:
-            gds.StorageError: A write failed.
-        """
+        """Wait until every transfer of state that has been started has ended."""
         if self.streamer is not None:
             self.streamer.synchronize()
 
@@ -103,11 +191,7 @@ class WorkingMemory:
         self._blocks = None
 
     def drop(self) -> None:
-        """Release all memory, before another layout is used.
-
-        Raises:
-            gds.StorageError: A write failed.
-        """
+        """Release all memory, before another layout is used."""
         self.synchronize()
         self.reset()
         self.streamer = self._blocks = None
@@ -118,14 +202,7 @@ _PAGE_BYTES = 2 << 20
 
 
 class DeviceFrames:
-    """Frames on a device; an implementation of `offload.stream.frame.FrameMemory`.
-
-    Args:
-        backend: Moves state between storage and device memory.
-        compute: Compute of the device.
-        traffic: Counter of the bytes that cross to the host. State crosses only if a caller of
-            `fetch` needs it in host memory.
-    """
+    """Frames on a device; an implementation of `offload.stream.frame.FrameMemory`."""
 
     def __init__(self, backend: Backend, compute: Compute, traffic: Traffic) -> None:
         self.device = compute.device
@@ -138,10 +215,6 @@ class DeviceFrames:
 
         CUDA takes memory in pages of 2 MiB, and cuFile registers whole allocations: separate ones
         would take up to a page more each.
-
-        Raises:
-            gds.errors.RefusedError: The backend cannot allocate device memory.
-            gds.errors.DeviceMemoryError: The device has no memory left. Nothing is allocated.
         """
         total = _slab_bytes(sizes)
         if not total:
@@ -207,12 +280,7 @@ def _rounded(nbytes: int, unit: int) -> int:
 
 
 class DeviceDigests:
-    """Digests of a chunk, computed on the device. Only the digests cross to the host.
-
-    Args:
-        compute: Compute of the device.
-        arrays: Bytes of the chunk by state array. Their memory must not be moved or freed.
-    """
+    """Digests of a chunk, computed on the device. Only the digests cross to the host."""
 
     def __init__(self, compute: Compute, arrays: Mapping[str, torch.Tensor]) -> None:
         self._compute = compute

@@ -1,17 +1,180 @@
-"""Counters and clocks of one optimizer."""
+"""Counters and clocks of one optimizer, and a Chrome trace, to be opened in Perfetto.
+
+Separate lanes of the trace show the training thread, updates, reads, writes and seals. Transfers
+are shown from their submission to their end, and beside each other if they overlap.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.profiler import record_function
 
+from gds import Backend, Buffer, File, IOFuture, StorageError, WrapperBackend
+from gds.backends.wrapper import WrapperFile
 from offload.device.staging import Traffic
-from offload.stream.trace import Trace
+
+MAX_EVENTS = 1_000_000
+"""Maximal number of events in a trace; later ones are dropped. Each takes some 200 bytes."""
+
+_LANES = ("training", "update", "read", "write", "seal")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An interval of time in one lane."""
+
+    lane: str
+    name: str
+    start_s: float
+    """Start in seconds since the trace began."""
+
+    stop_s: float
+    """End in seconds since the trace began."""
+
+    details: dict[str, Any]
+
+
+class Trace:
+    """Collects events from any thread, and writes them to a file.
+
+    Args:
+        path: Path of the file. Its directory is checked now; `write` writes the file.
+
+    Raises:
+        StorageError: The directory does not exist or is not writable.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        folder = os.path.dirname(os.path.abspath(path))
+        if not os.access(folder, os.W_OK):
+            raise StorageError(
+                errno.EACCES, "trace: no directory to write to; make it, or change trace=", folder
+            )
+        self.num_dropped = 0
+        self._events: list[Event] = []
+        self._lock = threading.Lock()
+        self._began = time.perf_counter()
+
+    def add(self, lane: str, name: str, start: float, stop: float, **details: Any) -> None:
+        """Record an event. `start` and `stop` are readings of `time.perf_counter`, in seconds.
+
+        Events beyond `MAX_EVENTS` are only counted, in `num_dropped`.
+        """
+        event = Event(lane, name, start - self._began, stop - self._began, details)
+        with self._lock:
+            if len(self._events) < MAX_EVENTS:
+                self._events.append(event)
+            else:
+                self.num_dropped += 1
+
+    def write(self) -> None:
+        """Write all events so far, replacing an earlier file."""
+        with self._lock:
+            events = sorted(self._events, key=lambda event: event.start_s)
+        document = {
+            "traceEvents": [*_lane_metadata(), *_chrome_events(events)],
+            "displayTimeUnit": "ms",
+            "otherData": {"dropped_events": self.num_dropped},
+        }
+        temporary = f"{self.path}.new"
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(document, file, separators=(",", ":"))
+            os.replace(temporary, self.path)
+        except OSError as error:
+            raise StorageError(error.errno or errno.EIO, "writing the trace", self.path) from error
+
+
+class TracedBackend(WrapperBackend):
+    """Backend that records every transfer in a trace."""
+
+    def __init__(self, inner: Backend, trace: Trace) -> None:
+        super().__init__(inner)
+        self._trace = trace
+
+    def wrap_file(self, file: File) -> File:
+        """Return a file whose transfers are recorded."""
+        return _TracedFile(file, self._trace)
+
+
+class _TracedFile(WrapperFile):
+    """File whose transfers are recorded in a trace."""
+
+    def __init__(self, inner: File, trace: Trace) -> None:
+        super().__init__(inner)
+        self._trace = trace
+
+    def read(self, into: Buffer, offset: int) -> IOFuture:
+        """Start a read and record it."""
+        started = time.perf_counter()
+        return self._watched("read", started, self.inner.read(into, offset), offset, into.nbytes)
+
+    def read_again(self, into: Buffer, offset: int, *, direct: bool) -> IOFuture:
+        """Start another read of the same range and record it."""
+        started = time.perf_counter()
+        future = self.inner.read_again(into, offset, direct=direct)
+        return self._watched("read", started, future, offset, into.nbytes)
+
+    def write(self, source: Buffer, offset: int) -> IOFuture:
+        """Start a write and record it."""
+        started = time.perf_counter()
+        future = self.inner.write(source, offset)
+        return self._watched("write", started, future, offset, source.nbytes)
+
+    def _watched(
+        self, lane: str, started: float, future: IOFuture, offset: int, nbytes: int
+    ) -> IOFuture:
+        name = os.path.basename(self.path).removesuffix(".safetensors")
+
+        def ended(_: object) -> None:
+            """Record the transfer, which has ended."""
+            self._trace.add(lane, name, started, time.perf_counter(), offset=offset, nbytes=nbytes)
+
+        future.add_done_callback(ended)
+        return future
+
+
+def _lane_metadata() -> Iterator[dict[str, Any]]:
+    for number, lane in enumerate(_LANES):
+        yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": lane}}
+        yield {
+            "ph": "M",
+            "pid": number,
+            "name": "process_sort_index",
+            "args": {"sort_index": number},
+        }
+
+
+def _chrome_events(events: list[Event]) -> Iterator[dict[str, Any]]:
+    """Yield events in Chrome's format; simultaneous events of a lane are in different rows."""
+    rows: dict[str, list[float]] = {}
+    for event in events:
+        ends = rows.setdefault(event.lane, [])
+        nested = event.lane == "training"  # waits are parts of a step and are drawn inside it
+        row = next((i for i, end in enumerate(ends) if nested or end <= event.start_s), len(ends))
+        if row == len(ends):
+            ends.append(0.0)
+        ends[row] = event.stop_s
+        yield {
+            "ph": "X",
+            "pid": _LANES.index(event.lane),
+            "tid": row,
+            "name": event.name,
+            "ts": round(event.start_s * 1e6, 1),
+            "dur": round((event.stop_s - event.start_s) * 1e6, 1),
+            "args": event.details,
+        }
+
 
 _STEP_CLOCKS = ("compute_s", "wait_read_s", "wait_write_s", "wait_seal_s", "wait_device_s")
 """Clocks that make up the time of a step. Outside of steps, they all add to `Meter.outside_s`."""
@@ -44,12 +207,7 @@ class Meter:
     """Per-thread flag ``in_step``: whether the thread is in a step."""
 
     def count_seal(self, nbytes: int, seconds: float) -> None:
-        """Record a seal that has succeeded. The seal's thread calls this.
-
-        Args:
-            nbytes: Bytes that the seal wrote.
-            seconds: Duration of the seal, which ends now.
-        """
+        """Record a seal that has succeeded. The seal's thread calls this."""
         if self.trace is not None:
             now = time.perf_counter()
             self.trace.add("seal", "seal", now - seconds, now, nbytes=nbytes)

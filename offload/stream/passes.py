@@ -1,11 +1,14 @@
 """The pass of chunks through a ring: each one is read, used, and written or left as it is.
 
 Every pass over state uses this module: steps, moves to another slot, reads of all state into
-memory, imports and exports. Only this module decides what a pass leaves behind after an error.
+memory, checks, imports and exports. Only this module decides what a pass leaves behind after an
+error.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,12 +16,30 @@ from gds import Backend
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.format.digests import Run, one_by_one
 from offload.format.layout import Layout
+from offload.store.state_store import StateSource
 from offload.stream.frame import Frame, HostFrames
 from offload.stream.meter import Meter
 from offload.stream.streamer import Streamer
 
 _RING_CHUNKS = 3
 """Frames of a ring that is made for one pass: one is read, one is used, one is written."""
+
+
+class ChunkOrder:
+    """The order in which steps take the chunks; the step strategy sets it."""
+
+    def __init__(self) -> None:
+        self.learned: Sequence[int] = ()
+        """All chunks in the order of the last steps; not used if the layout has other chunks."""
+        self.is_backwards = False
+        """Whether steps take the last chunk first until an order has been learned."""
+
+    def of(self, layout: Layout) -> Sequence[int]:
+        """Return all chunks of a layout in the order of a step."""
+        if len(self.learned) == layout.num_chunks:
+            return self.learned
+        chunks = range(layout.num_chunks)
+        return chunks[::-1] if self.is_backwards else chunks
 
 
 class RingPass:
@@ -99,3 +120,46 @@ def ring_for_one_pass(
         yield streamer
     finally:
         streamer.reset()
+
+
+_log = logging.getLogger("offload")
+
+
+def check_state(streamer: Streamer, slot: StateSource, chunks: Sequence[int], meter: Meter) -> int:
+    """Compare all state in a slot with its digests, so that the first pass need not do so.
+
+    The check needs no memory beyond the ring. Resident chunks stay in memory.
+
+    Args:
+        streamer: Streamer that reads the chunks.
+        slot: Slot that will be the source of the next step.
+        chunks: All chunks, in the order of that step.
+        meter: Meter of the steps. Waits in this check are not counted in it.
+
+    Returns:
+        The bytes of state that were read.
+
+    Raises:
+        DamagedError: Some state is not as it was written.
+        gds.StorageError: Some state cannot be read.
+    """
+    started = time.perf_counter()
+    waited_s = meter.wait_read_s, meter.wait_write_s
+    slot.distrust()
+    reading = RingPass(streamer, source=slot)
+    reading.announce(chunks)
+    try:
+        for chunk in chunks:
+            with reading.taken(chunk):
+                pass  # a chunk is compared with its digests before it can be used
+    finally:
+        meter.wait_read_s, meter.wait_write_s = waited_s
+    slot.trust()
+    num_bytes = slot.layout.state_bytes
+    _log.info(
+        "%s: all %.1f MiB of state are as they were written; checking them took %.1f s",
+        slot.path,
+        num_bytes / (1 << 20),
+        time.perf_counter() - started,
+    )
+    return num_bytes

@@ -1,22 +1,11 @@
 """Streamer of chunks: from the drives through memory and back.
 
-The ring has a fixed number of frames, each with room for one chunk of every state array. The life
-of a frame:
+A ring has a fixed number of frames, each for one chunk of every state array. Reads run ahead, and
+the next read starts when a frame becomes free, on any thread. A budget of memory may hold resident
+chunks besides, evenly spread, which are written only by seals. The life of a frame:
 
     free -> loading (reads in progress) -> taken (being updated) -> writing -> free
-
-Reads run ahead of the update as long as there are free frames. Writes trail behind the update.
-When a frame becomes free, on any thread, the next read is started. The ring therefore refills for
-the next step while the model computes. A chunk is not read again before its write has ended. The
-memory is that of the ring and never depends on the model.
-
-In addition to the ring, a budget of memory may hold some resident chunks between steps. Each of
-them has its own frame, which is read once and written only by seals:
-
-    loading -> held -> taken -> held, dirty -> writing (a seal's flush) -> held
-
-The resident chunks are chosen once, evenly spread. A pass over all chunks thus finds the same ones
-every time, and has some to update while the drive reads the others.
+    loading -> held -> taken -> held, dirty -> writing (a seal's flush) -> held      (resident)
 """
 
 from __future__ import annotations
@@ -35,11 +24,11 @@ from offload.stream.frame import (
     Frame,
     FrameMemory,
     allocate_frames,
+    check_read,
     frame_bytes,
     frames_bytes,
 )
 from offload.stream.meter import Meter
-from offload.stream.read_check import check_read
 
 
 class Streamer:
@@ -105,10 +94,6 @@ class Streamer:
 
         Chunks that have been read ahead from the same source are kept if they are among the next to
         be taken. Others are dropped, because they could fill the ring before they are needed.
-
-        Args:
-            source: Slot to read from; None if there is no state yet.
-            chunks: Chunks in the order in which they will be taken.
         """
         with self._changed:
             self._queue.clear()
@@ -117,7 +102,7 @@ class Streamer:
                 wanted = {c for c in chunks if c in self._resident}
                 wanted.update([c for c in chunks if c not in wanted][: self._num_frames])
             for chunk in [c for c in self._loading if c not in wanted]:
-                self._drop(chunk)
+                self._drop(self._loading.pop(chunk))
             self._source = source
             self._queue.extend(c for c in chunks if c not in self._loading and c not in self._held)
             self._pump()
@@ -144,7 +129,9 @@ class Streamer:
                 for future in frame.futures:
                     future.result()
                 if isinstance(source, RecutSource):
-                    _fill(frame, source)
+                    if chunk < source.layout.num_chunks:
+                        plan = source.layout.plans[chunk]
+                        frame.fill(plan, partial(source.fill, chunk))
                 elif source is not None and (source.unchecked or self._verify_reads):
                     check_read(frame, source)
         except BaseException:
@@ -234,9 +221,6 @@ class Streamer:
         """Return the writes that a seal of the present target must complete.
 
         Dirty chunks must not change from now on, until they have been written.
-
-        Raises:
-            gds.StorageError: An earlier write has failed.
         """
         with self._changed:
             self.raise_error()
@@ -252,11 +236,7 @@ class Streamer:
             self._changed.notify_all()
 
     def synchronize(self) -> None:
-        """Wait until every transfer that has been started has ended.
-
-        Raises:
-            gds.StorageError: A write failed.
-        """
+        """Wait until every transfer that has been started has ended."""
         self._changed.wait_until(lambda: not (self._writing or self._dropping))
         with self._changed:
             loading = [f for frame in self._loading.values() for f in frame.futures]
@@ -352,11 +332,8 @@ class Streamer:
         self._pump()
         self._changed.notify_all()
 
-    def _drop(self, chunk: int) -> None:
+    def _drop(self, frame: Frame) -> None:
         """Drop a chunk that was read ahead. Its frame becomes free when the reads have ended."""
-        self._drop_frame(self._loading.pop(chunk))
-
-    def _drop_frame(self, frame: Frame) -> None:
         self._dropping.append(frame)
         self._when_ended(frame.futures, partial(self._dropped, frame))
 
@@ -384,7 +361,7 @@ class Streamer:
                 self._read(frame, chunk)
                 self._loading[chunk] = frame
             except BaseException as error:
-                self._drop_frame(frame)
+                self._drop(frame)
                 if not isinstance(error, Exception):
                     raise  # an interrupt, which this thread's caller handles
                 self.error = error
@@ -414,13 +391,7 @@ class Streamer:
 
 
 class Flush:
-    """All state that is not yet on storage when a checkpoint is requested.
-
-    Args:
-        streamer: Streamer whose `flush` created this object.
-        pending: Writes in progress.
-        chunks: Resident chunks to write.
-    """
+    """All state that is not yet on storage when a checkpoint is requested."""
 
     def __init__(
         self, streamer: Streamer, pending: Sequence[IOFuture], chunks: Sequence[int]
@@ -438,11 +409,7 @@ class Flush:
             self._chunks.popleft()
 
     def wait(self) -> None:
-        """Wait until everything has been written.
-
-        Raises:
-            gds.StorageError: A write failed.
-        """
+        """Wait until everything has been written."""
         for write in self._pending:
             write.result()
 
@@ -453,12 +420,6 @@ class Flush:
             streamer._flushing.difference_update(self._chunks)
             streamer._dirty.update(self._chunks)
             streamer._changed.notify_all()
-
-
-def _fill(frame: Frame, source: RecutSource) -> None:
-    chunk = frame.chunk
-    if chunk < source.layout.num_chunks:
-        frame.fill(source.layout.plans[chunk], lambda arrays: source.fill(chunk, arrays))
 
 
 def _spread(num: int, layout: Layout) -> list[int]:

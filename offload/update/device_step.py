@@ -1,13 +1,10 @@
 """One step of an optimizer by the kernels of a device: one launch for many pieces of parameters.
 
-AdamW, Adam and SGD have kernels that step a parameter in one pass over its state, whatever the
-state is encoded as (`offload.device.kernels`). All pieces of a chunk that share hyper-parameters
-and dtypes are one run, and what their launches have in common is computed once.
-
-No table says for which versions of torch, of the compiler and of the driver the kernels are right.
-When a form is first needed in a process, some thousand elements are stepped by its kernel and by
-torch's code, on the device. A form with compressed state is represented by the form that stores the
-same state as FP32, because torch's step has no other: what is compared is the arithmetic.
+All pieces of a chunk that share hyper-parameters and dtypes are one run. A group without a kernel
+is stepped by torch's own step, if its state is stored as FP32. A form of the kernel is compared
+with torch's own step, on the device, when a process first needs it: no table says for which
+versions of torch, of the compiler and of the driver it is right. Compressed state is represented by
+FP32 state.
 """
 
 from __future__ import annotations
@@ -26,20 +23,25 @@ from torch.autograd.graph import increment_version
 
 from offload.ambient import in_neutral
 from offload.device.compute import Compute
-from offload.device.kernels.forms import KERNEL_DTYPES, Form, form_for, moment_names
+from offload.device.kernels.forms import (
+    KERNEL_DTYPES,
+    MAX_FACTORS,
+    Form,
+    form_for,
+    moment_names,
+    why_no_kernel,
+)
 from offload.device.kernels.update import DeviceRun
 from offload.device.staging import FlatTensors
+from offload.errors import UnsupportedOptimizerError
 from offload.format import rounding_keys
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece
-from offload.update.blocks import Block, blocks, runs
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockContext
 from offload.update.rules import UpdateRule
-from offload.update.step_code import Call, LoadedChunk, PieceNumbers
-from offload.update.step_inputs import StepInputs
-from offload.update.step_keys import StepKeys
-from offload.update.steppable import why_not_by_kernel, why_not_by_torch
+from offload.update.step_code import Block, Call, LoadedChunk, PieceNumbers, StepCode, blocks, runs
+from offload.update.step_keys import StepInputs, StepKeys
 
 _Numbers = np.ndarray[Any, Any]
 
@@ -56,19 +58,8 @@ class DeviceCall:
         self.step.launch(self.block)
 
 
-class DeviceStep:
-    """The part of one step that the kernels of a device take; a `StepCode`.
-
-    Args:
-        compute: Compute of the device that holds parameters, gradients and frames. The kernels that
-            the step needs are compiled now, and compared with torch's own step when they are first
-            used in a process.
-        rule: Update rule of the optimizer.
-        keys: Keys of the parameters.
-        inputs: Everything that the step computes with.
-        live: Live parameters.
-        gradients: Gradients.
-    """
+class DeviceStep(StepCode):
+    """The part of one step that the kernels of a device take."""
 
     def __init__(
         self,
@@ -137,9 +128,6 @@ class DeviceStep:
         """Return why no kernel can step a group; empty if one can."""
         return self._reasons[group]
 
-    def add_gradient(self, index: int) -> None:
-        """Do nothing: the parameter's key says that it has a gradient."""
-
     def calls(
         self, chunk: LoadedChunk, numbers: PieceNumbers
     ) -> tuple[Sequence[Call], PieceNumbers]:
@@ -152,9 +140,6 @@ class DeviceStep:
             else:
                 others += run
         return calls, np.array(others, dtype=np.int64)
-
-    def done(self, chunk: LoadedChunk) -> None:
-        """Do nothing: each call has already reported what it does not use any more."""
 
     def launch(self, block: Block) -> None:
         """Queue the step of one block."""
@@ -374,3 +359,70 @@ def _sent(compute: Compute, source: torch.Tensor) -> torch.Tensor:
     into = compute.empty(source.numel(), source.dtype)
     compute.send(source, into)
     return into
+
+
+def require_steppable(
+    rule: UpdateRule, groups: Sequence[Mapping[str, Any]], state_dtype: str, *, split: bool
+) -> None:
+    """Check that every parameter group can be stepped on a device.
+
+    Args:
+        rule: Update rule of the optimizer.
+        groups: ``param_groups``.
+        state_dtype: Stored form of the state, as `Options.state_dtype`.
+        split: Whether masters are split.
+
+    Raises:
+        UnsupportedOptimizerError: A group cannot be stepped; says why, and names the remedy.
+    """
+    if reason := why_not_steppable(rule, groups, state_dtype, split=split):
+        raise UnsupportedOptimizerError(
+            f'placement="device" is not possible: {reason}. Use placement="host"'
+        )
+
+
+def why_not_steppable(
+    rule: UpdateRule, groups: Sequence[Mapping[str, Any]], state_dtype: str, *, split: bool
+) -> str:
+    """Return why a parameter group cannot be stepped on a device; empty if all can be.
+
+    The arguments are those of `require_steppable`.
+    """
+    for given in groups:
+        # The updater, too, copies tensor hyper-parameters into host memory.
+        group = {k: _host_like(v) for k, v in given.items()}
+        reason = why_not_by_kernel(rule, group)
+        refusal = why_not_by_torch(rule, group, state_dtype, split=split) if reason else ""
+        if refusal:
+            return f"{reason}, and {refusal}"
+    return ""
+
+
+def why_not_by_kernel(
+    rule: UpdateRule, group: Mapping[str, Any], factors: Sequence[float] = ()
+) -> str:
+    """Return why no kernel can step a parameter group; empty if one can."""
+    if len(factors) > MAX_FACTORS:
+        return f"gradients are multiplied {len(factors)} times"
+    return why_no_kernel(rule.optimizer_class, group)
+
+
+def why_not_by_torch(
+    rule: UpdateRule, group: Mapping[str, Any], state_dtype: str, *, split: bool
+) -> str:
+    """Return why torch's own step cannot update a group's state on a device; empty if it can."""
+    if issubclass(rule.optimizer_class, torch.optim.ASGD):
+        return "torch's own step keeps its scalar state on the device"
+    if state_dtype != "float32":
+        return f"torch's own step needs FP32 state, and it is stored as {state_dtype}"
+    if split:
+        return "torch's own step needs FP32 masters, and they are split"
+    if group.get("fused"):
+        return "torch's own fused step keeps its count on the device"
+    return ""
+
+
+def _host_like(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return torch.empty((), dtype=torch.float32, device="cpu")
+    return value

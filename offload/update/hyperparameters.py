@@ -28,26 +28,13 @@ def check_hyperparameters(manifest: Manifest, defaults: Mapping[str, Any], path:
     """Check that every hyper-parameter of the class has a type that its default could have.
 
     Keys that the class does not have belong to a scheduler or the user, and may be anything.
-
-    Args:
-        manifest: Manifest of the checkpoint.
-        defaults: Default hyper-parameters of the optimizer class.
-        path: Path of the checkpoint.
-
-    Raises:
-        CheckpointError: A value has another type, or is NaN; names group and key.
     """
     if problem := misfit(manifest.groups, defaults):
         raise CheckpointError(f"{path}: {problem}. {_REMEDY}")
 
 
 def misfit(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> str:
-    """Return a message about the first hyper-parameter that the class cannot take; empty if none.
-
-    Args:
-        groups: Hyper-parameters of each parameter group.
-        defaults: Default hyper-parameters of the optimizer class.
-    """
+    """Return a message about the first value that the class cannot take; empty if none."""
     for index, group in enumerate(groups):
         for key in group.keys() & defaults.keys():
             if not _fits(group[key], defaults[key]):
@@ -59,16 +46,7 @@ def misfit(groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> 
 
 
 def rules_of(rule: UpdateRule, groups: Sequence[Mapping[str, Any]], path: str) -> list[Rule]:
-    """Return the rule of each parameter group, with a checkpoint's hyper-parameters.
-
-    Args:
-        rule: Update rule of the optimizer class.
-        groups: Hyper-parameters of each parameter group.
-        path: Path of the checkpoint.
-
-    Raises:
-        CheckpointError: The class cannot take a step with these hyper-parameters.
-    """
+    """Return the rule of each parameter group, with a checkpoint's hyper-parameters."""
     try:
         return [rule.rule(group) for group in groups]
     except UnsupportedOptimizerError as error:

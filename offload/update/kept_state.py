@@ -77,11 +77,7 @@ def kind_of_tensor(dtype: torch.dtype, default: str) -> str:
 
 
 def describe(name: str, shape: torch.Size, state: Mapping[str, Any]) -> Rule:
-    """Return which state a class keeps, given the state that its step left for a parameter.
-
-    Raises:
-        UnsupportedOptimizerError: The state cannot be stored; names it.
-    """
+    """Return which state a class keeps, given the state that its step left for a parameter."""
     arrays: list[str] = []
     scalars: dict[str, str] = {}
     for key, value in state.items():

@@ -8,7 +8,6 @@ torch's code. Any difference, and torch's code is used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -19,14 +18,14 @@ from offload.ambient import in_neutral
 from offload.format.arrays import MASTER, MASTER_LOW, MasterFormat, StateDtype, StateFormat
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.update.dtypes import DTYPE_CODES, DTYPES
-from offload.update.kept_state import Scalars
+from offload.update.kept_state import Rule, Scalars
 from offload.update.kernel import UpdateKernel, find_library, torchs_root
 from offload.update.kernel.forms import MOMENTS
 from offload.update.kernel.loading import TURNED_OFF, Library
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
-from offload.update.step_inputs import StepInputs
-from offload.update.updaters import host_updater
+from offload.update.step_keys import StepInputs
+from offload.update.updater import host_updater
 
 _MAX_REASON = 300
 """Most characters of a reason, which is stored with each checkpoint."""
@@ -69,10 +68,6 @@ def choose_kernel(optimizer_class: type[torch.optim.Optimizer], state_dtype: str
 
     Parameters that the kernel does not step, such as those of a group with ``foreach=True``, are
     stepped by torch's code all the same.
-
-    Args:
-        optimizer_class: Class of the optimizer.
-        state_dtype: Form of the state, as `Options.state_dtype`.
     """
     step = optimizer_class.step
     found = _trusted(optimizer_class, state_dtype, step)  # type: ignore[arg-type]  # have a hash
@@ -126,8 +121,9 @@ def _stepped(
     kernel: UpdateKernel | None,
 ) -> list[bytes]:
     """Return the bytes of parameters and state after a step that always begins with the same."""
-    groups = _groups(optimizer_class)
     rule = UpdateRule(optimizer_class, {})
+    given = _SGD if optimizer_class is torch.optim.SGD else _ADAM
+    groups = [{**rule.defaults, **group} for group in given]
     values = _Values()
     specs, parameters, gradients = [], [], []
     for number, group in enumerate(groups):
@@ -140,7 +136,7 @@ def _stepped(
             gradients.append(values.wide(length).to(gradient_dtype))
     model = tuple(ModelTensor(spec.name, spec.dtype, spec.shape) for spec in specs)
     layout = Layout(tuple(specs), model, 1 << 20, state_dtype)
-    scalars = [_scalars(rule, group) for group in groups for _ in _FORMS]
+    scalars = [_scalars(rule.rule(group)) for group in groups for _ in _FORMS]
     inputs = StepInputs(
         layout=layout,
         groups=groups,
@@ -166,19 +162,8 @@ def _stepped(
     return [tensor.view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
-def _groups(optimizer_class: type[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    given = _SGD if optimizer_class is torch.optim.SGD else _ADAM
-    defaults = UpdateRule(optimizer_class, {}).defaults
-    return [{**defaults, **group} for group in given]
-
-
-def _scalars(rule: UpdateRule, group: Mapping[str, Any]) -> Scalars:
-    return tuple((name, kind, 7.0) for name, kind in _kinds(rule, group))
-
-
-def _kinds(rule: UpdateRule, group: Mapping[str, Any]) -> list[tuple[str, str]]:
-    found = rule.rule(group)
-    return list(zip(found.scalars, found.kinds, strict=True))
+def _scalars(rule: Rule) -> Scalars:
+    return tuple((name, kind, 7.0) for name, kind in zip(rule.scalars, rule.kinds, strict=True))
 
 
 class _Values:
@@ -196,13 +181,7 @@ class _Values:
         return values
 
     def stored(self, name: str, nbytes: int, code: str) -> torch.Tensor:
-        """Return stored values of an array, whose number is given in bytes.
-
-        Args:
-            name: Name of the array.
-            nbytes: Bytes of all values.
-            code: safetensors code of their dtype.
-        """
+        """Return stored values of an array, whose number is given in bytes."""
         dtype = DTYPES[code]
         length = nbytes // dtype.itemsize
         if not dtype.is_floating_point:

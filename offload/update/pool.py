@@ -1,13 +1,7 @@
 """Threads that update blocks, each with memory for one block and its own stepper.
 
-torch could run each operation on all cores instead. But an operation on a block that fits in a
-cache takes tens of microseconds, and waking the other cores for each operation costs as much. So
-each thread uses one core, and updates whole blocks on it. If another program occupies a core, only
-the block on that core is delayed.
-
-The number of threads does not follow the drive. On an idle machine, the kernel takes hardly more
-processor time on several threads than on one. torch's own code takes up to 1.4 times as much on
-two.
+torch could run each operation on all cores instead, but waking them takes as long as an operation
+on a block that fits in a cache. So each thread updates whole blocks on its core.
 """
 
 from __future__ import annotations
@@ -24,8 +18,8 @@ import torch
 from gds.backends.threads import Transfer, TransferPool
 from gds.waiting import wait
 from offload.ambient import flushes_denormals, for_thread
-from offload.update.coding.codecs import Scratch
 from offload.update.rules import UpdateRule
+from offload.update.scratch import Scratch
 from offload.update.stepper import Stepper
 
 UPDATE_THREAD = "offload-update"
@@ -36,12 +30,7 @@ Result = TypeVar("Result")
 
 
 class BlockMemory:
-    """Memory for one block, reused for the next block. Not for two threads at a time.
-
-    Args:
-        empty: Allocator of a flat tensor, given the number of elements and a dtype; None for host
-            memory.
-    """
+    """Memory for one block, reused for the next block. Not for two threads at a time."""
 
     def __init__(self, empty: Callable[[int, torch.dtype], torch.Tensor] | None = None) -> None:
         self.scratch = Scratch()
@@ -60,12 +49,7 @@ class BlockMemory:
 
 
 class BlockContext(BlockMemory):
-    """Memory and stepper of one thread that updates blocks.
-
-    Args:
-        rule: Update rule that makes the stepper.
-        empty: Allocator of the memory; see `BlockMemory`.
-    """
+    """Memory and stepper of one thread that updates blocks."""
 
     def __init__(
         self, rule: UpdateRule, empty: Callable[[int, torch.dtype], torch.Tensor] | None = None
@@ -100,9 +84,6 @@ class UpdatePool:
     """Runs a function on many items, on `default_num_threads` threads; one caller at a time.
 
     The threads start when they first have work.
-
-    Args:
-        rule: Update rule that makes the steppers.
     """
 
     def __init__(self, rule: UpdateRule) -> None:
@@ -167,15 +148,10 @@ class UpdatePool:
         for future in futures:
             future.result()
 
-    def run_here(
-        self, function: Callable[[BlockContext, Item], object], items: Sequence[Item]
-    ) -> None:
-        """Call ``function(context, item)`` for every item on the calling thread.
-
-        Nothing else may use the pool meanwhile.
-        """
-        for item in items:
-            function(self._contexts[0], item)
+    @property
+    def context(self) -> BlockContext:
+        """Context for the calling thread, while nothing else uses the pool."""
+        return self._contexts[0]
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """Call a function for every item, as `run` does, and return the results in item order."""

@@ -1,18 +1,10 @@
 """Probe: whether an update gives every element the same bits, wherever it lies in a tensor.
 
-A step runs on blocks that begin and end in the middle of parameters. Two kinds of updates would
-then give bits that differ from those of torch's own step on whole parameters:
-
-- an update that is not element-wise, such as one that divides by the norm of the tensor;
-- an update with a torch function whose kernel computes the last elements of a tensor, after the
-  last whole vector, differently from the rest. `torch.pow` and `torch.sigmoid` do so on most
-  processors: of a thousand results, 5 to 800 differ in the last bits.
-
-The probe therefore updates the same values in one tensor and in many small pieces, in which no
-element is part of a whole vector. It also updates them in tensors with other strides, for which
-torch's kernels have separate code. The values vary widely in magnitude, because a function may
-differ for some values only. Most parameters are zero, because the sum of a parameter and a small
-update hides the last bits of the update.
+It finds updates that are not element-wise, and torch functions whose kernels compute the elements
+after the last whole vector differently (`torch.pow`, `torch.sigmoid`). The same values are updated
+in one tensor, in pieces in which no element is part of a whole vector, and in tensors with other
+strides. They vary widely in magnitude, and most parameters are zero, because the sum of a parameter
+and a small update hides the last bits of the update.
 """
 
 from __future__ import annotations
@@ -38,13 +30,7 @@ It returns the final state of each parameter."""
 
 
 class Probe:
-    """Values of a probe, and ways to lay them out.
-
-    Args:
-        num_rows: Rows of the whole tensor; each has 65 values.
-        pieces: Numbers of elements of successive pieces, repeated cyclically.
-        strided: Ways to lay out parameters and gradients other than contiguously.
-    """
+    """Values of a probe, and ways to lay them out."""
 
     def __init__(
         self, num_rows: int, pieces: Sequence[int], strided: Sequence[tuple[Cut, Cut]]
@@ -55,29 +41,18 @@ class Probe:
         """Shape of the whole tensor."""
 
     def whole(self, run: Run) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """Update all values in one contiguous tensor.
-
-        Returns:
-            The parameters after each step, and the final state.
-        """
+        """Update all values in one contiguous tensor."""
         stepped, (state,) = self._run(run, _whole, _whole)
         return stepped, state
 
     def pieces(self, run: Run) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Update all values in pieces.
-
-        Returns:
-            The parameters after each step, flat, and the final state of each piece.
-        """
+        """Update all values in pieces."""
         return self._run(run, self._cut, self._cut)
 
     def strided(self, run: Run) -> list[tuple[list[torch.Tensor], dict[str, Any]]]:
         """Update all values in tensors that are not contiguous, once for each layout.
 
         A layout for which the step raises an error is left out: torch's own step would fail, too.
-
-        Returns:
-            The parameters after each step, and the final state, for each layout.
         """
         results = []
         for parameters, gradients in self._strided:

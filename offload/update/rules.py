@@ -182,7 +182,7 @@ class UpdateRule:
     def pristine(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a group's hyper-parameters as before its first step."""
         options = {k: v for k, v in group.items() if k not in NOT_OPTIONS}
-        return first_options(options, self.defaults, self._changed)
+        return first_options(options, self.defaults, self._changed) if self._changed else options
 
     def rewind(self, groups: Iterable[dict[str, Any]]) -> None:
         """Take from groups what the class itself has put there, before others are loaded."""
@@ -198,10 +198,6 @@ class UpdateRule:
         """Return the hyper-parameters that the class itself changes in a step, after the step.
 
         `StepKeys` checks that each block changes its group in the same way.
-
-        Args:
-            group: Hyper-parameters before the step.
-            has_gradient: Whether any parameter of the group has a gradient.
         """
         if self.is_torchs or not self.rule(group).changes:
             return {}

@@ -30,13 +30,7 @@ class Scratch:
         self._views: dict[tuple[str, torch.dtype, tuple[int, ...]], torch.Tensor] = {}
 
     def view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return named memory of arbitrary content.
-
-        Args:
-            name: Name of the buffer. Views of one buffer share memory, also with other dtypes.
-            dtype: Dtype of up to 4 bytes.
-            shape: Shape of the tensor.
-        """
+        """Return named memory of arbitrary content."""
         key = (name, dtype, shape)
         view = self._views.get(key)
         if view is None:

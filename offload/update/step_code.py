@@ -1,21 +1,27 @@
-"""The protocol of code that steps parameters of a chunk: torch's own code, and the kernels.
+"""The protocol of code that steps parameters of a chunk, and the blocks that its calls work on.
 
-There are three implementations, which do not know of each other: `TorchStep` (`torch_step`),
-`KernelStep` (`kernel.kernel_step`) for the CPU, and `DeviceStep` (`device_step`). The module
-`updaters` decides which of them stand behind an updater.
+The implementations are `TorchStep` (`torch_step`), `KernelStep` (`kernel.kernel_step`) for the CPU,
+and `DeviceStep` (`device_step`). A chunk is cut into runs, which are neighbouring parameters with
+the same key, and a run into blocks of a limited number of elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 
+from offload.format.arrays import BLOCK_ELEMENTS
+from offload.format.chunk_plan import Piece
 from offload.format.digests import Digests
+from offload.format.layout import Layout
 from offload.update.pool import BlockContext
+from offload.update.step_keys import Key
 
 PieceNumbers: TypeAlias = np.ndarray[Any, Any]
 """Numbers of pieces, as indices into `ChunkPlan.pieces`: ascending, int64, shape (n,)."""
@@ -45,50 +51,73 @@ class Call(Protocol):
     """One call of some code, for some elements of a chunk."""
 
     def run(self, context: BlockContext, /) -> None:
-        """Step the elements, and tell the chunk's digests of them.
-
-        Args:
-            context: Memory and stepper of the calling thread.
-        """
+        """Step the elements, and tell the chunk's digests of them."""
         ...
 
 
-class StepCode(Protocol):
+class StepCode(ABC):
     """Code that steps parameters of a chunk, for one step of the optimizer.
 
     Each chunk is offered to `calls` once. When all calls of the chunk have returned, `done` is
     called.
     """
 
-    def why_not(self, group: int) -> str:
-        """Return why this code can step no parameter of a group; empty if it can.
+    def why_not(self, group: int) -> str:  # noqa: ARG002
+        """Return why this code can step no parameter of a group; empty if it can."""
+        return ""
 
-        Args:
-            group: Index of the parameter group.
-        """
-        ...
-
-    def add_gradient(self, index: int) -> None:
+    def add_gradient(self, index: int) -> None:  # noqa: B027
         """Note that a parameter has received a gradient, before any of its chunks is stepped.
 
-        This looks at no tensor: a backward pass may be in progress, and may be watched.
+        The parameter's key says so already. This looks at no tensor: a backward pass may be in
+        progress, and may be watched.
         """
-        ...
 
+    @abstractmethod
     def calls(
         self, chunk: LoadedChunk, numbers: PieceNumbers
     ) -> tuple[Sequence[Call], PieceNumbers]:
-        """Take the pieces of a chunk that this code can step.
-
-        Args:
-            chunk: The chunk.
-            numbers: Pieces that no other code has taken.
+        """Take the pieces of a chunk that this code can step, out of those that are left.
 
         Returns:
             Calls that step the pieces taken, for any threads, in any order; and the other pieces.
         """
-        ...
 
-    def done(self, chunk: LoadedChunk) -> None:
+    def done(self, chunk: LoadedChunk) -> None:  # noqa: B027
         """Note that all calls for a chunk have returned."""
-        ...
+
+
+class Block(NamedTuple):
+    """Elements that one call works on."""
+
+    key: Key
+    pieces: Sequence[Piece]
+    first: int
+    """First element of the block, in element space."""
+
+    stored: dict[str, torch.Tensor]
+    """Stored values of the block, by state array."""
+
+    starts: dict[str, int]
+    """Index of the block's first stored value in the chunk, by state array."""
+
+
+def runs(
+    layout: Layout, chunk: int, keys: Sequence[Key], numbers: PieceNumbers
+) -> Iterator[tuple[Key, list[int]]]:
+    """Yield each run among some pieces of a chunk: its key, and the numbers of its pieces."""
+    pieces, given = layout.plans[chunk].pieces, numbers.tolist()
+    found = [keys[pieces[number].parameter] for number in given]
+    # The place among the given ones is subtracted, so that the numbers of a run are consecutive.
+    for (key, _), run in groupby(enumerate(given), lambda at: (found[at[0]], at[1] - at[0])):
+        yield key, [number for _, number in run]
+
+
+def blocks(layout: Layout, chunk: LoadedChunk, key: Key, run: Sequence[int]) -> Iterator[Block]:
+    """Yield the blocks of a run that `runs` has yielded, of at most `chunk.block_elements`."""
+    plan = layout.plans[chunk.number]
+    multiple = BLOCK_ELEMENTS if layout.state_dtype == "int8" else 1
+    for span in plan.cut(run, most=chunk.block_elements, multiple=multiple):
+        stored = {n: chunk.arrays[n][start:stop] for n, (start, stop) in span.values.items()}
+        starts = {name: start for name, (start, _) in span.values.items()}
+        yield Block(key, span.pieces, plan.first + span.pieces[0].at, stored, starts)

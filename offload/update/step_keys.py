@@ -9,7 +9,8 @@ empty tensor instead.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,45 @@ import torch
 from offload.device.boundary import is_on_device, to_host
 from offload.errors import UnsupportedOptimizerError
 from offload.format._manifest_fields import without_numpy
+from offload.format.layout import Layout
 from offload.update.kept_state import Scalars, read_scalars, unknown_state, write_scalars
 from offload.update.pool import BlockContext, UpdatePool
 from offload.update.rules import FUSED_MULTIPLE, UpdateRule
-from offload.update.step_inputs import StepInputs
 from offload.update.stepper import NOT_OPTIONS, changes, differing, same_value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepInputs:
+    """The tensors, hyper-parameters and numbers that one step computes with.
+
+    Sequences of parameters, gradients and scalars have one item for each parameter of the layout,
+    in element-space order. An updater does not keep this object, so that a gradient's memory is
+    free as soon as it has been applied.
+    """
+
+    layout: Layout
+    """Place of every parameter in the state arrays."""
+
+    groups: Sequence[Mapping[str, Any]]
+    """``param_groups`` at this step."""
+
+    parameters: Sequence[torch.Tensor]
+    """Live parameters, updated in place."""
+
+    gradients: Sequence[torch.Tensor | None]
+    """Gradient of each parameter, of any floating-point dtype; None if it has none."""
+
+    scalars: Sequence[Scalars | None]
+    """Scalar state of each parameter; None for a parameter that has no state yet."""
+
+    step: int
+    """Number of this step, from 1."""
+
+    seed: int = 0
+    """Seed of stochastic rounding, if state is stored with it."""
+
+    factors: Sequence[float] = ()
+    """Factors that each gradient is multiplied by in turn, in FP32."""
 
 
 class Key(NamedTuple):
@@ -46,22 +81,14 @@ class Key(NamedTuple):
 
 
 class StepKeys:
-    """Keys and hyper-parameters of one step, and the scalar state of each key after it.
-
-    Args:
-        rule: Update rule of the optimizer, which says which state torch's step keeps.
-        pool: Pool whose stepper counts the steps of keys that torch steps no element of.
-        inputs: Everything that the step computes with.
-        may_fuse: Whether torch's fused step may be used for the groups that have one.
-    """
+    """Keys and hyper-parameters of one step, and the scalar state of each key after it."""
 
     def __init__(
         self, rule: UpdateRule, pool: UpdatePool, inputs: StepInputs, *, may_fuse: bool
     ) -> None:
         # Copied by value: a scheduler may change a tensor in place while the step is in progress.
         self.groups: list[dict[str, Any]] = [
-            {k: _by_value(without_numpy(v)) for k, v in g.items() if k not in NOT_OPTIONS}
-            for g in inputs.groups
+            {k: _by_value(v) for k, v in g.items() if k not in NOT_OPTIONS} for g in inputs.groups
         ]
         """Hyper-parameters of each group."""
         self.rules = [rule.rule(group) for group in self.groups]
@@ -87,15 +114,7 @@ class StepKeys:
         gradient: torch.Tensor,
         views: Mapping[str, torch.Tensor],
     ) -> None:
-        """Run torch's own step on some elements of a key, and record the key's scalar state.
-
-        Args:
-            context: Memory and stepper of the calling thread.
-            key: Key of the elements.
-            parameter: FP32, shape (n,); updated in place.
-            gradient: FP32, shape (n,).
-            views: State arrays, FP32, shape (n,), by name; updated in place.
-        """
+        """Run torch's own step on some elements of a key, and record the key's scalar state."""
         group, fused = self.groups[key.group], self._fused[key.group]
         # A new object for every block: otherwise torch's step would find the last block's .grad.
         stepped = parameter.view(-1)
@@ -158,12 +177,12 @@ class StepKeys:
         ]
 
     def _count(self, keys: Iterable[Key]) -> None:
-        self._pool.run_here(self._step_nothing, list(keys))
-
-    def _step_nothing(self, context: BlockContext, key: Key) -> None:
-        empty = torch.empty(0, dtype=torch.float32, device="cpu")
-        arrays = self.rules[key.group].arrays
-        self.step(context, key, empty, empty.clone(), {name: empty.clone() for name in arrays})
+        """Let torch step an empty tensor of each key, which counts the step."""
+        context = self._pool.context
+        for key in keys:
+            empty = torch.empty(0, dtype=torch.float32, device="cpu")
+            views = {name: empty.clone() for name in self.rules[key.group].arrays}
+            self.step(context, key, empty, empty.clone(), views)
 
 
 def _keys(inputs: StepInputs) -> list[Key]:
@@ -181,6 +200,9 @@ def _keys(inputs: StepInputs) -> list[Key]:
 
 
 def _by_value(value: object) -> object:
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    value = without_numpy(value)
     # Every block reads the hyper-parameters. A read from a device would wait for the device's work.
     if isinstance(value, torch.Tensor) and is_on_device(value):
         return to_host(value)

@@ -43,16 +43,7 @@ class Stepper:
     def create(
         self, parameter: torch.Tensor, gradient: torch.Tensor | None, group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Run the first step of a flat parameter; torch creates its state.
-
-        Args:
-            parameter: Flat FP32 values, updated in place.
-            gradient: Flat FP32 gradient of the same length.
-            group: Hyper-parameters as in ``param_groups``.
-
-        Returns:
-            The state that torch created: tensors like `parameter`, and scalars.
-        """
+        """Run the first step of a flat parameter; torch creates its state."""
         (state,) = self.create_all([parameter], [gradient], group)
         return state
 
@@ -110,11 +101,6 @@ class Stepper:
         """Return the hyper-parameters that the class itself changes in a step, after the step.
 
         The class steps an empty tensor, so the result cannot depend on any value of a parameter.
-
-        Args:
-            options: Hyper-parameters before the step.
-            first: The same as before the first step of all.
-            has_gradient: Whether any parameter of the group has a gradient.
         """
         empty = torch.zeros(0, dtype=torch.float32, device="cpu")
         gradient = empty.clone() if has_gradient else None
@@ -137,11 +123,7 @@ class Stepper:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters that a class has changed or added, with their new values.
-
-    Raises:
-        KeyError: A hyper-parameter is gone.
-    """
+    """Return the hyper-parameters that a class has changed or added, with their new values."""
     for key in before:
         if key not in NOT_OPTIONS and key not in after:
             raise KeyError(key)

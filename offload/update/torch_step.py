@@ -1,15 +1,9 @@
 """One step of an optimizer by torch's own code, block by block. It can step every parameter.
 
-For each block:
-
-1. Take the master, or make it from the live parameter.
-2. Gather the gradient, upcast it, and decode the state.
-3. Run torch's step.
-4. Encode the state, and cast the master back into the live parameter.
-5. Digest the values to be stored.
-
-There is one call of torch's step per block, never one per parameter. Blocks are independent, and
-may run on several threads. The tensors are in host memory, or all on one device.
+There is one call of torch's step for each block: the master is taken, the gradient gathered, the
+state decoded; after the step the state is encoded, the master cast back into the live parameter,
+and the stored values are digested. Blocks are independent. The tensors are in host memory, or all
+on one device.
 """
 
 from __future__ import annotations
@@ -23,13 +17,11 @@ from offload.device.boundary import is_on_device
 from offload.device.staging import FlatTensors
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.digests import Digests
-from offload.update.blocks import Block, blocks, runs
-from offload.update.coding import codecs
+from offload.update.coding import rounding
 from offload.update.coding.coder import StateCoder
 from offload.update.pool import BlockContext
-from offload.update.step_code import Call, LoadedChunk, PieceNumbers
-from offload.update.step_inputs import StepInputs
-from offload.update.step_keys import StepKeys
+from offload.update.step_code import Block, Call, LoadedChunk, PieceNumbers, StepCode, blocks, runs
+from offload.update.step_keys import StepInputs, StepKeys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,15 +41,8 @@ class TorchCall:
                 self.digests.written(name, start, start + stored.nbytes)
 
 
-class TorchStep:
-    """The part of one step that torch's own code takes; a `StepCode`.
-
-    Args:
-        keys: Keys of the parameters.
-        inputs: Everything that the step computes with.
-        live: Live parameters.
-        gradients: Gradients.
-    """
+class TorchStep(StepCode):
+    """The part of one step that torch's own code takes."""
 
     def __init__(
         self, keys: StepKeys, inputs: StepInputs, live: FlatTensors, gradients: FlatTensors
@@ -68,13 +53,6 @@ class TorchStep:
         self._gradients = gradients
         self._coder = StateCoder(inputs.layout, inputs.seed, inputs.step)
         self._factors = inputs.factors
-
-    def why_not(self, group: int) -> str:  # noqa: ARG002
-        """Return an empty text: torch's code steps every group."""
-        return ""
-
-    def add_gradient(self, index: int) -> None:
-        """Do nothing: the parameter's key says that it has a gradient."""
 
     def calls(
         self, chunk: LoadedChunk, numbers: PieceNumbers
@@ -88,16 +66,8 @@ class TorchStep:
         ]
         return calls, numbers[:0]
 
-    def done(self, chunk: LoadedChunk) -> None:
-        """Do nothing: each call has already reported what it does not use any more."""
-
     def update(self, context: BlockContext, block: Block) -> None:
-        """Step one block, or create its state if it has no gradient.
-
-        Args:
-            context: Memory and stepper of the calling thread.
-            block: The block, whose key must be updated.
-        """
+        """Step one block, or create its state if it has no gradient."""
         key, stored = block.key, block.stored
         views = self._live.views(block.pieces)
         live = join(context, "live", views, key.dtype)
@@ -119,7 +89,7 @@ class TorchStep:
         self._keys.step(context, key, master, gradient, state)
         self._coder.store(context, state, stored, block.pieces, block.first)
         if MASTER_LOW in stored:
-            codecs.split_master(master, live, stored[MASTER_LOW], scratch=context.scratch)
+            rounding.split_master(master, live, stored[MASTER_LOW], scratch=context.scratch)
         elif master is not live:
             live.copy_(master)
         if len(views) > 1:
@@ -146,15 +116,7 @@ def join(
     *,
     distinct: bool = False,
 ) -> torch.Tensor:
-    """Return flat views end to end: in a buffer, or the view itself if there is only one.
-
-    Args:
-        context: Memory of the calling thread.
-        name: Name of the buffer.
-        views: Flat views of a block's pieces.
-        dtype: Dtype of the result.
-        distinct: Whether each element of the result must have its own memory.
-    """
+    """Return flat views end to end: in a buffer, or the view itself if there is only one."""
     if len(views) == 1:
         (view,) = views
         # An expanded gradient is copied: torch's foreach code changes gradients in place.
@@ -177,7 +139,7 @@ def master_of(
         master = context.buffer(MASTER, torch.float32, len(live))
         if is_new:
             return master.copy_(live)
-        codecs.join_master(live, stored[MASTER_LOW], master, scratch=context.scratch)
+        rounding.join_master(live, stored[MASTER_LOW], master, scratch=context.scratch)
         return master
     if MASTER not in stored:
         return live  # an FP32 parameter is its own master

@@ -1,14 +1,10 @@
 """Trial of a class that is not torch's: its step in chunks beside the class itself, as it is used.
 
-The probe (see `probe`) compares a step with itself, so it cannot see what a class does beyond one
-call on one tensor. The trial runs the class as its author uses it: on several parameters of
-different shapes, sizes and norms in two groups, for as many steps as warm-ups and late rules
+The class runs on several parameters in two groups, for as many steps as warm-ups and late rules
 usually take, with gradients that are zero, tiny, huge and missing. Beside it, the same steps are
-taken as this package takes them: in pieces, with the state that is stored, and with one change of
-the groups for each step. Every parameter must have the same bits after every step.
-
-What values cannot show is looked for in other ways: a second optimizer is told other numbers of
-elements and given a closure, and parameters record which attributes are read.
+taken in pieces, with the state that is stored; every parameter must have the same bits after every
+step. A second optimizer is told other numbers of elements and given a closure, and parameters
+record which attributes are read.
 """
 
 from __future__ import annotations

@@ -1,98 +1,41 @@
 """The update of chunks: one order of calls, whichever place they run in and whichever code steps.
 
-A step has one `ChunkUpdater`, and the engine knows nothing else of the arithmetic. Behind it are:
+`host_updater` and `device_updater` put a `ChunkUpdater` together, out of the `Place` where chunks
+are updated and the `StepCode` that steps elements. In one place, every code gives the same bits.
 
-- A `Place`, which is where chunks are updated: the CPU (`host_place`) or a device
-  (`device_place`). It brings parameters and gradients there, and runs the calls.
-- Implementations of `StepCode` (`step_code`), which step elements: a kernel, and torch's own code.
-  A piece of a chunk goes to the first one that can step it.
-- `StepKeys` (`step_keys`), the hyper-parameters and scalar state.
-
-`updaters` puts them together. In one place, every implementation gives the same bits.
-
-In all of them, the live parameter wins. If it differs from its rounded master, it has been edited
-since the last step (clamped, loaded, or replaced by an average). The edited elements then replace
-those of the master, as if the parameter had been FP32 all along. If the live parameter *is* the
-upper half of the master (``master="split"``), no comparison is needed. An edited value then keeps
-the lower half of the old master, which is less than half a step of bf16.
+The live parameter wins: where it differs from its rounded master, it has been edited since the last
+step, and replaces the master. If it *is* the upper half of the master (``master="split"``), an
+edited value keeps the old lower half, which is less than half a step of bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
 
-from offload.format.digests import Digests
+from offload.device.boundary import HOST, Event, boundary_of, marks_of
+from offload.device.compute import Compute
+from offload.device.staging import FlatTensors, StagedTensors, Traffic, flat_tensors
+from offload.errors import UnsupportedParameterError
+from offload.format.arrays import MASTER_LOW
+from offload.format.digests import LEAF_BYTES, Digests
 from offload.format.layout import Layout
+from offload.update.device_step import DeviceStep, require_steppable
 from offload.update.kept_state import Scalars
+from offload.update.kernel import KernelStep, UpdateKernel
+from offload.update.pool import BlockContext, UpdatePool
+from offload.update.rules import UpdateRule
 from offload.update.step_code import Call, LoadedChunk, StepCode
-from offload.update.step_keys import StepKeys
-
-
-class Place(Protocol):
-    """Where the chunks of one step are updated: in host memory, or in that of a device."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which chunks are updated."""
-        ...
-
-    def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Set the gradient of a parameter that had none; see `ChunkUpdater.set_gradient`."""
-        ...
-
-    def prepare(self, chunk: int) -> bool:
-        """Begin to bring a chunk's parameters and gradients here; see `ChunkUpdater.prepare`."""
-        ...
-
-    def arrive(self, chunk: int) -> None:
-        """Wait until the data that `prepare` requested is here."""
-        ...
-
-    def loaded(
-        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None
-    ) -> AbstractContextManager[LoadedChunk]:
-        """Return a block in which a chunk is updated. Its parameters are here within the block.
-
-        After a block that raises nothing, the chunk's parameters are on their way back, and the
-        digests know of the chunk's bytes. In every case, the chunk's memory is free for other uses.
-
-        Args:
-            chunk: Index of the chunk.
-            arrays: As for `ChunkUpdater.update`.
-            digests: As for `ChunkUpdater.update`.
-        """
-        ...
-
-    def run(self, calls: Sequence[Call]) -> None:
-        """Run all calls of the chunk that is loaded.
-
-        Raises:
-            BaseException: The error of one of the calls, or an interrupt. No call is in progress
-                any more.
-        """
-        ...
-
-    def fence(self) -> None:
-        """Make the calling thread's current streams wait for the parameters updated so far."""
-        ...
+from offload.update.step_keys import StepInputs, StepKeys
+from offload.update.torch_step import TorchStep
 
 
 class ChunkUpdater:
-    """Updates the chunks of one step. `updaters` has functions that make one.
-
-    Args:
-        layout: Layout of the state.
-        keys: Keys of the parameters.
-        place: Where the chunks are updated.
-        codes: Implementations that step them. Each is offered the pieces that those before it have
-            left. The last one must take all.
-        doubts: How the results of `codes` differ from torch's own step, in words.
-    """
+    """Updates the chunks of one step; made by `host_updater` and `device_updater`."""
 
     def __init__(
         self,
@@ -131,9 +74,6 @@ class ChunkUpdater:
         """Begin to bring the data that a chunk needs to the place where the chunk is updated.
 
         The caller then waits for the chunk's state, and then calls `arrive` and `update`.
-
-        Returns:
-            Whether anything crosses, so that `arrive` must be called.
         """
         return self._place.prepare(chunk)
 
@@ -144,23 +84,19 @@ class ChunkUpdater:
     def update(
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
     ) -> None:
-        """Step one chunk. On return, the memory of `arrays` is free for other uses.
-
-        Args:
-            chunk: Index of the chunk.
-            arrays: The chunk's range of each state array, flat, in the stored dtype; updated in
-                place. Ranges of parameters that have no state yet may hold anything, and are
-                initialised.
-            digests: Digests that are told of the bytes that are final.
-        """
+        """Step one chunk. On return, the memory of `arrays` is free for other uses."""
         with self._place.loaded(chunk, arrays, digests) as loaded:
             numbers = np.arange(len(self._layout.plans[chunk].pieces))
             calls: list[Call] = []
+            asked = []
             for code in self._codes:
                 taken, numbers = code.calls(loaded, numbers)
                 calls += taken
+                asked.append(code)
+                if not len(numbers):
+                    break
             self._place.run(calls)
-            for code in self._codes:
+            for code in asked:
                 code.done(loaded)
 
     def fence(self) -> None:
@@ -172,11 +108,7 @@ class ChunkUpdater:
         return self._keys.finish()
 
     def code(self, chosen: str) -> str:
-        """Return which code takes this step, in words.
-
-        Args:
-            chosen: Code that was chosen for the class, as `ChosenCode.code`.
-        """
+        """Return which code takes this step, in words."""
         if self._doubts:
             chosen = f"{chosen}, although {'; '.join(self._doubts)}"
         found = [self._codes[0].why_not(group) for group in range(len(self._keys.groups))]
@@ -185,3 +117,226 @@ class ChunkUpdater:
             return chosen
         torchs = f"torch ({'; '.join(dict.fromkeys(reasons))})"
         return torchs if len(reasons) == len(found) else f"{chosen}, {torchs}"
+
+
+def host_updater(
+    rule: UpdateRule,
+    pool: UpdatePool,
+    inputs: StepInputs,
+    *,
+    kernel: UpdateKernel | None = None,
+    traffic: Traffic | None = None,
+) -> ChunkUpdater:
+    """Return an updater that updates chunks on the CPU: by the kernel, the rest by torch's code.
+
+    Args:
+        rule: Update rule of the optimizer.
+        pool: Threads that update.
+        inputs: Everything that the step computes with.
+        kernel: Kernel that steps the parameters that it can; None for torch's code only.
+        traffic: Counter of the bytes that cross between the host and the parameters' device.
+    """
+    # State that is stored exactly needs the bits of torch's default step; see `UpdateRule.fused`.
+    keys = StepKeys(rule, pool, inputs, may_fuse=inputs.layout.state_dtype != "float32")
+    place = HostPlace(pool, keys, inputs, traffic or Traffic())
+    codes: list[StepCode] = [TorchStep(keys, inputs, place.live, place.gradients)]
+    if kernel is not None:
+        codes.insert(0, KernelStep(kernel, keys, inputs, place.live, place.gradients))
+    return ChunkUpdater(inputs.layout, keys, place, codes)
+
+
+def device_updater(
+    rule: UpdateRule, pool: UpdatePool, inputs: StepInputs, *, compute: Compute
+) -> ChunkUpdater:
+    """Return an updater that updates chunks on a device: by its kernels, the rest by torch's code.
+
+    Args:
+        rule: Update rule of the optimizer.
+        pool: Pool whose stepper counts the steps of kernels.
+        inputs: Everything that the step computes with.
+        compute: Compute of the device that holds parameters, gradients and frames.
+
+    Raises:
+        UnsupportedOptimizerError: A parameter group cannot be stepped on a device; says why.
+        UnsupportedParameterError: A parameter or gradient is on another device by now; names the
+            parameter.
+    """
+    layout = inputs.layout
+    keys = StepKeys(rule, pool, inputs, may_fuse=False)
+    place = DevicePlace(compute, rule, inputs)
+    split = MASTER_LOW in layout.array_names
+    require_steppable(rule, keys.groups, layout.state_dtype, split=split)
+    kernels = DeviceStep(compute, rule, keys, inputs, place.live, place.gradients)
+    torchs = TorchStep(keys, inputs, place.live, place.gradients)
+    return ChunkUpdater(layout, keys, place, [kernels, torchs], doubts=kernels.doubts)
+
+
+HOT_ELEMENTS = 512 << 10
+"""Maximal number of elements in one call of torch's step: about 15 MiB with temporary values.
+
+Blocks of half this size would stay in a cache for longer. But several threads take turns with the
+interpreter, so there must be few calls.
+"""
+
+HOT_ELEMENTS_ONE_THREAD = LEAF_BYTES // 4
+"""Maximal number of elements in one call on one thread: a whole leaf of each FP32 array, so that
+the leaf is digested at once."""
+
+
+class Place(ABC):
+    """Where the chunks of one step are updated: in host memory, or in that of a device."""
+
+    device: torch.device
+    """Device on which chunks are updated."""
+
+    live: FlatTensors
+    """Live parameters."""
+
+    gradients: FlatTensors
+
+    def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """Set the gradient of a parameter that had none; see `ChunkUpdater.set_gradient`."""
+        self.gradients.replace(index, gradient)
+
+    def prepare(self, chunk: int) -> bool:  # noqa: ARG002
+        """Begin to bring a chunk's parameters and gradients here; see `ChunkUpdater.prepare`."""
+        return False
+
+    def arrive(self, chunk: int) -> None:  # noqa: B027
+        """Wait until the data that `prepare` requested is here."""
+
+    @abstractmethod
+    def loaded(
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None
+    ) -> AbstractContextManager[LoadedChunk]:
+        """Return a block in which a chunk is updated. Its parameters are here within the block.
+
+        After a block that raises nothing, the chunk's parameters are on their way back, and the
+        digests know of the chunk's bytes. In every case, the chunk's memory is free for other uses.
+        """
+
+    @abstractmethod
+    def run(self, calls: Sequence[Call]) -> None:
+        """Run all calls of the chunk that is loaded; none is in progress after an error."""
+
+    def fence(self) -> None:  # noqa: B027
+        """Make the calling thread's current streams wait for the parameters updated so far."""
+
+
+class HostPlace(Place):
+    """The CPU as the place of updates."""
+
+    device = HOST
+
+    def __init__(
+        self, pool: UpdatePool, keys: StepKeys, inputs: StepInputs, traffic: Traffic
+    ) -> None:
+        self._pool = pool
+        self._keys = keys
+        self._layout = inputs.layout
+        self.live = flat_tensors(inputs.parameters, writable=True, traffic=traffic)
+        self.gradients = FlatTensors(inputs.gradients, writable=False)
+        self._staged: list[StagedTensors] = []
+        if isinstance(self.live, StagedTensors):
+            staged = StagedTensors(inputs.gradients, writable=False, traffic=traffic)
+            self.gradients = staged
+            self._staged = [self.live, staged]
+
+    def prepare(self, chunk: int) -> bool:
+        """Begin to copy a chunk's parameters and gradients from their device to the host."""
+        if self._staged:
+            keys = self._keys.of
+            pieces = self._layout.plans[chunk].pieces
+            pieces = tuple(p for p in pieces if keys[p.parameter].is_updated)
+            for tensors in self._staged:
+                tensors.prepare(chunk, pieces, lambda index: keys[index].has_gradient)
+        return bool(self._staged)
+
+    def arrive(self, chunk: int) -> None:
+        """Wait until the data that `prepare` requested is in host memory."""
+        for tensors in self._staged:
+            tensors.arrive(chunk)
+
+    @contextmanager
+    def loaded(
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None
+    ) -> Iterator[LoadedChunk]:
+        """Begin to send the chunk's parameters back after the block."""
+        num_threads = self._pool.num_threads
+        one = min(HOT_ELEMENTS, HOT_ELEMENTS_ONE_THREAD)
+        most = one if num_threads == 1 else HOT_ELEMENTS
+        yield LoadedChunk(chunk, arrays, digests, num_threads, most)
+        for tensors in self._staged:
+            tensors.leave(chunk)
+
+    def run(self, calls: Sequence[Call]) -> None:
+        """Run the calls on the threads of the pool."""
+        self._pool.run(lambda context, call: call.run(context), calls)
+
+    def fence(self) -> None:
+        """Make the calling thread's current streams wait for the parameters sent back so far."""
+        for tensors in self._staged:
+            tensors.fence()
+
+
+_RUN_ELEMENTS = 16 << 20
+"""Elements of one call of torch's own step: few calls, and bounded temporary memory."""
+
+
+class DevicePlace(Place):
+    """A device as the place of updates, where everything is already.
+
+    The block of `loaded` ends when the work that was queued in it has ended. The memory that it
+    used is then free for other uses, and work that is launched afterwards, on any stream, sees the
+    new parameters.
+    """
+
+    def __init__(self, compute: Compute, rule: UpdateRule, inputs: StepInputs) -> None:
+        self.device = compute.device
+        layout, parameters, gradients = inputs.layout, inputs.parameters, inputs.gradients
+        for spec, *tensors in zip(layout.parameters, parameters, gradients, strict=True):
+            for tensor in tensors:
+                if tensor is not None and tensor.device != self.device:
+                    raise UnsupportedParameterError(
+                        f"parameter {spec.name!r}, or its gradient, is on {tensor.device} now, "
+                        f"but its state was updated on {self.device} before: move it back"
+                    )
+        self._compute = compute
+        self._layout = layout
+        self.live = FlatTensors(parameters, writable=True)
+        self.gradients = FlatTensors(gradients, writable=False)
+        self._begun = list(marks_of([*parameters, *gradients]).values())
+        self._given: dict[int, Event] = {}
+        self._context = BlockContext(rule, compute.empty)
+
+    def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        """Set the gradient of a parameter that had none, in the current stream's order."""
+        super().set_gradient(index, gradient)
+        self._given[index] = boundary_of(gradient.device).now()
+
+    @contextmanager
+    def loaded(
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None
+    ) -> Iterator[LoadedChunk]:
+        """Queue the block's work, digest the chunk after it, and wait until both are done."""
+        compute = self._compute
+        numbers = {piece.parameter for piece in self._layout.plans[chunk].pieces}
+        given = numbers & self._given.keys()
+        # torch reuses freed memory at once for allocations on the training's stream. Gradients are
+        # therefore referenced until this chunk's work has ended.
+        held = [self.gradients.tensor(number) for number in numbers]
+        with compute.queue([*self._begun, *(self._given[index] for index in given)]):
+            try:
+                yield LoadedChunk(chunk, arrays, None, 1, _RUN_ELEMENTS)
+                if digests is not None:
+                    for name, array in arrays.items():
+                        digests.written(name, 0, array.nbytes)
+            finally:  # also after an error, because the caller is about to reuse this memory
+                done = compute.mark()
+                compute.wait(done)
+                held.clear()
+
+    def run(self, calls: Sequence[Call]) -> None:
+        """Queue the work of all calls, in their order."""
+        for call in calls:
+            call.run(self._context)

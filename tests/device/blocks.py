@@ -12,8 +12,8 @@ import torch
 from offload.device.kernels.forms import Form
 from offload.device.kernels.update import DeviceRun
 from offload.format import rounding_keys
-from offload.update.coding import codecs
-from offload.update.coding.codecs import Scratch
+from offload.update.coding import blocks8, rounding
+from offload.update.scratch import Scratch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BLOCK = 32
@@ -134,7 +134,7 @@ class State:
             live = self.master.to(form.live)
         else:
             live, arrays["master_low"] = torch.empty(num, dtype=BF16), torch.empty(num).short()
-            codecs.split_master(self.master, live, arrays["master_low"], scratch=scratch)
+            rounding.split_master(self.master, live, arrays["master_low"], scratch=scratch)
         for k, name in enumerate(form.moments):
             values = self.moments[k]
             if form.state == "float32":
@@ -144,7 +144,7 @@ class State:
             else:
                 codes = torch.empty(num, dtype=torch.uint8 if k else torch.int8)
                 scales = torch.empty(-(-num // BLOCK), dtype=BF16)
-                codecs.encode_blocks(values, codes, scales, scratch=scratch)
+                blocks8.encode_blocks(values, codes, scales, scratch=scratch)
                 arrays[name], arrays[name + "_scale"] = codes, scales
         return DeviceBlock(
             live=flat(live, offset),

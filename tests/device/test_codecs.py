@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from offload.device.kernels.loading import text
-from offload.update.coding import blocks8, codecs
+from offload.update.coding import blocks8
 from offload.update.scratch import Scratch
 from tests.campaigns import FULL
 from tests.device.host import SHIM, build
@@ -86,7 +86,7 @@ def both_encode(library, values: torch.Tensor, kind: str) -> None:
         pointer(values), ctypes.c_uint64(num), kind == "signed", pointer(codes), pointer(scales)
     )
     expected = torch.empty_like(codes), torch.empty_like(scales)
-    codecs.encode_blocks(values, *expected, scratch=Scratch())
+    blocks8.encode_blocks(values, *expected, scratch=Scratch())
     assert torch.equal(scales.view(torch.int16), expected[1].view(torch.int16))
     wrong = (codes != expected[0]).nonzero()
     assert not len(wrong), (len(wrong), values[wrong[0]], codes[wrong[0]], expected[0][wrong[0]])
@@ -106,7 +106,7 @@ def test_all_codes_of_all_scales_decode_to_the_same_bits(kind, library):
         kind == "signed",
         pointer(found),
     )
-    codecs.decode_blocks(codes, scales, expected, scratch=Scratch())
+    blocks8.decode_blocks(codes, scales, expected, scratch=Scratch())
     same = found.view(torch.int32) == expected.view(torch.int32)
     assert bool((same | (found.isnan() & expected.isnan())).all())
 
@@ -118,7 +118,7 @@ def test_all_codes_of_all_scales_are_encoded_again_to_the_same_bytes(kind, error
     scales = every.view(torch.bfloat16).repeat_interleave(8)
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).repeat(0x7F80).view(DTYPES[kind])
     values = torch.empty(len(codes))
-    codecs.decode_blocks(codes, scales, values, scratch=Scratch())
+    blocks8.decode_blocks(codes, scales, values, scratch=Scratch())
     both_encode(library(errors), values, kind)
 
 

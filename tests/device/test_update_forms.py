@@ -1,6 +1,6 @@
 """Stored forms: the kernel's bytes are those of the codecs that a CPU uses.
 
-What is stored is decoded with `offload.update.coding.codecs` and `offload.update.torch_step`,
+What is stored is decoded with `offload.update.coding` and `offload.update.torch_step`,
 stepped as plain FP32 arrays (`test_update_arithmetic.py` shows that that is torch's step), and
 encoded with the codecs again.
 """
@@ -23,8 +23,8 @@ from offload.device.kernels.update import (
     launches,
 )
 from offload.format import rounding_keys
-from offload.update.coding import codecs
-from offload.update.coding.codecs import Scratch
+from offload.update.coding import blocks8, rounding
+from offload.update.scratch import Scratch
 from offload.update.torch_step import take_edits
 from tests.device.blocks import (
     BF16,
@@ -92,7 +92,7 @@ def decoded(form: Form, block: DeviceBlock) -> DeviceBlock:
     scratch, num = Scratch(), len(block.live)
     master = torch.empty(num)
     if form.master == "split" and not block.is_new:
-        codecs.join_master(block.live, block.arrays["master_low"], master, scratch=scratch)
+        rounding.join_master(block.live, block.arrays["master_low"], master, scratch=scratch)
     elif form.master == "float32" and not block.is_new:
         master.copy_(block.arrays["master"])
         take_edits(master, block.live.clone(), master.to(form.live))
@@ -105,7 +105,7 @@ def decoded(form: Form, block: DeviceBlock) -> DeviceBlock:
         if block.is_new:
             continue
         if form.state == "int8":
-            codecs.decode_blocks(
+            blocks8.decode_blocks(
                 stored, block.arrays[name + "_scale"], arrays[name], scratch=scratch
             )
         else:
@@ -122,7 +122,7 @@ def encoded(form: Form, plain: DeviceBlock, block: DeviceBlock) -> dict[str, tor
         found = {"live": master.to(form.live), "master": master}
     elif form.master == "split":
         found = {"live": torch.empty(num, dtype=BF16), "master_low": torch.empty(num).short()}
-        codecs.split_master(master, found["live"], found["master_low"], scratch=scratch)
+        rounding.split_master(master, found["live"], found["master_low"], scratch=scratch)
     for name, values in plain.arrays.items():
         found[name] = values
         if form.state == "bfloat16":
@@ -133,14 +133,14 @@ def encoded(form: Form, plain: DeviceBlock, block: DeviceBlock) -> dict[str, tor
                 key = partial(
                     rounding_keys.parameter_key, SEED, stream, STORE_STEP, block.parameter
                 )
-            codecs.round_stochastic(
+            rounding.round_stochastic(
                 values, found[name], key=key, first_element=block.first_element, scratch=scratch
             )
         elif form.state == "int8":
             signed = name in ("exp_avg", "momentum_buffer")
             found[name] = torch.empty(num, dtype=torch.int8 if signed else torch.uint8)
             scales = found[name + "_scale"] = torch.empty(-(-num // BLOCK), dtype=BF16)
-            codecs.encode_blocks(values, found[name], scales, scratch=scratch)
+            blocks8.encode_blocks(values, found[name], scales, scratch=scratch)
     return found
 
 

@@ -297,7 +297,7 @@ with leaving:
         "a step waits until the seal has copied the parameters that it overwrites",
         (
             Edit(
-                "offload/engine/chunk_pass.py",
+                "offload/engine/state_passes.py",
                 """\
                 if seal is not None:
                     seal.wait_copied(self._stops[chunk])

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import offload.update.pool
-import offload.update.updaters
-from offload.update.host_place import HostPlace
+import offload.update.updater
 from offload.update.pool import UpdatePool
+from offload.update.updater import HostPlace
 from tests.eventually import TIMEOUT_S
 from tests.numerics.delays import Held
 from tests.numerics.twins import Twins
@@ -46,7 +46,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload.update.pool, "default_num_threads", lambda: UPDATE_THREADS)
-        patch.setattr(offload.update.updaters, "HostPlace", AlternatingPlace)
+        patch.setattr(offload.update.updater, "HostPlace", AlternatingPlace)
         yield
     torch.set_num_threads(before)
 

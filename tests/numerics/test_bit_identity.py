@@ -7,7 +7,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import offload
-import offload.update.host_place
+import offload.update.updater
 from gds import MemoryBackend
 from tests.numerics.models import EMPTY_STEP, trainable
 from tests.numerics.pairs import CASES, CUTS, FOREACH, Case, Cut, Pair, changing_rate, memory_pair
@@ -24,10 +24,10 @@ NUM_STEPS = EMPTY_STEP + 5
 
 def block_elements(monkeypatch: pytest.MonkeyPatch, cut: Cut) -> None:
     if cut.block_elements is not None:
-        monkeypatch.setattr(offload.update.host_place, "HOT_ELEMENTS", cut.block_elements)
+        monkeypatch.setattr(offload.update.updater, "HOT_ELEMENTS", cut.block_elements)
         # of the steps in between; see `conftest.Alternating`
         monkeypatch.setattr(
-            offload.update.host_place, "HOT_ELEMENTS_ONE_THREAD", cut.block_elements // 2 + 1
+            offload.update.updater, "HOT_ELEMENTS_ONE_THREAD", cut.block_elements // 2 + 1
         )
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import offload
-import offload.update.host_place
+import offload.update.updater
 from gds import MemoryBackend
 from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import assert_same_bits, read_state
@@ -122,7 +122,7 @@ def plainly(form: str) -> Result:
 
 def train(form: str, way: Way) -> Result:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload.update.host_place, "HOT_ELEMENTS", way.hot_elements or 512 << 10)
+        patch.setattr(offload.update.updater, "HOT_ELEMENTS", way.hot_elements or 512 << 10)
         return _train(1, FORMATS[form], way)
 
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import offload
-import offload.update.host_place
+import offload.update.updater
 from gds import MemoryBackend
 from offload.errors import MismatchError, UnsupportedOptimizerError
 from offload.format import rounding_keys
-from offload.update.coding import blocks8, codecs
+from offload.update.coding import blocks8, rounding
+from offload.update.scratch import Scratch
 from tests.numerics.models import Mixed
 from tests.numerics.pairs import CASES, Case, Cut, Pair
 from tests.numerics.reference import Reference
@@ -119,12 +120,12 @@ class Rounding(Reference):
 
     def kept(self, name: str, value: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
         """Return what storage keeps of a state array of a parameter."""
-        flat, scratch = value.reshape(-1).contiguous(), codecs.Scratch()
+        flat, scratch = value.reshape(-1).contiguous(), Scratch()
         if self.settings.get("state_dtype") == "bfloat16":
             out = torch.empty(flat.shape, dtype=torch.bfloat16)
             stream = zlib.crc32(name.encode())
             key = partial(rounding_keys.parameter_key, 3, stream, self.num_steps, self.names[live])
-            codecs.round_stochastic(flat, out, key=key, first_element=0, scratch=scratch)
+            rounding.round_stochastic(flat, out, key=key, first_element=0, scratch=scratch)
             return out.float().view(value.shape)
         if self.settings.get("state_dtype") == "int8":
             signed = name in ("exp_avg", "momentum_buffer")
@@ -160,7 +161,7 @@ def make_pair(
 
 def blocks(monkeypatch: pytest.MonkeyPatch, cut: tuple[int, int, int | None]) -> None:
     if cut[2] is not None:
-        monkeypatch.setattr(offload.update.host_place, "HOT_ELEMENTS", cut[2])
+        monkeypatch.setattr(offload.update.updater, "HOT_ELEMENTS", cut[2])
 
 
 @pytest.mark.parametrize(

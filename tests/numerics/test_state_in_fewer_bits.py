@@ -20,7 +20,8 @@ import torch
 import offload
 from gds import MemoryBackend
 from offload.format import rounding_keys
-from offload.update.coding.codecs import Scratch, round_stochastic
+from offload.update.coding.rounding import round_stochastic
+from offload.update.scratch import Scratch
 from tests.numerics.reference import read_state
 
 BLOCK = 32

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from offload.distributed.agreement.peers import FIRST_SIGN
 from offload.distributed.agreement.torch_channel import TorchChannel
-from offload.engine.seal import SEAL_THREAD
+from offload.engine.seal_handle import SEAL_THREAD
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.test_open_files import open_below
 from tests.hurry import flag

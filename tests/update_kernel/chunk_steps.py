@@ -27,8 +27,8 @@ from offload.update.kernel import UpdateKernel
 from offload.update.kernel_check import ChosenCode
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
-from offload.update.step_inputs import StepInputs
-from offload.update.updaters import host_updater
+from offload.update.step_keys import StepInputs
+from offload.update.updater import host_updater
 
 
 @contextlib.contextmanager

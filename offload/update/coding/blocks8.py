@@ -1,19 +1,18 @@
 """8-bit moments: one byte per element, and one bfloat16 scale per block of 32.
 
 These are the companded formats of "FlashOptim: Optimizers for Memory Efficient Training"
-(Databricks, the flashoptim repository), with two differences. Scales are bfloat16, because second
-moments are often far below the range of FP16. A nonzero second moment never becomes zero.
-
-Every operation is correctly rounded, element by element, or is the maximum of a block. The bytes
-therefore depend neither on threads nor on where a tensor is cut, if cuts are multiples of 32 from
-its start.
+(Databricks), but scales are bfloat16, because second moments are often far below the range of FP16,
+and a nonzero second moment never becomes zero. The bytes depend neither on threads nor on where a
+tensor is cut, if cuts are multiples of 32 from its start.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from offload.format.arrays import BLOCK_ELEMENTS
@@ -212,3 +211,25 @@ def _round_scales(largest: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Te
     if has_nan:  # always the same NaN: torch's vector and scalar code produce different ones
         scales.view(torch.int16).masked_fill_(scales.isnan(), _NAN_BITS)
     return largest.copy_(scales).unsqueeze_(1), has_nan
+
+
+Values: TypeAlias = "np.ndarray[Any, Any]"
+
+
+class BlockRecoder:
+    """Decodes 8-bit values to FP32, and encodes them in new blocks as a step does."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    def __call__(self, codes: Values, scales: Values) -> tuple[Values, Values]:
+        """Encode values anew, in blocks that begin at the first of them."""
+        scale_bits = torch.from_numpy(scales.view(np.int16))
+        old = torch.from_numpy(codes)
+        values = torch.empty(len(codes), dtype=torch.float32, device="cpu")
+        decode_elements(old, scale_bits.view(torch.bfloat16), values, scratch=self._scratch)
+        new = torch.empty_like(old)
+        num_blocks = -(-len(codes) // BLOCK_ELEMENTS)
+        found = torch.empty(num_blocks, dtype=torch.bfloat16, device="cpu")
+        encode_blocks(values, new, found, scratch=self._scratch)
+        return new.numpy(), found.view(torch.int16).numpy().view(np.uint16)

@@ -18,18 +18,12 @@ from offload.format import rounding_keys
 from offload.format.arrays import BLOCK_ELEMENTS, scale_name
 from offload.format.chunk_plan import Piece
 from offload.format.layout import Layout
-from offload.update.coding import blocks8, codecs
+from offload.update.coding import blocks8, rounding
 from offload.update.pool import BlockMemory
 
 
 class StateCoder:
-    """Decodes and encodes the state arrays other than masters.
-
-    Args:
-        layout: Layout of the store.
-        seed: Seed of stochastic rounding.
-        step: Number of the current step. Each step rounds with different random numbers.
-    """
+    """Decodes and encodes the state arrays other than masters."""
 
     def __init__(self, layout: Layout, seed: int = 0, step: int = 0) -> None:
         self._layout = layout
@@ -61,16 +55,7 @@ class StateCoder:
         *,
         new: bool,
     ) -> dict[str, torch.Tensor]:
-        """Return arrays of a block as flat FP32, to be changed in place and passed to `store`.
-
-        Args:
-            context: Memory of the calling thread.
-            names: Names of the state arrays.
-            stored: Stored values of the block, by state array.
-            pieces: Pieces that make up the block.
-            new: Whether the block has no stored state yet. If so, the content of the result is
-                arbitrary.
-        """
+        """Return arrays of a block as flat FP32, to be changed in place and passed to `store`."""
         if self.is_exact:
             return {name: stored[name] for name in names}
         return {name: self._load(context, name, stored, pieces, new=new) for name in names}
@@ -109,15 +94,7 @@ class StateCoder:
         pieces: Sequence[Piece],
         first_element: int,
     ) -> None:
-        """Encode arrays of a block into their stored form. Does nothing for the exact format.
-
-        Args:
-            context: Memory of the calling thread.
-            values: Tensors that `load` returned, FP32, by state array.
-            stored: Stored values of the block, by state array; those of `values` are overwritten.
-            pieces: Pieces that make up the block.
-            first_element: First element of the block, in element space.
-        """
+        """Encode arrays of a block into their stored form. Does nothing for the exact format."""
         for name, exact in values.items():
             if self._state_dtype == "bfloat16":
                 self._round(context, name, exact, stored[name], pieces, first_element)
@@ -144,7 +121,7 @@ class StateCoder:
         if self._layout.counts_from == "chunk":
             stream = rounding_keys.stream_of(name)
             key = partial(rounding_keys.element_space_key, self._seed, stream, self._step)
-            codecs.round_stochastic(
+            rounding.round_stochastic(
                 values, out, key=key, first_element=first_element, scratch=context.scratch
             )
             return
@@ -154,7 +131,7 @@ class StateCoder:
             self._keys[name] = keys
         if self._has_cuts:
             pieces = [self._in_parameter(piece) for piece in pieces]
-        codecs.round_runs(values, out, pieces, keys=keys, scratch=context.scratch)
+        rounding.round_runs(values, out, pieces, keys=keys, scratch=context.scratch)
 
     def _in_parameter(self, piece: Piece) -> Piece:
         """Return a piece of a box, counted from the first element of the whole parameter."""

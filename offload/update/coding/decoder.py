@@ -12,8 +12,8 @@ from offload.device.staging import on_host
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.chunk_plan import ChunkPlan, Piece, Span
 from offload.format.layout import Layout, ParameterSpec
-from offload.update.coding.codecs import join_master
 from offload.update.coding.coder import StateCoder
+from offload.update.coding.rounding import join_master
 from offload.update.dtypes import DTYPES
 from offload.update.kept_state import Scalars
 from offload.update.pool import BlockMemory
@@ -42,12 +42,7 @@ class ParameterViews(Protocol):
 
 
 class StoredParameters:
-    """Parameters in the ``model.safetensors`` of a checkpoint; implements `ParameterViews`.
-
-    Args:
-        file: The open ``model.safetensors``.
-        layout: Layout of the checkpoint.
-    """
+    """Parameters in the ``model.safetensors`` of a checkpoint; implements `ParameterViews`."""
 
     def __init__(self, file: File, layout: Layout) -> None:
         self._file = file

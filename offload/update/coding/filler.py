@@ -15,7 +15,7 @@ from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece
 from offload.format.digests import Digests
 from offload.format.layout import Layout
-from offload.update.coding import codecs
+from offload.update.coding import rounding
 from offload.update.coding.coder import StateCoder
 from offload.update.coding.decoder import (
     ParameterViews,
@@ -122,13 +122,7 @@ class StateFiller:
         arrays: Mapping[str, torch.Tensor],
         digests: Digests | None = None,  # noqa: ARG002  (taken when the chunk is put)
     ) -> None:
-        """Fill one chunk.
-
-        Args:
-            chunk: Index of the chunk.
-            arrays: The chunk's range of each state array, flat, in the stored dtype; overwritten.
-            digests: Ignored. The chunk is digested when it is put.
-        """
+        """Fill one chunk."""
         plan = self._layout.plans[chunk]
         with on_host(self._live, chunk, plan.pieces):
             for span in cut_by_parameter(plan):
@@ -194,7 +188,7 @@ class StateFiller:
                     "round it first, or give it state by stepping it once with a zero gradient"
                 )
         if MASTER_LOW in stored:
-            codecs.split_master(master, live, stored[MASTER_LOW], scratch=self._memory.scratch)
+            rounding.split_master(master, live, stored[MASTER_LOW], scratch=self._memory.scratch)
             return
         stored[MASTER].copy_(master)
         if state.master is not None:

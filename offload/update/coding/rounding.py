@@ -1,7 +1,9 @@
-"""Stochastic rounding to bfloat16, and its random numbers.
+"""Rounding of FP32 to bfloat16: at random, or with the remainder kept (split masters).
 
-The rounding is that of Zamirai et al., "Revisiting BFloat16 Training" (2020). The random numbers
-follow from the keys of `offload.format.rounding_keys`.
+The former is that of Zamirai et al., "Revisiting BFloat16 Training" (2020), with random numbers
+from the keys of `offload.format.rounding_keys`; the latter is that of "FlashOptim: Optimizers for
+Memory Efficient Training" (Databricks). The bytes depend neither on threads nor on where a tensor
+is cut.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def _as_int32(value: int) -> int:
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-_SIXTEEN, _FIFTEEN = constant(16), constant(15)
+_HALF, _SIXTEEN, _FIFTEEN = constant(0x8000), constant(16), constant(15)
 _LOW_16, _LOW_17 = constant((1 << 16) - 1), constant((1 << 17) - 1)
 _GOLDEN_RATIO_32 = 0x9E3779B9
 _GOLDEN_RATIO = _as_int32(_GOLDEN_RATIO_32)
@@ -205,3 +207,51 @@ def _finish_hash(x: torch.Tensor, inside: torch.Tensor, scratch: Scratch) -> tor
     x.mul_(_MULTIPLIER)
     xor_shift(_SIXTEEN, _LOW_16)
     return x
+
+
+def split_master(
+    master: torch.Tensor, live: torch.Tensor, low: torch.Tensor, *, scratch: Scratch
+) -> None:
+    """Split FP32 masters into bfloat16 parameters and 16-bit remainders.
+
+    The parameter is the master rounded to nearest, ties away from zero (plain torch rounds ties to
+    even). Because of this rounding the remainder fits into a signed 16-bit number. `join_master`
+    recovers every finite value, infinity and zero exactly, even a value so large that its parameter
+    is infinite. A NaN becomes the quiet NaN of its sign, because other NaNs could round to a
+    number.
+
+    Args:
+        master: FP32, shape (n,); unchanged.
+        live: bfloat16, shape (n,); overwritten with the parameters.
+        low: int16, shape (n,); overwritten with the remainders.
+        scratch: Working memory.
+    """
+    if not master.numel():
+        return
+    bits = with_quiet_nans(master).view(torch.int32)
+    rounded = scratch.view("a", torch.int32, bits.shape)
+    torch.add(bits, _HALF, out=rounded)
+    live.view(torch.int16).copy_(rounded.bitwise_right_shift_(_SIXTEEN))
+    low.copy_(bits)
+
+
+def join_master(
+    live: torch.Tensor, low: torch.Tensor, out: torch.Tensor, *, scratch: Scratch
+) -> None:
+    """Join bfloat16 parameters and the remainders of `split_master` into FP32 masters.
+
+    If a parameter has been edited since the split, its master rounds to the edited value and has
+    the remainder bits of the old value: it is at most half a unit in the last place away. Two kinds
+    of edits have no such master: zero with a negative remainder, and an infinity with a positive
+    one. Then the master is the edited value itself. (A finite value that is edited to an infinity,
+    with a negative remainder, becomes a finite master that rounds to the infinity. The largest
+    finite masters are stored in this way.)
+    """
+    if not out.numel():
+        return
+    remainder = scratch.view("a", torch.int32, out.shape)
+    remainder.copy_(low)  # extends the sign to 32 bits
+    out.copy_(live)
+    out.view(torch.int32).add_(remainder)
+    if has_nan(out):
+        out.copy_(torch.where(out.isnan(), live.float(), out))

@@ -101,12 +101,7 @@ class Job(ctypes.Structure):
 
 
 def why_not(optimizer_class: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str:
-    """Return why the kernel cannot step a parameter group as torch would; empty if it can.
-
-    Args:
-        optimizer_class: Class of the optimizer.
-        group: Hyper-parameters of the group.
-    """
+    """Return why the kernel cannot step a parameter group as torch would; empty if it can."""
     if optimizer_class not in MOMENTS:
         return f"{optimizer_class.__name__} is not torch's Adam, AdamW or SGD"
     for flag in ("foreach", "fused", "capturable", "differentiable"):

@@ -31,9 +31,8 @@ from offload.update.kernel.forms import (
 from offload.update.kernel.loading import Library
 from offload.update.kernel.piece_table import LayoutTables, Numbers, PieceTable
 from offload.update.pool import BlockContext
-from offload.update.step_code import Call, LoadedChunk, PieceNumbers
-from offload.update.step_inputs import StepInputs
-from offload.update.step_keys import Key, StepKeys
+from offload.update.step_code import Call, LoadedChunk, PieceNumbers, StepCode
+from offload.update.step_keys import Key, StepInputs, StepKeys
 
 NOT_HERE = -1
 """Group of a parameter that the kernel does not step."""
@@ -44,13 +43,7 @@ leaves belong to one thread."""
 
 
 class UpdateKernel:
-    """The kernel, for one class of optimizers and one kind of square root.
-
-    Args:
-        library: The compiled kernel.
-        root: Kind of square root for FP32 state; a key of `offload.update.kernel.loading.ROOTS`.
-        optimizer_class: Class of the optimizer.
-    """
+    """The kernel, for one class of optimizers and one kind of square root."""
 
     def __init__(
         self, library: Library, root: int, optimizer_class: type[torch.optim.Optimizer]
@@ -100,16 +93,8 @@ class KernelCall:
                     self.digests.digested(name, number, digests[number].tobytes())
 
 
-class KernelStep:
-    """The part of one step that the kernel takes; a `StepCode`.
-
-    Args:
-        kernel: The kernel.
-        keys: Keys of the parameters.
-        inputs: Everything that the step computes with.
-        live: Live parameters.
-        gradients: Gradients.
-    """
+class KernelStep(StepCode):
+    """The part of one step that the kernel takes."""
 
     def __init__(
         self,
@@ -129,8 +114,7 @@ class KernelStep:
         self._parameters = inputs.parameters
         self._live = Addresses(live, num)
         self._gradients = Addresses(gradients, num)
-        self._num_left = np.array([p.num_elements for p in layout.parameters], dtype=np.int64)
-        self._num_elements = self._num_left.astype(np.uint64)
+        self._num_left = self._tables.num_elements.copy()
         self._group_of = np.full(num, NOT_HERE, dtype=np.int64)
         self._groups = np.zeros(0, dtype=GROUP)
         self._group_numbers: dict[Key, int] = {}
@@ -155,7 +139,7 @@ class KernelStep:
     def add_gradient(self, index: int) -> None:
         """Let the kernel step a parameter, if it can and if there is state."""
         key = self._keys.of[index]
-        if not (key.is_new or self._reasons[key.group]):
+        if key.scalars is not None and not self._reasons[key.group]:
             self._group_of[index] = self._group_numbers.setdefault(key, len(self._group_numbers))
 
     def calls(
@@ -178,8 +162,6 @@ class KernelStep:
         is_here = self._group_of[table.parameters] != NOT_HERE
         if not is_here.all():
             table = table.take(is_here)
-        if not len(table):
-            return [], others
         shares = -(-int(table.lengths.sum()) // (chunk.num_threads * PART_ELEMENTS))
         parts = table.parts(shares * PART_ELEMENTS, self._tables.formats)
         return [self._call(part, chunk.arrays, chunk.digests) for part in parts], others
@@ -223,7 +205,7 @@ class KernelStep:
         gradients.look(parameters)
         here = live.has_memory[parameters] & gradients.has_memory[parameters]
         begin, gradient = live.pointers[parameters], gradients.pointers[parameters]
-        num = self._num_elements[parameters]
+        num = self._tables.num_elements[parameters].astype(np.uint64)
         end = begin + num * live.sizes[parameters]
         gradient_end = gradient + num * gradients.sizes[parameters]
         here &= (begin >= gradient_end) | (gradient >= end)
@@ -242,7 +224,7 @@ class KernelStep:
     def _call(
         self, table: PieceTable, arrays: Mapping[str, torch.Tensor], digests: Digests | None
     ) -> KernelCall:
-        job, runs = Job(), np.zeros(len(table), dtype=RUN)
+        job, runs = Job(), np.zeros(len(table.parameters), dtype=RUN)
         call = KernelCall(self._kernel.library, job, runs, self._groups, digests)
         parameters = table.parameters
         runs["live"], runs["live_dtype"], call.copies = self._live.addresses(table, call.held)
@@ -310,10 +292,6 @@ class Addresses:
 
     Values are used in place if a tensor is contiguous and in host memory. Flat views of all others
     are taken piece by piece.
-
-    Args:
-        tensors: Flat views of the tensors.
-        num: Number of parameters.
     """
 
     def __init__(self, tensors: FlatTensors, num: int) -> None:
@@ -334,12 +312,14 @@ class Addresses:
         for index in parameters[~self._is_known[parameters]].tolist():
             tensor = self.tensors.tensor(index)
             self._is_known[index] = True
-            self.has_memory[index] = tensor is not None and _has_memory(tensor)
+            if tensor is None:
+                continue
+            on_device = is_on_device(tensor)  # then its values are staged in host memory
+            self.has_memory[index] = on_device or _has_memory(tensor)
             if (
-                tensor is not None
-                and self.has_memory[index]
+                self.has_memory[index]
+                and not on_device
                 and (number := DTYPES.get(tensor.dtype)) is not None
-                and not is_on_device(tensor)
                 and tensor.is_contiguous()
                 and not tensor.is_neg()
             ):
@@ -378,8 +358,6 @@ class Addresses:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    if is_on_device(tensor):
-        return True  # its values are staged in host memory
     # A subclass that handles torch's operations itself may only stand for other tensors.
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False

@@ -35,13 +35,6 @@ class Library:
 
     Calls let go of the interpreter lock. They compute on the calling thread, with its setting for
     denormal numbers.
-
-    Args:
-        path: Path of the library.
-        instructions: Name of the instructions that it uses.
-
-    Raises:
-        OSError: It cannot be loaded, or its file is not complete.
     """
 
     def __init__(self, path: Path, instructions: str) -> None:
@@ -57,12 +50,7 @@ class Library:
         """Digest of the sources that it was built from."""
 
     def update(self, job: Job) -> None:
-        """Step all runs of a job.
-
-        Raises:
-            RuntimeError: The kernel does not know a form of the job, or an array is missing.
-                Nothing has changed.
-        """
+        """Step all runs of a job."""
         if self._update(ctypes.addressof(job)):
             raise RuntimeError(
                 "the update kernel was given a form that it does not have, or lacks an array of it"

@@ -35,9 +35,6 @@ class PieceTable:
     """Position of the first stored value in the chunk's share of each array, in bytes, int64;
     `ABSENT` if the parameter lacks the array."""
 
-    def __len__(self) -> int:
-        return len(self.parameters)
-
     def take(self, rows: Numbers) -> PieceTable:
         """Return some of the rows, given as indices or as a mask."""
         offsets = {name: column[rows] for name, column in self.offsets.items()}
@@ -47,13 +44,11 @@ class PieceTable:
         """Cut the table into tables of at most `most` elements.
 
         A piece is only cut at multiples of a block, counted from the piece's start.
-
-        Args:
-            most: Maximal number of elements of a table; a multiple of a block.
-            formats: Bytes of a value and elements that it stands for, by array.
         """
         ends = np.cumsum(self.lengths)
-        if not len(ends) or ends[-1] <= most:
+        if not len(ends):
+            return []
+        if ends[-1] <= most:
             return [self]
         rows: list[list[tuple[int, int, int]]] = [[]]  # row, first element in it, one past the last
         room = most
@@ -101,16 +96,14 @@ class PieceTable:
 
 
 class LayoutTables:
-    """Tables of all chunks of a layout, made when they are first needed.
-
-    Args:
-        layout: The layout.
-    """
+    """Tables of all chunks of a layout, made when they are first needed."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.formats = {name: (f.nbytes, f.block) for name, f in layout.formats.items()}
         """Bytes of a stored value, and elements that it stands for, by array."""
+        self.num_elements = np.array([p.num_elements for p in layout.parameters], dtype=np.int64)
+        """Number of elements of each parameter."""
         self.master_forms = np.array([_master_form(p) for p in layout.parameters], dtype=np.uint32)
         """Number of each parameter's form of the master."""
         self.rounding_starts = np.array(layout.rounding_starts, dtype=np.int64)
