@@ -184,7 +184,7 @@ class Census:
             self._retire_files(checkpoint)
             self._checkpoints.remove(checkpoint)
             self._refused.append((path, str(error)))
-            self._parts.claim(path, known, found)
+            self._parts.claim(path, known, *([found] if found is not None else []))
             reason = seen_from(path, str(error))
             message = (
                 f"not using {path} any more, because it was changed while this process trains: "

@@ -26,8 +26,7 @@ from offload.retention.policy import (
 )
 from offload.store.census import Census
 from offload.store.opening import StoreContent, StoredCheckpoint, find_stored
-from offload.store.poison import Poison
-from offload.store.store_errors import NOTHING_CHANGED
+from offload.store.store_errors import NOTHING_CHANGED, Poison
 
 
 class Keeping:

@@ -35,14 +35,13 @@ from offload.format.names import (
 from offload.format.unreadable import as_unreadable
 from offload.retention.policy import Record
 from offload.store.directories import check_directories, require_number_of_directories
-from offload.store.file_identity import FileIds, ids_in
 from offload.store.new_directories import make_directories
-from offload.store.owners.claims import OwnerClaims
-from offload.store.poison import Poison
+from offload.store.owners.claims import Claims
 from offload.store.shared import SharedStore
-from offload.store.slots.part_pool import PartPool, part_numbers
+from offload.store.slots.folder import FileIds, ids_in
+from offload.store.slots.part_pool import PartPool
 from offload.store.slots.slot import Slot, open_slot
-from offload.store.store_errors import NOTHING_CHANGED, as_store_errors
+from offload.store.store_errors import NOTHING_CHANGED, Poison, as_store_errors
 from offload.store.store_id import read_identity
 from offload.store.writer_lock import WriterLock
 
@@ -221,7 +220,10 @@ def open_stored(
     except BaseException:
         slot.close()
         raise
-    slot.opened_sealed(manifest, checkpoint.model_leaves)
+    slot.opened_sealed(manifest)
+    known = checkpoint.model_leaves
+    if known is not None and known.inode == slot.model_leaves.inode != 0:
+        slot.model_leaves = known
     checkpoint.slot = slot
     return slot
 
@@ -249,16 +251,13 @@ def _read_content(
     known = shared or SharedStore()
     other_directories = [path for _, path in others]
     checkpoints, refused = [], []
-    claims: dict[str, frozenset[int] | None] = {}
-    owners = OwnerClaims()
+    claims = Claims()
     for path in checkpoint_paths(backend, directory):
-        claims[path] = None
-        owners.claim_unknown(path)
+        claims.claim_unknown(path)
         try:
             manifest = decode_manifest(backend, path)
             check_name(path, manifest)
-            claims[path] = part_numbers(manifest)
-            owners.claim(path, [manifest])
+            claims.claim(path, [manifest])
             if manifest.owners and not fresh:
                 if shared is None:
                     _require_owners_here(drives, manifest)
@@ -270,8 +269,7 @@ def _read_content(
         else:
             backend.sync_dir(path)  # a process may have died after it replaced the train state
             checkpoints.append(StoredCheckpoint(path, manifest, None))
-            del claims[path]
-            owners.release(path)
+            claims.release(path)
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)
     has_parts = bool(others) or shared is not None  # sealed elsewhere before any checkpoint is
     recorded = read_identity(backend, directory, durable=True) if has_parts else None
@@ -280,7 +278,7 @@ def _read_content(
         store_id = checkpoints[-1].manifest.store_id
     else:
         store_id = wanted_id or recorded_id or uuid.uuid4().hex
-    parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison, owners)
+    parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison)
     for checkpoint in checkpoints:
         checkpoint.known_ids = ids_at(backend, checkpoint.path, checkpoint.manifest, parts)
     if foreign := parts.foreign():

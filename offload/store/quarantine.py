@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from gds import Backend, File, StorageError
 from offload.checkpoint.quarantine_mark import MAX_REASON_BYTES, is_quarantined
 from offload.format.names import QUARANTINE_NAME
-from offload.store.poison import Poison
+from offload.store.store_errors import Poison
 
 if TYPE_CHECKING:
     from offload.checkpoint.checkpoint import Checkpoint

@@ -37,9 +37,10 @@ from offload.retention.policy import Record
 from offload.store.expiry import Keeping
 from offload.store.opening import StoreContent, StoredCheckpoint, record_of
 from offload.store.owners.claims import require_agreement
-from offload.store.poison import Poison
-from offload.store.slots.free import FreeSlots, lock_existing
+from offload.store.slots.folder import lock_existing
+from offload.store.slots.free import FreeSlots
 from offload.store.slots.slot import Slot
+from offload.store.store_errors import Poison
 from offload.store.withdrawal import Withdrawal
 
 _NO_DIGEST = "0" * 16
@@ -222,8 +223,7 @@ class Sealing:
         self._directory = free.directory
         self._checkpoints = opened.checkpoints
         self._refused = opened.refused
-        self._parts = opened.parts
-        self._owners = opened.parts.owners
+        self._claims = opened.parts.claims
         self._lock = opened.lock
         self._keeping = keeping
         self._withdrawal = withdrawal
@@ -325,7 +325,7 @@ class Sealing:
                 slot.sync()
                 slot.manifest.write_bytes(encoded, 0)
                 slot.manifest.sync()
-                slot.sync_names()
+                slot.folder.sync_names()
         except BaseException:
             prepared.release()
             raise
@@ -354,7 +354,7 @@ class Sealing:
             with self._changed:
                 self._lock.require()
                 slot.require_in_place()
-                leaving = self._owners.leaving(prepared.manifest)  # named, if this fails half way
+                leaving = self._claims.leaving(prepared.manifest)  # named, if this fails half way
                 with leaving, self._poison.fatal(_NOT_DURABLE):
                     in_the_way = self._backend.stat(path) is not None
                     self._rename_into_place(slot, path, exchange=in_the_way)
@@ -377,14 +377,14 @@ class Sealing:
         slot.begin_publication()
         if not exchange:
             self._backend.rename(working, path)
-            slot.renamed(path)
+            slot.folder.renamed(path)
             self._backend.sync_dir(self._directory)
             slot.published()
             return
         # A checkpoint of the same step exists: it belongs to an abandoned history, has an older
         # layout, or is damaged. Exchanging the two names leaves no instant without a checkpoint.
         self._backend.exchange(working, path)
-        slot.renamed(path)
+        slot.folder.renamed(path)
         replaced = [c for c in self._checkpoints if c.path == path]
         for old in replaced:
             old.path = working
@@ -393,6 +393,6 @@ class Sealing:
         for old in replaced:
             self._checkpoints.remove(old)
             self._withdrawal.forget(old)
-        self._parts.release_claim(path)
+        self._claims.release(path)
         self._refused[:] = [(p, reason) for p, reason in self._refused if p != path]
         self._free.add(working)

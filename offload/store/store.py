@@ -36,6 +36,7 @@ from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
+from offload.format.part_file import part_sizes
 from offload.format.train_state import EncodedState
 from offload.journal import Journal
 from offload.retention.pins import drop_unfinished
@@ -44,7 +45,6 @@ from offload.store.census import Census
 from offload.store.expiry import Keeping
 from offload.store.opening import StoredCheckpoint, find_stored, open_directories, open_stored
 from offload.store.owners.claims import NamedParts
-from offload.store.poison import Poison
 from offload.store.quarantine import Quarantine
 from offload.store.recut_room import (
     available_bytes,
@@ -54,9 +54,10 @@ from offload.store.recut_room import (
 from offload.store.sealing import Sealing, pack_train_state
 from offload.store.shared import SharedStore
 from offload.store.slots.free import FreeSlots
-from offload.store.slots.part_pool import PartLeftovers, part_bytes
+from offload.store.slots.part_pool import PartLeftovers
 from offload.store.slots.slot import Slot
 from offload.store.slots.supply import SlotSupply
+from offload.store.store_errors import Poison
 from offload.store.withdrawal import Withdrawal
 
 
@@ -361,7 +362,7 @@ class Store:
         named, rooms = self.lasting_parts(), []
         for drive, (backend, directory) in enumerate(self._drives):
             if drive:
-                needed = part_bytes(layout, drive)
+                needed = sum(part_sizes(layout, drive).values())
                 available = available_bytes(backend, directory, self.store_id, named, ())
             else:
                 needed, available = self.slot_bytes(layout, num_groups), self.available_bytes()
@@ -452,7 +453,7 @@ class Store:
         """
         with self._changed:
             kept = [c for c in self.checkpoints if c.path not in leaving_out]
-            return self._parts.owners.named(c.manifest for c in kept)
+            return self._parts.claims.named(c.manifest for c in kept)
 
     def leftovers(self) -> tuple[list[str], PartLeftovers]:
         """Return the paths of free slots, and the parts that no checkpoint names."""

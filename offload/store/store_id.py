@@ -20,7 +20,7 @@ from gds import Backend, File
 from offload.checkpoint.second_read import read_document
 from offload.format.names import STORE_FILE_NAME
 from offload.format.strict_json import parse_json
-from offload.store.poison import Poison
+from offload.store.store_errors import Poison
 
 _FORMAT = 1
 _BYTES = 512

@@ -17,10 +17,11 @@ from offload.retention.policy import Record
 from offload.store.census import Census
 from offload.store.expiry import Keeping
 from offload.store.opening import StoreContent, StoredCheckpoint, open_stored
-from offload.store.poison import Poison
 from offload.store.quarantine import remove_mark
-from offload.store.slots.free import FreeSlots, try_lock
+from offload.store.slots.folder import try_lock
+from offload.store.slots.free import FreeSlots
 from offload.store.slots.slot import Slot
+from offload.store.store_errors import Poison
 from offload.units import duration, size
 
 _PORTION = 16
@@ -103,12 +104,12 @@ class Withdrawal:
                             raise
                         break  # what has been renamed is synced, and nothing more is withdrawn
                     with self._poison.fatal(failing):
-                        leaving.enter_context(self._parts.owners.leaving(checkpoint.manifest))
+                        leaving.enter_context(self._parts.claims.leaving(checkpoint.manifest))
                         self._backend.rename(checkpoint.path, name)
                         self._checkpoints.remove(checkpoint)
                         names.append(name)
                         if slot is not None:
-                            slot.renamed(name)
+                            slot.folder.renamed(name)
                 with self._poison.fatal(failing):
                     if names:
                         self._backend.sync_dir(self._directory)

@@ -6,30 +6,25 @@ import errno
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-from gds import Backend, LockHeldError, StorageError
-from gds.contract import Lock
+from gds import Backend, StorageError
 from offload.checkpoint.reading import decode_manifest
 from offload.errors import CheckpointError, StoreBusyError
 from offload.format.layout import Layout
 from offload.format.names import slot_name
 from offload.journal import log_event
-from offload.store.full_disk import FULL, naming_free_space
-from offload.store.poison import Poison
-from offload.store.slots.folder import directories_in
+from offload.store.slots.folder import READER_POLL_S, directories_in, locked, remove_folder
 from offload.store.slots.part_pool import PartPool
-from offload.store.slots.slot import Slot, SlotState, adopt_slot, create_slot, remove_slot
+from offload.store.slots.slot import Slot, SlotState, adopt_slot, create_slot
 from offload.store.space import Room, has_room
+from offload.store.store_errors import FULL, Poison, naming_free_space
 from offload.units import size
 
 _log = logging.getLogger("offload")
 
 _NOT_READY = "a free slot could not be made ready"
-
-READER_POLL_S = 0.05
-"""Seconds between two checks whether a reader has released its lock."""
 
 SPARE_AFTER_S = 1.0
 """Seconds that a step waits for readers before it takes one additional slot, if there is room."""
@@ -111,8 +106,8 @@ class FreeSlots:
                 continue
             if self._delist_if_not_a_slot(candidate):
                 continue
-            with self._locked(candidate) as lock:
-                if lock is None:
+            with locked(self.backend, candidate) as is_locked:
+                if not is_locked:
                     continue  # a reader still holds the former checkpoint
                 parts = self._parts.take(layout)
                 self._slots.remove(candidate)
@@ -121,7 +116,7 @@ class FreeSlots:
                     with self._poison.fatal(_NOT_READY):
                         adopted = adopt_slot(self.backend, candidate, layout, sizes)
                         if adopted is None:
-                            remove_slot(self.backend, candidate)
+                            remove_folder(self.backend, candidate)
                 finally:
                     if adopted is None:
                         self._parts.put_back(parts)
@@ -207,10 +202,10 @@ class FreeSlots:
                 continue
             if self._delist_if_not_a_slot(spare):
                 continue
-            with self._locked(spare) as lock:
-                if lock is not None:  # otherwise a reader still holds the former checkpoint
+            with locked(self.backend, spare) as is_locked:
+                if is_locked:  # otherwise a reader still holds the former checkpoint
                     self._slots.remove(spare)
-                    remove_slot(self.backend, spare)
+                    remove_folder(self.backend, spare)
 
     def discard(self, slot: Slot) -> None:
         """Close a slot and remove it, unless it may be a checkpoint (`SlotState.IN_DOUBT`).
@@ -219,13 +214,13 @@ class FreeSlots:
         other files are at the slot's path, they are left alone. Either a user has put them at this
         path, or a user has removed the slot and another slot has its name now.
         """
-        at_path = slot.is_at_path()
+        at_path = slot.folder.is_in_place()
         slot.close()
         if not at_path:
             self._parts.put_back(slot.parts)
             return
         if slot.state is not SlotState.IN_DOUBT:
-            remove_slot(self.backend, slot.path)
+            remove_folder(self.backend, slot.path)
             self._parts.remove(slot.parts)
 
     def close(self) -> None:
@@ -259,16 +254,6 @@ class FreeSlots:
             stacklevel=3,
         )
         return True
-
-    @contextmanager
-    def _locked(self, path: str) -> Iterator[Lock | None]:
-        """Lock a directory during the block; yield None if a reader holds it."""
-        lock = try_lock(self.backend, path)
-        try:
-            yield lock
-        finally:
-            if lock is not None:
-                lock.release()
 
 
 class ReaderWait:
@@ -318,33 +303,3 @@ class ReaderWait:
         if self._began is None:
             self._began = time.monotonic()
         time.sleep(READER_POLL_S)
-
-
-def try_lock(backend: Backend, path: str) -> Lock | None:
-    """Lock a directory for rewriting; return None if a reader holds it."""
-    try:
-        return backend.lock(path)
-    except LockHeldError:
-        return None
-
-
-def lock_existing(backend: Backend, path: str, timeout_s: float) -> Lock | None:
-    """Lock a path for rewriting, waiting for its readers; return None if the path does not exist.
-
-    None is also returned for a symbolic link, a pipe or a device. These are not locked, because no
-    reader opens them as a checkpoint.
-    """
-    deadline = time.monotonic() + timeout_s
-    while (stat := backend.stat(path)) is not None and stat.kind != "other":
-        lock = try_lock(backend, path)
-        if lock is not None:
-            return lock
-        if time.monotonic() > deadline:
-            raise StoreBusyError(
-                errno.EBUSY,
-                f"it is still being read after {timeout_s:g} s, but must be replaced; close its "
-                "readers",
-                path,
-            )
-        time.sleep(READER_POLL_S)
-    return None

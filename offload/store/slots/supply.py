@@ -11,16 +11,15 @@ from gds.waiting import Monitor
 from offload.errors import writing
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout
+from offload.format.part_file import part_sizes
 from offload.format.slot_files import slot_sizes
 from offload.store.expiry import Keeping
-from offload.store.full_disk import FULL
 from offload.store.opening import StoreContent
-from offload.store.poison import Poison
 from offload.store.sealing import Sealing
 from offload.store.slots.free import FreeSlots, ReaderWait
-from offload.store.slots.part_pool import part_bytes
 from offload.store.slots.slot import Slot
 from offload.store.space import Room, file_bytes, no_room, require_room
+from offload.store.store_errors import FULL, Poison
 from offload.store.store_id import StoreIdentity, write_store_id
 from offload.store.withdrawal import Withdrawal
 
@@ -143,9 +142,7 @@ class SlotSupply:
             break
         if slot is None:
             return _READERS if self._sealing.incoming is None else None
-        self._require_place_of(slot)
-        if self._owners:
-            self._hold(slot)
+        self._secure(slot)
         if not self._is_arriving:
             self._generation = max(self._generation, self._taken_over)
         self._is_arriving = False
@@ -153,23 +150,16 @@ class SlotSupply:
         slot.begin_generation(DigestContext(self._store_id, self._generation))
         return slot
 
-    def _require_place_of(self, slot: Slot) -> None:
-        """Check that a slot, which was opened by its path, is in the locked directory.
+    def _secure(self, slot: Slot) -> None:
+        """Check that a slot, which was opened by its path, is in the locked directory; lock it.
 
-        If the slot may be in another directory, it is closed and not used. After this check the
-        slot is written through its file descriptors, even if its directory is moved.
+        If that fails, the slot is closed and not used. After this check the slot is written through
+        its file descriptors, even if its directory is moved.
         """
         try:
             self._lock.require()
-        except BaseException:
-            slot.close()
-            self._parts.put_back(slot.parts)
-            raise
-
-    def _hold(self, slot: Slot) -> None:
-        """Lock a slot as its writer; if that fails, it is closed and not used."""
-        try:
-            slot.hold()
+            if self._owners:
+                slot.folder.hold()
         except BaseException:
             slot.close()
             self._parts.put_back(slot.parts)
@@ -235,7 +225,9 @@ class SlotSupply:
         of_slot = self._others[: len(layout.shares) - 1]  # none, if several ranks write the slot
         for drive, (backend, directory) in enumerate(of_slot, 1):
             num_free = self._parts.num_free(drive)
-            rooms.append(Room(backend, directory, num_free, part_bytes(layout, drive)))
+            rooms.append(
+                Room(backend, directory, num_free, sum(part_sizes(layout, drive).values()))
+            )
         return rooms
 
     def _sizes(self, layout: Layout, num_groups: int) -> dict[str, int]:
