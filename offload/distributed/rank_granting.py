@@ -22,8 +22,8 @@ from offload.format.shares.model_shares import ModelShare
 from offload.model.buffer_watch import BufferWatch, differ, in_words, say
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.store import OwnerStore
-from offload.store.recut_room import remove_parts_of_former_owners
 from offload.store.slots.slot import SlotState
+from offload.store.space import remove_parts_of_former_owners
 from offload.store.state_store import StateSlot
 
 _UNKNOWN: Final = -1

@@ -37,7 +37,7 @@ from offload.options import Options, Overlap
 from offload.overlap.ddp_refusal import require_no_ddp
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
-from offload.store.serving import Serving
+from offload.store.shared import Serving
 from offload.stream.drives import Directory, as_directories
 from offload.stream.host_memory import require_host_memory
 from offload.tiers.background import RETRY_S, BackgroundUploads

@@ -46,17 +46,17 @@ from offload.store.expiry import Keeping
 from offload.store.opening import StoredCheckpoint, find_stored, open_directories, open_stored
 from offload.store.owners.claims import NamedParts
 from offload.store.quarantine import Quarantine
-from offload.store.recut_room import (
-    available_bytes,
-    remove_parts_of_former_owners,
-    require_on_drives,
-)
 from offload.store.sealing import Sealing, pack_train_state
 from offload.store.shared import SharedStore
 from offload.store.slots.free import FreeSlots
 from offload.store.slots.part_pool import PartLeftovers
 from offload.store.slots.slot import Slot
 from offload.store.slots.supply import SlotSupply
+from offload.store.space import (
+    available_bytes,
+    remove_parts_of_former_owners,
+    require_on_drives,
+)
 from offload.store.store_errors import Poison
 from offload.store.withdrawal import Withdrawal
 

@@ -300,7 +300,7 @@ for c in self._keeping.expired(incoming)]
         "a checkpoint is locked while it is pinned from outside",
         (
             Edit(
-                "offload/store/maintenance/pinning.py",
+                "offload/store/pinning.py",
                 """\
         write_pin(opened.backend, store, pin_of(name, opened.path, opened.manifest))
         return opened.path
@@ -349,7 +349,7 @@ for c in self._keeping.expired(incoming)]
         "order: what is kept is read before anything is removed",
         (
             Edit(
-                "offload/store/maintenance/pruning.py",
+                "offload/store/pruning.py",
                 """\
             if verify:
                 _require_whole(storage, opened, given, progress)

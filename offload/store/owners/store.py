@@ -42,7 +42,7 @@ from offload.format.names import TABLE_NAME, owner_name
 from offload.format.shares.owners import MAX_OWNERS, ModelBox, OwnerReference
 from offload.format.shares.part_table import OwnerTable, owner_sizes
 from offload.format.unreadable import as_unreadable
-from offload.store.new_directories import make_directories
+from offload.store.directories import make_directories
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.free_parts import NOT_READY, FreeParts
 from offload.store.quarantine import write_quarantine
