@@ -125,18 +125,9 @@ def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> 
 def spread_directories(
     backend: Backend, first: str, directories: Sequence[str], store_id: str
 ) -> list[str]:
-    """Return the directories over which one process has spread a store, without the first.
+    """Return those of some further directories over which one process has spread a store.
 
     Those with parts of checkpoints come first, in the order of the drives.
-
-    Args:
-        backend: Backend of the directories.
-        first: The store's first directory.
-        directories: Absolute paths of the directories that ranks were given besides the first.
-        store_id: Identity of the store.
-
-    Raises:
-        UnreadableError: A file or directory could not be read, so that its content is unknown.
     """
     with as_store_errors(backend, first):
         paths = checkpoint_paths(backend, first) if backend.stat(first) is not None else []
@@ -166,8 +157,7 @@ def check_further_directories(
     Args:
         backend: Backend of the directories.
         directories: Absolute paths of the directories that ranks were given besides the first.
-        spread: Those over which one process has spread the ranks' store, and which may therefore
-            have other parts.
+        spread: Those of `spread_directories`, which may therefore have other parts.
 
     Raises:
         StoreError: A directory holds other files, or belongs to a store of one process.

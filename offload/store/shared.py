@@ -35,13 +35,8 @@ class SharedStore:
     ) -> None:
         """Check the files of a checkpoint that are on this node against its manifest.
 
-        Args:
-            backend: Backend of the checkpoint.
-            path: Directory of the checkpoint.
-            manifest: Manifest of the checkpoint.
-            others: Directories of the store on other drives, if one process has made it.
-
-        Raises the errors of `offload.checkpoint.reading.check_files`.
+        `others` are the store's directories on other drives, if one process has made it. The errors
+        are those of `offload.checkpoint.reading.check_files`.
         """
         if not manifest.owners:
             check_files(backend, path, manifest, others)

@@ -77,15 +77,15 @@ def has_room(rooms: Sequence[Room]) -> bool:
     )
 
 
-def file_bytes(backend: Backend, directory: str) -> int:
-    """Return the size in bytes of all files in a directory; 0 if it does not exist.
-
-    Raises:
-        gds.StorageError: The directory could not be examined.
-    """
-    if backend.stat(directory) is None:
-        return 0
-    stats = (backend.stat(f"{directory}/{name}") for name in backend.list_dir(directory))
+def file_bytes(backend: Backend, *folders: str) -> int:
+    """Return the size in bytes of all files in some folders, which may be missing."""
+    paths = (
+        f"{folder}/{name}"
+        for folder in folders
+        if backend.stat(folder) is not None
+        for name in files_in(backend, folder)
+    )
+    stats = (backend.stat(path) for path in paths)
     return sum(stat.size_bytes for stat in stats if stat is not None and stat.kind == "file")
 
 
@@ -130,7 +130,7 @@ def available_bytes(
         paths = {*others, *unsealed_parts(backend, directory)}
         for path in owner_directories(backend, directory).values():
             paths |= {*unnamed_parts(backend, path, store_id, named)}
-        return backend.free_bytes(directory) + sum(_bytes_of(backend, path) for path in paths)
+        return backend.free_bytes(directory) + file_bytes(backend, *paths)
 
 
 def unsealed_parts(backend: Backend, directory: str) -> list[str]:
@@ -163,12 +163,7 @@ def require_on_drives(rooms: Iterable[tuple[str, int, int, int]]) -> None:
 
 
 def require_available(directory: str, needed_bytes: int, available: int) -> None:
-    """Check that a drive has room for the first slot of another cut.
-
-    Args:
-        directory: The store's first directory.
-        needed_bytes: Bytes of the slot, with the parts of all ranks.
-        available: What `available_bytes` has returned.
+    """Check that a drive has room for the first slot of another cut, with the parts of all ranks.
 
     Raises:
         StoreFullError: There is no room. Nothing has been changed.
@@ -193,21 +188,8 @@ def remove_parts_of_former_owners(
     """Remove the parts of owners that no rank serves any more, and that no checkpoint names.
 
     Parts that cannot be removed now stay; the next call tries it again.
-
-    Args:
-        backend: Backend of the directory.
-        directory: The store's first directory.
-        store_id: Identity of the store.
-        named: Parts that any checkpoint of the store names at this moment.
-        served: Numbers of the owners that ranks serve.
     """
     with suppress(StorageError, OffloadError):
         former = {*owner_directories(backend, directory)} - {*served}
         if former:
             remove_unnamed_parts(backend, directory, store_id=store_id, named=named, served=served)
-
-
-def _bytes_of(backend: Backend, path: str) -> int:
-    """Return the size in bytes of the files in a directory."""
-    stats = [backend.stat(f"{path}/{name}") for name in files_in(backend, path)]
-    return sum(stat.size_bytes for stat in stats if stat is not None and stat.kind == "file")

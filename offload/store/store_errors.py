@@ -114,9 +114,6 @@ class Poison:
     """Records the failure that has left the content of a store's drives unknown, if there is one.
 
     The object is true once the store is poisoned.
-
-    Args:
-        directory: Path of the store, for messages.
     """
 
     def __init__(self, directory: str) -> None:

@@ -30,16 +30,9 @@ NOT_READY = "a free part could not be made ready"
 
 
 class FreeParts:
-    """The free parts of one owner, whose directory this process has locked.
+    """The free parts of one owner, whose directory, ``owner-<i>``, this process has locked.
 
-    After a failed sync nothing is reused or removed; see `Poison`.
-
-    Args:
-        backend: Backend of the directory.
-        path: Path that ends in ``owner-<i>``.
-        owner: Number of the owner.
-        store_id: Identity of the store. Sealed parts of other stores are left alone.
-        poison: Whether a sync has failed in this process.
+    Sealed parts of other stores are left alone. After a failed sync nothing is reused or removed.
     """
 
     def __init__(
@@ -62,17 +55,7 @@ class FreeParts:
     ) -> OwnerSlot:
         """Return a part that this process holds, durably invalid: a free one, or a new one.
 
-        Other free parts are removed.
-
-        Args:
-            layout: Layout of the part.
-            sizes: Size in bytes of each of its files.
-            named: Parts that any checkpoint of the store names at this moment.
-            own: Names of the parts that this process uses.
-
-        Raises:
-            StoreError: Another process has locked a new part.
-            gds.StorageError: There is no space, or another operation failed.
+        Other free parts are removed. `own` are the names of the parts that this process uses.
         """
         reused = None
         for path in [] if self._poison else self._paths(named, own):
@@ -90,15 +73,7 @@ class FreeParts:
         return reused or self._created(layout, sizes, named, own)
 
     def remove(self, named: NamedParts, own: Collection[str]) -> list[str]:
-        """Remove the parts that no checkpoint names and nobody holds; return their paths.
-
-        Args:
-            named: Parts that any checkpoint of the store names at this moment.
-            own: Names of the parts that this process uses.
-
-        Raises:
-            gds.StorageError: A part could not be removed.
-        """
+        """Remove the parts that no checkpoint names and nobody holds; return their paths."""
         removed: list[str] = []
         for path in [] if self._poison else self._paths(named, own):
             with locked(self._backend, path) as is_locked:

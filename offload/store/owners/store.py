@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
 
-from gds import Backend, StorageError
+from gds import Backend
 from offload.checkpoint.owner_parts import (
     PartFound,
     check_owner_part,
@@ -45,7 +45,7 @@ from offload.format.unreadable import as_unreadable
 from offload.store.directories import make_directories
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.free_parts import NOT_READY, FreeParts
-from offload.store.quarantine import write_quarantine
+from offload.store.quarantine import try_to_mark
 from offload.store.slots.folder import open_folder
 from offload.store.slots.slot import OwnerSlot, SlotState
 from offload.store.store_errors import NOTHING_CHANGED, Poison, as_store_errors
@@ -322,23 +322,11 @@ class OwnerStore:
         No later process uses a checkpoint that names the part. If the part cannot be marked, there
         is a warning: a later process may then have to find the damage again.
 
-        Args:
-            slot: The part.
-            reason: Description of the damage, for people.
-
         Raises:
             StoreError: This process may not write to the directory any more.
         """
         self._lock.require()
-        try:
-            write_quarantine(self.backend, slot.path, reason, self._poison)
-        except StorageError as error:
-            warnings.warn(
-                f"{slot.path} is damaged, and could not be marked as such ({error}): a later "
-                "process will try it again",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        try_to_mark(self.backend, slot.path, reason, self._poison)
 
     def remove_unnamed(self, named: NamedParts) -> list[str]:
         """Remove the parts that no checkpoint names and nobody holds; return their paths."""

@@ -54,12 +54,6 @@ class Folder:
     A user may replace files while a process trains: ``rsync``, or ``mv`` and ``cp``, leave the same
     bytes in new files. What the process writes to its open files is then not under their names; see
     `is_in_place`.
-
-    Args:
-        backend: Backend of the folder.
-        path: Path of the directory.
-        document: Name of the document.
-        files: Open files by name.
     """
 
     def __init__(self, backend: Backend, path: str, document: str, files: dict[str, File]) -> None:
@@ -100,7 +94,6 @@ class Folder:
 
         Raises:
             gds.LockHeldError: Another process is about to rewrite the folder.
-            gds.StorageError: The directory cannot be locked.
         """
         if self._lock is None:
             self._lock = self.backend.lock(self.path, shared=True)
@@ -220,11 +213,7 @@ def adopt_folder(
 def open_folder(
     backend: Backend, path: str, document: str, names: Iterable[str], *, writable: bool
 ) -> Folder:
-    """Open files of an existing folder.
-
-    Raises:
-        gds.StorageError: A file cannot be opened. No file is left open.
-    """
+    """Open files of an existing folder; if one cannot be opened, none is left open."""
     folder = Folder(backend, path, document, {})
     try:
         for name in names:

@@ -106,9 +106,6 @@ class PartPool:
 
         A process that trains may rewrite all of them, because the user gave it the directories. A
         process that prunes removes only the parts that provably belong to no checkpoint.
-
-        Raises:
-            UnreadableError: A part's ``part.json`` could not be read.
         """
         found = PartLeftovers()
         for (backend, directory), free in zip(self._drives, self._free(), strict=True):
@@ -126,11 +123,7 @@ class PartPool:
         return found
 
     def foreign(self) -> list[str]:
-        """Return the paths of sealed parts that belong to other stores.
-
-        Raises:
-            UnreadableError: A part's ``part.json`` could not be read.
-        """
+        """Return the paths of sealed parts that belong to other stores."""
         return [
             path
             for backend, directory in self._drives
@@ -142,11 +135,7 @@ class PartPool:
         """Return parts for a slot that is about to be written, one on each further drive.
 
         A slot that several ranks write has none. A free part is reused if it fits the layout, and
-        replaced by a new part if it does not.
-
-        Raises:
-            gds.StorageError: A part could not be made ready, for example because there is no space.
-                Parts created by this call are removed.
+        replaced by a new part if it does not. If that fails, the parts that were made are removed.
         """
         if not self._drives or len(layout.shares) == 1:
             return ()
@@ -191,11 +180,7 @@ class PartPool:
         return next(name for name in map(part_name, count(1)) if name not in used)
 
     def open(self, manifest: Manifest, *, writable: bool) -> tuple[Folder, ...]:
-        """Open the parts of one of the store's checkpoints, in the order of the drives.
-
-        Raises:
-            gds.StorageError: A file cannot be opened. No file is left open.
-        """
+        """Open the parts of one of the store's checkpoints, in the order of the drives."""
         parts: list[Folder] = []
         try:
             for drive, (backend, path) in enumerate(self._of(manifest), 1):
@@ -215,11 +200,7 @@ class PartPool:
         )
 
     def ids(self, manifest: Manifest) -> FileIds:
-        """Return the inodes and sizes of the files in a checkpoint's parts now, by path.
-
-        Raises:
-            gds.StorageError: The files cannot be examined at this moment.
-        """
+        """Return the inodes and sizes of the files in a checkpoint's parts now, by path."""
         found: FileIds = {}
         for drive, (backend, path) in enumerate(self._of(manifest), 1):
             in_part = ids_in(backend, path, part_sizes(manifest.layout, drive))
@@ -250,20 +231,13 @@ class PartPool:
     def claim(self, path: str, *manifests: Manifest) -> None:
         """Record that a checkpoint is no longer usable; its parts are kept as long as it exists.
 
-        Args:
-            path: Path of the checkpoint.
-            manifests: Its manifest as this process has known it, and as it is now.
+        `manifests` are its manifest as this process has known it, and as it is now.
         """
         self.release(manifests[0])
         self.claims.claim(path, manifests)
 
     def trim(self, num_slots: int) -> None:
-        """Remove free parts that will not be needed, unless the store is poisoned.
-
-        Args:
-            num_slots: Largest number of slots that the store will have, including slots that have
-                no parts yet.
-        """
+        """Remove free parts that a store of so many slots will not need, unless it is poisoned."""
         if self._poison:
             return
         keep = num_slots - len(self._taken)
@@ -272,10 +246,7 @@ class PartPool:
                 remove_folder(backend, f"{directory}/{name}")
 
     def remove_leftovers(self) -> None:
-        """Remove the parts that provably belong to no checkpoint, unless the store is poisoned.
-
-        `leftovers` finds these parts.
-        """
+        """Remove the parts that `leftovers` finds removable, unless the store is poisoned."""
         if not self._poison:
             for backend, path in self.leftovers().removable:
                 remove_folder(backend, path)

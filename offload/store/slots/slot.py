@@ -88,11 +88,7 @@ class OpenSlot(SlotFiles):
         return self.folder.document.size_bytes
 
     def begin_generation(self, context: DigestContext) -> None:
-        """Forget the old content: from now on, the slot is written as another generation.
-
-        Args:
-            context: Store and generation that digests of the new content are bound to.
-        """
+        """Forget the old content: from now on, the slot is written as another generation."""
         self.state = SlotState.WORKING
         self._arrivals = None
         self._context = context
@@ -113,10 +109,7 @@ class OpenSlot(SlotFiles):
             self._arrivals.wait(chunk)
 
     def opened_sealed(self, sealed: Manifest | OwnerTable) -> None:
-        """Record that the slot, which has just been opened, is a checkpoint's.
-
-        Its state is compared with its digests when it is read.
-        """
+        """Record that the slot is a checkpoint's, whose state is compared when it is read."""
         self.state = SlotState.SEALED
         self._take_digests(sealed)
 
@@ -126,11 +119,7 @@ class OpenSlot(SlotFiles):
         self.folder.let_others_lock()
 
     def is_in_place(self) -> bool:
-        """Return whether the slot's files are under their names; see `Folder`.
-
-        Raises:
-            gds.StorageError: The files cannot be examined at this moment.
-        """
+        """Return whether the slot's files are under their names; see `Folder`."""
         return self.folder.is_in_place()
 
     def require_in_place(self) -> None:

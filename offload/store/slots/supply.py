@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from gds import Backend, StorageError
-from gds.waiting import Monitor
+from gds import StorageError
 from offload.errors import writing
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout
@@ -19,7 +18,7 @@ from offload.store.sealing import Sealing
 from offload.store.slots.free import FreeSlots, ReaderWait
 from offload.store.slots.slot import Slot
 from offload.store.space import Room, file_bytes, no_room, require_room
-from offload.store.store_errors import FULL, Poison
+from offload.store.store_errors import FULL
 from offload.store.store_id import StoreIdentity, write_store_id
 from offload.store.withdrawal import Withdrawal
 
@@ -33,38 +32,25 @@ _READERS: Final = "readers hold every expired checkpoint"
 class SlotSupply:
     """Gives out slots for new generations of a store's state.
 
-    Args:
-        opened: Content of the store.
-        others: Backend and directory of each drive but the first.
-        free: Free slots of the store.
-        keeping: Retention policy and pins of the store.
-        withdrawal: Recycling of the store.
-        sealing: Seals of the store, which may free a slot.
-        poison: Poison of the store. Once it is set, every slot is a new one.
-        changed: Monitor that guards the lists of the store.
-        train_state_bytes: Bytes reserved in each slot for the train state.
-        reader_timeout_s: Seconds to wait for readers of expired checkpoints.
-        owners: For each owner of state besides the first, the store's directory on its node.
+    Once the store is poisoned, every slot is a new one. `owners` has the store's directory on the
+    node of each owner of state besides the first.
     """
 
     def __init__(
         self,
         opened: StoreContent,
-        others: Sequence[tuple[Backend, str]],
         free: FreeSlots,
         keeping: Keeping,
         withdrawal: Withdrawal,
         sealing: Sealing,
-        poison: Poison,
-        changed: Monitor,
         *,
         train_state_bytes: int,
         reader_timeout_s: float,
         owners: Sequence[str] = (),
     ) -> None:
-        self._backend = free.backend
-        self._directory = free.directory
-        self._others = others
+        self._backend = opened.backend
+        self._directory = opened.directory
+        self._others = opened.drives[1:]
         self._lock = opened.lock
         self._store_id = opened.store_id
         self._is_identified = opened.is_identified
@@ -79,8 +65,8 @@ class SlotSupply:
         self._keeping = keeping
         self._withdrawal = withdrawal
         self._sealing = sealing
-        self._poison = poison
-        self._changed = changed
+        self._poison = opened.poison
+        self._changed = opened.changed
         self._train_state_bytes = train_state_bytes
         self._reader_timeout_s = reader_timeout_s
         self._owners = owners
@@ -121,8 +107,7 @@ class SlotSupply:
     ) -> Slot | str | None:
         """Return a slot that is ready to be written, or `_READERS` or None if the caller must wait.
 
-        The result is `_READERS` if only readers can free a slot, and None if a seal in flight may
-        free one. The errors are those of `acquire`.
+        The result is `_READERS` if only readers can free a slot, and None if a seal in flight may.
         """
         self._lock.require()  # after each wait again: the directory may be moved
         self._lock.warn_once()
