@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from offload.options import DriveTuning, MemoryDirectory, Options, Tier
     from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
     from offload.sizing.plan import size
-    from offload.store.maintenance.pinning import pin, unpin
+    from offload.store.pinning import pin, unpin
     from offload.store.quarantine import verify_and_mark
     from offload.store.quarantine_limit import verify_before_resume
 
@@ -203,7 +203,7 @@ _MODULES = {
     "offload.optimizer": ("OffloadedOptimizer",),
     "offload.options": ("DriveTuning", "MemoryDirectory", "Options", "Tier"),
     "offload.store.quarantine_limit": ("verify_before_resume",),
-    "offload.store.maintenance.pinning": ("pin", "unpin"),
+    "offload.store.pinning": ("pin", "unpin"),
     "offload.model.process_groups": ("SEPARATE",),
     "offload.store.quarantine": ("verify_and_mark",),
     "offload.retention.policy": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),

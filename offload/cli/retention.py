@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from offload.checkpoint.listing import CheckpointInfo
     from offload.retention.pins import Pin
     from offload.retention.policy import Retention
-    from offload.store.maintenance.pruning import PruneReport
+    from offload.store.pruning import PruneReport
 
 Store = Annotated[str, typer.Argument(help="Directory of a store.", show_default=False)]
 """Argument for the directory of a store."""
@@ -113,7 +113,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
             return
         if unfinished:
             raise typer.BadParameter("--unfinished is for tiers")
-        from offload.store.maintenance.pruning import prune as run
+        from offload.store.pruning import prune as run
 
         with progress_bar(store, quiet=as_json or not verify) as progress:
             report = run(
@@ -143,7 +143,7 @@ def pin(
 
     The command may run beside a process that trains in the store.
     """
-    from offload.store.maintenance.pinning import pin as run
+    from offload.store.pinning import pin as run
 
     typer.echo(f"{run(checkpoint, name)}: pinned as {name}")
 
@@ -153,7 +153,7 @@ def unpin(
     name: Annotated[str, typer.Argument(help="Name of the pin.", show_default=False)],
 ) -> None:
     """Remove a pin. Retention then decides again whether its checkpoint stays."""
-    from offload.store.maintenance.pinning import unpin as run
+    from offload.store.pinning import unpin as run
 
     run(store, name)
     typer.echo(f"{store}: removed the pin {name}")

@@ -26,11 +26,11 @@ from offload.format.manifest import Manifest
 from offload.format.shares.owners import OwnerReference
 from offload.format.train_state import EncodedState
 from offload.store.opening import StoredCheckpoint
-from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
-from offload.store.poison import Poison
 from offload.store.quarantine import write_quarantine
+from offload.store.slots.slot import OwnerSlot
 from offload.store.state_store import StateSlot
+from offload.store.store_errors import Poison
 
 
 class RankCheckpoints:

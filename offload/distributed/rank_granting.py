@@ -21,10 +21,9 @@ from offload.format.layout import Layout
 from offload.format.shares.model_shares import ModelShare
 from offload.model.buffer_watch import BufferWatch, differ, in_words, say
 from offload.store.owners.claims import NamedParts
-from offload.store.owners.slot import OwnerSlotState
 from offload.store.owners.store import OwnerStore
-from offload.store.recut_room import remove_parts_of_former_owners
 from offload.store.slots.slot import SlotState
+from offload.store.space import remove_parts_of_former_owners
 from offload.store.state_store import StateSlot
 
 _UNKNOWN: Final = -1
@@ -201,7 +200,7 @@ class RankGranting:
         if found.in_place_of != NO_SEAL:
             self._sealing.wait_ended()  # it takes back its part after it has read the decision
             last = self._sealing.last_aborted
-            if last is None or last.slot.state is not OwnerSlotState.WORKING:
+            if last is None or last.slot.state is not SlotState.WORKING:
                 raise RanksError(_LOST)
             return last.slot
         self._checkpoints.release_older(part)

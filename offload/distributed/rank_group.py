@@ -49,7 +49,7 @@ from offload.model.stored import Stored
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint
-from offload.store.serving import Serving
+from offload.store.shared import Serving
 from offload.store.state_store import StateSlot, StateStore
 
 T = TypeVar("T")

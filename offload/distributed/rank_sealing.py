@@ -28,9 +28,9 @@ from offload.format.shares.owners import OwnerReference
 from offload.format.shares.rank_states import join_ranks
 from offload.format.train_state import EncodedState, pack_encoded, packed_bytes, unpack_encoded
 from offload.store.opening import StoredCheckpoint
-from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition, Prepared, pack_train_state
+from offload.store.slots.slot import OwnerSlot
 from offload.store.state_store import StateSlot
 from offload.store.store import Store
 

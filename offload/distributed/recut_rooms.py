@@ -9,7 +9,7 @@ from offload.distributed.agreement.messages import Json
 from offload.distributed.drive_turns import drive_of
 from offload.distributed.rank_opening import Opened
 from offload.store.owners.claims import NamedParts
-from offload.store.recut_room import available_bytes, require_available
+from offload.store.space import available_bytes, require_available
 
 
 @dataclass(frozen=True, slots=True)

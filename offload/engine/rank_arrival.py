@@ -21,7 +21,7 @@ from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError, MismatchError, RanksError
 from offload.journal import log_event
 from offload.model.parameters import names_of
-from offload.store.serving import Serving
+from offload.store.shared import Serving
 from offload.tiers.ranks.arriving_share import ArrivingShare, find_newest
 from offload.tiers.services.address import parse_address
 from offload.tiers.services.presence import note_damaged

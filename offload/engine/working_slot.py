@@ -5,8 +5,7 @@ from __future__ import annotations
 from offload.checkpoint.recut.source import RecutSource
 from offload.format.layout import Layout
 from offload.store.opening import StoredCheckpoint
-from offload.store.owners.slot import OwnerSlot
-from offload.store.slots.slot import Slot
+from offload.store.slots.slot import OwnerSlot, Slot
 from offload.store.state_store import StateSlot, StateSource, StateStore
 
 

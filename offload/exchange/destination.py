@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 from gds import Backend, StorageError
 from offload.errors import OffloadError, StoreError, StoreFullError
-from offload.store.full_disk import FULL
+from offload.store.store_errors import FULL
 from offload.units import size
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)

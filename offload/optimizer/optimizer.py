@@ -35,7 +35,7 @@ from offload.options import Options
 from offload.overlap import require_possible, strategy_for
 from offload.placement.choose import device_of
 from offload.retention.policy import Retention, as_retention
-from offload.store.serving import Serving
+from offload.store.shared import Serving
 from offload.stream.drives import Directory, as_directories
 from offload.stream.memory import require_host_memory
 from offload.tiers.background import RETRY_S, BackgroundUploads

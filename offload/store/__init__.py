@@ -4,13 +4,13 @@ This wing may know `checkpoint`, `retention`, `format` and `gds`. It never impor
 above it.
 """
 
-from offload.store.maintenance.pinning import pin, unpin
-from offload.store.maintenance.pruning import PruneReport, prune
 from offload.store.opening import StoredCheckpoint
-from offload.store.poison import Poison
+from offload.store.pinning import pin, unpin
+from offload.store.pruning import PruneReport, prune
 from offload.store.quarantine import verify_and_mark
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
+from offload.store.store_errors import Poison
 
 __all__ = [
     "Poison",

@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 
-from gds import Backend
 from offload.checkpoint.quarantine_mark import is_quarantined
 from offload.checkpoint.reading import check_name, decode_manifest
 from offload.errors import CheckpointError
@@ -37,19 +36,12 @@ class Census:
 
     Not thread-safe: the store holds its own lock around every call.
 
-    Args:
-        backend: Backend of the checkpoints.
-        opened: Content of the store. Unusable checkpoints are removed from its list, and those that
-            were replaced or damaged are listed as refused. As long as the store's lock is not held,
-            no checkpoint is removed from the list.
+    Unusable checkpoints are removed from the list, and those that were replaced or damaged are
+    listed as refused. As long as the store's lock is not held, no checkpoint is removed.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        opened: StoreContent,
-    ) -> None:
-        self._backend = backend
+    def __init__(self, opened: StoreContent) -> None:
+        self._backend = opened.backend
         self._checkpoints = opened.checkpoints
         self._refused = opened.refused
         self._parts = opened.parts
@@ -74,17 +66,11 @@ class Census:
         return found == checkpoint.ids
 
     def update(self, checkpoints: Iterable[StoredCheckpoint] | None = None) -> None:
-        """Examine checkpoints, and remove unusable ones from the list.
+        """Examine checkpoints, by default all, and remove unusable ones from the list.
 
         A checkpoint whose files were replaced by other files of the same checkpoint stays in the
-        list. From then on, this process reads and writes the new files.
-
-        Args:
-            checkpoints: Checkpoints to examine; None for all of them.
-
-        Raises:
-            gds.StorageError: A checkpoint cannot be examined at this moment. Checkpoints that have
-                not been examined yet are still in the list.
+        list. From then on, this process reads and writes the new files. After a storage error, what
+        has not been examined yet is still in the list.
         """
         known = self._checkpoints if checkpoints is None else checkpoints
         for checkpoint in [c for c in known if not c.superseded]:
@@ -96,10 +82,7 @@ class Census:
                 self._examine(checkpoint)
 
     def update_changed(self) -> None:
-        """Examine the newest checkpoints, and all others whose directories have changed.
-
-        The errors are those of `update`.
-        """
+        """Examine the newest checkpoints, and all others whose directories have changed."""
         older, newest = self._checkpoints[:-_ALWAYS], self._checkpoints[-_ALWAYS:]
         self.update([*(c for c in older if not self._has_same_folders(c)), *newest])
 
@@ -121,12 +104,9 @@ class Census:
         return times if len(times) == len(found) else {}
 
     def warn(self, *, refused: bool) -> None:
-        """Warn once about each checkpoint that is no longer used.
+        """Warn once about each checkpoint that is no longer used; `refused` ones only if asked to.
 
         The warning names the line of code four calls up, which is the user's call.
-
-        Args:
-            refused: Whether to warn of checkpoints in the list `refused` as well.
         """
         reported = set() if refused else {path for path, _ in self._refused}
         unreported, self._unreported = self._unreported, []
@@ -135,12 +115,9 @@ class Census:
                 warnings.warn(message, RuntimeWarning, stacklevel=5)
 
     def release(self, slot: Slot) -> bool:
-        """Close a slot if it consists of the old files of a removed or changed checkpoint.
+        """Close a slot if it consists of the old files of a changed checkpoint; return whether so.
 
         The caller reads no state from the slot any more.
-
-        Returns:
-            Whether the slot consists of such files.
         """
         for old in self._old_files:
             if old[0] is slot:
@@ -184,7 +161,7 @@ class Census:
             self._retire_files(checkpoint)
             self._checkpoints.remove(checkpoint)
             self._refused.append((path, str(error)))
-            self._parts.claim(path, known, found)
+            self._parts.claim(path, known, *([found] if found is not None else []))
             reason = seen_from(path, str(error))
             message = (
                 f"not using {path} any more, because it was changed while this process trains: "

@@ -1,6 +1,7 @@
-"""Checks of the directories given for a store, before anything in them is created or locked.
+"""Directories given for a store: checks of what is in them, and the creation of missing ones.
 
-The checks read only names, manifests, ``store.json`` and ``part.json``.
+The checks come before anything is created or locked. They read only names, manifests,
+``store.json`` and ``part.json``.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from gds import Backend, StorageError
+from gds.probe import describe_remote
 from offload.checkpoint.owner_parts import usable_parts
 from offload.checkpoint.reading import checkpoint_paths, decode_manifest, read_part, stat_given_path
-from offload.errors import CheckpointError, StoreError
+from offload.errors import CheckpointError, RemoteStoreError, StoreError, VolatileStoreError
 from offload.format.layout import array_file_name
 from offload.format.manifest import Manifest
 from offload.format.names import (
@@ -29,7 +31,7 @@ from offload.format.names import (
     part_number,
     step_of,
 )
-from offload.store.store_errors import as_store_errors
+from offload.store.store_errors import as_store_errors, nearest_existing
 from offload.store.store_id import read_store_id
 
 _NOTHING = frozenset({"lost+found", CALIBRATION_NAME})
@@ -123,18 +125,9 @@ def check_directories(drives: Sequence[tuple[Backend, str]], *, fresh: bool) -> 
 def spread_directories(
     backend: Backend, first: str, directories: Sequence[str], store_id: str
 ) -> list[str]:
-    """Return the directories over which one process has spread a store, without the first.
+    """Return those of some further directories over which one process has spread a store.
 
     Those with parts of checkpoints come first, in the order of the drives.
-
-    Args:
-        backend: Backend of the directories.
-        first: The store's first directory.
-        directories: Absolute paths of the directories that ranks were given besides the first.
-        store_id: Identity of the store.
-
-    Raises:
-        UnreadableError: A file or directory could not be read, so that its content is unknown.
     """
     with as_store_errors(backend, first):
         paths = checkpoint_paths(backend, first) if backend.stat(first) is not None else []
@@ -164,8 +157,7 @@ def check_further_directories(
     Args:
         backend: Backend of the directories.
         directories: Absolute paths of the directories that ranks were given besides the first.
-        spread: Those over which one process has spread the ranks' store, and which may therefore
-            have other parts.
+        spread: Those of `spread_directories`, which may therefore have other parts.
 
     Raises:
         StoreError: A directory holds other files, or belongs to a store of one process.
@@ -358,3 +350,80 @@ def _order(places: Sequence[_Place]) -> list[str] | None:
         if is_its and sorted(by_drive) == list(range(1, len(places))):
             return [first[0].directory, *(by_drive[d].directory for d in sorted(by_drive))]
     return None
+
+
+_LONGEST_PATH_BYTES = 4095
+"""Largest length of a path that Linux takes."""
+
+_BELOW_BYTES = 128
+"""Largest length of what the store adds to the path of its directory.
+
+The longest is a state array of a rank, ``/owner-<9 digits>/part-<18 digits>/<64>.safetensors``. The
+file of a pin that is being made is ``/pins/.<64>.<10 digits>-<20 digits>.new``.
+"""
+
+
+def make_directories(
+    drives: Sequence[tuple[Backend, str]], *, allow_volatile: bool, allow_remote: bool
+) -> None:
+    """Create missing directories and their parents, durably."""
+    for backend, directory in drives:
+        _require_short(directory)
+        with as_store_errors(backend, directory):
+            # A new directory is on the file system of its nearest existing parent.
+            capabilities = backend.capabilities(nearest_existing(backend, directory))
+        if capabilities.volatile and not allow_volatile:
+            raise VolatileStoreError(
+                errno.EINVAL,
+                f"the file system ({capabilities.filesystem}) loses its content at power-off, so "
+                "checkpoints there would not survive; choose a directory on a drive, or pass "
+                "options=Options(allow_volatile=True), or --allow-volatile to `offload import`, "
+                "if that is what you want",
+                directory,
+            )
+        if capabilities.remote and not allow_remote:
+            raise RemoteStoreError(
+                errno.EINVAL,
+                f"{describe_remote(capabilities.filesystem)}, so this package guarantees nothing "
+                "for checkpoints there; choose a directory on a local drive, or pass "
+                "options=Options(allow_remote=True), or --allow-remote to `offload import`, "
+                "if that is what you want",
+                directory,
+            )
+    for backend, directory in drives:
+        with as_store_errors(backend, directory):
+            _make(backend, directory)
+
+
+def _require_short(directory: str) -> None:
+    nbytes, most = len(os.fsencode(directory)), _LONGEST_PATH_BYTES - _BELOW_BYTES
+    if nbytes > most:
+        raise StoreError(
+            errno.ENAMETOOLONG,
+            f"this path has {nbytes} bytes, and that of a store has at most {most}, because the "
+            "files in it have longer paths: choose a shorter one",
+            directory,
+        )
+
+
+def _make(backend: Backend, directory: str) -> None:
+    """Create a directory and its parents, durably. Other processes may do so at the same time."""
+    missing: list[str] = []
+    path = directory
+    while backend.stat(path) is None:
+        missing.insert(0, path)
+        path = os.path.dirname(path)
+    try:
+        # A process that created the directory may have died before it synced the name.
+        backend.sync_dir(os.path.dirname(path))
+    except StorageError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EINVAL):
+            raise
+    for new in missing:
+        try:
+            backend.make_dir(new)
+        except StorageError as error:
+            made = backend.stat(new)
+            if error.errno != errno.EEXIST or made is None or made.kind != "directory":
+                raise
+        backend.sync_dir(os.path.dirname(new))

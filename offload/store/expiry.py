@@ -8,8 +8,6 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from gds import Backend
-from gds.waiting import Monitor
 from offload.errors import CheckpointNotFoundError, PinError
 from offload.format.manifest import Manifest
 from offload.format.unreadable import as_unreadable
@@ -26,7 +24,6 @@ from offload.retention.policy import (
 )
 from offload.store.census import Census
 from offload.store.opening import StoreContent, StoredCheckpoint, find_stored
-from offload.store.poison import Poison
 from offload.store.store_errors import NOTHING_CHANGED
 
 
@@ -35,37 +32,18 @@ class Keeping:
 
     Pins are looked at again for each answer, because other processes make and remove them. While a
     pin cannot be read, no checkpoint counts as expired.
-
-    Args:
-        backend: Backend of the store's first directory.
-        directory: The store's first directory.
-        policy: Policy that selects the checkpoints to keep, besides pinned ones.
-        opened: Content of the store.
-        changed: Monitor that is held while the list of checkpoints changes, and while a pin is
-            made.
-        poison: Poison of the store; set if making, removing or syncing a pin fails.
-        census: Updates the list of checkpoints to match the drives.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        directory: str,
-        policy: Retention,
-        opened: StoreContent,
-        changed: Monitor,
-        poison: Poison,
-        census: Census,
-    ) -> None:
-        self._backend = backend
-        self._directory = directory
+    def __init__(self, opened: StoreContent, policy: Retention, census: Census) -> None:
+        self._backend = opened.backend
+        self._directory = opened.directory
         self._policy = policy
         self._checkpoints = opened.checkpoints
-        self._changed = changed
-        self._poison = poison
+        self._changed = opened.changed
+        self._poison = opened.poison
         self._lock = opened.lock
         self._census = census
-        self._pins = PinReader(backend, directory)
+        self._pins = PinReader(opened.backend, opened.directory)
         self._leaving = Leaving()
         self._ranked: set[str] = set()
         """Metrics of the policy that need no warning: a checkpoint has had the metric, or a warning
@@ -89,11 +67,7 @@ class Keeping:
         return max(self.current, key=lambda c: c.manifest.generation, default=None)
 
     def pins(self) -> FoundPins:
-        """Read the pins of the store.
-
-        Raises:
-            gds.StorageError: The directory of pins cannot be read.
-        """
+        """Read the pins of the store."""
         return self._pins.read(each=False)
 
     def expired(self, incoming: Record | None = None) -> list[StoredCheckpoint]:
@@ -120,13 +94,8 @@ class Keeping:
     def warn(self, refused: Sequence[str]) -> None:
         """Warn about pins that cannot be read, and about pins of checkpoints that do not exist.
 
-        Args:
-            refused: Paths of unusable checkpoints. Their pins are left out, because other warnings
-                report these checkpoints.
-
-        Raises:
-            gds.StorageError: A pin cannot be read at this moment. This says nothing about its
-                content.
+        Pins of the unusable checkpoints at the paths `refused` are left out, because other warnings
+        report these. A storage error says nothing about the content of a pin.
         """
         found = self.pins()
         if found.failures:
@@ -145,12 +114,9 @@ class Keeping:
     def warn_unranked(self, step: int, metrics: Collection[str]) -> None:
         """Warn once about each metric that the policy ranks by but no checkpoint has.
 
-        The warning comes at the second step that is sealed without the metric. After the first step
-        the metric may still be measured, and can be added to the checkpoint.
-
-        Args:
-            step: Step that is being sealed.
-            metrics: Names of the metrics that were given for the step, finite or not.
+        The warning comes at the second step that is sealed without the metric: after the first one
+        it may still be measured, and can be added to the checkpoint. `metrics` are those that were
+        given for the step, finite or not.
         """
         for metric in {part.metric for part in self._policy.parts if isinstance(part, BestBy)}:
             if metric in metrics or any(metric in c.manifest.metrics for c in self.current):
@@ -171,9 +137,6 @@ class Keeping:
         """Return those of some checkpoints that no pin keeps; the caller has locked all of them.
 
         If a pin cannot be read, all of them count as pinned.
-
-        Raises:
-            gds.StorageError: The pins could not be synced or read.
         """
         found = self._durable_pins() if checkpoints else FoundPins()
         if found.unreadable:
@@ -241,13 +204,12 @@ class Keeping:
         self._require_unpinned(newer, f"going back to step {checkpoint.manifest.step}")
 
     def require_replaceable(self, path: str) -> None:
-        """Check that no pin keeps the checkpoint at a path from being replaced.
+        """Check that no pin keeps the checkpoint at a path, usable or not, from being replaced.
 
         Nothing is checked if the path does not exist. If it does, the caller holds its lock.
 
         Raises:
-            PinError: The checkpoint at the path is pinned, whether it is usable or not; or a pin is
-                unreadable, so that it is unknown which checkpoint it keeps.
+            PinError: The checkpoint is pinned; or a pin is unreadable, so that this is not known.
             gds.StorageError: The pins could not be synced or read.
         """
         if self._backend.stat(path) is None:

@@ -16,11 +16,7 @@ models with large buffers as well."""
 
 
 class FrozenSpace:
-    """Warns once if most of each checkpoint will be parameters and buffers that are not trained.
-
-    Args:
-        store: Store that will hold the checkpoints.
-    """
+    """Warns once if most of each checkpoint will be parameters and buffers that are not trained."""
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
@@ -35,9 +31,6 @@ class FrozenSpace:
         """Warn of the disk space that frozen bytes will take, if the amount is large.
 
         The warning names the line of code of the caller's caller, which should be the user's call.
-
-        Args:
-            layout: Layout of the first checkpoint.
         """
         self._has_looked = True
         trained_names = {parameter.name for parameter in layout.parameters}

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gds import Backend
+from gds.waiting import Monitor
 from offload.checkpoint.file_check import kind_of
 from offload.checkpoint.owner_parts import owner_directories
 from offload.checkpoint.reading import (
@@ -33,16 +34,19 @@ from offload.format.names import (
     owner_name,
 )
 from offload.format.unreadable import as_unreadable
+from offload.journal import Journal
 from offload.retention.policy import Record
-from offload.store.directories import check_directories, require_number_of_directories
-from offload.store.file_identity import FileIds, ids_in
-from offload.store.new_directories import make_directories
-from offload.store.owners.claims import OwnerClaims
-from offload.store.poison import Poison
+from offload.store.directories import (
+    check_directories,
+    make_directories,
+    require_number_of_directories,
+)
+from offload.store.owners.claims import Claims
 from offload.store.shared import SharedStore
-from offload.store.slots.part_pool import PartPool, part_numbers
+from offload.store.slots.folder import FileIds, ids_in
+from offload.store.slots.part_pool import PartPool
 from offload.store.slots.slot import Slot, open_slot
-from offload.store.store_errors import NOTHING_CHANGED, as_store_errors
+from offload.store.store_errors import NOTHING_CHANGED, Poison, as_store_errors
 from offload.store.store_id import read_identity
 from offload.store.writer_lock import WriterLock
 
@@ -109,13 +113,22 @@ def record_of(manifest: Manifest) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class StoreContent:
-    """Content of a store's directories when the store was opened."""
+    """An open store: its directories, what was found in them, and what guards changes of it.
+
+    All that works on one store shares this object. Its lists change with the store.
+    """
+
+    drives: Sequence[tuple[Backend, str]]
+    """Backend and directory of each drive."""
 
     lock: WriterLock
     """Lock on each directory of the store."""
 
+    poison: Poison
+    """Set if a rename or sync fails."""
+
     store_id: str
-    """Identity of the store, as 32 hexadecimal digits."""
+    """Identity of the store when it was opened, as 32 hexadecimal digits."""
 
     is_identified: bool
     """Whether ``store.json`` need not be written, because it holds `store_id` already or because
@@ -141,21 +154,33 @@ class StoreContent:
     """Paths of slots that are not checkpoints. Earlier processes left them; they may be
     rewritten."""
 
+    changed: Monitor = field(default_factory=Monitor)
+    """Monitor that is held while the lists change, and while a pin is made."""
+
+    journal: Journal = field(default_factory=Journal)
+    """Events that are logged when this process holds none of the store's locks."""
+
+    @property
+    def backend(self) -> Backend:
+        """Backend of the first directory."""
+        return self.drives[0][0]
+
+    @property
+    def directory(self) -> str:
+        """Path of the first directory."""
+        return self.drives[0][1]
+
 
 def open_directories(
     drives: Sequence[tuple[Backend, str]],
-    poison: Poison,
     *,
-    fresh: bool = False,
-    allow_volatile: bool = False,
-    allow_remote: bool = False,
-    shared: SharedStore | None = None,
-    store_id: str | None = None,
+    fresh: bool,
+    allow_volatile: bool,
+    allow_remote: bool,
+    shared: SharedStore | None,
+    store_id: str | None,
 ) -> StoreContent:
-    """Open a store for writing.
-
-    No directory is created before all given directories have been checked.
-    """
+    """Open a store for writing; nothing is created before all directories have been checked."""
     check_directories(drives, fresh=fresh)
     make_directories(drives, allow_volatile=allow_volatile, allow_remote=allow_remote)
     lock = WriterLock()
@@ -167,7 +192,7 @@ def open_directories(
             # Names in the other directories become durable when a part is sealed. Until then, no
             # such name is trusted.
             drives[0][0].sync_dir(drives[0][1])
-            return _read_content(drives, lock, poison, shared, store_id, fresh=fresh)
+            return _read_content(drives, lock, shared, store_id, fresh=fresh)
     except BaseException:
         lock.release()
         raise
@@ -176,12 +201,7 @@ def open_directories(
 def find_stored(
     checkpoints: Sequence[StoredCheckpoint], which: int | str, directory: str
 ) -> StoredCheckpoint:
-    """Return the checkpoint of a store with a step number, or with a path or directory name.
-
-    Args:
-        checkpoints: Checkpoints of the store. Superseded ones are not found.
-        which: Step number, or path or name of the checkpoint's directory.
-        directory: Path of the store, for the message.
+    """Return the checkpoint with a step number, or a path or directory name; not a superseded one.
 
     Raises:
         CheckpointNotFoundError: No checkpoint matches. The message names the present checkpoints.
@@ -221,16 +241,16 @@ def open_stored(
     except BaseException:
         slot.close()
         raise
-    slot.opened_sealed(manifest, checkpoint.model_leaves)
+    slot.opened_sealed(manifest)
+    known = checkpoint.model_leaves
+    if known is not None and known.inode == slot.model_leaves.inode != 0:
+        slot.model_leaves = known
     checkpoint.slot = slot
     return slot
 
 
 def ids_at(backend: Backend, path: str, manifest: Manifest, parts: PartPool) -> FileIds:
-    """Return the inodes and sizes of a checkpoint's files on the drives now.
-
-    The keys are names for files in the checkpoint's directory, and paths for files of its parts.
-    """
+    """Return the inodes and sizes of a checkpoint's files on the drives now; see `Slot.ids`."""
     names = (*manifest.layout.file_sizes(), TRAIN_STATE_NAME, MANIFEST_NAME)
     return ids_in(backend, path, names) | parts.ids(manifest)
 
@@ -238,7 +258,6 @@ def ids_at(backend: Backend, path: str, manifest: Manifest, parts: PartPool) -> 
 def _read_content(
     drives: Sequence[tuple[Backend, str]],
     lock: WriterLock,
-    poison: Poison,
     shared: SharedStore | None,
     wanted_id: str | None,
     *,
@@ -246,19 +265,16 @@ def _read_content(
 ) -> StoreContent:
     """Read the content of a store whose directories are locked."""
     (backend, directory), *others = drives
-    known = shared or SharedStore()
+    poison, known = Poison(directory), shared or SharedStore()
     other_directories = [path for _, path in others]
     checkpoints, refused = [], []
-    claims: dict[str, frozenset[int] | None] = {}
-    owners = OwnerClaims()
+    claims = Claims()
     for path in checkpoint_paths(backend, directory):
-        claims[path] = None
-        owners.claim_unknown(path)
+        claims.claim_unknown(path)
         try:
             manifest = decode_manifest(backend, path)
             check_name(path, manifest)
-            claims[path] = part_numbers(manifest)
-            owners.claim(path, [manifest])
+            claims.claim(path, [manifest])
             if manifest.owners and not fresh:
                 if shared is None:
                     _require_owners_here(drives, manifest)
@@ -270,8 +286,7 @@ def _read_content(
         else:
             backend.sync_dir(path)  # a process may have died after it replaced the train state
             checkpoints.append(StoredCheckpoint(path, manifest, None))
-            del claims[path]
-            owners.release(path)
+            claims.release(path)
     checkpoints.sort(key=lambda checkpoint: checkpoint.manifest.generation)
     has_parts = bool(others) or shared is not None  # sealed elsewhere before any checkpoint is
     recorded = read_identity(backend, directory, durable=True) if has_parts else None
@@ -280,7 +295,7 @@ def _read_content(
         store_id = checkpoints[-1].manifest.store_id
     else:
         store_id = wanted_id or recorded_id or uuid.uuid4().hex
-    parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison, owners)
+    parts = PartPool(others, store_id, [c.manifest for c in checkpoints], claims, poison)
     for checkpoint in checkpoints:
         checkpoint.known_ids = ids_at(backend, checkpoint.path, checkpoint.manifest, parts)
     if foreign := parts.foreign():
@@ -290,9 +305,10 @@ def _read_content(
             RuntimeWarning,
             stacklevel=2,
         )
-    leftover = _leftover_slots(backend, directory)
     return StoreContent(
+        drives=drives,
         lock=lock,
+        poison=poison,
         store_id=store_id,
         is_identified=recorded_id == store_id or not has_parts,
         taken_over=recorded.taken_over if recorded is not None and recorded_id == store_id else 0,
@@ -300,7 +316,7 @@ def _read_content(
         checkpoints=checkpoints,
         refused=refused,
         shared=known,
-        leftover=leftover,
+        leftover=_leftover_slots(backend, directory),
     )
 
 

@@ -16,29 +16,17 @@ from typing import TYPE_CHECKING
 from gds import Backend, File, StorageError
 from offload.checkpoint.quarantine_mark import MAX_REASON_BYTES, is_quarantined
 from offload.format.names import QUARANTINE_NAME
-from offload.store.poison import Poison
+from offload.store.store_errors import Poison
 
 if TYPE_CHECKING:
     from offload.checkpoint.checkpoint import Checkpoint
     from offload.checkpoint.verify import VerifyReport
-    from offload.store.opening import StoredCheckpoint
-    from offload.store.slots.slot import Slot
 
 _NOT_MARKED = "a damaged checkpoint could not be marked"
 
 
 def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -> None:
-    """Mark a checkpoint as damaged; durable on return. Idempotent.
-
-    Args:
-        backend: Backend of the checkpoint.
-        path: Directory of the checkpoint.
-        reason: Description of the damage, for people.
-        poison: Poison of the store; set if a sync fails.
-
-    Raises:
-        gds.StorageError: The mark could not be written, or could not be made durable.
-    """
+    """Mark the directory of a checkpoint or part as damaged; durable on return. Idempotent."""
     mark = f"{path}/{QUARANTINE_NAME}"
     if backend.stat(mark) is None:
         data = reason.encode(errors="replace")[:MAX_REASON_BYTES] + b"\n"
@@ -62,13 +50,20 @@ def _create_mark(backend: Backend, mark: str, nbytes: int) -> File | None:
         return None
 
 
-def remove_quarantine(backend: Backend, path: str) -> None:
-    """Lift the mark of a checkpoint that was found to be whole; durable on return.
+def try_to_mark(backend: Backend, path: str, reason: str, poison: Poison) -> None:
+    """Mark a checkpoint or part that this process has found damaged; warn if that fails.
 
-    The caller holds a lock on the checkpoint, so that no process rewrites it meanwhile.
+    The warning names the line of code of the caller's caller.
     """
-    remove_mark(backend, path)
-    backend.sync_dir(path)
+    try:
+        write_quarantine(backend, path, reason, poison)
+    except StorageError as error:
+        warnings.warn(
+            f"{path} is damaged, and could not be marked as such ({error}): a later "
+            "process will try it again",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def verify_and_mark(
@@ -99,63 +94,23 @@ def verify_and_mark(
         RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
         gds.StorageError: The quarantine could not be made durable, or could not be lifted.
     """
-    with checkpoint.held():
+    with checkpoint.held():  # so that no process rewrites it meanwhile
         report = checkpoint.verify(progress)
         own = [problem for problem in report.problems if problem not in report.not_marked]
         if own:
             poison = Poison(checkpoint.path)
             write_quarantine(checkpoint.backend, checkpoint.path, "; ".join(own), poison)
         elif report.ok and not checkpoint.parts_are_only_recorded:
-            remove_quarantine(checkpoint.backend, checkpoint.path)
+            remove_mark(checkpoint.backend, checkpoint.path)
+            checkpoint.backend.sync_dir(checkpoint.path)
         for path, problems in report.damaged_parts:
             if checkpoint.owns_part(path):
                 write_quarantine(checkpoint.backend, path, problems, Poison(path))
         for path in report.whole_parts:
             if checkpoint.owns_part(path):
-                remove_quarantine(checkpoint.backend, path)
+                remove_mark(checkpoint.backend, path)
+                checkpoint.backend.sync_dir(path)
         return replace(report, quarantined=checkpoint.quarantined)
-
-
-class Quarantine:
-    """The checkpoints that this process has found damaged.
-
-    Args:
-        backend: Backend of the checkpoints.
-        poison: Poison of the store; set if syncing a mark fails.
-    """
-
-    def __init__(self, backend: Backend, poison: Poison) -> None:
-        self._backend = backend
-        self._poison = poison
-        self._checkpoints: list[StoredCheckpoint] = []
-
-    def add(self, checkpoint: StoredCheckpoint, reason: str) -> None:
-        """Mark a checkpoint as damaged, durably; warn if that fails.
-
-        Args:
-            checkpoint: Checkpoint to mark.
-            reason: Description of the damage, for people.
-        """
-        self._checkpoints.append(checkpoint)
-        try:
-            write_quarantine(self._backend, checkpoint.path, reason, self._poison)
-        except StorageError as error:
-            warnings.warn(
-                f"{checkpoint.path} is damaged, and could not be marked as such ({error}): a later "
-                "process will try it again",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-    def has(self, slot: Slot) -> bool:
-        """Return whether a slot belongs to one of these checkpoints."""
-        return any(checkpoint.slot is slot for checkpoint in self._checkpoints)
-
-    def close(self) -> None:
-        """Close the files of these checkpoints. Idempotent."""
-        for checkpoint in self._checkpoints:
-            if checkpoint.slot is not None:
-                checkpoint.slot.close()
 
 
 def remove_mark(backend: Backend, path: str) -> bool:

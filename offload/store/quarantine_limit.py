@@ -28,11 +28,6 @@ from offload.units import part_options
 def try_to_quarantine(store: StateStore, damaged: StoredCheckpoint, error: DamagedError) -> str:
     """Quarantine a damaged checkpoint, unless a newer one is quarantined already.
 
-    Args:
-        store: Store that has the checkpoint.
-        damaged: Checkpoint that was found damaged.
-        error: Error that describes the damage.
-
     Returns:
         Empty if the checkpoint has been quarantined; otherwise the reason why not, and advice.
     """

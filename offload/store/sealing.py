@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from gds import StorageError
 from gds.contract import Lock
-from gds.waiting import Monitor
 from offload.checkpoint.train_state_reading import train_state_header
 from offload.errors import StoreError
 from offload.format._manifest_fields import ScalarValue
@@ -37,8 +36,8 @@ from offload.retention.policy import Record
 from offload.store.expiry import Keeping
 from offload.store.opening import StoreContent, StoredCheckpoint, record_of
 from offload.store.owners.claims import require_agreement
-from offload.store.poison import Poison
-from offload.store.slots.free import FreeSlots, lock_existing
+from offload.store.slots.folder import lock_existing
+from offload.store.slots.free import FreeSlots
 from offload.store.slots.slot import Slot
 from offload.store.withdrawal import Withdrawal
 
@@ -90,8 +89,7 @@ def compose(
             are not known.
         metrics: Metrics of the user, checked.
         update_code: Code that updated the state last, in words.
-        owners: For each owner of state besides the first, the store's directory on its node; None
-            or empty for a store of one process.
+        owners: For each owner of state besides the first, the store's directory on its node.
         model_boxes: If there are other owners: tensors of the model, with the box of each that this
             process writes.
 
@@ -143,12 +141,7 @@ def _placeholder_boxes(layout: Layout, boxes: Iterable[tuple[str, Box]]) -> tupl
 
 
 def pack_train_state(state: EncodedState, manifest: Manifest, size_bytes: int) -> bytes:
-    """Return the content of ``train_state.safetensors``, with metadata that names its checkpoint.
-
-    Args:
-        state: Train state of the user.
-        manifest: Manifest of the checkpoint.
-        size_bytes: Size of the file.
+    """Return the content of ``train_state.safetensors``, whose metadata names its checkpoint.
 
     Raises:
         offload.format.train_state.TrainStateTooLargeError: The train state does not fit.
@@ -159,14 +152,8 @@ def pack_train_state(state: EncodedState, manifest: Manifest, size_bytes: int) -
 class Prepared:
     """A durable slot, with its parts, that `Sealing.publish` can make a checkpoint.
 
-    If its ``with`` block ends without `Sealing.publish`, the slot is not a checkpoint.
-
-    Args:
-        slot: The slot.
-        path: Path that the checkpoint will have.
-        manifest: Manifest of the checkpoint, complete.
-        replaced: Lock on the checkpoint of the same step that has the path now; None if there is
-            none.
+    If its ``with`` block ends without `Sealing.publish`, the slot is not a checkpoint. Until then
+    the checkpoint of the same step that has the path now, if there is one, stays locked.
     """
 
     def __init__(self, slot: Slot, path: str, manifest: Manifest, replaced: Lock | None) -> None:
@@ -194,18 +181,7 @@ class Prepared:
 
 
 class Sealing:
-    """Turns written slots of a store into checkpoints.
-
-    Args:
-        opened: Content of the store. Sealed checkpoints are added to its list, and replaced ones
-            are removed.
-        keeping: Retention policy and pins of the store.
-        withdrawal: Recycling of the store.
-        free: Free slots of the store. The slot of a replaced checkpoint is added to them.
-        poison: Poison of the store. It is set if a rename or sync fails.
-        changed: Monitor that guards the lists of the store.
-        reader_timeout_s: Seconds to wait for readers of a checkpoint that is replaced.
-    """
+    """Turns written slots of a store into checkpoints."""
 
     def __init__(
         self,
@@ -213,23 +189,20 @@ class Sealing:
         keeping: Keeping,
         withdrawal: Withdrawal,
         free: FreeSlots,
-        poison: Poison,
-        changed: Monitor,
         *,
         reader_timeout_s: float,
     ) -> None:
-        self._backend = free.backend
-        self._directory = free.directory
+        self._backend = opened.backend
+        self._directory = opened.directory
         self._checkpoints = opened.checkpoints
         self._refused = opened.refused
-        self._parts = opened.parts
-        self._owners = opened.parts.owners
+        self._claims = opened.parts.claims
         self._lock = opened.lock
         self._keeping = keeping
         self._withdrawal = withdrawal
         self._free = free
-        self._poison = poison
-        self._changed = changed
+        self._poison = opened.poison
+        self._changed = opened.changed
         self._reader_timeout_s = reader_timeout_s
         self.incoming: Record | None = None
         """Record of the checkpoint that is being sealed; None if no seal is in flight."""
@@ -239,11 +212,7 @@ class Sealing:
         return f"{self._directory}/{checkpoint_name(step)}"
 
     def begin(self, manifest: Manifest) -> None:
-        """Announce a seal: from now until it ends, `Store.acquire` may wait for it.
-
-        Args:
-            manifest: Manifest of the checkpoint that is being sealed.
-        """
+        """Announce a seal: from now until it ends, `Store.acquire` may wait for it."""
         with self._changed:
             self.incoming = record_of(manifest)
 
@@ -263,10 +232,7 @@ class Sealing:
     def seal(
         self, slot: Slot, composition: Composition, model_digests: Sequence[str]
     ) -> StoredCheckpoint:
-        """Make a written slot the newest checkpoint; durable on return.
-
-        This is `prepare` and `publish`, with their arguments and errors.
-        """
+        """Make a written slot the newest checkpoint, durably: `prepare`, then `publish`."""
         with self.prepare(slot, composition, model_digests) as prepared:
             return self.publish(prepared)
 
@@ -325,18 +291,14 @@ class Sealing:
                 slot.sync()
                 slot.manifest.write_bytes(encoded, 0)
                 slot.manifest.sync()
-                slot.sync_names()
+                slot.folder.sync_names()
         except BaseException:
             prepared.release()
             raise
         return prepared
 
     def sync(self, slot: Slot) -> None:
-        """Make the data of a written slot durable before `prepare`, which then has less to do.
-
-        Raises:
-            gds.StorageError: A file could not be made durable. The store is poisoned.
-        """
+        """Make the data of a written slot durable before `prepare`, which then has less to do."""
         with self._poison.fatal(_NOT_DURABLE):
             slot.sync()
 
@@ -354,7 +316,7 @@ class Sealing:
             with self._changed:
                 self._lock.require()
                 slot.require_in_place()
-                leaving = self._owners.leaving(prepared.manifest)  # named, if this fails half way
+                leaving = self._claims.leaving(prepared.manifest)  # named, if this fails half way
                 with leaving, self._poison.fatal(_NOT_DURABLE):
                     in_the_way = self._backend.stat(path) is not None
                     self._rename_into_place(slot, path, exchange=in_the_way)
@@ -377,14 +339,14 @@ class Sealing:
         slot.begin_publication()
         if not exchange:
             self._backend.rename(working, path)
-            slot.renamed(path)
+            slot.folder.renamed(path)
             self._backend.sync_dir(self._directory)
             slot.published()
             return
         # A checkpoint of the same step exists: it belongs to an abandoned history, has an older
         # layout, or is damaged. Exchanging the two names leaves no instant without a checkpoint.
         self._backend.exchange(working, path)
-        slot.renamed(path)
+        slot.folder.renamed(path)
         replaced = [c for c in self._checkpoints if c.path == path]
         for old in replaced:
             old.path = working
@@ -393,6 +355,6 @@ class Sealing:
         for old in replaced:
             self._checkpoints.remove(old)
             self._withdrawal.forget(old)
-        self._parts.release_claim(path)
+        self._claims.release(path)
         self._refused[:] = [(p, reason) for p, reason in self._refused if p != path]
         self._free.add(working)

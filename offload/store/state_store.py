@@ -21,10 +21,9 @@ from offload.journal import Journal
 from offload.retention.leaving import Leaving
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
-from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition
-from offload.store.slots.slot import Slot
+from offload.store.slots.slot import OwnerSlot, Slot
 from offload.store.store import Store
 
 StateSlot: TypeAlias = Slot | OwnerSlot

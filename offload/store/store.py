@@ -27,7 +27,6 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from gds import Backend, StorageError
-from gds.waiting import Monitor
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.reencoding import Recode
 from offload.checkpoint.recut.source import RecutSource
@@ -36,27 +35,26 @@ from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
+from offload.format.part_file import part_sizes
 from offload.format.train_state import EncodedState
-from offload.journal import Journal
 from offload.retention.pins import drop_unfinished
 from offload.retention.policy import Retention
 from offload.store.census import Census
 from offload.store.expiry import Keeping
 from offload.store.opening import StoredCheckpoint, find_stored, open_directories, open_stored
 from offload.store.owners.claims import NamedParts
-from offload.store.poison import Poison
-from offload.store.quarantine import Quarantine
-from offload.store.recut_room import (
+from offload.store.quarantine import try_to_mark
+from offload.store.sealing import Sealing, pack_train_state
+from offload.store.shared import SharedStore
+from offload.store.slots.free import FreeSlots
+from offload.store.slots.part_pool import PartLeftovers
+from offload.store.slots.slot import Slot
+from offload.store.slots.supply import SlotSupply
+from offload.store.space import (
     available_bytes,
     remove_parts_of_former_owners,
     require_on_drives,
 )
-from offload.store.sealing import Sealing, pack_train_state
-from offload.store.shared import SharedStore
-from offload.store.slots.free import FreeSlots
-from offload.store.slots.part_pool import PartLeftovers, part_bytes
-from offload.store.slots.slot import Slot
-from offload.store.slots.supply import SlotSupply
 from offload.store.withdrawal import Withdrawal
 
 
@@ -105,13 +103,9 @@ class Store:
         self.backend = backend
         self.directory = os.path.abspath(directory)
         self._is_shared = shared is not None
-        self._changed = Monitor()
-        self._poison = Poison(self.directory)
         further = [(other, os.path.abspath(path)) for other, path in others]
-        self._drives = [(backend, self.directory), *further]
         opened = open_directories(
-            self._drives,
-            self._poison,
+            [(backend, self.directory), *further],
             fresh=fresh,
             allow_volatile=allow_volatile,
             allow_remote=allow_remote,
@@ -120,37 +114,35 @@ class Store:
         )
         for checkpoint in opened.checkpoints:
             checkpoint.superseded = fresh
+        self._drives = opened.drives
         self._lock = opened.lock
+        self._poison = opened.poison
+        self._changed = opened.changed
         self.store_id = opened.store_id
         self._parts = opened.parts
-        self._free = FreeSlots(backend, self.directory, opened.leftover, self._parts, self._poison)
+        self._free = FreeSlots(opened)
         self.checkpoints = opened.checkpoints
         """All usable checkpoints, oldest first."""
         self.refused = opened.refused
         """Paths of directories that look like checkpoints but are not usable, each with the
         reason."""
-        self._census = Census(backend, opened)
-        self.keeping = Keeping(
-            backend, self.directory, keep, opened, self._changed, self._poison, self._census
-        )
+        self._census = Census(opened)
+        self.keeping = Keeping(opened, keep, self._census)
         """Retention policy and pins, which decide which checkpoints are kept."""
-        self.journal = Journal()
+        self.journal = opened.journal
         """Events that are logged when this process holds none of the store's locks."""
-        self._withdrawal = Withdrawal(
-            opened, self.keeping, self._census, self._free, self._poison, self.journal
-        )
+        self._withdrawal = Withdrawal(opened, self.keeping, self._census, self._free)
         self.sealing = Sealing(
-            opened, self.keeping, self._withdrawal, self._free, self._poison, self._changed,
-            reader_timeout_s=reader_timeout_s,
-        )  # fmt: skip
+            opened, self.keeping, self._withdrawal, self._free, reader_timeout_s=reader_timeout_s
+        )
         """Object that turns written slots into checkpoints."""
         self._supply = SlotSupply(
-            opened, further, self._free, self.keeping, self._withdrawal, self.sealing,
-            self._poison, self._changed,
+            opened, self._free, self.keeping, self._withdrawal, self.sealing,
             train_state_bytes=train_state_bytes, reader_timeout_s=reader_timeout_s,
             owners=tuple(shared.directories.values()) if shared is not None else (),
         )  # fmt: skip
-        self._quarantine = Quarantine(backend, self._poison)
+        self._damaged: list[StoredCheckpoint] = []
+        """Checkpoints that this process has found damaged."""
         if fresh:
             self.refused.clear()  # a fresh run does not continue from them
             try:
@@ -183,8 +175,7 @@ class Store:
         """Return the checkpoint with a step number, or with a path or directory name.
 
         Raises:
-            CheckpointNotFoundError: No checkpoint matches. The message names the present
-                checkpoints.
+            CheckpointNotFoundError: No checkpoint matches. The message names the present ones.
         """
         return find_stored(self.checkpoints, which, self.directory)
 
@@ -195,10 +186,8 @@ class Store:
     def refresh(self, *, warn_of_refused: bool = True) -> None:
         """Compare `checkpoints` with the drives, and warn of those that others made unusable.
 
-        Unusable checkpoints are removed from the list. Nothing on the drives is changed.
-
-        Args:
-            warn_of_refused: Whether to warn of checkpoints that are in `refused` now as well.
+        Unusable checkpoints are removed from the list. Nothing on the drives is changed. There is a
+        warning of those that are in `refused` now only if `warn_of_refused`.
 
         Raises:
             gds.StorageError: A checkpoint cannot be examined at this moment.
@@ -226,10 +215,6 @@ class Store:
 
     def require_space(self, layout: Layout, num_groups: int) -> None:
         """Check that the drives have room for all slots that retention is sure to need.
-
-        Args:
-            layout: Layout of the slots.
-            num_groups: Number of parameter groups.
 
         Raises:
             StoreFullError: There is no room. The message says how much space is missing.
@@ -266,17 +251,12 @@ class Store:
             self._supply.take_over(store_id, generation, owners)
 
     def acquire(self, layout: Layout, num_groups: int, *, is_new: bool = False) -> Slot:
-        """Return a slot to write the next generation into.
+        """Return a slot to write the next generation into; `is_new` matters only among ranks.
 
         The call waits for a seal in flight if the seal will free a slot, and up to a second for
         readers of expired checkpoints. If the readers stay, the store takes one slot more than
         retention needs, until they release their locks. If there is no room for that slot, the call
         waits for readers up to `reader_timeout_s` seconds.
-
-        Args:
-            layout: Layout of the slot.
-            num_groups: Number of parameter groups.
-            is_new: Ignored: every slot that this returns is another one.
 
         Raises:
             StoreBusyError: Readers hold every expired checkpoint, and there is no room for another
@@ -341,10 +321,7 @@ class Store:
         recode: Recode | None = None,
         shares: Sequence[int] = (1,),
     ) -> RecutSource:
-        """Return the state of a checkpoint of several ranks as one process has it.
-
-        Raises the errors of `RecutSource`.
-        """
+        """Return the state of a checkpoint of several ranks as one process has it."""
         del with_state
         path, manifest = checkpoint.path, checkpoint.manifest
         further = self.directories[1:]
@@ -361,7 +338,7 @@ class Store:
         named, rooms = self.lasting_parts(), []
         for drive, (backend, directory) in enumerate(self._drives):
             if drive:
-                needed = part_bytes(layout, drive)
+                needed = sum(part_sizes(layout, drive).values())
                 available = available_bytes(backend, directory, self.store_id, named, ())
             else:
                 needed, available = self.slot_bytes(layout, num_groups), self.available_bytes()
@@ -374,7 +351,7 @@ class Store:
         with self._changed:
             if self.checkpoint_of(slot) is not None:
                 return  # the slot has been sealed meanwhile
-            if self._quarantine.has(slot) or not self._lock.is_held():
+            if any(c.slot is slot for c in self._damaged) or not self._lock.is_held():
                 slot.close()  # not reused: it is damaged, or the store may have another writer
                 return
             if self._census.release(slot):
@@ -398,10 +375,6 @@ class Store:
     def replace_train_state(self, checkpoint: StoredCheckpoint, train_state: EncodedState) -> None:
         """Replace a checkpoint's train state atomically; durable on return.
 
-        Args:
-            checkpoint: Checkpoint to change.
-            train_state: New train state.
-
         Raises:
             TrainStateTooLargeError: The train state does not fit.
             StoreError: This process may not write to the store any more, or not at this moment.
@@ -413,16 +386,9 @@ class Store:
         self._replace(checkpoint, TRAIN_STATE_NAME, packed)
 
     def replace_manifest(self, checkpoint: StoredCheckpoint, manifest: Manifest) -> None:
-        """Replace a checkpoint's manifest atomically; durable on return.
+        """Replace a checkpoint's manifest by one of the same tensors atomically; durable on return.
 
-        Args:
-            checkpoint: Checkpoint to change.
-            manifest: New manifest, which describes the same tensors.
-
-        Raises:
-            StoreError: This process may not write to the store any more, or not at this moment.
-            gds.StorageError: There is no space, and the old manifest remains; or the new one could
-                not be made durable.
+        The errors are those of `replace_train_state`.
         """
         size_bytes = self.slot_of(checkpoint).manifest.size_bytes
         self._replace(checkpoint, MANIFEST_NAME, manifest.encode(size_bytes))
@@ -445,14 +411,11 @@ class Store:
 
         They include the parts of unusable checkpoints, and those of checkpoints whose publication
         or withdrawal has begun and is not known to be durable. Every other part of an owner may be
-        rewritten.
-
-        Args:
-            leaving_out: Paths of checkpoints that do not count, for a forecast.
+        rewritten. For a forecast, the checkpoints at the paths `leaving_out` do not count.
         """
         with self._changed:
             kept = [c for c in self.checkpoints if c.path not in leaving_out]
-            return self._parts.owners.named(c.manifest for c in kept)
+            return self._parts.claims.named(c.manifest for c in kept)
 
     def leftovers(self) -> tuple[list[str], PartLeftovers]:
         """Return the paths of free slots, and the parts that no checkpoint names."""
@@ -500,26 +463,19 @@ class Store:
         it is. If it cannot be marked, there is a warning: a later process may then have to find the
         damage again.
 
-        Args:
-            checkpoint: One of `checkpoints`.
-            reason: Description of the damage.
-
         Raises:
             StoreError: This process may not write to the store any more, or not at this moment.
         """
         with self._changed:
             self._lock.require()
             self._exclude(checkpoint, reason)
-            self._quarantine.add(checkpoint, reason)
+            self._damaged.append(checkpoint)
+            try_to_mark(self.backend, checkpoint.path, reason, self._poison)
 
     def refuse(self, checkpoint: StoredCheckpoint, reason: str) -> None:
         """Exclude a checkpoint from use by this process, because a rank cannot use its part of it.
 
         Nothing is written: the rank marks its own part, if that is what is damaged.
-
-        Args:
-            checkpoint: One of `checkpoints`.
-            reason: Why it cannot be used, in words.
         """
         with self._changed:
             self._exclude(checkpoint, reason)
@@ -559,9 +515,8 @@ class Store:
         """Close all files and release the locks. Idempotent."""
         with self._changed:
             self._free.close()
-            self._quarantine.close()
             self._census.close()
-            for checkpoint in self.checkpoints:
+            for checkpoint in (*self.checkpoints, *self._damaged):
                 if checkpoint.slot is not None:
                     checkpoint.slot.close()
             self._lock.release()

@@ -1,18 +1,32 @@
-"""Errors of the file system, as errors about a store: each says what to do about it."""
+"""Errors of the file system, as errors about a store: each says what to do about it.
+
+After a failed rename or sync nobody knows what is on the drive. `Poison` then keeps the process
+from reusing anything.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gds import Backend, LockHeldError, StorageError
-from offload.errors import StoreError, StoreFullError, StoreLockedError, UnreadableError
+from offload.errors import (
+    StoreError,
+    StoreFullError,
+    StoreLockedError,
+    UnreadableError,
+    reason_of,
+)
 from offload.format.names import LOCK_NAME
 from offload.format.unreadable import unreadable
-from offload.store.full_disk import FULL
 from offload.store.writer_lock import is_held_here, who_holds
+from offload.units import size
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers which say that there is no space."""
 
 _UNSUITABLE = frozenset(
     {
@@ -77,3 +91,67 @@ def nearest_existing(backend: Backend, directory: str) -> str:
     if stat.kind == "file":
         raise StorageError(errno.ENOTDIR, "making the store's directory", directory)
     return directory
+
+
+@contextmanager
+def naming_free_space(backend: Backend, path: str, needed_bytes: int, what: str) -> Iterator[None]:
+    """Add the needed and the free space to the error if the block finds no space."""
+    try:
+        yield
+    except StorageError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        try:
+            free = backend.free_bytes(os.path.dirname(path))
+        except StorageError:
+            raise error from None  # this error is more useful than that of the query
+        raise StorageError(
+            errno.ENOSPC, f"reserve {size(needed_bytes)} for {what}, with {size(free)} free", path
+        ) from error
+
+
+class Poison:
+    """Records the failure that has left the content of a store's drives unknown, if there is one.
+
+    The object is true once the store is poisoned.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._told = False
+        self.reason = ""
+        """Description of the first failure; empty if nothing has failed."""
+
+    def __bool__(self) -> bool:
+        return bool(self.reason)
+
+    def warn_once(self) -> None:
+        """Warn once of the consequences of a failure; call this on the thread of a user's call."""
+        if self.reason and not self._told:
+            self._told = True
+            warnings.warn(
+                f"{self._directory}: {self.reason}. After that the content of the drive is "
+                "unknown, so this process reuses no slot any more, and every checkpoint takes new "
+                "space. Check the drive, and start a new process",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def require_healthy(self, path: str) -> None:
+        """Refuse to withdraw a checkpoint if the store is poisoned."""
+        if self.reason:
+            raise StoreError(
+                errno.EIO,
+                f"this checkpoint cannot be withdrawn any more: {self.reason}; check the drive, "
+                "and start a new process",
+                path,
+            )
+
+    @contextmanager
+    def fatal(self, what: str) -> Iterator[None]:
+        """Poison the store if the block raises any error."""
+        try:
+            yield
+        except BaseException as error:
+            self.reason = self.reason or f"{what} ({reason_of(error)})"
+            raise

@@ -20,7 +20,7 @@ from gds import Backend, File
 from offload.checkpoint.second_read import read_document
 from offload.format.names import STORE_FILE_NAME
 from offload.format.strict_json import parse_json
-from offload.store.poison import Poison
+from offload.store.store_errors import Poison
 
 _FORMAT = 1
 _BYTES = 512
@@ -48,15 +48,8 @@ def read_store_id(backend: Backend, directory: str, *, durable: bool) -> str | N
 def read_identity(backend: Backend, directory: str, *, durable: bool) -> StoreIdentity | None:
     """Return what ``store.json`` records; None if the file is missing or damaged.
 
-    Args:
-        backend: Backend of the directory.
-        directory: The store's first directory.
-        durable: Whether to sync the file, because the process that wrote it may have died before
-            its own sync. The caller has synced the directory. If False, no file is opened for
-            writing.
-
-    Raises:
-        gds.StorageError: The file cannot be read, or cannot be synced.
+    If `durable`, the file is synced, because the process that wrote it may have died before its own
+    sync; the caller has synced the directory. Otherwise no file is opened for writing.
     """
     path = f"{directory}/{STORE_FILE_NAME}"
     stat = backend.stat(path)

@@ -12,14 +12,13 @@ from dataclasses import replace
 
 from gds import StorageError
 from offload.errors import StoreError
-from offload.journal import Journal
 from offload.retention.policy import Record
 from offload.store.census import Census
 from offload.store.expiry import Keeping
 from offload.store.opening import StoreContent, StoredCheckpoint, open_stored
-from offload.store.poison import Poison
 from offload.store.quarantine import remove_mark
-from offload.store.slots.free import FreeSlots, try_lock
+from offload.store.slots.folder import try_lock
+from offload.store.slots.free import FreeSlots
 from offload.store.slots.slot import Slot
 from offload.units import duration, size
 
@@ -30,48 +29,30 @@ _PORTION = 16
 class Withdrawal:
     """Turns checkpoints of a store into free slots.
 
-    Not thread-safe: the store holds its own lock around every call.
-
-    Args:
-        opened: Content of the store. Withdrawn checkpoints are removed from its list.
-        keeping: Retention policy and pins of the store.
-        census: Updates the list of checkpoints to match the drives, so that only checkpoints that
-            still exist make others expire.
-        free: Free slots of the store. Withdrawn checkpoints are added to them.
-        poison: Poison of the store. It is set if a withdrawal fails half way. Once it is set,
-            nothing is withdrawn.
-        journal: Journal of the store, in which each withdrawal is noted.
+    Not thread-safe: the store holds its own lock around every call. Once the store is poisoned, for
+    example by a withdrawal that failed half way, nothing is withdrawn. The census is asked first,
+    so that only checkpoints that still exist make others expire.
     """
 
     def __init__(
-        self,
-        opened: StoreContent,
-        keeping: Keeping,
-        census: Census,
-        free: FreeSlots,
-        poison: Poison,
-        journal: Journal,
+        self, opened: StoreContent, keeping: Keeping, census: Census, free: FreeSlots
     ) -> None:
-        self._backend = free.backend
-        self._directory = free.directory
+        self._backend = opened.backend
+        self._directory = opened.directory
         self._checkpoints = opened.checkpoints
         self._parts = opened.parts
         self._lock = opened.lock
         self._keeping = keeping
         self._census = census
         self._free = free
-        self._poison = poison
-        self._journal = journal
+        self._poison = opened.poison
+        self._journal = opened.journal
 
     def withdraw(self, checkpoint: StoredCheckpoint) -> bool:
-        """Turn a checkpoint into a free slot, durably; return False if a reader or a pin holds it.
+        """Turn a checkpoint into a free slot, durably; return whether it is none any more.
 
-        The return value is False as well if the store is poisoned. A checkpoint that was removed by
-        hand is removed from the list, and the return value is True.
-
-        Raises:
-            StoreError: This process may not write to the store any more.
-            gds.StorageError: The checkpoint could not be withdrawn durably.
+        It stays if a reader or a pin holds it, or if the store is poisoned. A checkpoint that was
+        removed by hand is removed from the list.
         """
         return self._withdraw([checkpoint]) == 1
 
@@ -103,12 +84,12 @@ class Withdrawal:
                             raise
                         break  # what has been renamed is synced, and nothing more is withdrawn
                     with self._poison.fatal(failing):
-                        leaving.enter_context(self._parts.owners.leaving(checkpoint.manifest))
+                        leaving.enter_context(self._parts.claims.leaving(checkpoint.manifest))
                         self._backend.rename(checkpoint.path, name)
                         self._checkpoints.remove(checkpoint)
                         names.append(name)
                         if slot is not None:
-                            slot.renamed(name)
+                            slot.folder.renamed(name)
                 with self._poison.fatal(failing):
                     if names:
                         self._backend.sync_dir(self._directory)

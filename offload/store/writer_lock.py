@@ -151,12 +151,7 @@ class WriterLock:
         _of_this_process.add(self)
 
     def take(self, backend: Backend, directory: str) -> None:
-        """Lock one more directory, which must exist.
-
-        Raises:
-            gds.LockHeldError: Another writer has locked the directory.
-            gds.StorageError: The directory cannot be locked.
-        """
+        """Lock one more directory, which must exist."""
         # The final "/." resolves the path if the store's path is a symbolic link.
         of_directory = backend.lock(f"{directory}/.")
         try:

@@ -26,9 +26,8 @@ from offload.errors import (
     reason_of,
 )
 from offload.format.manifest import Manifest
-from offload.store.arrivals import Arrivals
 from offload.store.opening import StoredCheckpoint
-from offload.store.slots.slot import Slot
+from offload.store.slots.slot import Arrivals, Slot
 from offload.store.store import Store
 from offload.tiers.choosing import find_newest_whole, newest_generation
 from offload.tiers.download import on_drives

@@ -23,7 +23,7 @@ from offload.errors import OffloadError, RecycledError
 from offload.format.manifest import Manifest
 from offload.journal import log_event
 from offload.retention.leaving import Leaving
-from offload.store.serving import Mailbox, Serving
+from offload.store.shared import Mailbox, Serving
 from offload.tiers.contents import OBJECT_BYTES
 from offload.tiers.measuring import Measurements
 from offload.tiers.policy import Decision, Situation, decide, parameters_due

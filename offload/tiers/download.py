@@ -29,10 +29,9 @@ from offload.format.manifest import Manifest
 from offload.format.names import TRAIN_STATE_NAME
 from offload.format.shares.part_table import OwnerTable
 from offload.retention.policy import Record, Retention
-from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.shared import SharedStore
-from offload.store.slots.slot import Slot
+from offload.store.slots.slot import OwnerSlot, Slot
 from offload.store.store import Store
 from offload.tiers.catalog import TierCopy, read_manifest, read_tables
 from offload.tiers.choosing import find_copy, whats_wrong

@@ -12,7 +12,7 @@ import offload
 from gds import File, PosixBackend, StorageError, WrapperBackend
 from offload.errors import UnreadableError
 from offload.retention.policy import LastK
-from offload.store.maintenance.pruning import prune
+from offload.store.pruning import prune
 from tests.command_line import Run
 from tests.stores.files import flip_on_disk, steps, tree
 from tests.stores.small import make_model, make_optimizer, step, train

@@ -38,7 +38,7 @@ MUTATIONS = (
         "sync of the directory in which the store's is made",
         (
             Edit(
-                "offload/store/new_directories.py",
+                "offload/store/directories.py",
                 """\
         backend.sync_dir(os.path.dirname(new))
 """,

@@ -10,11 +10,9 @@ MUTATIONS = (
         "sync of the state of a part before its table is written",
         (
             Edit(
-                "offload/store/owners/slot.py",
+                "offload/store/slots/folder.py",
                 """\
-        for file in self._files.values():
-            if file is not self.table:
-                file.sync()
+        self.sync_data()
 """,
                 "",
             ),
@@ -26,13 +24,13 @@ MUTATIONS = (
         "sync of the table of a part",
         (
             Edit(
-                "offload/store/owners/slot.py",
+                "offload/store/slots/folder.py",
                 """\
-        self.table.write_bytes(encoded, 0)
-        self.table.sync()
+        self.document.write_bytes(document, 0)
+        self.document.sync()
 """,
                 """\
-        self.table.write_bytes(encoded, 0)
+        self.document.write_bytes(document, 0)
 """,
             ),
         ),
@@ -43,9 +41,9 @@ MUTATIONS = (
         "sync of the name of a part",
         (
             Edit(
-                "offload/store/owners/slot.py",
+                "offload/store/slots/folder.py",
                 """\
-            self._backend.sync_dir(self._directory)
+            self.backend.sync_dir(os.path.dirname(self.path))
 """,
                 "",
             ),
@@ -57,13 +55,13 @@ MUTATIONS = (
         "a part that is used again is durably invalid before data is written",
         (
             Edit(
-                "offload/store/owners/free_parts.py",
+                "offload/store/slots/folder.py",
                 """\
-            slot.invalidate()
-            slot.write_headers()
+        folder.invalidate()
+        folder.write_headers(layout, drive)
 """,
                 """\
-            slot.write_headers()
+        folder.write_headers(layout, drive)
 """,
             ),
         ),
@@ -74,15 +72,15 @@ MUTATIONS = (
         "a part on which somebody holds a lock is not rewritten",
         (
             Edit(
-                "offload/store/owners/free_parts.py",
+                "offload/store/slots/folder.py",
                 """\
-            lock = try_lock(self._backend, path)
-            if lock is None:
-                continue  # a reader""",
+    lock = try_lock(backend, path)
+    try:
+""",
                 """\
-            lock = self._backend.lock(path, shared=True)
-            if lock is None:
-                continue  # a reader""",
+    lock = backend.lock(path, shared=True)
+    try:
+""",
             ),
         ),
         ("tests/ranks_store/test_owner_store.py",),
@@ -92,12 +90,12 @@ MUTATIONS = (
         "a rank holds a shared lock on the part that it writes",
         (
             Edit(
-                "offload/store/owners/slot.py",
+                "offload/store/slots/folder.py",
                 """\
-        self._lock = self._backend.lock(self.path, shared=True)
+            self._lock = self.backend.lock(self.path, shared=True)
 """,
                 """\
-        self._lock = None
+            self._lock = None
 """,
             ),
         ),
@@ -190,10 +188,10 @@ MUTATIONS = (
             Edit(
                 "offload/store/slots/folder.py",
                 """\
-        backend.sync_dir(f"{path}/{SHARD_FOLDER}")
+            self.backend.sync_dir(f"{self.path}/{SHARD_FOLDER}")
 """,
                 """\
-        pass
+            pass
 """,
             ),
         ),

@@ -40,7 +40,7 @@ MUTATIONS = (
             Edit(
                 "offload/store/sealing.py",
                 """\
-                slot.sync_names()
+                slot.folder.sync_names()
 """,
                 "",
             ),
@@ -77,7 +77,7 @@ MUTATIONS = (
                 slot.sync()
                 slot.manifest.write_bytes(encoded, 0)
                 slot.manifest.sync()
-                slot.sync_names()
+                slot.folder.sync_names()
 """,
                 """\
                 slot.manifest.write_bytes(encoded, 0)
@@ -92,7 +92,7 @@ MUTATIONS = (
                     self._rename_into_place(slot, path, exchange=in_the_way)
                     slot.sync()
                     slot.manifest.sync()
-                    slot.sync_names()
+                    slot.folder.sync_names()
 """,
             ),
         ),
@@ -105,12 +105,12 @@ MUTATIONS = (
             Edit(
                 "offload/store/sealing.py",
                 """\
-            slot.renamed(path)
+            slot.folder.renamed(path)
             self._backend.sync_dir(self._directory)
             slot.published()
 """,
                 """\
-            slot.renamed(path)
+            slot.folder.renamed(path)
             slot.published()
 """,
             ),
@@ -166,12 +166,12 @@ with leaving:
         "sync of model.safetensors",
         (
             Edit(
-                "offload/store/slots/slot.py",
+                "offload/store/slots/folder.py",
                 """\
-            if name != MANIFEST_NAME:
+            if name != self._document:
 """,
                 """\
-            if name not in (MANIFEST_NAME, "model.safetensors"):
+            if name not in (self._document, "model.safetensors"):
 """,
             ),
         ),
@@ -182,12 +182,12 @@ with leaving:
         "sync of train_state.safetensors",
         (
             Edit(
-                "offload/store/slots/slot.py",
+                "offload/store/slots/folder.py",
                 """\
-            if name != MANIFEST_NAME:
+            if name != self._document:
 """,
                 """\
-            if name not in (MANIFEST_NAME, TRAIN_STATE_NAME):
+            if name not in (self._document, "train_state.safetensors"):
 """,
             ),
         ),
@@ -198,12 +198,12 @@ with leaving:
         "sync of master.safetensors",
         (
             Edit(
-                "offload/store/slots/slot.py",
+                "offload/store/slots/folder.py",
                 """\
-            if name != MANIFEST_NAME:
+            if name != self._document:
 """,
                 """\
-            if name not in (MANIFEST_NAME, "master.safetensors"):
+            if name not in (self._document, "master.safetensors"):
 """,
             ),
         ),
@@ -217,8 +217,8 @@ with leaving:
                 "offload/store/slots/slot.py",
                 """\
             file.sync()
-            self._backend.rename(file.path""",
-                "            self._backend.rename(file.path",
+            backend.rename(file.path""",
+                "            backend.rename(file.path",
             ),
         ),
         ("tests/crash/test_crash_points.py",),
@@ -230,16 +230,14 @@ with leaving:
             Edit(
                 "offload/store/slots/slot.py",
                 """\
-            self._backend.rename(file.path, f"{self._path}/{name}")
+            backend.rename(file.path, path)
 """,
                 """\
-            self._files[name] = self._backend.open(
-                f"{self._path}/{name}", writable=True
-            )
+            files[name] = backend.open(path, writable=True)
             data = file.read_bytes(0, file.size_bytes)
-            self._files[name].write_bytes(data, 0)
-            self._files[name].sync()
-            self._backend.remove(file.path)
+            files[name].write_bytes(data, 0)
+            files[name].sync()
+            backend.remove(file.path)
 """,
             ),
         ),

@@ -38,11 +38,14 @@ for c in self._keeping.expired(incoming)]
         "sync of the invalid manifest before data is written",
         (
             Edit(
-                "offload/store/slots/slot.py",
+                "offload/store/slots/folder.py",
                 """\
-        self.manifest.sync()
+        self._write_invalid()
+        self.document.sync()
 """,
-                "",
+                """\
+        self._write_invalid()
+""",
             ),
         ),
         ("tests/crash/test_crash_points.py",),
@@ -67,15 +70,13 @@ for c in self._keeping.expired(incoming)]
         "a slot that an earlier process left is made invalid before it is rewritten",
         (
             Edit(
-                "offload/store/slots/slot.py",
+                "offload/store/slots/folder.py",
                 """\
-    slot.invalidate()
-    _write_headers(slot)
-    return slot
+        folder.invalidate()
+        folder.write_headers(layout, drive)
 """,
                 """\
-    _write_headers(slot)
-    return slot
+        folder.write_headers(layout, drive)
 """,
             ),
         ),
@@ -86,14 +87,14 @@ for c in self._keeping.expired(incoming)]
         "a slot that somebody still reads, under its former name, is passed over",
         (
             Edit(
-                "offload/store/slots/free.py",
+                "offload/store/slots/folder.py",
                 """\
-        lock = try_lock(self.backend, path)
-        try:
+    lock = try_lock(backend, path)
+    try:
 """,
                 """\
-        lock = self.backend.lock(path, shared=True)
-        try:
+    lock = backend.lock(path, shared=True)
+    try:
 """,
             ),
         ),
@@ -104,11 +105,9 @@ for c in self._keeping.expired(incoming)]
         "sync of a part's data before what it says of itself",
         (
             Edit(
-                "offload/store/slots/part.py",
+                "offload/store/slots/folder.py",
                 """\
-        for file in self._files.values():
-            if file is not own:
-                file.sync()
+        self.sync_data()
 """,
                 "",
             ),
@@ -120,23 +119,22 @@ for c in self._keeping.expired(incoming)]
         "order: what a part says of itself is written when its data is durable",
         (
             Edit(
-                "offload/store/slots/part.py",
+                "offload/store/slots/folder.py",
                 """\
-        for file in self._files.values():
-            if file is not own:
-                file.sync()
+        self.sync_data()
 """,
                 "",
             ),
             Edit(
-                "offload/store/slots/part.py",
+                "offload/store/slots/folder.py",
                 """\
-        own.sync()
+        self.document.sync()
+        self.sync_names()
 """,
                 """\
-        own.sync()
-        for file in self._files.values():
-            file.sync()
+        self.document.sync()
+        self.sync_data()
+        self.sync_names()
 """,
             ),
         ),
@@ -147,9 +145,9 @@ for c in self._keeping.expired(incoming)]
         "sync of the name of a part",
         (
             Edit(
-                "offload/store/slots/part.py",
+                "offload/store/slots/folder.py",
                 """\
-            self._backend.sync_dir(self.directory)
+            self.backend.sync_dir(os.path.dirname(self.path))
 """,
                 "",
             ),
@@ -164,9 +162,9 @@ for c in self._keeping.expired(incoming)]
                 "offload/store/slots/slot.py",
                 """\
         for part, sealed in zip(self.parts, self._sealed_parts(), strict=True):
-            part.seal(sealed)
-        for name""",
-                "        for name",
+            part.seal(sealed.encode())
+""",
+                "",
             ),
             Edit(
                 "offload/store/sealing.py",
@@ -176,7 +174,7 @@ for c in self._keeping.expired(incoming)]
                 """\
                     self._rename_into_place(slot, path, exchange=in_the_way)
                 for part, sealed in zip(slot.parts, slot._sealed_parts()):
-                    part.seal(sealed)
+                    part.seal(sealed.encode())
 """,
             ),
         ),
@@ -188,8 +186,8 @@ for c in self._keeping.expired(incoming)]
         (
             Edit(
                 "offload/store/slots/part_pool.py",
-                "set[int]().union(*map(part_numbers, manifests))",
-                "set[int]()",
+                "self._taken = {part.name for manifest in manifests for part in manifest.parts}",
+                "self._taken = set[str]()",
             ),
         ),
         ("tests/crash/test_crash_points.py",),
@@ -302,7 +300,7 @@ for c in self._keeping.expired(incoming)]
         "a checkpoint is locked while it is pinned from outside",
         (
             Edit(
-                "offload/store/maintenance/pinning.py",
+                "offload/store/pinning.py",
                 """\
         write_pin(opened.backend, store, pin_of(name, opened.path, opened.manifest))
         return opened.path
@@ -351,7 +349,7 @@ for c in self._keeping.expired(incoming)]
         "order: what is kept is read before anything is removed",
         (
             Edit(
-                "offload/store/maintenance/pruning.py",
+                "offload/store/pruning.py",
                 """\
             if verify:
                 _require_whole(storage, opened, given, progress)

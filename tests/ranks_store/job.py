@@ -23,10 +23,10 @@ from offload.format.shares.owners import ModelBox, parameter_boxes
 from offload.format.train_state import encode
 from offload.retention import LastK
 from offload.store import Slot, Store, StoredCheckpoint
-from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition, Prepared, compose
 from offload.store.shared import SharedStore
+from offload.store.slots.slot import OwnerSlot
 
 ONE, TWO = "/one/run", "/two/run"
 """The store's directory on the node of owner 0, and on that of owner 1."""

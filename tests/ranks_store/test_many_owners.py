@@ -16,10 +16,10 @@ from offload.format.shares.owners import MAX_OWNERS, ModelBox
 from offload.format.train_state import encode
 from offload.retention import LastK
 from offload.store import Slot, Store
-from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import compose
 from offload.store.shared import SharedStore
+from offload.store.slots.slot import OwnerSlot
 
 RUN = "/run"
 NAME, WIDTH = "weight", 3

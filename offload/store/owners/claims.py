@@ -1,4 +1,4 @@
-"""Parts of owners that checkpoints name, which therefore no rank may rewrite or remove."""
+"""Parts that must not be rewritten because something else than a usable checkpoint names them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class NamedParts:
         return self.names.get(owner, frozenset())
 
 
-class OwnerClaims:
-    """Parts that are named by something else than a usable checkpoint in the store's list.
+class Claims:
+    """Checkpoints that are not in the store's list, and whose parts are kept all the same.
 
     Not thread-safe: the store holds its own lock around every call.
     """
@@ -50,6 +50,11 @@ class OwnerClaims:
         """Manifests of unusable checkpoints by path; None if the manifest cannot be read."""
         self._leaving: list[Manifest] = []
         """Manifests of checkpoints whose withdrawal is not known to be durable."""
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Paths of unusable checkpoints that may name any part."""
+        return tuple(path for path, claim in self._by_path.items() if claim is None)
 
     def claim(self, path: str, manifests: Iterable[Manifest]) -> None:
         """Record that the unusable checkpoint at a path names the parts in some manifests."""
@@ -73,21 +78,24 @@ class OwnerClaims:
         yield
         self._leaving.remove(manifest)
 
-    def named(self, manifests: Iterable[Manifest]) -> NamedParts:
-        """Return the parts that checkpoints name.
+    def part_names(self) -> set[str]:
+        """Return the names of the claimed parts on further drives."""
+        return {part.name for manifest in self._manifests() for part in manifest.parts}
 
-        Args:
-            manifests: Manifests of the usable checkpoints.
-        """
+    def named(self, manifests: Iterable[Manifest]) -> NamedParts:
+        """Return the parts of owners that checkpoints name: usable ones, and claimed ones."""
         found: dict[int, set[str]] = {}
-        claimed = [m for claim in self._by_path.values() for m in claim or ()]
-        for manifest in (*manifests, *claimed, *self._leaving):
+        for manifest in (*manifests, *self._manifests()):
             for reference in manifest.owners:
                 found.setdefault(reference.owner, set()).add(reference.name)
         return NamedParts(
-            {owner: frozenset(names) for owner, names in sorted(found.items())},
-            tuple(path for path, claim in self._by_path.items() if claim is None),
+            {owner: frozenset(names) for owner, names in sorted(found.items())}, self.unknown
         )
+
+    def _manifests(self) -> Iterator[Manifest]:
+        for claim in self._by_path.values():
+            yield from claim or ()
+        yield from self._leaving
 
 
 def require_agreement(

@@ -12,35 +12,27 @@ from offload.checkpoint.owner_parts import look_at_part, part_names
 from offload.errors import StoreError, UnreadableError
 from offload.format.known_leaves import KnownLeaves
 from offload.format.layout import Layout
-from offload.format.names import owner_number, part_name
-from offload.store.full_disk import naming_free_space
+from offload.format.names import TABLE_NAME, owner_number, part_name
 from offload.store.owners.claims import NamedParts
-from offload.store.owners.slot import (
-    OwnerSlot,
-    create_owner_slot,
-    fits,
-    open_owner_slot,
-    remove_owner_part,
+from offload.store.slots.folder import (
+    Folder,
+    adopt_folder,
+    create_folder,
+    directories_in,
+    locked,
+    remove_folder,
 )
-from offload.store.poison import Poison
-from offload.store.slots.folder import directories_in
-from offload.store.slots.free import try_lock
+from offload.store.slots.slot import OwnerSlot
+from offload.store.store_errors import Poison, naming_free_space
 
 NOT_READY = "a free part could not be made ready"
 """Reason why a process reuses no part any more."""
 
 
 class FreeParts:
-    """The free parts of one owner, whose directory this process has locked.
+    """The free parts of one owner, whose directory, ``owner-<i>``, this process has locked.
 
-    After a failed sync nothing is reused or removed; see `Poison`.
-
-    Args:
-        backend: Backend of the directory.
-        path: Path that ends in ``owner-<i>``.
-        owner: Number of the owner.
-        store_id: Identity of the store. Sealed parts of other stores are left alone.
-        poison: Whether a sync has failed in this process.
+    Sealed parts of other stores are left alone. After a failed sync nothing is reused or removed.
     """
 
     def __init__(
@@ -63,100 +55,33 @@ class FreeParts:
     ) -> OwnerSlot:
         """Return a part that this process holds, durably invalid: a free one, or a new one.
 
-        Other free parts are removed.
-
-        Args:
-            layout: Layout of the part.
-            sizes: Size in bytes of each of its files.
-            named: Parts that any checkpoint of the store names at this moment.
-            own: Names of the parts that this process uses.
-
-        Raises:
-            StoreError: Another process has locked a new part.
-            gds.StorageError: There is no space, or another operation failed.
+        Other free parts are removed. `own` are the names of the parts that this process uses.
         """
-        return self._reused(layout, sizes, named, own) or self._created(layout, sizes, named, own)
+        reused = None
+        for path in [] if self._poison else self._paths(named, own):
+            with locked(self._backend, path) as is_locked:
+                if not is_locked:
+                    continue  # a reader, or a rank of an earlier job
+                with self._poison.fatal(NOT_READY):
+                    folder = None
+                    if reused is None:
+                        folder = adopt_folder(self._backend, path, TABLE_NAME, sizes, layout)
+                    if folder is None:
+                        remove_folder(self._backend, path)
+                        continue
+            reused = self._held(folder, layout, is_new=False)
+        return reused or self._created(layout, sizes, named, own)
 
     def remove(self, named: NamedParts, own: Collection[str]) -> list[str]:
-        """Remove the parts that no checkpoint names and nobody holds; return their paths.
-
-        Args:
-            named: Parts that any checkpoint of the store names at this moment.
-            own: Names of the parts that this process uses.
-
-        Raises:
-            gds.StorageError: A part could not be removed.
-        """
+        """Remove the parts that no checkpoint names and nobody holds; return their paths."""
         removed: list[str] = []
-        if self._poison:
-            return removed
-        for path in self._paths(named, own):
-            lock = try_lock(self._backend, path)
-            if lock is None:
-                continue
-            try:
-                with self._poison.fatal("a part could not be removed"):
-                    remove_owner_part(self._backend, path)
-            finally:
-                lock.release()
-            removed.append(path)
-        return removed
-
-    def _reused(
-        self, layout: Layout, sizes: Mapping[str, int], named: NamedParts, own: Collection[str]
-    ) -> OwnerSlot | None:
-        """Return a free part, made ready; remove free parts that do not fit or are superfluous."""
-        slot = None
         for path in [] if self._poison else self._paths(named, own):
-            lock = try_lock(self._backend, path)
-            if lock is None:
-                continue  # a reader, or a rank of an earlier job
-            try:
-                with self._poison.fatal(NOT_READY):
-                    if slot is not None or not fits(self._backend, path, sizes):
-                        remove_owner_part(self._backend, path)
-                        continue
-                    slot = self._invalidated(os.path.basename(path), layout)
-            finally:
-                lock.release()
-            if not self._held(slot):
-                slot = None
-        return slot
-
-    def _invalidated(self, name: str, layout: Layout) -> OwnerSlot:
-        """Open a free part that fits, and make it durably invalid."""
-        slot = open_owner_slot(self._backend, self._path, name, layout, writable=True)
-        try:
-            slot.invalidate()
-            slot.write_headers()
-            self._recall(slot, is_new=False)
-        except BaseException:
-            slot.close()
-            raise
-        return slot
-
-    def _recall(self, slot: OwnerSlot, *, is_new: bool) -> None:
-        """Give a part that was made or opened what is known of its shard file."""
-        if slot.layout.shard is None:
-            return
-        stat = self._backend.stat(f"{slot.path}/{slot.layout.model_name}")
-        inode = stat.inode if stat is not None else 0
-        known = None if is_new else self._known.get(slot.name)
-        if known is None or known.inode != inode or not inode:  # another file is in its place
-            known = KnownLeaves(inode, readable=not is_new)
-        slot.model_leaves = self._known[slot.name] = known
-
-    def _held(self, slot: OwnerSlot) -> bool:
-        """Lock a part as its writer; close it and return False if another process has locked it."""
-        try:
-            slot.hold()
-        except LockHeldError:
-            slot.close()
-            return False
-        except BaseException:
-            slot.close()
-            raise
-        return True
+            with locked(self._backend, path) as is_locked:
+                if is_locked:
+                    with self._poison.fatal("a part could not be removed"):
+                        remove_folder(self._backend, path)
+                    removed.append(path)
+        return removed
 
     def _created(
         self, layout: Layout, sizes: Mapping[str, int], named: NamedParts, own: Collection[str]
@@ -165,13 +90,38 @@ class FreeParts:
         name = next(part_name(k) for k in count(1) if part_name(k) not in taken)
         path = f"{self._path}/{name}"
         with naming_free_space(self._backend, path, sum(sizes.values()), "part of an owner"):
-            slot = create_owner_slot(self._backend, self._path, name, layout, sizes)
-        self._recall(slot, is_new=True)
-        if not self._held(slot):
+            folder = create_folder(self._backend, path, TABLE_NAME, sizes, layout)
+        slot = self._held(folder, layout, is_new=True)
+        if slot is None:
             raise StoreError(
                 errno.EBUSY, "another process has locked this new part: start again", path
             )
         return slot
+
+    def _held(self, folder: Folder, layout: Layout, *, is_new: bool) -> OwnerSlot | None:
+        """Return a part that is ready, locked as its writer; None if another process locked it."""
+        slot = OwnerSlot(layout, folder, self._leaves(folder, layout, is_new=is_new))
+        try:
+            folder.hold()
+            slot.require_in_place()
+        except LockHeldError:
+            slot.close()
+            return None
+        except BaseException:
+            slot.close()
+            raise
+        return slot
+
+    def _leaves(self, folder: Folder, layout: Layout, *, is_new: bool) -> KnownLeaves:
+        """Return what is known of the shard file of a part that was made or adopted."""
+        if layout.shard is None:
+            return KnownLeaves(readable=False)
+        inode = folder.files[layout.model_name].inode
+        known = None if is_new else self._known.get(folder.name)
+        if known is None or known.inode != inode or not inode:  # another file is in its place
+            known = KnownLeaves(inode, readable=not is_new)
+        self._known[folder.name] = known
+        return known
 
     def _paths(self, named: NamedParts, own: Collection[str]) -> list[str]:
         """Return the paths of the parts that may be rewritten if nobody holds a lock on them."""
@@ -190,7 +140,7 @@ def unnamed_parts(backend: Backend, directory: str, store_id: str, named: NamedP
     for name in part_names(backend, directory):
         path = f"{directory}/{name}"
         if name in named.of(owner) or directories_in(backend, path):
-            continue  # this library makes no directory in a part, so a user has made it
+            continue
         try:
             header = look_at_part(backend, path, owner).header
         except UnreadableError:

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
 
-from gds import Backend, StorageError
+from gds import Backend
 from offload.checkpoint.owner_parts import (
     PartFound,
     check_owner_part,
@@ -35,23 +35,20 @@ from offload.errors import StoreLockedError, UnreadableError, writing
 from offload.format._manifest_fields import ScalarValue
 from offload.format.boxes import Box
 from offload.format.digests import DigestContext
-from offload.format.layout import Layout
+from offload.format.known_leaves import KnownLeaves
+from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import Manifest
-from offload.format.names import owner_name
+from offload.format.names import TABLE_NAME, owner_name
 from offload.format.shares.owners import MAX_OWNERS, ModelBox, OwnerReference
-from offload.format.shares.part_table import owner_sizes
+from offload.format.shares.part_table import OwnerTable, owner_sizes
 from offload.format.unreadable import as_unreadable
-from offload.store.new_directories import make_directories
+from offload.store.directories import make_directories
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.free_parts import NOT_READY, FreeParts
-from offload.store.owners.slot import (
-    OwnerSlot,
-    OwnerSlotState,
-    open_owner_slot,
-)
-from offload.store.poison import Poison
-from offload.store.quarantine import write_quarantine
-from offload.store.store_errors import NOTHING_CHANGED, as_store_errors
+from offload.store.quarantine import try_to_mark
+from offload.store.slots.folder import open_folder
+from offload.store.slots.slot import OwnerSlot, SlotState
+from offload.store.store_errors import NOTHING_CHANGED, Poison, as_store_errors
 from offload.store.writer_lock import WriterLock
 
 _NOT_DURABLE = "a part could not be made durable"
@@ -222,18 +219,26 @@ class OwnerStore:
             StoreError: Files of the part have been replaced, or this process may not write.
             gds.StorageError: The part could not be made durable. It is given up.
         """
-        self._require(slot, OwnerSlotState.WORKING)
-        table = slot.describe(self.owner, scalars, model_boxes)
-        encoded = table.encode(slot.table.size_bytes)
+        self._require(slot, SlotState.WORKING)
+        table = OwnerTable(
+            store_id=slot.context.store_id,
+            generation=slot.context.generation,
+            owner=self.owner,
+            layout=slot.layout,
+            scalars=tuple(scalars),
+            digests={name: tuple(values) for name, values in slot.digests.items()},
+            model_boxes=tuple(model_boxes),
+        )
+        encoded = table.encode(slot.folder.document.size_bytes)
         self._lock.require()
         slot.require_in_place()
         try:
             with self._poison.fatal(_NOT_DURABLE):
-                slot.seal(encoded)
+                slot.folder.seal(encoded)
         except BaseException:
-            slot.abandoned()
+            self.abandon(slot)
             raise
-        slot.reported()
+        slot.state = SlotState.IN_DOUBT
         header = table.header
         return OwnerReference(
             self.owner, self.directory, slot.name, header.generation, header.digest
@@ -244,7 +249,7 @@ class OwnerStore:
 
         The slot stays open, as the source of the next step, until `release`.
         """
-        self._require(slot, OwnerSlotState.REPORTED)
+        self._require(slot, SlotState.IN_DOUBT)
         slot.published()
 
     def aborted(self, slot: OwnerSlot) -> None:
@@ -255,22 +260,23 @@ class OwnerStore:
         Raises:
             gds.StorageError: The part could not be made invalid durably. It is given up.
         """
-        self._require(slot, OwnerSlotState.REPORTED)
+        self._require(slot, SlotState.IN_DOUBT)
         try:
             with self._poison.fatal(NOT_READY):
-                slot.invalidate()
+                slot.folder.invalidate()
         except BaseException:
-            slot.abandoned()
+            self.abandon(slot)
             raise
-        slot.aborted()
+        slot.state = SlotState.WORKING
 
     def abandon(self, slot: OwnerSlot) -> None:
         """Give up a part of which it is not known whether a checkpoint names it.
 
         Its files are closed. This process never writes it again and never removes it. Idempotent.
         """
-        if slot.state is not OwnerSlotState.SEALED:
-            slot.abandoned()
+        if slot.state is not SlotState.SEALED:
+            slot.state = SlotState.ABANDONED
+            slot.close()
 
     def release(self, slot: OwnerSlot) -> None:
         """Close a part that the caller no longer needs.
@@ -278,9 +284,9 @@ class OwnerStore:
         A later `ready` may rewrite the part if no checkpoint names it then. A part that was
         reported and not decided is given up instead; see `abandon`. Idempotent.
         """
-        if slot.state is OwnerSlotState.REPORTED:
-            slot.abandoned()
-        if slot.state is not OwnerSlotState.ABANDONED:
+        if slot.state is SlotState.IN_DOUBT:
+            self.abandon(slot)
+        if slot.state is not SlotState.ABANDONED:
             slot.close()
             if slot in self._slots:
                 self._slots.remove(slot)
@@ -300,9 +306,12 @@ class OwnerStore:
         """
         path = f"{self.path}/{reference.name}"
         table = check_owner_part(self.backend, path, manifest, reference)
-        slot = open_owner_slot(
-            self.backend, self.path, reference.name, table.layout, writable=False
-        )
+        layout = table.layout
+        names = [*map(array_file_name, layout.array_names), TABLE_NAME]
+        if layout.shard is not None:
+            names.append(layout.model_name)
+        folder = open_folder(self.backend, path, TABLE_NAME, names, writable=False)
+        slot = OwnerSlot(layout, folder, KnownLeaves(readable=False))
         slot.opened_sealed(table)
         self._slots.append(slot)
         return slot
@@ -313,23 +322,11 @@ class OwnerStore:
         No later process uses a checkpoint that names the part. If the part cannot be marked, there
         is a warning: a later process may then have to find the damage again.
 
-        Args:
-            slot: The part.
-            reason: Description of the damage, for people.
-
         Raises:
             StoreError: This process may not write to the directory any more.
         """
         self._lock.require()
-        try:
-            write_quarantine(self.backend, slot.path, reason, self._poison)
-        except StorageError as error:
-            warnings.warn(
-                f"{slot.path} is damaged, and could not be marked as such ({error}): a later "
-                "process will try it again",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        try_to_mark(self.backend, slot.path, reason, self._poison)
 
     def remove_unnamed(self, named: NamedParts) -> list[str]:
         """Remove the parts that no checkpoint names and nobody holds; return their paths."""
@@ -342,7 +339,7 @@ class OwnerStore:
             slot.close()
         self._lock.release()
 
-    def _require(self, slot: OwnerSlot, state: OwnerSlotState) -> None:
+    def _require(self, slot: OwnerSlot, state: SlotState) -> None:
         if slot.state is not state:
             raise RuntimeError(f"{slot.path} is {slot.state.value}, expected {state.value}")
 

@@ -6,30 +6,25 @@ import errno
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-from gds import Backend, LockHeldError, StorageError
-from gds.contract import Lock
+from gds import StorageError
 from offload.checkpoint.reading import decode_manifest
 from offload.errors import CheckpointError, StoreBusyError
 from offload.format.layout import Layout
 from offload.format.names import slot_name
 from offload.journal import log_event
-from offload.store.full_disk import FULL, naming_free_space
-from offload.store.poison import Poison
-from offload.store.slots.folder import directories_in
-from offload.store.slots.part_pool import PartPool
-from offload.store.slots.slot import Slot, SlotState, adopt_slot, create_slot, remove_slot
+from offload.store.opening import StoreContent
+from offload.store.slots.folder import READER_POLL_S, directories_in, locked, remove_folder
+from offload.store.slots.slot import Slot, SlotState, adopt_slot, create_slot
 from offload.store.space import Room, has_room
+from offload.store.store_errors import FULL, naming_free_space
 from offload.units import size
 
 _log = logging.getLogger("offload")
 
 _NOT_READY = "a free slot could not be made ready"
-
-READER_POLL_S = 0.05
-"""Seconds between two checks whether a reader has released its lock."""
 
 SPARE_AFTER_S = 1.0
 """Seconds that a step waits for readers before it takes one additional slot, if there is room."""
@@ -40,28 +35,15 @@ class FreeSlots:
 
     Not thread-safe: the store holds its own lock around every call.
 
-    Args:
-        backend: Backend of the store's first directory.
-        directory: The store's first directory.
-        leftover: Paths of directories that an earlier process left.
-        parts: Parts on the store's further drives. An open slot has parts of its own; a directory
-            gets parts when it is opened.
-        poison: Poison of the store; set if preparing a free slot fails.
+    An open slot has parts of its own on further drives; a directory gets parts when it is opened.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        directory: str,
-        leftover: Sequence[str],
-        parts: PartPool,
-        poison: Poison,
-    ) -> None:
-        self.backend = backend
-        self.directory = directory
-        self._parts = parts
-        self._poison = poison
-        self._slots: list[Slot | str] = [*leftover]
+    def __init__(self, opened: StoreContent) -> None:
+        self._backend = opened.backend
+        self._directory = opened.directory
+        self._parts = opened.parts
+        self._poison = opened.poison
+        self._slots: list[Slot | str] = [*opened.leftover]
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -74,7 +56,7 @@ class FreeSlots:
         """Find slots whose withdrawal was not finished, and record that their parts are free."""
         for path in self.paths() if self._parts.directories else ():
             with suppress(CheckpointError):  # a finished withdrawal leaves no valid manifest
-                self._parts.note_withdrawn(decode_manifest(self.backend, path))
+                self._parts.note_withdrawn(decode_manifest(self._backend, path))
 
     def add(self, slot: Slot | str) -> None:
         """Add a slot that nobody needs any more, given as an open slot or by its path.
@@ -89,15 +71,8 @@ class FreeSlots:
     def take(self, layout: Layout, sizes: Mapping[str, int]) -> Slot | None:
         """Return a free slot with the given layout, or None; slots that do not fit are removed.
 
-        Slots that a reader still holds are skipped.
-
-        Args:
-            layout: Layout that the slot must have.
-            sizes: Size in bytes of each file of the slot, by name.
-
-        Raises:
-            gds.StorageError: A slot or its parts could not be made ready, for example because
-                another drive has no space.
+        Slots that a reader still holds are skipped. A storage error says that a slot or its parts
+        could not be made ready, for example because another drive has no space.
         """
         for candidate in reversed(self._slots):
             if isinstance(candidate, Slot):
@@ -111,17 +86,17 @@ class FreeSlots:
                 continue
             if self._delist_if_not_a_slot(candidate):
                 continue
-            with self._locked(candidate) as lock:
-                if lock is None:
+            with locked(self._backend, candidate) as is_locked:
+                if not is_locked:
                     continue  # a reader still holds the former checkpoint
                 parts = self._parts.take(layout)
                 self._slots.remove(candidate)
                 adopted = None
                 try:
                     with self._poison.fatal(_NOT_READY):
-                        adopted = adopt_slot(self.backend, candidate, layout, sizes)
+                        adopted = adopt_slot(self._backend, candidate, layout, sizes)
                         if adopted is None:
-                            remove_slot(self.backend, candidate)
+                            remove_folder(self._backend, candidate)
                 finally:
                     if adopted is None:
                         self._parts.put_back(parts)
@@ -131,21 +106,15 @@ class FreeSlots:
         return None
 
     def create(self, layout: Layout, sizes: Mapping[str, int]) -> Slot:
-        """Create a slot for the caller to write into, with parts on the further drives.
+        """Create a slot with parts on the further drives.
 
-        Args:
-            layout: Layout of the slot.
-            sizes: Size in bytes of each file of the slot, by name.
-
-        Raises:
-            gds.StorageError: The slot could not be created, for example because there is no space.
-                Its files and parts are removed.
+        If that fails, for example for lack of space, its files and parts are removed.
         """
         parts = self._parts.take(layout)
         try:
             path = self.unused_path()
-            with naming_free_space(self.backend, path, sum(sizes.values()), "a slot"):
-                slot = create_slot(self.backend, path, layout, sizes)
+            with naming_free_space(self._backend, path, sum(sizes.values()), "a slot"):
+                slot = create_slot(self._backend, path, layout, sizes)
         except BaseException:
             self._parts.remove(parts)
             raise
@@ -173,32 +142,29 @@ class FreeSlots:
             _log.warning(
                 "%s: readers hold every expired checkpoint, so the store has one more slot "
                 "(%.1f MiB) until they close",
-                self.directory,
+                self._directory,
                 slot_bytes / (1 << 20),
             )
         else:
             log_event(
-                f"{self.directory}: an expired checkpoint is leaving for {holders}, so the store "
+                f"{self._directory}: an expired checkpoint is leaving for {holders}, so the store "
                 f"has one more slot ({size(slot_bytes)}) until its copy is verified"
             )
         return slot
 
     def unused_path(self) -> str:
         """Return a path in the store that a new slot can have."""
-        taken = set(self.backend.list_dir(self.directory))
+        taken = set(self._backend.list_dir(self._directory))
         k = 1
         while slot_name(k) in taken:
             k += 1
-        return f"{self.directory}/{slot_name(k)}"
+        return f"{self._directory}/{slot_name(k)}"
 
     def drop(self, num: int) -> None:
         """Remove up to `num` free slots from the drive, the oldest first.
 
         Slots that a reader still holds are left. Slots that somebody has removed by hand count as
         removed.
-
-        Raises:
-            gds.StorageError: A slot could not be examined or removed.
         """
         for spare in self._slots[: max(num, 0)]:
             if isinstance(spare, Slot):
@@ -207,10 +173,10 @@ class FreeSlots:
                 continue
             if self._delist_if_not_a_slot(spare):
                 continue
-            with self._locked(spare) as lock:
-                if lock is not None:  # otherwise a reader still holds the former checkpoint
+            with locked(self._backend, spare) as is_locked:
+                if is_locked:  # otherwise a reader still holds the former checkpoint
                     self._slots.remove(spare)
-                    remove_slot(self.backend, spare)
+                    remove_folder(self._backend, spare)
 
     def discard(self, slot: Slot) -> None:
         """Close a slot and remove it, unless it may be a checkpoint (`SlotState.IN_DOUBT`).
@@ -219,13 +185,13 @@ class FreeSlots:
         other files are at the slot's path, they are left alone. Either a user has put them at this
         path, or a user has removed the slot and another slot has its name now.
         """
-        at_path = slot.is_at_path()
+        at_path = slot.folder.is_in_place()
         slot.close()
         if not at_path:
             self._parts.put_back(slot.parts)
             return
         if slot.state is not SlotState.IN_DOUBT:
-            remove_slot(self.backend, slot.path)
+            remove_folder(self._backend, slot.path)
             self._parts.remove(slot.parts)
 
     def close(self) -> None:
@@ -240,11 +206,11 @@ class FreeSlots:
         If somebody has removed the slot by hand, nothing is said. If something else is at the path,
         a warning says so, and it is left alone, so that a person can look at it.
         """
-        stat = self.backend.stat(path)
+        stat = self._backend.stat(path)
         if stat is None:
             self._slots.remove(path)
             return True
-        inside = directories_in(self.backend, path) if stat.kind == "directory" else []
+        inside = directories_in(self._backend, path) if stat.kind == "directory" else []
         if stat.kind == "directory" and not inside:
             return False
         self._slots.remove(path)
@@ -260,24 +226,9 @@ class FreeSlots:
         )
         return True
 
-    @contextmanager
-    def _locked(self, path: str) -> Iterator[Lock | None]:
-        """Lock a directory during the block; yield None if a reader holds it."""
-        lock = try_lock(self.backend, path)
-        try:
-            yield lock
-        finally:
-            if lock is not None:
-                lock.release()
-
 
 class ReaderWait:
-    """Waits for readers of expired checkpoints: briefly at first, and longer after a warning.
-
-    Args:
-        directory: Path of the store, for messages.
-        timeout_s: Longest total wait in seconds.
-    """
+    """Waits for readers of expired checkpoints: briefly at first, and longer after a warning."""
 
     def __init__(self, directory: str, timeout_s: float) -> None:
         self._directory = directory
@@ -294,11 +245,7 @@ class ReaderWait:
         return 0.0 if self._began is None else time.monotonic() - self._began
 
     def wait(self) -> None:
-        """Sleep for a moment; warn once if the store has no room for an additional slot.
-
-        Raises:
-            StoreBusyError: The waits have exceeded `timeout_s`.
-        """
+        """Sleep for a moment; warn once if the store has no room for an additional slot."""
         if self.is_spare_due and not self._warned:
             self._warned = True
             warnings.warn(
@@ -318,33 +265,3 @@ class ReaderWait:
         if self._began is None:
             self._began = time.monotonic()
         time.sleep(READER_POLL_S)
-
-
-def try_lock(backend: Backend, path: str) -> Lock | None:
-    """Lock a directory for rewriting; return None if a reader holds it."""
-    try:
-        return backend.lock(path)
-    except LockHeldError:
-        return None
-
-
-def lock_existing(backend: Backend, path: str, timeout_s: float) -> Lock | None:
-    """Lock a path for rewriting, waiting for its readers; return None if the path does not exist.
-
-    None is also returned for a symbolic link, a pipe or a device. These are not locked, because no
-    reader opens them as a checkpoint.
-    """
-    deadline = time.monotonic() + timeout_s
-    while (stat := backend.stat(path)) is not None and stat.kind != "other":
-        lock = try_lock(backend, path)
-        if lock is not None:
-            return lock
-        if time.monotonic() > deadline:
-            raise StoreBusyError(
-                errno.EBUSY,
-                f"it is still being read after {timeout_s:g} s, but must be replaced; close its "
-                "readers",
-                path,
-            )
-        time.sleep(READER_POLL_S)
-    return None

@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from gds import Backend, StorageError
-from gds.waiting import Monitor
+from gds import StorageError
 from offload.errors import writing
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout
+from offload.format.part_file import part_sizes
 from offload.format.slot_files import slot_sizes
 from offload.store.expiry import Keeping
-from offload.store.full_disk import FULL
 from offload.store.opening import StoreContent
-from offload.store.poison import Poison
 from offload.store.sealing import Sealing
 from offload.store.slots.free import FreeSlots, ReaderWait
-from offload.store.slots.part_pool import part_bytes
 from offload.store.slots.slot import Slot
 from offload.store.space import Room, file_bytes, no_room, require_room
+from offload.store.store_errors import FULL
 from offload.store.store_id import StoreIdentity, write_store_id
 from offload.store.withdrawal import Withdrawal
 
@@ -34,38 +32,25 @@ _READERS: Final = "readers hold every expired checkpoint"
 class SlotSupply:
     """Gives out slots for new generations of a store's state.
 
-    Args:
-        opened: Content of the store.
-        others: Backend and directory of each drive but the first.
-        free: Free slots of the store.
-        keeping: Retention policy and pins of the store.
-        withdrawal: Recycling of the store.
-        sealing: Seals of the store, which may free a slot.
-        poison: Poison of the store. Once it is set, every slot is a new one.
-        changed: Monitor that guards the lists of the store.
-        train_state_bytes: Bytes reserved in each slot for the train state.
-        reader_timeout_s: Seconds to wait for readers of expired checkpoints.
-        owners: For each owner of state besides the first, the store's directory on its node.
+    Once the store is poisoned, every slot is a new one. `owners` has the store's directory on the
+    node of each owner of state besides the first.
     """
 
     def __init__(
         self,
         opened: StoreContent,
-        others: Sequence[tuple[Backend, str]],
         free: FreeSlots,
         keeping: Keeping,
         withdrawal: Withdrawal,
         sealing: Sealing,
-        poison: Poison,
-        changed: Monitor,
         *,
         train_state_bytes: int,
         reader_timeout_s: float,
         owners: Sequence[str] = (),
     ) -> None:
-        self._backend = free.backend
-        self._directory = free.directory
-        self._others = others
+        self._backend = opened.backend
+        self._directory = opened.directory
+        self._others = opened.drives[1:]
         self._lock = opened.lock
         self._store_id = opened.store_id
         self._is_identified = opened.is_identified
@@ -80,8 +65,8 @@ class SlotSupply:
         self._keeping = keeping
         self._withdrawal = withdrawal
         self._sealing = sealing
-        self._poison = poison
-        self._changed = changed
+        self._poison = opened.poison
+        self._changed = opened.changed
         self._train_state_bytes = train_state_bytes
         self._reader_timeout_s = reader_timeout_s
         self._owners = owners
@@ -122,8 +107,7 @@ class SlotSupply:
     ) -> Slot | str | None:
         """Return a slot that is ready to be written, or `_READERS` or None if the caller must wait.
 
-        The result is `_READERS` if only readers can free a slot, and None if a seal in flight may
-        free one. The errors are those of `acquire`.
+        The result is `_READERS` if only readers can free a slot, and None if a seal in flight may.
         """
         self._lock.require()  # after each wait again: the directory may be moved
         self._lock.warn_once()
@@ -143,9 +127,7 @@ class SlotSupply:
             break
         if slot is None:
             return _READERS if self._sealing.incoming is None else None
-        self._require_place_of(slot)
-        if self._owners:
-            self._hold(slot)
+        self._secure(slot)
         if not self._is_arriving:
             self._generation = max(self._generation, self._taken_over)
         self._is_arriving = False
@@ -153,23 +135,16 @@ class SlotSupply:
         slot.begin_generation(DigestContext(self._store_id, self._generation))
         return slot
 
-    def _require_place_of(self, slot: Slot) -> None:
-        """Check that a slot, which was opened by its path, is in the locked directory.
+    def _secure(self, slot: Slot) -> None:
+        """Check that a slot, which was opened by its path, is in the locked directory; lock it.
 
-        If the slot may be in another directory, it is closed and not used. After this check the
-        slot is written through its file descriptors, even if its directory is moved.
+        If that fails, the slot is closed and not used. After this check the slot is written through
+        its file descriptors, even if its directory is moved.
         """
         try:
             self._lock.require()
-        except BaseException:
-            slot.close()
-            self._parts.put_back(slot.parts)
-            raise
-
-    def _hold(self, slot: Slot) -> None:
-        """Lock a slot as its writer; if that fails, it is closed and not used."""
-        try:
-            slot.hold()
+            if self._owners:
+                slot.folder.hold()
         except BaseException:
             slot.close()
             self._parts.put_back(slot.parts)
@@ -235,7 +210,9 @@ class SlotSupply:
         of_slot = self._others[: len(layout.shares) - 1]  # none, if several ranks write the slot
         for drive, (backend, directory) in enumerate(of_slot, 1):
             num_free = self._parts.num_free(drive)
-            rooms.append(Room(backend, directory, num_free, part_bytes(layout, drive)))
+            rooms.append(
+                Room(backend, directory, num_free, sum(part_sizes(layout, drive).values()))
+            )
         return rooms
 
     def _sizes(self, layout: Layout, num_groups: int) -> dict[str, int]:

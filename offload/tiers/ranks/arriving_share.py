@@ -24,9 +24,8 @@ from offload.format.shares.owners import OwnerReference
 from offload.format.shares.part_table import OwnerTable
 from offload.store.opening import StoredCheckpoint
 from offload.store.owners.claims import NamedParts
-from offload.store.owners.slot import OwnerSlot, OwnerSlotState
 from offload.store.owners.store import OwnerStore
-from offload.store.slots.slot import Slot
+from offload.store.slots.slot import OwnerSlot, Slot, SlotState
 from offload.store.store import Store
 from offload.tiers.catalog import read_manifest, read_table, read_tables
 from offload.tiers.choosing import find_copy, find_newest_whole, newest_generation
@@ -329,7 +328,7 @@ class ArrivingShare:
         if owner is None:
             return
         if slot is not None:
-            if slot.state is OwnerSlotState.REPORTED and not self._is_told:
+            if slot.state is SlotState.IN_DOUBT and not self._is_told:
                 with suppress(StorageError):  # then the part is given up, and fetched again
                     owner.aborted(slot)
             owner.release(slot)

@@ -19,10 +19,9 @@ from offload.format.shares.owners import OwnerReference
 from offload.format.shares.part_table import OwnerTable
 from offload.store.opening import StoredCheckpoint
 from offload.store.owners.claims import NamedParts
-from offload.store.owners.slot import OwnerSlot
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition
-from offload.store.slots.slot import Slot
+from offload.store.slots.slot import OwnerSlot, Slot
 from offload.store.store import Store
 from offload.tiers.contents import file_offset, state_objects
 from offload.tiers.model_objects import ModelObject, ModelRun

@@ -17,7 +17,7 @@ from offload.checkpoint.owner_parts import OwnerPart, read_table
 from offload.errors import CheckpointError, OffloadError, RecycledError
 from offload.format.shares.owners import OwnerReference
 from offload.journal import log_event
-from offload.store.serving import Mailbox, Serving
+from offload.store.shared import Mailbox, Serving
 from offload.tiers.marker import Identity
 from offload.tiers.measuring import Measurements
 from offload.tiers.ranks.owner_share import OwnerShare, ShareSent, send_share

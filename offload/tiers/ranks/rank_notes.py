@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from offload.errors import OffloadError, RecycledError, TierError
-from offload.store.serving import Mailbox, Serving
+from offload.store.shared import Mailbox, Serving
 from offload.tiers.ranks.owner_share import ShareSent
 from offload.tiers.sending import UploadStoppedError
 

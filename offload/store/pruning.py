@@ -43,8 +43,8 @@ from offload.retention.policy import BestBy, Record, Retention
 from offload.store.owners.free_parts import unnamed_parts
 from offload.store.owners.store import remove_unnamed_parts
 from offload.store.shared import SharedStore
-from offload.store.slots.folder import files_in
 from offload.store.slots.part_pool import PartLeftovers
+from offload.store.space import file_bytes
 from offload.store.store import Store
 from offload.store.writer_lock import who_holds
 from offload.units import part_options, seen_from
@@ -296,7 +296,7 @@ def _prune(
     expired = {
         checkpoint.path: Pruned(
             checkpoint.path,
-            _bytes_in(
+            file_bytes(
                 backend,
                 checkpoint.path,
                 *(
@@ -309,7 +309,7 @@ def _prune(
     }
     removable = [*slots, *(path for _, path in parts.removable)]
     removable += _unnamed_parts(backend, store, owners)
-    leftovers = [Pruned(path, _bytes_in(backend, path)) for path in removable]
+    leftovers = [Pruned(path, file_bytes(backend, path)) for path in removable]
     being_read: tuple[str, ...] = ()
     if not dry_run:
         with writing(store.directory):
@@ -349,16 +349,6 @@ def _unnamed_parts(backend: Backend, store: Store, directories: Sequence[str]) -
     ]
 
 
-def _bytes_in(backend: Backend, *directories: str) -> int:
-    """Return the total size in bytes of the files in some directories, which may be missing."""
-    total = 0
-    for directory in directories:
-        for name in files_in(backend, directory) if backend.stat(directory) else ():
-            stat = backend.stat(f"{directory}/{name}")
-            total += stat.size_bytes if stat else 0
-    return total
-
-
 _REASON = (
     "it is sealed for this store, but no checkpoint here names it. If one was removed by hand, "
     "remove this part as well; training in this store uses it again"
@@ -370,15 +360,9 @@ def left_alone(
 ) -> tuple[tuple[str, str], ...]:
     """Return the paths of unnamed parts, each with the reason why it is left alone.
 
-    Args:
-        parts: Parts that were found on the further drives.
-        newest: Newest manifest in the store, counting those of unusable checkpoints; None if there
-            is no manifest.
-        directory: The store's first directory.
-
     Raises:
-        StoreError: A part is newer than all checkpoints. The part's directory therefore probably
-            belongs to another store, whose checkpoints must not be withdrawn from here.
+        StoreError: A part is newer than all checkpoints, counting unusable ones. Its directory
+            probably belongs to another store, whose checkpoints must not be withdrawn from here.
     """
     for path, generation in parts.generations.items():
         if newest is not None and generation > newest.generation:
