@@ -50,6 +50,8 @@ if TYPE_CHECKING:
         TierError,
         TierNotFoundError,
         TierUnavailableError,
+        TrainStateTooLargeError,
+        TrainStateTypeError,
         UnreadableError,
         UnreliableReadError,
         UnsupportedOptimizerError,
@@ -62,7 +64,6 @@ if TYPE_CHECKING:
     from offload.exchange.hf_files import add_hf_files
     from offload.exchange.importing import import_checkpoint
     from offload.exchange.read_state import read_state
-    from offload.format.errors import TrainStateTooLargeError, TrainStateTypeError
     from offload.format.metrics import usable_metrics
     from offload.grad_scaler import GradScaler
     from offload.model.loading import load_parameters
@@ -188,6 +189,8 @@ _MODULES = {
         "TierError",
         "TierNotFoundError",
         "TierUnavailableError",
+        "TrainStateTooLargeError",
+        "TrainStateTypeError",
         "UnreadableError",
         "UnreliableReadError",
         "UnsupportedOptimizerError",
@@ -196,7 +199,6 @@ _MODULES = {
         "VolatileStoreError",
     ),
     "offload.engine.reference": ("Position", "reference_of"),
-    "offload.format.errors": ("TrainStateTooLargeError", "TrainStateTypeError"),
     "offload.format.metrics": ("usable_metrics",),
     "offload.checkpoint.listing": ("CheckpointInfo", "list_checkpoints"),
     "offload.model.loading": ("load_parameters",),

@@ -414,7 +414,7 @@ def capture(
     Raises:
         OffloadError: The hyper-parameters do not fit into the space that the slot reserves.
         TypeError: A hyper-parameter cannot be stored. The message names it.
-        offload.format.train_state.TrainStateTooLargeError: The train state does not fit.
+        offload.errors.TrainStateTooLargeError: The train state does not fit.
     """
     composition = sealing.compose(
         slot,

@@ -19,10 +19,8 @@ from gds import ALIGNMENT, Buffer, File, IOFuture
 from offload.checkpoint.second_read import reread_and_check
 from offload.device.boundary import Event, is_on_device, marks_of
 from offload.errors import CheckpointError, MismatchError
-from offload.format.boxes import Box
-from offload.format.digests import DigestContext, leaf_digests
-from offload.format.known_leaves import KnownLeaves
-from offload.format.shares.box_ranges import flat_boxes, uncovered
+from offload.format.boxes import Box, flat_boxes, uncovered
+from offload.format.digests import DigestContext, KnownLeaves, leaf_digests
 from offload.format.shares.model_blocks import Batch, capacity_for, cut_batches
 from offload.format.shares.model_shares import ModelShare, ShareEntry, SharePiece, TensorBox
 from offload.model.live_boxes import LiveBox

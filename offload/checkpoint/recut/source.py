@@ -23,11 +23,10 @@ from offload.checkpoint.recut.reencoding import WINDOW_ELEMENTS, Recode, Reencod
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.checkpoint.state_owners import Reach, open_owners
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
-from offload.format.boxes import Box, Cut
+from offload.format.boxes import Box, Cut, flat_boxes
 from offload.format.chunk_plan import ChunkPlan, Piece
 from offload.format.digests import DigestContext
 from offload.format.manifest import Manifest
-from offload.format.shares.box_ranges import flat_boxes
 
 
 class RecutSource(SlotFiles):

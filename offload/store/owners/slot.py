@@ -16,8 +16,7 @@ from gds.contract import Lock
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.errors import StoreError
 from offload.format._manifest_fields import ScalarValue
-from offload.format.digests import DigestContext
-from offload.format.known_leaves import KnownLeaves
+from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.layout import Layout, array_file_name
 from offload.format.names import TABLE_NAME
 from offload.format.shares.owners import ModelBox

@@ -17,8 +17,7 @@ from gds import Backend, File
 from gds.contract import Lock
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.errors import StoreError
-from offload.format.digests import DigestContext
-from offload.format.known_leaves import KnownLeaves
+from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import Manifest, invalid_manifest
 from offload.format.names import MANIFEST_NAME, QUARANTINE_NAME, TRAIN_STATE_NAME

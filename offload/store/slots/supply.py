@@ -11,7 +11,7 @@ from gds.waiting import Monitor
 from offload.errors import writing
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout
-from offload.format.slot_files import slot_sizes
+from offload.format.manifest import slot_sizes
 from offload.store.expiry import Keeping
 from offload.store.full_disk import FULL
 from offload.store.opening import StoreContent
