@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from offload.exchange.exporting import export_checkpoint
     from offload.exchange.hf_files import add_hf_files
     from offload.exchange.importing import import_checkpoint
-    from offload.exchange.read_state import read_state
+    from offload.exchange.state_boxes import read_state
     from offload.format.metrics import usable_metrics
     from offload.grad_scaler import GradScaler
     from offload.model.loading import load_parameters

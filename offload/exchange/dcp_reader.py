@@ -15,9 +15,8 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from offload.errors import CheckpointError
-from offload.exchange.foreign_paths import require_file
-from offload.exchange.stored_tensor import StoredTensor, scratch_tensor
-from offload.exchange.torch_reading import DTYPES, read_structure
+from offload.exchange.stored_tensor import StoredTensor, require_file, scratch_tensor
+from offload.exchange.torch_files import DTYPES, read_structure
 from offload.format.boxes import cut_range
 
 _MAX_METADATA_BYTES = 128 << 20

@@ -18,24 +18,21 @@ from gds import Backend, File
 from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import DamagedError, MismatchError
-from offload.exchange.checkpoint_stream import CheckpointStream, Progress
+from offload.exchange.checkpoint_stream import CheckpointStream, Progress, open_stream
 from offload.exchange.destination import atomic_output
 from offload.exchange.hf_files import (
-    read_hf_files,
-    require_model_names,
-    required_hf_files,
-    write_hf_files,
-)
-from offload.exchange.owners_stream import open_stream
-from offload.exchange.peft_names import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_FOLDER,
     ADAPTER_MODEL_NAME,
     PeftNames,
     peft_names,
+    read_hf_files,
+    require_model_names,
+    required_hf_files,
+    write_hf_files,
 )
 from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
-from offload.exchange.torch_file import Placeholder, write_structure, write_tensor
+from offload.exchange.torch_files import Placeholder, write_structure, write_tensor
 from offload.format.arrays import MASTER
 from offload.format.header import Header, build_header
 from offload.format.layout import array_file_name
