@@ -10,9 +10,8 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.sealed_slot import SealedSlot
+from offload.checkpoint.sealed_slot import SealedOwner, SealedSlot
 from offload.checkpoint.second_read import reread_and_check
-from offload.checkpoint.state_owners import StateOwner
 from offload.checkpoint.whole_state import WholeState
 from offload.exchange.state_boxes import OwnedParameters, WantedState, read_state_boxes
 from offload.format.arrays import MASTER
@@ -95,19 +94,23 @@ class CheckpointStream:
         Raises:
             DamagedError: The data that was read differs from the data that was written.
         """
-        decoder = StateDecoder(
-            self.layout, self.manifest.scalars, StoredParameters(self._slot.model, self.layout)
-        )
-        chunks = range(self.layout.num_chunks)
-        backend, layout = self.checkpoint.backend, self.layout
-        with ring_for_one_pass(backend, layout, verify_reads=True) as streamer:
-            reading = RingPass(streamer, source=self._slot)
+        live = StoredParameters(self._slot.model, self.layout)
+        decoder = StateDecoder(self.layout, self.manifest.scalars, live)
+        for block in self._decoded(decoder, self.layout, self._slot):
+            yield block
+            self._advance(sum(values.nbytes for values in block[2].values()))
+
+    def _decoded(
+        self, decoder: StateDecoder, layout: Layout, files: SealedSlot | SealedOwner
+    ) -> Iterator[DecodedBlock]:
+        """Yield the blocks of one owner, each chunk compared with its digests."""
+        chunks = range(layout.num_chunks)
+        with ring_for_one_pass(self.checkpoint.backend, layout, verify_reads=True) as streamer:
+            reading = RingPass(streamer, source=files)
             reading.announce(chunks)
             for chunk in chunks:
                 with reading.taken(chunk) as frame:
-                    for block in decoder.blocks(chunk, frame.tensors()):
-                        yield block
-                        self._advance(sum(values.nbytes for values in block[2].values()))
+                    yield from decoder.blocks(chunk, frame.tensors())
 
     def block_of_state(self, index: int, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements of a state array as FP32, which are valid until the next call.
@@ -169,8 +172,11 @@ class CheckpointStream:
         The bytes are not compared with digests.
         """
         header = self.layout.model_header
-        at = header.data_start + header.entries[name].start
-        return _bytes_of(self._slot, at + start, stop - start)
+        at = header.data_start + header.entries[name].start + start
+        if start == stop:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        data = self._slot.model.read_bytes(at, stop - start)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def _advance(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
@@ -199,12 +205,6 @@ def _members(manifest: Manifest, layout: Layout) -> list[list[int]]:
     for spec in layout.parameters:
         members[spec.group].append(positions[spec.name])
     return members
-
-
-def _bytes_of(slot: SealedSlot, offset: int, nbytes: int) -> torch.Tensor:
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(bytearray(slot.model.read_bytes(offset, nbytes)), dtype=torch.uint8)
 
 
 _BLOCK_BYTES: Final = 16 << 20
@@ -246,7 +246,10 @@ class OwnersStream(CheckpointStream):
         """
         numbers = {spec.name: index for index, spec in enumerate(self.layout.parameters)}
         for owner in self._state.owners:
-            for index, start, values in self._blocks_of(owner):
+            live = OwnedParameters(self._state, owner)
+            decoder = StateDecoder(owner.layout, owner.scalars, live)
+            files = self._state.files(owner)
+            for index, start, values in self._decoded(decoder, owner.layout, files):
                 spec = owner.layout.parameters[index]
                 number, num = numbers[spec.name], len(next(iter(values.values()), ()))
                 first = 0
@@ -280,19 +283,6 @@ class OwnersStream(CheckpointStream):
         if not self._state.is_sharded or start == stop:
             return super().read_model(name, start, stop)
         return torch.frombuffer(self._again.read_model(name, start, stop), dtype=torch.uint8)
-
-    def _blocks_of(self, owner: StateOwner) -> Iterator[DecodedBlock]:
-        live = OwnedParameters(self._state, owner)
-        decoder = StateDecoder(owner.layout, owner.scalars, live)
-        chunks = range(owner.layout.num_chunks)
-        with ring_for_one_pass(
-            self.checkpoint.backend, owner.layout, verify_reads=True
-        ) as streamer:
-            reading = RingPass(streamer, source=self._state.files(owner))
-            reading.announce(chunks)
-            for chunk in chunks:
-                with reading.taken(chunk) as frame:
-                    yield from decoder.blocks(chunk, frame.tensors())
 
     def block_of_state(self, index: int, name: str, start: int, stop: int) -> torch.Tensor:
         """Return elements of a state array as FP32, which are valid until the next call.

@@ -21,7 +21,7 @@ from offload.format.names import MANIFEST_NAME
 CONFIG_NAME = "config.json"
 """Name of the file without which a directory does not describe a model."""
 
-_ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 """Name of the file that describes an adapter of peft. The Trainer writes it alone for such."""
 
 _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken")
@@ -105,7 +105,7 @@ def read_hf_files(backend: Backend, directory: str) -> dict[str, bytes]:
     Symbolic links are not followed: whoever made the store may have put them there.
     """
     names = _names_in(backend, directory)
-    if not {CONFIG_NAME, _ADAPTER_CONFIG_NAME} & {*names}:
+    if not {CONFIG_NAME, ADAPTER_CONFIG_NAME} & {*names}:
         return {}
     found = {}
     for name in names:
@@ -144,7 +144,7 @@ def _read_local(directory: str) -> dict[str, bytes]:
         if os.path.isfile(path) and os.path.getsize(path) <= _MAX_FILE_BYTES:
             with open(path, "rb") as file:
                 found[name] = file.read()
-    return found if {CONFIG_NAME, _ADAPTER_CONFIG_NAME} & {*found} else {}
+    return found if {CONFIG_NAME, ADAPTER_CONFIG_NAME} & {*found} else {}
 
 
 def _names_in(backend: Backend, directory: str) -> list[str]:
@@ -172,7 +172,6 @@ def _write(backend: Backend, path: str, data: bytes) -> None:
 
 ADAPTER_FOLDER = "adapter"
 ADAPTER_MODEL_NAME = "adapter_model.safetensors"
-ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 _MODEL = "base_model.model."
 _TOP = re.compile(r"base_model\.(?!model\.)(\w+)\.([^.]+)")

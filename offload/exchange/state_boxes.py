@@ -20,7 +20,7 @@ from offload.checkpoint.state_owners import StateOwner, StoredBox
 from offload.checkpoint.whole_state import WholeState
 from offload.errors import CheckpointNotFoundError
 from offload.format.arrays import MASTER
-from offload.format.boxes import Box, cut_range
+from offload.format.boxes import Box, cut_range, hull
 from offload.format.chunk_plan import ChunkPlan, Piece, Span
 from offload.format.layout import ModelTensor
 from offload.update.coding.decoder import (
@@ -245,14 +245,10 @@ def _trimmed(
     """Return a span from its first to its last wanted element; None if none is wanted."""
     (piece,) = span.pieces
     commons = [box.box.intersection(one.box) for one in wanted]
-    starts, stops = [], []
-    for common in commons:
-        if common is not None:
-            inner = common.within(box.box)
-            starts.append(_position(box.spec.shape, inner.offsets))
-            stops.append(_position(box.spec.shape, [stop - 1 for stop in inner.stops]) + 1)
-    if not starts:
+    ranges = [hull(box.box, common) for common in commons if common is not None]
+    if not ranges:
         return None
+    starts, stops = zip(*ranges, strict=True)
     # A value may stand for several elements, and begins at a multiple of as many in the piece.
     block = max((plan.arrays[name].block for name in plan.kept[number]), default=1)
     begin = plan.pieces[number].start
@@ -263,14 +259,6 @@ def _trimmed(
     if low >= high:
         return None
     return plan.part(number, low, high)
-
-
-def _position(shape: Sequence[int], index: Sequence[int]) -> int:
-    """Return the position of an element in a contiguous tensor of a shape."""
-    position = 0
-    for size, at in zip(shape, index, strict=True):
-        position = position * size + at
-    return position
 
 
 @dataclass(frozen=True, slots=True, eq=False)

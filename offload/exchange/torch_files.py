@@ -230,10 +230,12 @@ class Placeholder:
     dtype: torch.dtype
 
 
-def write_structure(
-    path: str, value: Any
-) -> Callable[[Backend], tuple[File, dict[Placeholder, int]]]:
-    """Write the whole structure of a file, with room for the data of its tensors."""
+def write_structure(backend: Backend, path: str, value: Any) -> tuple[File, dict[Placeholder, int]]:
+    """Write a file of a structure; return it open, with the place of each placeholder's data.
+
+    torch itself writes the file, with room for the data. So the file does not hold its tensors in
+    memory: the data of placeholders is written later, and that of other tensors at once.
+    """
     placeholders: dict[Placeholder, torch.Tensor] = {}
     small: list[tuple[Placeholder, torch.Tensor]] = []
 
@@ -263,14 +265,10 @@ def write_structure(
     for mine, theirs in zip(_leaves(imitation, torch.Tensor), stored, strict=True):
         offsets[by_tensor[id(mine)]] = theirs.offset
 
-    def opened(backend: Backend) -> tuple[File, dict[Placeholder, int]]:
-        """Open the file for writing, and write the data that is known already."""
-        file = backend.open(path, writable=True)
-        for placeholder, tensor in small:
-            write_tensor(file, offsets[placeholder], tensor)
-        return file, offsets
-
-    return opened
+    file = backend.open(path, writable=True)
+    for placeholder, tensor in small:
+        write_tensor(file, offsets[placeholder], tensor)
+    return file, offsets
 
 
 def write_tensor(file: File, offset: int, tensor: torch.Tensor) -> None:

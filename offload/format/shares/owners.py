@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.format import _manifest_fields as fields
 from offload.format._layout_fields import box, encode_box
-from offload.format.boxes import Box
+from offload.format.boxes import Box, first_overlap
 from offload.format.digests import MODEL_ARRAY
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor
@@ -246,18 +246,9 @@ def require_exact_cover(
             raise ValueError(
                 f"{short(name)}: the owners hold {total} elements of {math.prod(shape)}"
             )
-        _require_disjoint(name, [one for one in found if one.num_elements])
-
-
-def _require_disjoint(name: str, boxes: list[Box]) -> None:
-    """Refuse overlapping boxes; those that share no row are not compared."""
-    active: list[Box] = []
-    for one in sorted(boxes):
-        if one.offsets:
-            active = [other for other in active if other.stops[0] > one.offsets[0]]
-        for other in active:
-            if one.intersection(other) is not None:
-                raise ValueError(
-                    f"{short(name)}: the boxes {other.notation()} and {one.notation()} overlap"
-                )
-        active.append(one)
+        overlap = first_overlap(one for one in found if one.num_elements)
+        if overlap is not None:
+            first, second = overlap
+            raise ValueError(
+                f"{short(name)}: the boxes {first.notation()} and {second.notation()} overlap"
+            )
