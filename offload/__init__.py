@@ -215,7 +215,7 @@ _MODULES = {
     "offload.exchange.exporting": ("export_checkpoint",),
     "offload.exchange.hf_files": ("add_hf_files",),
     "offload.exchange.importing": ("import_checkpoint",),
-    "offload.exchange.read_state": ("read_state",),
+    "offload.exchange.state_boxes": ("read_state",),
     "offload.engine.stats": ("Stats",),
     "offload.sizing.plan": ("size",),
 }
