@@ -33,14 +33,7 @@ Progress: TypeAlias = Callable[[int, int], object]
 
 
 class CheckpointStream:
-    """Source of an export's data: one checkpoint, read in order; see `opened_stream`.
-
-    Args:
-        checkpoint: The open checkpoint, locked against recycling.
-        slot: The open files of the checkpoint.
-        progress: Function that is called after each block; None for no reports.
-        state: The state of all owners.
-    """
+    """Source of an export's data: one open checkpoint, locked against recycling, read in order."""
 
     def __init__(
         self,
@@ -167,10 +160,7 @@ class CheckpointStream:
             self._advance(len(data))
 
     def read_model(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return bytes `start` to `stop` of one tensor of the model, as a flat uint8 tensor.
-
-        The bytes are not compared with digests.
-        """
+        """Return bytes `start` to `stop` of one tensor of the model, without checking them."""
         header = self.layout.model_header
         at = header.data_start + header.entries[name].start + start
         if start == stop:
@@ -212,14 +202,7 @@ _BLOCK_BYTES: Final = 16 << 20
 
 
 class OwnersStream(CheckpointStream):
-    """Source of an export's data, put together from the boxes of all owners.
-
-    Args:
-        checkpoint: The open checkpoint, locked against recycling.
-        state: The state of all owners, which are all seen here.
-        again: The same, which does not compare with digests.
-        progress: Function that is called after each block; None for no reports.
-    """
+    """Source of an export's data, put together from the boxes of all owners; all are seen here."""
 
     def __init__(
         self,
@@ -316,13 +299,7 @@ def open_stream(
     checkpoint: Checkpoint, progress: Progress | None = None
 ) -> Iterator[CheckpointStream]:
     """Open the files of a checkpoint for streaming; they are closed at the end of the block."""
-    with checkpoint.held(), _open_stream(checkpoint, progress) as stream:
-        yield stream
-
-
-@contextmanager
-def _open_stream(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[CheckpointStream]:
-    with WholeState(checkpoint) as state:
+    with checkpoint.held(), WholeState(checkpoint) as state:
         state.require_all()
         if checkpoint.manifest.owners:
             with WholeState(checkpoint, verify=False) as again:

@@ -110,11 +110,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 class _Directory:
-    """The files of a distributed checkpoint.
-
-    Args:
-        path: Path of the directory.
-    """
+    """The files of a distributed checkpoint."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -143,16 +139,7 @@ class _Directory:
         return read_structure(*self.region(key, None if (key, None) in self._places else ()))
 
     def region(self, key: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
-        """Return the location of a stored value: path of the file, first byte, and end byte.
-
-        Args:
-            key: Name of the value.
-            offsets: Offsets of the box in its tensor; None for a value that is not a tensor.
-
-        Raises:
-            CheckpointError: The location is outside the directory or the file, or the data is
-                compressed.
-        """
+        """Return where a stored value or box lies: path of the file, first byte, and end byte."""
         info = self._places[key, offsets]
         name: Any = info.relative_path  # text, if the metadata keeps to its class
         begin, length = info.offset, info.length
@@ -201,16 +188,7 @@ def _with_lists(value: Any, name: Any = None) -> Any:
 
 
 class BoxedTensor:
-    """A tensor that is stored as boxes; implements `TensorSource`.
-
-    Args:
-        directory: Directory that has the files.
-        key: Name of the tensor in the directory.
-        found: The tensor's metadata.
-
-    Raises:
-        CheckpointError: The boxes do not add up to the whole tensor, or are not in the files.
-    """
+    """A tensor that is stored as boxes, which together are the whole; a `TensorSource`."""
 
     def __init__(
         self, directory: _Directory, key: str, found: metadata.TensorStorageMetadata

@@ -55,15 +55,7 @@ class ForeignCheckpoint:
 
 @in_neutral
 def open_foreign(path: str, model: str | None = None) -> ForeignCheckpoint:
-    """Recognize the format of another program's checkpoint, and open it.
-
-    Known formats:
-
-    - A file of `torch.save` with the state dicts of a model and an optimizer, or of an optimizer
-      alone.
-    - A directory of the Hugging Face Trainer, with ``optimizer.pt`` and ``model.safetensors``.
-    - A directory of `torch.distributed.checkpoint`.
-    """
+    """Recognize the format of another program's checkpoint, and open it."""
     if os.path.isdir(path):
         if os.path.exists(f"{path}/.metadata"):
             from offload.exchange.dcp_reader import read_dcp

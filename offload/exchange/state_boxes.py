@@ -117,12 +117,7 @@ def read_model_box(state: WholeState, tensor: ModelTensor, box: Box) -> torch.Te
 
 
 class OwnedParameters:
-    """Parameters in the model file, read by an owner's boxes; implements `ParameterViews`.
-
-    Args:
-        state: State of the checkpoint.
-        owner: Owner of the boxes.
-    """
+    """Parameters in the model file, read by an owner's boxes; implements `ParameterViews`."""
 
     def __init__(self, state: WholeState, owner: StateOwner) -> None:
         self._state = state
@@ -208,12 +203,7 @@ class StoredChunk:
             self._ranges[name] = (min(low, start), max(high, stop))
 
     def values(self, span: Span, arrays: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return values of a span by stored array, with the errors of `WholeState.read_state`.
-
-        Args:
-            span: A span that was passed to `want`.
-            arrays: The arrays that were passed with it.
-        """
+        """Return values of a span by stored array, after `want` of the same span and arrays."""
         found = {}
         for name in self._names(span, arrays):
             start, stop = span.values[name]

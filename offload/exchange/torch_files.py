@@ -167,13 +167,7 @@ def _records(file: io.BufferedReader) -> dict[int, int]:
 
 
 class _Stored:
-    """Replaces the tensors of a structure by their places in a file.
-
-    Args:
-        path: Path of the file.
-        start: Offset of the archive in the file, in bytes.
-        records: Size of each record of the archive, by its offset there.
-    """
+    """Replaces the tensors of a structure by their places in a file, within its records."""
 
     def __init__(self, path: str, start: int, records: Mapping[int, int]) -> None:
         self._path = path
