@@ -50,6 +50,8 @@ if TYPE_CHECKING:
         TierError,
         TierNotFoundError,
         TierUnavailableError,
+        TrainStateTooLargeError,
+        TrainStateTypeError,
         UnreadableError,
         UnreliableReadError,
         UnsupportedOptimizerError,
@@ -61,8 +63,7 @@ if TYPE_CHECKING:
     from offload.exchange.exporting import export_checkpoint
     from offload.exchange.hf_files import add_hf_files
     from offload.exchange.importing import import_checkpoint
-    from offload.exchange.read_state import read_state
-    from offload.format.errors import TrainStateTooLargeError, TrainStateTypeError
+    from offload.exchange.state_boxes import read_state
     from offload.format.metrics import usable_metrics
     from offload.grad_scaler import GradScaler
     from offload.model.loading import load_parameters
@@ -188,6 +189,8 @@ _MODULES = {
         "TierError",
         "TierNotFoundError",
         "TierUnavailableError",
+        "TrainStateTooLargeError",
+        "TrainStateTypeError",
         "UnreadableError",
         "UnreliableReadError",
         "UnsupportedOptimizerError",
@@ -196,7 +199,6 @@ _MODULES = {
         "VolatileStoreError",
     ),
     "offload.engine.reference": ("Position", "reference_of"),
-    "offload.format.errors": ("TrainStateTooLargeError", "TrainStateTypeError"),
     "offload.format.metrics": ("usable_metrics",),
     "offload.checkpoint.listing": ("CheckpointInfo", "list_checkpoints"),
     "offload.model.loading": ("load_parameters",),
@@ -213,7 +215,7 @@ _MODULES = {
     "offload.exchange.exporting": ("export_checkpoint",),
     "offload.exchange.hf_files": ("add_hf_files",),
     "offload.exchange.importing": ("import_checkpoint",),
-    "offload.exchange.read_state": ("read_state",),
+    "offload.exchange.state_boxes": ("read_state",),
     "offload.engine.stats": ("Stats",),
     "offload.sizing.plan": ("size",),
 }

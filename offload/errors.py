@@ -163,6 +163,26 @@ class OverlapError(OffloadError, RuntimeError):
     """An operation is impossible with ``overlap="backward"``. The message names alternatives."""
 
 
+class TrainStateTypeError(OffloadError, TypeError):
+    """A value in `train_state` cannot be stored so that it comes back the same."""
+
+
+class TrainStateTooLargeError(OffloadError, ValueError):
+    """`train_state` does not fit the space reserved for it in each checkpoint."""
+
+
+class TrainStateFormatError(CheckpointError):
+    """A stored `train_state` is not what this package writes."""
+
+
+class TrainStateTagError(TrainStateFormatError):
+    """A stored `train_state` has a tag that this version does not know."""
+
+
+class TrainStateDigestError(CheckpointError):
+    """A stored `train_state` differs from what was written: the file is damaged or mixed up."""
+
+
 def reason_of(error: BaseException) -> str:
     """Return the message of an error, or the name of its class if the message is empty."""
     return str(error) or type(error).__name__

@@ -153,9 +153,7 @@ class Options:
 
     Results depend on `master`, `state_dtype`, `rounding_seed` (with ``state_dtype="bfloat16"``),
     `reencode` (with ``state_dtype="int8"``) and `placement`. All other options change no bit of
-    parameters or stored state. There is one exception: with ``state_dtype="int8"``, in stores that
-    version 2 of the format made with compressed state, results depend on `chunk_bytes`. Such a
-    store keeps its own value.
+    parameters or stored state.
 
     Raises:
         ValueError: A value is not possible. The message says why.

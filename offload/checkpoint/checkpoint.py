@@ -37,6 +37,8 @@ from offload.checkpoint.verify import VerifyReport as VerifyReport
 from offload.errors import (
     CheckpointError,
     DamagedError,
+    TrainStateFormatError,
+    TrainStateTagError,
 )
 from offload.format.header import TensorEntry
 from offload.format.layout import Layout, array_file_name
@@ -44,12 +46,10 @@ from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TABLE_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import part_sizes
 from offload.format.shares.part_table import OwnerTable
-from offload.format.shares.rank_states import split_ranks
 from offload.format.train_state import (
     EncodedState,
-    TrainStateFormatError,
-    TrainStateTagError,
     decode,
+    split_ranks,
 )
 from offload.format.unreadable import reading
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from gds import ALIGNMENT, Backend, File
 from offload.checkpoint.second_read import read_document
-from offload.errors import DamagedError
+from offload.errors import (
+    DamagedError,
+    TrainStateDigestError,
+    TrainStateFormatError,
+)
 from offload.format.header import TensorFileError, header_length
 from offload.format.manifest import Manifest
 from offload.format.train_state import (
     MAX_CAPACITY_BYTES,
     EncodedState,
-    TrainStateDigestError,
-    TrainStateFormatError,
     unpack_encoded,
 )
 from offload.units import seen_from

@@ -247,13 +247,7 @@ class WholeState:
             specs.append(
                 ParameterSpec(tensor.name, spec.dtype, tensor.shape, spec.group, spec.arrays)
             )
-        return Layout(
-            tuple(specs),
-            first.model,
-            first.chunk_elements,
-            first.state_dtype,
-            counts_from=first.counts_from,
-        )
+        return Layout(tuple(specs), first.model, first.chunk_elements, first.state_dtype)
 
     def _whole_scalars(self) -> tuple[tuple[ScalarValue, ...] | None, ...]:
         out = []

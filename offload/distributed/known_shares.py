@@ -11,7 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
-from offload.format.known_leaves import Content, KnownLeaves
+from offload.format.digests import Content, KnownLeaves
 from offload.format.shares.file_shares import FileShare
 
 _MOST: Final = 256

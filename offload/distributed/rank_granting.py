@@ -16,7 +16,7 @@ from offload.distributed.rank_opening import Opened
 from offload.distributed.rank_sealing import RankSealing
 from offload.distributed.together import everywhere, together
 from offload.errors import RanksError
-from offload.format.known_leaves import Content
+from offload.format.digests import Content
 from offload.format.layout import Layout
 from offload.format.shares.model_shares import ModelShare
 from offload.model.buffer_watch import BufferWatch, differ, in_words, say

@@ -396,14 +396,14 @@ def _encode_layout(layout: Layout) -> bytes:
         [p.name, p.dtype, p.shape, p.cut and [p.cut.shape, p.cut.box.offsets]]
         for p in layout.parameters
     ]
-    fields = [layout.chunk_elements, layout.state_dtype, layout.counts_from, mine]
+    fields = [layout.chunk_elements, layout.state_dtype, mine]
     return json.dumps(fields).encode()
 
 
 def _decode_layout(data: bytes) -> Layout:
-    chunk_elements, state_dtype, counts_from, parameters = json.loads(data)
+    chunk_elements, state_dtype, parameters = json.loads(data)
     specs = []
     for name, dtype, shape, cut in parameters:
         box = cut and Cut(tuple(cut[0]), Box(tuple(cut[1]), tuple(shape)))
         specs.append(ParameterSpec(name, dtype, tuple(shape), 0, ("exp_avg",), box or None))
-    return Layout(tuple(specs), (), chunk_elements, state_dtype, (1,), counts_from)
+    return Layout(tuple(specs), (), chunk_elements, state_dtype)

@@ -41,8 +41,13 @@ from offload.format.header import Header
 from offload.format.layout import Layout
 from offload.format.model_shard import ModelShard
 from offload.format.shares.file_shares import FileShare, file_share
-from offload.format.shares.model_shares import ModelShare, ModelShares, divide
-from offload.format.shares.shard_files import model_shard, shard_share
+from offload.format.shares.model_shares import (
+    ModelShare,
+    ModelShares,
+    divide,
+    model_shard,
+    shard_share,
+)
 from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import ModelCopy
 from offload.model.recut_model import read_recut_model, require_seen_model

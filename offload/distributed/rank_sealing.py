@@ -25,8 +25,13 @@ from offload.format.manifest import Manifest, encode_group
 from offload.format.names import checkpoint_name
 from offload.format.shares.model_shares import ModelShare
 from offload.format.shares.owners import OwnerReference
-from offload.format.shares.rank_states import join_ranks
-from offload.format.train_state import EncodedState, pack_encoded, packed_bytes, unpack_encoded
+from offload.format.train_state import (
+    EncodedState,
+    join_ranks,
+    pack_encoded,
+    packed_bytes,
+    unpack_encoded,
+)
 from offload.store.opening import StoredCheckpoint
 from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition, Prepared, pack_train_state

@@ -34,8 +34,7 @@ from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME
 from offload.format.shares.model_shares import ModelShare
 from offload.format.shares.part_table import owner_sizes
-from offload.format.shares.rank_states import join_ranks
-from offload.format.train_state import EncodedState
+from offload.format.train_state import EncodedState, join_ranks
 from offload.journal import Journal
 from offload.model.buffer_watch import BufferWatch
 from offload.options import Options

@@ -12,8 +12,7 @@ from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.messages import Json
 from offload.format.boxes import Box
-from offload.format.digests import DigestContext
-from offload.format.known_leaves import KnownLeaves
+from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.layout import Layout
 from offload.format.shares.file_shares import FileShare
 from offload.format.shares.model_blocks import SharePlan

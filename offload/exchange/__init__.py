@@ -6,7 +6,7 @@ never imports `engine` or the optimizer.
 
 from offload.exchange.exporting import export_checkpoint
 from offload.exchange.importing import import_checkpoint
-from offload.exchange.read_state import read_state
+from offload.exchange.state_boxes import read_state
 
 __all__ = [
     "export_checkpoint",

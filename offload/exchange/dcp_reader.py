@@ -15,10 +15,9 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from offload.errors import CheckpointError
-from offload.exchange.foreign_paths import require_file
-from offload.exchange.stored_tensor import StoredTensor, scratch_tensor
-from offload.exchange.torch_reading import DTYPES, read_structure
-from offload.format.boxes import cut_range
+from offload.exchange.stored_tensor import StoredTensor, require_file, scratch_tensor
+from offload.exchange.torch_files import DTYPES, read_structure
+from offload.format.boxes import Box, cut_range, hull
 
 _MAX_METADATA_BYTES = 128 << 20
 """Largest metadata that is read, in bytes. That of a million tensors is about as large."""
@@ -111,11 +110,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 class _Directory:
-    """The files of a distributed checkpoint.
-
-    Args:
-        path: Path of the directory.
-    """
+    """The files of a distributed checkpoint."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -144,16 +139,7 @@ class _Directory:
         return read_structure(*self.region(key, None if (key, None) in self._places else ()))
 
     def region(self, key: str, offsets: tuple[int, ...] | None) -> tuple[str, int, int]:
-        """Return the location of a stored value: path of the file, first byte, and end byte.
-
-        Args:
-            key: Name of the value.
-            offsets: Offsets of the box in its tensor; None for a value that is not a tensor.
-
-        Raises:
-            CheckpointError: The location is outside the directory or the file, or the data is
-                compressed.
-        """
+        """Return where a stored value or box lies: path of the file, first byte, and end byte."""
         info = self._places[key, offsets]
         name: Any = info.relative_path  # text, if the metadata keeps to its class
         begin, length = info.offset, info.length
@@ -202,16 +188,7 @@ def _with_lists(value: Any, name: Any = None) -> Any:
 
 
 class BoxedTensor:
-    """A tensor that is stored as boxes; implements `TensorSource`.
-
-    Args:
-        directory: Directory that has the files.
-        key: Name of the tensor in the directory.
-        found: The tensor's metadata.
-
-    Raises:
-        CheckpointError: The boxes do not add up to the whole tensor, or are not in the files.
-    """
+    """A tensor that is stored as boxes, which together are the whole; a `TensorSource`."""
 
     def __init__(
         self, directory: _Directory, key: str, found: metadata.TensorStorageMetadata
@@ -224,19 +201,17 @@ class BoxedTensor:
         self.dtype = dtype
         self._boxes = []
         for chunk in found.chunks:
-            box = _of(chunk, metadata.ChunkStorageMetadata)
-            offsets, sizes = _sizes(box.offsets), _sizes(box.sizes)
-            region = directory.region(key, offsets)
-            inside = len(offsets) == len(sizes) == len(self.shape) and all(
-                o + n <= m for o, n, m in zip(offsets, sizes, self.shape, strict=True)
-            )
-            if not inside or math.prod(sizes) * dtype.itemsize > region[2] - region[1]:
+            stored = _of(chunk, metadata.ChunkStorageMetadata)
+            box = Box(_sizes(stored.offsets), _sizes(stored.sizes))
+            region = directory.region(key, box.offsets)
+            num_bytes = box.num_elements * dtype.itemsize
+            if not box.fits(self.shape) or num_bytes > region[2] - region[1]:
                 raise CheckpointError(
                     f"{self._key}: a stored part lies outside the tensor, or its file has too few "
                     "bytes"
                 )
-            self._boxes.append((offsets, sizes, region))
-        if sum(math.prod(sizes) for _, sizes, _ in self._boxes) != math.prod(self.shape):
+            self._boxes.append((box, region))
+        if sum(box.num_elements for box, _ in self._boxes) != math.prod(self.shape):
             raise CheckpointError(f"{self._key}: its stored parts do not cover the tensor exactly")
         self._opened: tuple[int, StoredTensor] | None = None
 
@@ -250,36 +225,25 @@ class BoxedTensor:
         at = 0
         for box in cut_range(self.shape, start, stop):
             length = box.num_elements
-            self._read_box(box.offsets, out[at : at + length].view(box.sizes))
+            self._read_box(box, out[at : at + length].view(box.sizes))
             at += length
         return out
 
-    def _read_box(self, offsets: tuple[int, ...], out: torch.Tensor) -> None:
-        sizes = tuple(out.shape)
-        for number, (begin, extent, _) in enumerate(self._boxes):
-            first = [max(a, b) for a, b in zip(offsets, begin, strict=True)]
-            last = [
-                min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, begin, extent, strict=True)
-            ]
-            if any(a >= b for a, b in zip(first, last, strict=True)):
+    def _read_box(self, wanted: Box, out: torch.Tensor) -> None:
+        for number, (box, _) in enumerate(self._boxes):
+            common = box.intersection(wanted)
+            if common is None:
                 continue
-            inside = [a - b for a, b in zip(first, begin, strict=True)]
-            common = [b - a for a, b in zip(first, last, strict=True)]
-            strides = _strides(extent)
-            low = sum(i * s for i, s in zip(inside, strides, strict=True))
-            length = 1 + sum((n - 1) * s for n, s in zip(common, strides, strict=True))
-            flat = self._tensor(number).read(low, low + length)
-            target = out
-            for dim, (a, n, o) in enumerate(zip(first, common, offsets, strict=True)):
-                target = target.narrow(dim, a - o, n)
-            target.copy_(flat.as_strided(common, strides))
+            strides = [math.prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes))]
+            found = self._tensor(number).read(*hull(box, common)).as_strided(common.sizes, strides)
+            out[common.within(wanted).slices].copy_(found)
 
     def _tensor(self, number: int) -> StoredTensor:
         if self._opened is None or self._opened[0] != number:
-            _, sizes, (file, start, stop) = self._boxes[number]
+            box, (file, start, stop) = self._boxes[number]
             found = read_structure(file, start, stop)
             if not isinstance(found, StoredTensor) or (found.shape, found.dtype) != (
-                sizes,
+                box.sizes,
                 self.dtype,
             ):
                 raise CheckpointError(
@@ -287,8 +251,3 @@ class BoxedTensor:
                 )
             self._opened = (number, found)
         return self._opened[1]
-
-
-def _strides(sizes: tuple[int, ...]) -> list[int]:
-    """Return the strides of a contiguous tensor with these sizes, in elements."""
-    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]

@@ -257,14 +257,7 @@ class Offered:
 
 
 class Catalogue:
-    """Everything that is offered to torch, by the names that torch's own state dicts have.
-
-    Args:
-        checkpoint: The checkpoint.
-        state: Its state, all owners of which are seen here.
-        model: First part of the names of the model; empty for none, None to leave the model out.
-        optimizer: First part of the names of the optimizer's state; likewise.
-    """
+    """Everything that is offered to torch, by the names that torch's own state dicts have."""
 
     def __init__(
         self, checkpoint: Checkpoint, state: WholeState, model: str | None, optimizer: str | None

@@ -106,12 +106,7 @@ class _Source:
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Planner that cuts tensors into boxes in stream order, and reads each box on demand.
-
-    Args:
-        stream: Checkpoint that the data is read from.
-        tensors: Source of each placeholder that is saved, by the identity of the placeholder.
-    """
+    """Planner that cuts tensors into boxes in stream order, and reads each box on demand."""
 
     def __init__(self, stream: CheckpointStream, tensors: dict[int, _Source]) -> None:
         super().__init__()

@@ -18,24 +18,21 @@ from gds import Backend, File
 from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import DamagedError, MismatchError
-from offload.exchange.checkpoint_stream import CheckpointStream, Progress
+from offload.exchange.checkpoint_stream import CheckpointStream, Progress, open_stream
 from offload.exchange.destination import atomic_output
 from offload.exchange.hf_files import (
-    read_hf_files,
-    require_model_names,
-    required_hf_files,
-    write_hf_files,
-)
-from offload.exchange.owners_stream import open_stream
-from offload.exchange.peft_names import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_FOLDER,
     ADAPTER_MODEL_NAME,
     PeftNames,
     peft_names,
+    read_hf_files,
+    require_model_names,
+    required_hf_files,
+    write_hf_files,
 )
 from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
-from offload.exchange.torch_file import Placeholder, write_structure, write_tensor
+from offload.exchange.torch_files import Placeholder, write_structure, write_tensor
 from offload.format.arrays import MASTER
 from offload.format.header import Header, build_header
 from offload.format.layout import array_file_name
@@ -162,8 +159,8 @@ def _export_pt(backend: Backend, stream: CheckpointStream, path: str) -> None:
     optimizer = _state_dict(stream, _placeholder_maker(stream, placeholders), by_name=False)
     optimizer[MASTERS] = _masters(stream, placeholders)
     value = {"model": {**model, **aliases}, "optimizer": optimizer, "step": stream.manifest.step}
-    file, offsets = write_structure(path, value)(backend)
-    with _synced(file):
+    file, offsets = write_structure(backend, path, value)
+    with _synced([file]):
         _write_model(stream, {name: (file, offsets[tensor]) for name, tensor in model.items()})
         _write_state(stream, {key: (file, offsets[tensor]) for key, tensor in placeholders.items()})
 
@@ -171,9 +168,9 @@ def _export_pt(backend: Backend, stream: CheckpointStream, path: str) -> None:
 def _export_hf(backend: Backend, stream: CheckpointStream, path: str) -> None:
     placeholders: dict[_Key, Placeholder] = {}
     optimizer = _state_dict(stream, _placeholder_maker(stream, placeholders), by_name=False)
-    file, offsets = write_structure(f"{path}/{OPTIMIZER_PT}", optimizer)(backend)
+    file, offsets = write_structure(backend, f"{path}/{OPTIMIZER_PT}", optimizer)
     places = {key: (file, offsets[tensor]) for key, tensor in placeholders.items()}
-    with _synced(file), _array_files(backend, stream, path, [MASTER]) as masters:
+    with _synced([file]), _array_files(backend, stream, path, [MASTER]) as masters:
         names = peft_names((tensor.name, tensor.aliases) for tensor in stream.layout.model)
         if names is None:
             _copy_model(backend, stream, f"{path}/{MODEL_NAME}")
@@ -190,7 +187,7 @@ def _export_peft(backend: Backend, stream: CheckpointStream, path: str, names: P
     backend.make_dir(f"{path}/{ADAPTER_FOLDER}")
     places: dict[str, tuple[File, int]] = {}
     files: list[File] = []
-    with _synced(more=files):
+    with _synced(files):
         for file_name, renamed in (
             (MODEL_NAME, names.base),
             (f"{ADAPTER_FOLDER}/{ADAPTER_MODEL_NAME}", names.adapter),
@@ -226,7 +223,7 @@ def _export_safetensors(backend: Backend, stream: CheckpointStream, path: str) -
     }
     text = json.dumps(document, indent=1).encode()
     file = backend.create(f"{path}/{OPTIMIZER_JSON}", len(text))
-    with _synced(file):
+    with _synced([file]):
         file.write_bytes(text, 0)
     with _array_files(backend, stream, path, list(arrays)) as places:
         _copy_model(backend, stream, f"{path}/{MODEL_NAME}")
@@ -301,14 +298,14 @@ def _masters(
 
 
 @contextmanager
-def _synced(*files: File, more: Sequence[File] = ()) -> Iterator[None]:
-    """Sync files at the end of the block, and close them; `more` may grow within the block."""
+def _synced(files: Sequence[File]) -> Iterator[None]:
+    """Sync files at the end of the block, and close them; more may be added within the block."""
     try:
         yield
-        for file in (*files, *more):
+        for file in files:
             file.sync()
     finally:
-        for file in (*files, *more):
+        for file in files:
             file.close()
 
 
@@ -323,7 +320,7 @@ def _array_files(
     parameters = stream.layout.parameters
     places: dict[_Key, tuple[File, int]] = {}
     files: list[File] = []
-    with _synced(more=files):
+    with _synced(files):
         for array in names:
             have = [i for i in range(len(parameters)) if array in stream.exported_arrays(i)]
             if not have:
@@ -351,7 +348,7 @@ def _create(backend: Backend, path: str, header: Header) -> File:
 def _copy_model(backend: Backend, stream: CheckpointStream, path: str) -> None:
     header = stream.layout.model_header
     file = _create(backend, path, header)
-    with _synced(file):
+    with _synced([file]):
         for start, data in stream.model_blocks():
             file.write_bytes(data, header.data_start + start)
 

@@ -9,13 +9,11 @@ from typing import Any
 
 from offload.ambient import in_neutral
 from offload.errors import CheckpointError, MismatchError
-from offload.exchange.foreign_checks import check_optimizer
-from offload.exchange.foreign_paths import read_json, require_file
-from offload.exchange.stored_tensor import StoredTensor
+from offload.exchange.stored_tensor import StoredTensor, read_json, require_file
 from offload.exchange.torch_dicts import MASTERS, NUM_STEPS
-from offload.exchange.torch_reading import read_structure
+from offload.exchange.torch_files import read_structure
 from offload.format.header import MAX_HEADER_BYTES, TensorFileError, read_header
-from offload.format.strict_json import is_text
+from offload.format.strict_json import is_text, short
 from offload.units import seen_from
 from offload.update.coding.filler import TensorSource
 from offload.update.dtypes import DTYPES
@@ -57,15 +55,7 @@ class ForeignCheckpoint:
 
 @in_neutral
 def open_foreign(path: str, model: str | None = None) -> ForeignCheckpoint:
-    """Recognize the format of another program's checkpoint, and open it.
-
-    Known formats:
-
-    - A file of `torch.save` with the state dicts of a model and an optimizer, or of an optimizer
-      alone.
-    - A directory of the Hugging Face Trainer, with ``optimizer.pt`` and ``model.safetensors``.
-    - A directory of `torch.distributed.checkpoint`.
-    """
+    """Recognize the format of another program's checkpoint, and open it."""
     if os.path.isdir(path):
         if os.path.exists(f"{path}/.metadata"):
             from offload.exchange.dcp_reader import read_dcp
@@ -98,7 +88,7 @@ def _from_structure(path: str, found: Any, model: str | None) -> ForeignCheckpoi
             f"expected 'state' and 'param_groups', or one of {', '.join(_OPTIMIZER_KEYS)}"
         )
     masters = optimizer.get(MASTERS) or found.get(MASTERS) or {}
-    check_optimizer(path, optimizer, masters)
+    _check_optimizer(path, optimizer, masters)
     out = ForeignCheckpoint(path, {}, optimizer, masters)
     for holder, key in ((found, "step"), (optimizer, NUM_STEPS)):
         if key in holder:
@@ -113,6 +103,40 @@ def _from_structure(path: str, found: Any, model: str | None) -> ForeignCheckpoi
             "file that has it with --model (model= in Python)"
         )
     return _with_tensors(out, tensors)
+
+
+def _check_optimizer(path: str, optimizer: Mapping[str, Any], masters: Any) -> None:
+    """Check that an optimizer's state dict has torch's structure."""
+    groups, state = optimizer["param_groups"], optimizer["state"]
+    if not isinstance(groups, list | tuple) or not groups:
+        raise CheckpointError(f"{path}: 'param_groups' is {short(groups)}, expected a list of some")
+    for index, group in enumerate(groups):
+        at = f"{path}: param_groups[{index}]"
+        if not isinstance(group, Mapping) or not all(is_text(key) for key in group):
+            raise CheckpointError(f"{at} is {short(group)}, expected a dict with names for keys")
+        params, names = group.get("params"), group.get("param_names", [])
+        if not isinstance(params, list | tuple) or not all(map(_is_key, params)):
+            raise CheckpointError(
+                f"{at}['params'] is {short(params)}, expected a list of numbers or names"
+            )
+        if not isinstance(names, list | tuple) or not all(map(is_text, names)):
+            raise CheckpointError(
+                f"{at}['param_names'] is {short(names)}, expected a list of names"
+            )
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{path}: 'state' is {short(state)}, expected a dict")
+    for key, value in state.items():
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise CheckpointError(
+                f"{path}: the state of {short(key)} is a {type(value).__name__}, expected a dict "
+                "with names for keys"
+            )
+    if not isinstance(masters, Mapping) or not all(hasattr(m, "read") for m in masters.values()):
+        raise CheckpointError(f"{path}: its masters are {short(masters)}, expected tensors")
+
+
+def _is_key(value: Any) -> bool:
+    return is_text(value) or (type(value) is int and 0 <= value < 1 << 63)
 
 
 def _open_hf(path: str, model: str | None) -> ForeignCheckpoint:

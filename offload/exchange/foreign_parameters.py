@@ -6,20 +6,29 @@ state dict has tensors by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from offload.errors import MismatchError
+from offload.errors import CheckpointError, MismatchError
 from offload.exchange.foreign import ForeignCheckpoint
-from offload.exchange.foreign_checks import checked_step_count, hyperparameters
-from offload.exchange.torch_dicts import NO_ENTRY, num_steps, read_parameter_state, scalar_template
+from offload.exchange.torch_dicts import (
+    MAX_STEPS,
+    NO_ENTRY,
+    num_steps,
+    read_parameter_state,
+    scalar_template,
+)
+from offload.format._manifest_fields import TENSOR_DTYPES, encode_group
 from offload.format.layout import ParameterSpec
+from offload.format.strict_json import short
 from offload.options import Options
 from offload.update.coding.filler import ParameterState, TensorSource
 from offload.update.dtypes import DTYPE_CODES
+from offload.update.hyperparameters import misfit
 from offload.update.kept_state import Rule, Scalars
 from offload.update.rules import UpdateRule
 
@@ -65,7 +74,7 @@ def match_parameters(
     groups, found = [], []
     seen: set[str] = set()
     for index, (values, members) in enumerate(zip(saved, order, strict=True)):
-        hyper = hyperparameters(foreign.path, index, values, rule.defaults)
+        hyper = _hyperparameters(foreign.path, index, values, rule.defaults)
         _check_class(foreign, index, hyper, rule)
         kept = rule.rule(hyper)
         template = scalar_template(rule, hyper, kept)
@@ -175,7 +184,60 @@ def step_count(
     """
     by_state = num_steps([p.state.scalars for p in parameters])
     if given is not None:
-        return checked_step_count(given, "step")
+        return _checked_step_count(given, "step")
     if foreign.step is not None:
-        return checked_step_count(foreign.step, foreign.step_from)
+        return _checked_step_count(foreign.step, foreign.step_from)
     return by_state or 0
+
+
+def check_model(path: str, model: Mapping[str, Any]) -> None:
+    """Refuse another program's model with a tensor whose dtype no checkpoint can hold."""
+    for name, source in model.items():
+        if source.dtype not in DTYPE_CODES:
+            raise CheckpointError(
+                f"{path}: {name!r:.80} is {source.dtype}, which a checkpoint cannot hold"
+            )
+
+
+def _hyperparameters(
+    path: str, index: int, group: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the checked hyper-parameters of a group, completed by the defaults of the class."""
+    found = {
+        key: _read_value(f"{path}: param_groups[{index}][{key!r:.80}]", value)
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+    try:
+        encode_group(index, found)
+    except TypeError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    hyper = {**defaults, **found}
+    if problem := misfit([hyper], defaults):
+        raise CheckpointError(f"{path}: group {index}: {problem}")
+    return hyper
+
+
+def _checked_step_count(value: Any, where: str) -> int:
+    """Return a number of optimizer steps, which may have any of several types in a file."""
+    if hasattr(value, "read") and math.prod(value.shape) == 1:
+        value = value.read(0, 1).item()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= MAX_STEPS or value != int(value):
+        raise CheckpointError(
+            f"{where} is {short(value)}, expected a number of optimizer steps from 0 to "
+            f"{MAX_STEPS}: if you know the number, pass it with --step (step= in Python)"
+        )
+    return int(value)
+
+
+def _read_value(where: str, value: Any) -> Any:
+    """Return a hyper-parameter. If it is a tensor in a file, read it."""
+    if not hasattr(value, "read"):
+        return value
+    name = str(value.dtype).removeprefix("torch.")
+    if math.prod(value.shape) != 1 or name not in TENSOR_DTYPES:
+        raise CheckpointError(
+            f"{where} is a tensor of {name} and shape {list(value.shape)}, expected one real number"
+        )
+    return value.read(0, 1).reshape(value.shape)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from gds import Backend, StorageError
 from offload.checkpoint.checkpoint import Checkpoint
@@ -19,7 +21,7 @@ from offload.format.names import MANIFEST_NAME
 CONFIG_NAME = "config.json"
 """Name of the file without which a directory does not describe a model."""
 
-_ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 """Name of the file that describes an adapter of peft. The Trainer writes it alone for such."""
 
 _SUFFIXES = (".json", ".jinja", ".model", ".py", ".tiktoken")
@@ -103,7 +105,7 @@ def read_hf_files(backend: Backend, directory: str) -> dict[str, bytes]:
     Symbolic links are not followed: whoever made the store may have put them there.
     """
     names = _names_in(backend, directory)
-    if not {CONFIG_NAME, _ADAPTER_CONFIG_NAME} & {*names}:
+    if not {CONFIG_NAME, ADAPTER_CONFIG_NAME} & {*names}:
         return {}
     found = {}
     for name in names:
@@ -142,7 +144,7 @@ def _read_local(directory: str) -> dict[str, bytes]:
         if os.path.isfile(path) and os.path.getsize(path) <= _MAX_FILE_BYTES:
             with open(path, "rb") as file:
                 found[name] = file.read()
-    return found if {CONFIG_NAME, _ADAPTER_CONFIG_NAME} & {*found} else {}
+    return found if {CONFIG_NAME, ADAPTER_CONFIG_NAME} & {*found} else {}
 
 
 def _names_in(backend: Backend, directory: str) -> list[str]:
@@ -166,3 +168,69 @@ def _write(backend: Backend, path: str, data: bytes) -> None:
     with backend.create(path, len(data)) as file:
         file.write_bytes(data, 0)
         file.sync()
+
+
+ADAPTER_FOLDER = "adapter"
+ADAPTER_MODEL_NAME = "adapter_model.safetensors"
+
+_MODEL = "base_model.model."
+_TOP = re.compile(r"base_model\.(?!model\.)(\w+)\.([^.]+)")
+"""Name of a tensor that layers share and that a file of peft has once, beside the model."""
+
+_BASE = ".base_layer."
+_TOKENS = ".token_adapter.base_layer."
+_SHARED_TOKENS = ".token_adapter.trainable_tokens_delta."
+"""Part of the name of a tensor that tied embeddings share and that a file of peft has once."""
+_ORIGINAL = ".original_module."
+_SAVED = re.compile(r"(.+)\.modules_to_save\.([^.]+)(\..+)")
+_ADAPTER = re.compile(r"(.+)\.(?!(?:weight|bias)$)([^.]+)(\.weight|\.bias|)")
+_MAGNITUDE = ".lora_magnitude_vector"
+"""A vector of DoRA, whose name loses ``.weight`` in a file of peft."""
+
+
+class PeftNames(NamedTuple):
+    """Names in the files of peft, by the name in the model."""
+
+    base: dict[str, str]
+    """Tensors of the model without the adapter, as ``from_pretrained`` of the model names them."""
+
+    adapter: dict[str, str]
+    """Tensors of the adapter, as ``PeftModel.from_pretrained`` names them."""
+
+
+def peft_names(tensors: Iterable[tuple[str, Sequence[str]]]) -> PeftNames | None:
+    """Return the names that the tensors of a peft model have in files.
+
+    None means that the model has no adapter, or several, or one whose names are not known.
+    """
+    others = dict(tensors)
+    names = list(others)
+    if not all(name.startswith(_MODEL) for name in names):
+        return None
+    adapted = {name.rpartition(_BASE)[0] for name in names if _BASE in name}
+    base: dict[str, str] = {}
+    adapter: dict[str, str] = {}
+    adapters = set()
+    for name in names:
+        saved = _SAVED.fullmatch(name)
+        top = next(filter(None, map(_TOP.fullmatch, others[name])), None)
+        if saved:
+            adapters.add(saved[2])
+            adapter[name] = saved[1] + saved[3]
+        elif top:
+            adapters.add(top[2])
+            adapter[name] = f"base_model.{top[1]}"
+        elif _BASE not in name and any(name.startswith(f"{module}.") for module in adapted):
+            parts = _ADAPTER.fullmatch(name)
+            if parts is None or (others[name] and _SHARED_TOKENS not in name):
+                return None  # peft may write a tensor that layers share once for each of them
+            adapters.add(parts[2])
+            end = "" if parts[1].endswith(_MAGNITUDE) else parts[3]
+            adapter[name] = parts[1] + end
+        else:
+            bare = name.removeprefix(_MODEL)
+            for wrapped in (_TOKENS, _BASE, _ORIGINAL):
+                bare = bare.replace(wrapped, ".")
+            base[name] = bare
+    is_one = len(adapters) == 1 and len({*base.values()}) == len(base)
+    return PeftNames(base, adapter) if is_one and len({*adapter.values()}) == len(adapter) else None

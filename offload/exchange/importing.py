@@ -19,9 +19,9 @@ from offload.ambient import called_as_user, in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import StoreError
 from offload.exchange.foreign import ForeignCheckpoint, open_foreign
-from offload.exchange.foreign_checks import check_model
 from offload.exchange.foreign_parameters import (
     ForeignParameter,
+    check_model,
     match_parameters,
     step_count,
     with_ties,

@@ -7,25 +7,33 @@ so that each is read once however many boxes are wanted of it.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 
+from offload.ambient import in_neutral
 from offload.checkpoint.state_owners import StateOwner, StoredBox
 from offload.checkpoint.whole_state import WholeState
+from offload.errors import CheckpointNotFoundError
 from offload.format.arrays import MASTER
-from offload.format.boxes import Box, cut_range
+from offload.format.boxes import Box, cut_range, hull
 from offload.format.chunk_plan import ChunkPlan, Piece, Span
 from offload.format.layout import ModelTensor
 from offload.update.coding.decoder import (
     STATE_BLOCK_ELEMENTS,
     StateDecoder,
     has_master,
+    kept_arrays,
     stored_arrays,
 )
 from offload.update.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from offload.checkpoint.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,12 +117,7 @@ def read_model_box(state: WholeState, tensor: ModelTensor, box: Box) -> torch.Te
 
 
 class OwnedParameters:
-    """Parameters in the model file, read by an owner's boxes; implements `ParameterViews`.
-
-    Args:
-        state: State of the checkpoint.
-        owner: Owner of the boxes.
-    """
+    """Parameters in the model file, read by an owner's boxes; implements `ParameterViews`."""
 
     def __init__(self, state: WholeState, owner: StateOwner) -> None:
         self._state = state
@@ -200,12 +203,7 @@ class StoredChunk:
             self._ranges[name] = (min(low, start), max(high, stop))
 
     def values(self, span: Span, arrays: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return values of a span by stored array, with the errors of `WholeState.read_state`.
-
-        Args:
-            span: A span that was passed to `want`.
-            arrays: The arrays that were passed with it.
-        """
+        """Return values of a span by stored array, after `want` of the same span and arrays."""
         found = {}
         for name in self._names(span, arrays):
             start, stop = span.values[name]
@@ -237,14 +235,10 @@ def _trimmed(
     """Return a span from its first to its last wanted element; None if none is wanted."""
     (piece,) = span.pieces
     commons = [box.box.intersection(one.box) for one in wanted]
-    starts, stops = [], []
-    for common in commons:
-        if common is not None:
-            inner = common.within(box.box)
-            starts.append(_position(box.spec.shape, inner.offsets))
-            stops.append(_position(box.spec.shape, [stop - 1 for stop in inner.stops]) + 1)
-    if not starts:
+    ranges = [hull(box.box, common) for common in commons if common is not None]
+    if not ranges:
         return None
+    starts, stops = zip(*ranges, strict=True)
     # A value may stand for several elements, and begins at a multiple of as many in the piece.
     block = max((plan.arrays[name].block for name in plan.kept[number]), default=1)
     begin = plan.pieces[number].start
@@ -255,14 +249,6 @@ def _trimmed(
     if low >= high:
         return None
     return plan.part(number, low, high)
-
-
-def _position(shape: Sequence[int], index: Sequence[int]) -> int:
-    """Return the position of an element in a contiguous tensor of a shape."""
-    position = 0
-    for size, at in zip(shape, index, strict=True):
-        position = position * size + at
-    return position
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -304,3 +290,54 @@ def _targets(piece: Piece, box: StoredBox, wanted: Sequence[WantedState]) -> Ite
             if common is not None:
                 yield _Target(first, part, common, one)
         first += part.num_elements
+
+
+def read_state(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
+    """Read the optimizer state of one parameter of a checkpoint.
+
+    If several ranks made the checkpoint, the tensors are put together from the boxes of all its
+    owners. This takes the memory of the result twice at most, and a constant. The chunks that hold
+    the parameter are read as a whole, and compared with their digests.
+
+    Args:
+        checkpoint: The checkpoint. It is kept from being recycled during the call, even if it was
+            not opened by `open_checkpoint`.
+        name: The parameter's name, as in ``model.safetensors``.
+
+    Returns:
+        FP32 tensors of the parameter's shape: ``master`` and every state array, as the next step
+        would compute with them. They are decoded if they are stored in fewer bits. If a parameter
+        was edited after the last step, ``master`` is the edited value. The arrays of a parameter
+        that has never had a gradient are zeros.
+
+    Raises:
+        CheckpointNotFoundError: The checkpoint has no trainable parameter of that name.
+        DamagedError: A chunk is damaged. The message names file and bytes.
+        CheckpointError: The part of another rank that has elements of the parameter is missing, or
+            is not seen on this node. The message names its owner.
+        RecycledError: The checkpoint was not opened by `open_checkpoint`, and has been recycled.
+        gds.StorageError: The checkpoint cannot be read.
+    """
+    with checkpoint.held(), WholeState(checkpoint) as state:
+        return _read_state(state, name)
+
+
+@in_neutral
+def _read_state(state: WholeState, name: str) -> dict[str, torch.Tensor]:
+    layout = state.layout
+    spec = next((p for p in layout.parameters if p.name == name), None)
+    if spec is None:
+        state.require_all()
+        names = ", ".join(p.name for p in layout.parameters[:8])
+        raise CheckpointNotFoundError(
+            errno.ENOENT,
+            f"no trainable parameter {name!r} here (it has: {names}, ...)",
+            state.path,
+        )
+    # A parameter that was never stepped keeps these zeros, since none of its arrays is read.
+    out = {
+        array: torch.zeros(spec.shape, dtype=torch.float32, device="cpu")
+        for array in (MASTER, *kept_arrays(spec, layout))
+    }
+    read_state_boxes(state, [WantedState(name, Box.whole(spec.shape), out)])
+    return out

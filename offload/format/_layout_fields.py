@@ -14,7 +14,7 @@ from typing import Any, get_args
 from gds import ALIGNMENT
 from offload.format import _manifest_fields as fields
 from offload.format._manifest_fields import ScalarValue
-from offload.format.arrays import CountsFrom, StateDtype, is_array_name
+from offload.format.arrays import StateDtype, is_array_name
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.strict_json import short
@@ -23,14 +23,32 @@ _MAX_ARRAYS = 64
 """Largest number of state arrays of a store."""
 
 
-def encode_layout(layout: Layout) -> dict[str, Any]:
-    """Return the fields of a layout that a manifest and an owner's table share."""
+Scalars = tuple[tuple[ScalarValue, ...] | None, ...]
+"""For each parameter in element-space order, its scalar state; None if it has no state yet."""
+
+Digests = Mapping[str, tuple[str | None, ...]]
+"""For each state array, the digest of each chunk; None for a chunk that holds no state."""
+
+
+def encode_state(layout: Layout, scalars: Scalars, digests: Digests) -> dict[str, Any]:
+    """Return the fields that a manifest and an owner's table share."""
     return {
         "chunk_elements": layout.chunk_elements,
         "state_dtype": layout.state_dtype,
         "arrays": [[name, f.dtype, f.block] for name, f in layout.formats.items()],
         "parameters": [_encode_parameter(p) for p in layout.parameters],
+        "scalars": encode_scalars(scalars),
+        "digests": {name: list(values) for name, values in digests.items()},
     }
+
+
+def encode_scalars(scalars: Iterable[tuple[ScalarValue, ...] | None]) -> list[Any]:
+    """Return the scalar state of each parameter, in element-space order."""
+    return [None if s is None else [[n, k, _written(k, v)] for n, k, v in s] for s in scalars]
+
+
+def _written(kind: str, value: float | int) -> str:
+    return repr(int(value) if kind == "int" else float(value))
 
 
 def _encode_parameter(spec: ParameterSpec) -> list[Any]:
@@ -51,31 +69,53 @@ def box(value: object) -> Box:
     return Box(fields.shape(offsets), fields.shape(sizes))
 
 
-def decode_layout(
+def decode_state(
     body: Mapping[str, Any],
     model: tuple[ModelTensor, ...],
     shares: tuple[int, ...],
-    counts_from: CountsFrom,
-    *,
-    has_boxes: bool,
+    num_groups: int,
+) -> tuple[Layout, Scalars, Digests]:
+    """Return the layout, the scalars and the digests that `encode_state` was given."""
+    layout = _decode_layout(body, model, shares)
+    if any(p.group >= num_groups for p in layout.parameters):
+        raise ValueError("a parameter belongs to a group that does not exist")
+    scalars = tuple(
+        None if s is None else tuple(fields.scalar(one) for one in fields.items(s))
+        for s in fields.items(body["scalars"])
+    )
+    if len(scalars) != len(layout.parameters):
+        raise ValueError(f"{len(scalars)} scalar states for {len(layout.parameters)} parameters")
+    digests = {
+        name: tuple(None if d is None else fields.digest(d) for d in fields.items(values))
+        for name, values in fields.mapping(body["digests"]).items()
+    }
+    if digests.keys() != set(layout.array_names) or any(
+        len(values) != layout.num_chunks for values in digests.values()
+    ):
+        raise ValueError("there is not one digest for each chunk of each array")
+    # Each chunk is now known to have a digest in the file. So the file's length bounds the time and
+    # the memory that whatever follows takes.
+    _ = layout.array_headers  # refuses names that no header can hold
+    return layout, scalars, digests
+
+
+def _decode_layout(
+    body: Mapping[str, Any], model: tuple[ModelTensor, ...], shares: tuple[int, ...]
 ) -> Layout:
-    """Return the layout that the fields of `encode_layout` describe."""
     parameters = tuple(
-        _decode_parameter(fields.items(value), has_boxes=has_boxes)
-        for value in fields.items(body["parameters"])
+        _decode_parameter(fields.items(value)) for value in fields.items(body["parameters"])
     )
     chunk_elements = fields.count(body["chunk_elements"])
     if chunk_elements == 0 or chunk_elements % (ALIGNMENT // 4):
         raise ValueError(f"chunk_elements is {chunk_elements}, not a positive multiple of 1024")
     if body["state_dtype"] not in get_args(StateDtype):
         raise ValueError(f"unknown state_dtype {short(body['state_dtype'])}")
-    layout = Layout(parameters, model, chunk_elements, body["state_dtype"], shares, counts_from)
+    layout = Layout(parameters, model, chunk_elements, body["state_dtype"], shares)
     stored = {t.name: (t.dtype, t.shape) for t in model}
     for p in parameters:
         if stored.get(p.name) != (p.dtype, p.shape if p.cut is None else p.cut.shape):
             raise ValueError(f"parameter {short(p.name)} differs from the model's tensor")
-    if has_boxes:
-        _require_apart(parameters)
+    _require_apart(parameters)
     if len(layout.array_names) > _MAX_ARRAYS:
         raise ValueError(f"{len(layout.array_names)} state arrays, at most {_MAX_ARRAYS} are read")
     for name in layout.array_names:
@@ -87,8 +127,8 @@ def decode_layout(
     return layout
 
 
-def _decode_parameter(value: Sequence[Any], *, has_boxes: bool) -> ParameterSpec:
-    if len(value) not in ((5, 6) if has_boxes else (5,)):
+def _decode_parameter(value: Sequence[Any]) -> ParameterSpec:
+    if len(value) not in (5, 6):
         raise ValueError(f"a parameter is described by {len(value)} values")
     name, dtype, shape, group, arrays, *rest = value
     whole = fields.shape(shape)
@@ -117,38 +157,3 @@ def _require_apart(parameters: Iterable[ParameterSpec]) -> None:
         held[p.name] += p.num_elements
         if held[p.name] > math.prod(p.shape if p.cut is None else p.cut.shape):
             raise ValueError(f"the boxes of parameter {short(p.name)} overlap")
-
-
-def encode_scalars(
-    scalars: Iterable[tuple[ScalarValue, ...] | None],
-) -> list[list[list[str]] | None]:
-    """Return the scalar state of each parameter, in element-space order."""
-    return [None if s is None else [[n, k, _written(k, v)] for n, k, v in s] for s in scalars]
-
-
-def _written(kind: str, value: float | int) -> str:
-    return repr(int(value) if kind == "int" else float(value))
-
-
-def decode_scalars(value: object, layout: Layout) -> tuple[tuple[ScalarValue, ...] | None, ...]:
-    """Return the scalar state of each parameter of a layout."""
-    scalars = tuple(
-        None if s is None else tuple(fields.scalar(one) for one in fields.items(s))
-        for s in fields.items(value)
-    )
-    if len(scalars) != len(layout.parameters):
-        raise ValueError(f"{len(scalars)} scalar states for {len(layout.parameters)} parameters")
-    return scalars
-
-
-def decode_digests(value: object, layout: Layout) -> dict[str, tuple[str | None, ...]]:
-    """Return the digest of each chunk of each state array of a layout."""
-    digests = {
-        name: tuple(None if d is None else fields.digest(d) for d in fields.items(values))
-        for name, values in fields.mapping(value).items()
-    }
-    if digests.keys() != set(layout.array_names) or any(
-        len(values) != layout.num_chunks for values in digests.values()
-    ):
-        raise ValueError("there is not one digest for each chunk of each array")
-    return digests

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from offload.errors import TrainStateFormatError, TrainStateTagError
 from offload.format._train_state_encode import (
     FACTORIES,
     MAX_DEPTH,
@@ -30,10 +31,8 @@ from offload.format._train_state_leaves import (
     StoredTensor,
     decode_base64,
     render,
-    short,
 )
-from offload.format.errors import TrainStateFormatError, TrainStateTagError
-from offload.format.strict_json import parse_json
+from offload.format.strict_json import parse_json, short
 
 
 def decode_text(text: str, tensors: Mapping[str, StoredTensor]) -> object:

@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from offload.errors import TrainStateTypeError
 from offload.format._train_state_leaves import (
     LEAF_PACKAGES,
     ROOT,
@@ -26,9 +27,8 @@ from offload.format._train_state_leaves import (
     StoredTensor,
     leaf_tag,
     render,
-    short,
 )
-from offload.format.errors import TrainStateTypeError
+from offload.format.strict_json import short
 
 MAX_DEPTH = 100
 """Largest depth of values inside values. Real states have fewer than ten levels; Python's own stack

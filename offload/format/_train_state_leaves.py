@@ -14,13 +14,13 @@ import base64
 import binascii
 import ctypes
 import math
-import reprlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload.format.errors import TrainStateFormatError, TrainStateTypeError
+from offload.errors import TrainStateFormatError, TrainStateTypeError
 from offload.format.header import DTYPE_BYTES
+from offload.format.strict_json import short
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,9 +35,6 @@ TAG_KEY = "$"
 LEAF_PACKAGES = frozenset({"torch", "numpy"})
 """Top-level packages whose types `leaf_tag` may know."""
 
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80
 
 Path = tuple["Path | None", str, object]
 """Position of a value: the parent's path, a pattern, and the key that fills the pattern. A path is
@@ -56,11 +53,6 @@ def render(path: Path) -> str:
         step, pattern, key = step
         parts.append(pattern.format(short(key)))
     return "".join(reversed(parts))
-
-
-def short(value: object) -> str:
-    """Return a `repr` that fits a message."""
-    return _REPR.repr(value)
 
 
 class StoredTensor(NamedTuple):

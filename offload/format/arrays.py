@@ -39,13 +39,6 @@ _TAKEN_NAMES = ("model", "train_state", "manifest")
 MasterFormat = Literal["float32", "split"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
 
-CountsFrom = Literal["parameter", "chunk"]
-"""Start of counting for blocks of 8-bit state and for the random numbers of stochastic rounding."""
-
-NEW_STORES_COUNT_FROM: CountsFrom = "parameter"
-"""Start of counting in new stores. Compressed state in stores of version 2 of the format has
-"chunk"; see `Layout.counts_from`."""
-
 
 @dataclass(frozen=True, slots=True)
 class ArrayFormat:

@@ -9,9 +9,10 @@ not forgery: xxh3 is not a cryptographic hash.
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import xxhash
 
@@ -194,3 +195,62 @@ class Digests(Protocol):
     def finish(self, context: DigestContext, chunk: int, run: Run) -> dict[str, str]:
         """Return the digest of each array, as `DigestContext.digest` returns it."""
         ...
+
+
+class Content(NamedTuple):
+    """Content of a model file, as processes name it that each know a part of it."""
+
+    name: str = ""
+    """Name that no other content has, of this or another file; empty if nothing may be known."""
+
+    readable: bool = False
+    """See `KnownLeaves.readable`."""
+
+
+class KnownLeaves:
+    """Digests of the leaves of a model file, block by block, so that a seal skips what it holds.
+
+    Only digests are relied on that this process has computed itself, from bytes that it wrote to
+    the file or read from it.
+
+    Args:
+        inode: Inode of the file, so that another file of the same name is not taken for it; 0 if
+            the inode is not known.
+        readable: Initial value of `readable`.
+    """
+
+    def __init__(self, inode: int = 0, *, readable: bool) -> None:
+        self.inode = inode
+        self.readable = readable
+        """Whether unknown blocks may be read back and trusted. They may not if the file has no
+        content yet, or if a write or a sync has failed: then a cache may hold what the drive does
+        not."""
+        self._blocks: dict[int, bytes] = {}
+        self._name = uuid.uuid4().hex
+
+    @property
+    def content(self) -> Content:
+        """Content of the file. It has another name whenever it has been forgotten."""
+        return Content(self._name, self.readable)
+
+    def of(self, block: int) -> bytes | None:
+        """Return the digests of a block's leaves, 8 bytes each; None if they are not known."""
+        return self._blocks.get(block)
+
+    def note(self, block: int, leaves: bytes) -> None:
+        """Record the content of a block: the digests of its leaves in order, 8 bytes each."""
+        self._blocks[block] = leaves
+
+    def forget(self, *, readable: bool) -> None:
+        """Forget the digests of all blocks.
+
+        Args:
+            readable: Whether unknown blocks may be read back from now on.
+        """
+        self._blocks.clear()
+        self._name = uuid.uuid4().hex
+        self.readable = readable
+
+    def __len__(self) -> int:
+        """Return the number of known blocks."""
+        return len(self._blocks)

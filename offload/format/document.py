@@ -1,18 +1,21 @@
 """Small JSON documents that carry their own digest: manifests, part files and pins.
 
-A document is ``{"format": <version>, "digest": <of the body>, "body": {...}}``. It is padded with
-spaces to a reserved size and ends in a newline. While a document is being rewritten, its file holds
-``{"format": <version>, "invalid": <why>}`` instead.
+A document is ``{"format": 1, "digest": <of the body>, "body": {...}}``. It is padded with spaces to
+a reserved size and ends in a newline. While a document is being rewritten, its file holds
+``{"format": 1, "invalid": <why>}`` instead.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from offload.format.strict_json import parse_json, short
+
+_VERSION: Final = 1
+"""Version of the format of all documents, the only one that is read."""
 
 
 class DocumentError(ValueError):
@@ -32,11 +35,10 @@ def digest_of(body: Mapping[str, Any]) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
-def signed(version: int, body: Mapping[str, Any], *, compact: bool = False) -> bytes:
+def signed(body: Mapping[str, Any], *, compact: bool = False) -> bytes:
     """Return a document without its padding.
 
     Args:
-        version: Version of the document's format.
         body: Content of the document.
         compact: Whether to leave out the spaces after commas and colons. This suits a document that
             may be long.
@@ -44,14 +46,14 @@ def signed(version: int, body: Mapping[str, Any], *, compact: bool = False) -> b
     Raises:
         ValueError: A number in the body is not finite.
     """
-    document = {"format": version, "digest": digest_of(body), "body": body}
+    document = {"format": _VERSION, "digest": digest_of(body), "body": body}
     separators = (",", ":") if compact else None
     return json.dumps(document, separators=separators, allow_nan=False).encode()
 
 
-def invalid(version: int, reason: str) -> bytes:
-    """Return an invalid document that gives the reason, without its padding."""
-    return json.dumps({"format": version, "invalid": reason}).encode()
+def invalid(reason: str, size_bytes: int) -> bytes:
+    """Return an invalid document that gives the reason, padded to its reserved size."""
+    return padded(json.dumps({"format": _VERSION, "invalid": reason}).encode(), size_bytes)
 
 
 def padded(text: bytes, size_bytes: int) -> bytes:
@@ -59,13 +61,12 @@ def padded(text: bytes, size_bytes: int) -> bytes:
     return text.ljust(size_bytes - 1) + b"\n"
 
 
-def read(data: bytes, kind: str, versions: Collection[int]) -> tuple[int, dict[str, Any]]:
-    """Return the version and the body of a document. The data is not trusted.
+def read(data: bytes, kind: str) -> dict[str, Any]:
+    """Return the body of a document. The data is not trusted.
 
     Args:
         data: Content of the file.
         kind: Kind of document that is expected, for messages: "a manifest".
-        versions: Versions of the format that the caller can read.
 
     Raises:
         InvalidDocumentError: The document says that it is invalid.
@@ -78,17 +79,16 @@ def read(data: bytes, kind: str, versions: Collection[int]) -> tuple[int, dict[s
     if not isinstance(document, dict) or "format" not in document:
         raise DocumentError(f"not {kind}: it has no 'format'")
     version, body = document["format"], document.get("body")
-    if type(version) is not int or version not in versions:
-        expected = " or ".join(map(str, versions))
+    if type(version) is not int or version != _VERSION:
         raise DocumentError(
-            f"format version {short(version)}, expected {expected}; it was written by another "
+            f"format version {short(version)}, expected {_VERSION}; it was written by another "
             "version of this package"
         )
     if "invalid" in document:
         raise InvalidDocumentError(short(document["invalid"]))
     if not isinstance(body, dict) or document.get("digest") != _digest_or_none(body):
         raise DocumentError("damaged: its content does not match its digest")
-    return version, body
+    return body
 
 
 def _digest_or_none(body: Mapping[str, Any]) -> str | None:

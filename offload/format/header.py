@@ -8,34 +8,19 @@ which the format allows and direct I/O needs.
 There are two guarantees. Equal arguments of `build_header` give equal bytes. `parse_header` accepts
 a subset of what the safetensors library accepts: it also refuses repeated keys, unknown fields,
 leading white space, a null ``__metadata__``, and dtypes smaller than a byte.
-
-Each kind of fault in a file has its own subclass of `TensorFileError`. This module imports neither
-torch nor numpy.
 """
 
 from __future__ import annotations
 
 import json
-import reprlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from gds import ALIGNMENT
-from offload.format.errors import DtypeError as DtypeError
-from offload.format.errors import DuplicateNameError as DuplicateNameError
-from offload.format.errors import FileSizeError as FileSizeError
-from offload.format.errors import HeaderEncodingError as HeaderEncodingError
-from offload.format.errors import HeaderStructureError as HeaderStructureError
-from offload.format.errors import HeaderTooLargeError as HeaderTooLargeError
-from offload.format.errors import HeaderTruncatedError as HeaderTruncatedError
-from offload.format.errors import MetadataError as MetadataError
-from offload.format.errors import OffsetError as OffsetError
-from offload.format.errors import ReservedNameError as ReservedNameError
-from offload.format.errors import ShapeError as ShapeError
-from offload.format.errors import TensorFileError as TensorFileError
-from offload.format.strict_json import DuplicateKeyError, NestingError, parse_json
+from offload.errors import OffloadError
+from offload.format.strict_json import is_text, parse_json, short
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType(
     {
@@ -74,8 +59,14 @@ _MAX_SHAPE_DIMS = 64
 _MAX_COUNT = 2**63 - 1
 """Largest number of elements or bytes. Larger numbers fit no file offset and no torch stride."""
 _ENTRY_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 200
+
+
+class TensorFileError(OffloadError, ValueError):
+    """A safetensors file is damaged, or the given content cannot be stored as one."""
+
+
+class HeaderTooLargeError(TensorFileError):
+    """The header is longer than the format's limit, or than the space reserved for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +133,7 @@ def build_header(
     Raises:
         HeaderTooLargeError: `header_bytes` or the format's limit is too small. The message says by
             how much.
-        DuplicateNameError, ReservedNameError, DtypeError, ShapeError, MetadataError,
-        HeaderEncodingError: The arguments cannot be a safetensors file. All are ValueError.
+        TensorFileError: The arguments cannot be a safetensors file.
     """
     where = "cannot build a safetensors header"
     tree: dict[str, object] = {}
@@ -154,14 +144,14 @@ def build_header(
     offset = 0
     for name, dtype, shape in tensors:
         if name == METADATA_KEY:
-            raise ReservedNameError(
+            raise TensorFileError(
                 f"{where}: a tensor is called {METADATA_KEY!r}, which the format reserves; "
                 "rename the parameter or buffer"
             )
         if name in entries:
-            raise DuplicateNameError(f"{where}: two tensors are called {_short(name)}")
+            raise TensorFileError(f"{where}: two tensors are called {short(name)}")
         _check_text(name, where)
-        stop = offset + _shape_bytes(dtype, list(shape), f"{where}: tensor {_short(name)}")
+        stop = offset + _shape_bytes(dtype, list(shape), f"{where}: tensor {short(name)}")
         entries[name] = TensorEntry(name, dtype, tuple(shape), offset, stop)
         tree[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
         offset = stop
@@ -192,10 +182,10 @@ def header_length(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> int:
 
     Raises:
         HeaderTooLargeError: The claimed length is more than the format allows.
-        HeaderTruncatedError: The file is shorter than the claimed header, or than 8 bytes.
+        TensorFileError: The file is shorter than the claimed header, or than 8 bytes.
     """
     if file_bytes < _PREFIX_BYTES or len(prefix) < _PREFIX_BYTES:
-        raise HeaderTruncatedError(
+        raise TensorFileError(
             f"{path}: not a safetensors file: {min(file_bytes, len(prefix))} bytes, expected at "
             f"least the {_PREFIX_BYTES} bytes of the header's length"
         )
@@ -206,7 +196,7 @@ def header_length(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> int:
             f"{MAX_HEADER_BYTES}; not a safetensors file, or damaged"
         )
     if length > file_bytes - _PREFIX_BYTES:
-        raise HeaderTruncatedError(
+        raise TensorFileError(
             f"{path}: claims a header of {length} bytes, but only {file_bytes - _PREFIX_BYTES} "
             "bytes follow its length; the file was cut short"
         )
@@ -224,12 +214,12 @@ def parse_header(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> Heade
         path: Path of the file, for messages.
 
     Raises:
-        TensorFileError: The header is bad; each kind of fault has its own subclass. The message
-            names path and tensor, what was found and what was expected.
+        TensorFileError: The header is bad. The message names path and tensor, what was found and
+            what was expected.
     """
     data_start = header_length(prefix, file_bytes, path)
     if len(prefix) < data_start:
-        raise HeaderTruncatedError(
+        raise TensorFileError(
             f"{path}: the header takes {data_start} bytes, got the first {len(prefix)}"
         )
     encoded = bytes(prefix[:data_start])
@@ -242,13 +232,13 @@ def parse_header(prefix: bytes, file_bytes: int, path: str = "<bytes>") -> Heade
     for entry in entries:
         if entry.start != end:
             kind = "a hole" if entry.start > end else "an overlap"
-            raise OffsetError(
-                f"{path}: tensor {_short(entry.name)}: {kind} before it: its data starts at byte "
+            raise TensorFileError(
+                f"{path}: tensor {short(entry.name)}: {kind} before it: its data starts at byte "
                 f"{entry.start}, expected {end}"
             )
         end = entry.stop
     if data_start + end != file_bytes:
-        raise FileSizeError(
+        raise TensorFileError(
             f"{path}: header and data take {data_start + end} bytes, the file has {file_bytes}"
         )
     by_name = MappingProxyType({entry.name: entry for entry in entries})
@@ -273,29 +263,23 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, path: str) -
 
 def _parse_json(text: bytes, path: str) -> dict[str, object]:
     if text[:1] != b"{":
-        raise HeaderEncodingError(
+        raise TensorFileError(
             f"{path}: the header begins with {text[:1]!r}, expected b'{{'; not a safetensors file"
         )
     try:
-        tree = parse_json(text, max_values=None)
-    except DuplicateKeyError as error:
-        raise DuplicateNameError(f"{path}: the header: {error}") from error
-    except NestingError as error:
-        raise HeaderStructureError(f"{path}: the header is {error}") from error
+        tree: dict[str, object] = parse_json(text, max_values=None)
     except ValueError as error:
-        raise HeaderEncodingError(f"{path}: the header is not JSON: {error}") from error
-    if not isinstance(tree, dict):  # unreachable while a header must begin with a brace
-        raise HeaderStructureError(f"{path}: the header is a {type(tree).__name__}, not a map")
+        raise TensorFileError(f"{path}: the header is no JSON of a header: {error}") from error
     return tree
 
 
 def _parse_entry(name: str, fields: object, path: str) -> TensorEntry:
     _check_text(name, path)
-    at = f"{path}: tensor {_short(name)}"
+    at = f"{path}: tensor {short(name)}"
     if not isinstance(fields, dict) or fields.keys() != _ENTRY_FIELDS:
         got = sorted(fields) if isinstance(fields, dict) else f"a {type(fields).__name__}"
-        raise HeaderStructureError(
-            f"{at}: got {_short(got)}, expected a map of exactly {sorted(_ENTRY_FIELDS)}"
+        raise TensorFileError(
+            f"{at}: got {short(got)}, expected a map of exactly {sorted(_ENTRY_FIELDS)}"
         )
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     nbytes = _shape_bytes(dtype, shape, at)
@@ -305,12 +289,12 @@ def _parse_entry(name: str, fields: object, path: str) -> TensorEntry:
         or any(type(offset) is not int for offset in offsets)
         or not 0 <= offsets[0] <= offsets[1] <= _MAX_COUNT
     ):
-        raise OffsetError(
-            f"{at}: data_offsets are {_short(offsets)}, expected two integers 0 <= start <= stop"
+        raise TensorFileError(
+            f"{at}: data_offsets are {short(offsets)}, expected two integers 0 <= start <= stop"
         )
     start, stop = offsets
     if stop - start != nbytes:
-        raise ShapeError(
+        raise TensorFileError(
             f"{at}: {dtype} of shape {shape} takes {nbytes} bytes, its "
             f"data_offsets [{start}, {stop}] span {stop - start}"
         )
@@ -320,35 +304,37 @@ def _parse_entry(name: str, fields: object, path: str) -> TensorEntry:
 def _shape_bytes(dtype: object, shape: object, at: str) -> int:
     """Return the bytes that a tensor takes, after checking dtype and shape."""
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise DtypeError(
-            f"{at}: dtype is {_short(dtype)}, expected one of {', '.join(DTYPE_BYTES)}"
+        raise TensorFileError(
+            f"{at}: dtype is {short(dtype)}, expected one of {', '.join(DTYPE_BYTES)}"
         )
     # isinstance takes a bool for an int, but JSON's true is not a size.
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
-        raise ShapeError(
-            f"{at}: shape is {_short(shape)}, expected a list of non-negative integers"
+        raise TensorFileError(
+            f"{at}: shape is {short(shape)}, expected a list of non-negative integers"
         )
     if len(shape) > _MAX_SHAPE_DIMS:
-        raise ShapeError(f"{at}: {len(shape)} dimensions, at most {_MAX_SHAPE_DIMS} are supported")
+        raise TensorFileError(
+            f"{at}: {len(shape)} dimensions, at most {_MAX_SHAPE_DIMS} are supported"
+        )
     extent = DTYPE_BYTES[dtype]
     for size in shape:
         # The product is checked after each factor and zeros are ignored, because the strides of
         # [2**62, 2**62, 0] would overflow.
         extent *= max(size, 1)
         if extent > _MAX_COUNT:
-            raise ShapeError(f"{at}: {dtype} of shape {_short(shape)} overflows 63 bits")
+            raise TensorFileError(f"{at}: {dtype} of shape {short(shape)} overflows 63 bits")
     return 0 if 0 in shape else extent
 
 
 def _checked_metadata(metadata: object, where: str) -> Mapping[str, str]:
     if not isinstance(metadata, dict):
-        raise MetadataError(
+        raise TensorFileError(
             f"{where}: {METADATA_KEY} is a {type(metadata).__name__}, expected a map of strings"
         )
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise MetadataError(
-                f"{where}: {METADATA_KEY} maps {_short(key)} to {_short(value)}, expected a "
+            raise TensorFileError(
+                f"{where}: {METADATA_KEY} maps {short(key)} to {short(value)}, expected a "
                 "string for a string"
             )
         _check_text(key, where)
@@ -357,14 +343,7 @@ def _checked_metadata(metadata: object, where: str) -> Mapping[str, str]:
 
 
 def _check_text(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise HeaderEncodingError(
-            f"{where}: {_short(text)} has a lone surrogate, which UTF-8 cannot express"
-        ) from error
-
-
-def _short(value: object) -> str:
-    """Return a `repr` that fits a message, however long or deep a hostile file made the value."""
-    return _REPR.repr(value)
+    if not is_text(text):
+        raise TensorFileError(
+            f"{where}: {short(text)} has a lone surrogate, which UTF-8 cannot express"
+        )

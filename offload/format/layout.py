@@ -22,7 +22,6 @@ from offload.format.arrays import (
     MASTER,
     MASTER_LOW,
     ArrayFormat,
-    CountsFrom,
     array_format,
 )
 from offload.format.boxes import Box, Cut
@@ -122,15 +121,6 @@ class Layout:
 
     shares: tuple[int, ...] = (1,)
     """For each drive, its share of the state, in proportion to the others."""
-
-    counts_from: CountsFrom = "parameter"
-    """Start of counting for blocks of 32 elements (of int8 state) and for random numbers (of
-    bfloat16 state).
-
-    With "parameter", as in all new stores, both are counted from each parameter's first element.
-    With "chunk", as in stores of version 2 of the format, blocks also start anew at each chunk, and
-    random numbers depend on the position in element space. For FP32 state, which has neither, the
-    value is "parameter"."""
 
     shard: ModelShard | None = field(default=None, compare=False)
     """Boxes of the model that are in a shard file of this slot or part. None if there is a
@@ -265,9 +255,7 @@ class Layout:
     def array_bytes(self, array: str) -> int:
         """Return the size in bytes of one state array on all drives, without headers."""
         num_values = sum(
-            self._num_values(array, index, p.num_elements)
-            for index, p in enumerate(self.parameters)
-            if array in p.arrays
+            self._num_values(array, p.num_elements) for p in self.parameters if array in p.arrays
         )
         return num_values * self.formats[array].nbytes
 
@@ -295,7 +283,7 @@ class Layout:
 
     def _chunk_start(self, chunk: int) -> int:
         start = min(chunk * self.chunk_elements, self.num_elements)
-        if start == self.num_elements or not self._has_whole_blocks:
+        if start == self.num_elements or self.state_dtype != "int8":
             return start
         index = bisect_right(self.starts, start) - 1
         begin, end = self.starts[index], self.starts[index + 1]
@@ -305,11 +293,6 @@ class Layout:
         """Return the chunk that contains an element of element space."""
         chunk = element // self.chunk_elements
         return chunk - 1 if self._chunk_start(chunk) > element else chunk
-
-    @property
-    def _has_whole_blocks(self) -> bool:
-        """Whether chunks are cut so that none begins inside a block."""
-        return self.state_dtype == "int8" and self.counts_from == "parameter"
 
     @cached_property
     def _pieces(self) -> tuple[tuple[Piece, ...], ...]:
@@ -330,9 +313,8 @@ class Layout:
     def plans(self) -> tuple[ChunkPlan, ...]:
         """The plan of each chunk.
 
-        If blocks of int8 state are counted from parameters, no chunk cuts a block. A chunk that
-        would begin inside a block begins at the end of that block. So a chunk may have up to 31
-        elements more or less than `chunk_elements`.
+        A chunk of int8 state that would begin inside a block begins at the end of that block. So it
+        may have up to 31 elements more or less than `chunk_elements`.
         """
         ends = [
             {name: header.data_start for name, header in headers.items()}
@@ -358,20 +340,11 @@ class Layout:
         index = piece.parameter
         if array not in self.parameters[index].arrays:
             return 0
-        return self._num_values(array, index, piece.stop) - self._num_values(
-            array, index, piece.start
-        )
+        return self._num_values(array, piece.stop) - self._num_values(array, piece.start)
 
-    def _num_values(self, array: str, parameter: int, elements: int) -> int:
+    def _num_values(self, array: str, elements: int) -> int:
         """Return the number of stored values for the first `elements` elements of a parameter."""
-        block = self.formats[array].block
-        if block == 1:
-            return elements
-        # Blocks start anew after the first `head` elements.
-        head = 0
-        if self.counts_from == "chunk":
-            head = min(elements, -self.starts[parameter] % self.chunk_elements)
-        return -(-head // block) - (-(elements - head) // block)
+        return -(-elements // self.formats[array].block)
 
     def byte_range(self, array: str, chunk: int) -> tuple[int, int]:
         """Return the offset and the length of a chunk in the array's file, both in bytes.

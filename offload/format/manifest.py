@@ -17,21 +17,14 @@ from gds import ALIGNMENT
 from offload.errors import ManifestError, OffloadError
 from offload.format import _manifest_fields as fields
 from offload.format import document
-from offload.format._layout_fields import (
-    decode_digests,
-    decode_layout,
-    decode_scalars,
-    encode_layout,
-    encode_scalars,
-)
-from offload.format._manifest_fields import ScalarValue
+from offload.format._layout_fields import Digests, Scalars, decode_state, encode_state
 from offload.format._manifest_fields import decode_group as decode_group
 from offload.format._manifest_fields import encode_group as encode_group
-from offload.format.arrays import CountsFrom
 from offload.format.boxes import Box
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.metrics import check_metrics
+from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME
 from offload.format.part_file import PartReference, SealedPart, content_digest
 from offload.format.shares.owners import (
     ModelBox,
@@ -43,26 +36,8 @@ from offload.format.shares.owners import (
     model_box_bytes,
     parameter_boxes,
     reference_bytes,
-    with_model_file,
 )
 from offload.format.strict_json import MAX_VALUES, num_marks, short
-
-FORMAT_VERSION = 2
-"""Format version of stores with FP32 state, of older stores with compressed state, and of invalid
-manifests."""
-
-COMPRESSED_VERSION = 3
-"""Format version of stores with compressed state whose blocks and random numbers are counted from
-parameters."""
-
-OWNERS_VERSION = 4
-"""Format version of stores that several ranks write: their state has several owners."""
-
-SHARDED_VERSION = 5
-"""Format version of stores of several ranks whose model is in shard files of the owners."""
-
-_VERSIONS = (FORMAT_VERSION, COMPRESSED_VERSION, OWNERS_VERSION, SHARDED_VERSION)
-_OF_SEVERAL_OWNERS = (OWNERS_VERSION, SHARDED_VERSION)
 
 MAX_MANIFEST_BYTES = 128 << 20
 """Largest size of a manifest in bytes, padding included. A larger file is refused unread, and none
@@ -122,11 +97,8 @@ class Manifest:
     layout: Layout
     """Position of every element of the state."""
 
-    scalars: tuple[tuple[ScalarValue, ...] | None, ...]
-    """For each parameter in element-space order, its scalar state; None if it has no state yet."""
-
-    digests: Mapping[str, tuple[str | None, ...]]
-    """For each state array, the digest of each chunk; None for a chunk that holds no state."""
+    scalars: Scalars
+    digests: Digests
 
     model_digests: tuple[str, ...]
     """Digest of each `MODEL_BLOCK_BYTES` of ``model.safetensors`` data; empty if there are
@@ -174,7 +146,7 @@ class Manifest:
                 "store has such a number, so it is damaged or forged: remove it, and continue "
                 "from another one."
             )
-        text = document.signed(_version_of(self), self._body(), compact=True)
+        text = document.signed(self._body(), compact=True)
         if len(text) > MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
             raise OffloadError(
                 f"the manifest would have {len(text)} bytes and about {num_marks(text)} values, at "
@@ -191,7 +163,7 @@ class Manifest:
 
     def _body(self) -> dict[str, Any]:
         layout = self.layout
-        described = encode_layout(layout)
+        state = encode_state(layout, self.scalars, self.digests)
         body: dict[str, Any] = {
             "store_id": self.store_id,
             "generation": self.generation,
@@ -200,28 +172,23 @@ class Manifest:
             "torch_version": self.torch_version,
             "optimizer": self.optimizer,
             "groups": [encode_group(i, group) for i, group in enumerate(self.groups)],
-            "chunk_elements": described["chunk_elements"],
-            "state_dtype": described["state_dtype"],
+            "chunk_elements": state["chunk_elements"],
+            "state_dtype": state["state_dtype"],
             "shares": list(layout.shares),
-            "arrays": described["arrays"],
-            "parameters": described["parameters"],
+            "arrays": state["arrays"],
+            "parameters": state["parameters"],
             "model": [[t.name, t.dtype, list(t.shape), list(t.aliases)] for t in layout.model],
-            "scalars": encode_scalars(self.scalars),
+            "scalars": state["scalars"],
             "model_block_bytes": MODEL_BLOCK_BYTES,
-            "digests": {name: list(values) for name, values in self.digests.items()},
+            "digests": state["digests"],
             "model_digests": list(self.model_digests),
             "parts": [asdict(part) for part in self.parts],
         }
-        version = _version_of(self)
-        if version != FORMAT_VERSION:
-            # The digest covers the body, but not the version. With this key, and with "owners", a
-            # body is valid for one version only.
-            body["counts_from"] = layout.counts_from
         if self.owners:
             body["owners"] = encode_references(self.owners)
             body["model_boxes"] = encode_model_boxes(self.model_boxes)
             del body["model_digests"]
-            if version == SHARDED_VERSION:
+            if layout.shard is not None:
                 body["model_file"] = layout.model_name
         if self.order is not None:
             body["order"] = [list(group) for group in self.order]
@@ -294,8 +261,7 @@ def num_model_blocks(layout: Layout) -> int:
 
 def invalid_manifest(size_bytes: int) -> bytes:
     """Return the content of the file while its slot is being rewritten; readers refuse it."""
-    text = document.invalid(FORMAT_VERSION, "this slot is being rewritten")
-    return document.padded(text, size_bytes)
+    return document.invalid("this slot is being rewritten", size_bytes)
 
 
 def decode(data: bytes, path: str) -> Manifest:
@@ -309,8 +275,7 @@ def decode(data: bytes, path: str) -> Manifest:
         ManifestError: The data is not a manifest, is damaged, of another version, or contradictory.
     """
     try:
-        version, body = document.read(data, "a manifest", _VERSIONS)
-        return _decode_body(body, version)
+        return _decode_body(document.read(data, "a manifest"))
     except document.InvalidDocumentError as error:
         raise ManifestError(f"{path}: withdrawn: {error}") from error
     except document.DocumentError as error:
@@ -323,30 +288,39 @@ def decode(data: bytes, path: str) -> Manifest:
         ) from error
 
 
-def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
+def _decode_body(body: Mapping[str, Any]) -> Manifest:
     store_id, generation = fields.store_id(body["store_id"]), fields.count(body["generation"])
-    layout = _decode_layout(body, version)
-    parameters = layout.parameters
     groups = tuple(decode_group(fields.mapping(group)) for group in fields.items(body["groups"]))
-    if any(p.group >= len(groups) for p in parameters):
-        raise ValueError("a parameter belongs to a group that does not exist")
-    scalars = decode_scalars(body["scalars"], layout)
-    digests = decode_digests(body["digests"], layout)
-    owners, model_boxes, model_digests = _decode_owners(body, version, layout, generation)
-    layout = with_model_file(layout, body, 0, model_boxes, is_sharded=version == SHARDED_VERSION)
-    parts = tuple(fields.part(part, generation) for part in fields.items(body.get("parts", [])))
+    shares = fields.shape(body["shares"])
+    if not 1 <= len(shares) <= MAX_DIRECTORIES or 0 in shares or sum(shares) > _MAX_SHARES:
+        raise ValueError(f"shares are {short(body['shares'])}")
+    layout, scalars, digests = decode_state(body, _decode_model(body), shares, len(groups))
+    if layout.model_header.file_bytes > fields.MAX_COUNT:
+        raise ValueError("the model's tensors take more bytes than any file has")
+    owners: tuple[OwnerReference, ...] = ()
+    model_boxes: tuple[ModelBox, ...] = ()
+    model_digests: tuple[str, ...] = ()
+    if "owners" in body:
+        if shares != (1,):
+            raise ValueError(f"shares are {shares}, and an owner has one directory")
+        owners = decode_references(body["owners"], generation)
+        layout, model_boxes = decode_model_boxes(body, layout, 0)
+    elif "model_file" in body or any(p.cut is not None for p in layout.parameters):
+        raise ValueError("it has boxes of parameters or a shard file, and 'owners' is missing")
+    else:
+        model_digests = tuple(fields.digest(d) for d in fields.items(body["model_digests"]))
+        if len(model_digests) != num_model_blocks(layout):
+            raise ValueError("there is not one digest for each block of the model file")
+    parts = tuple(fields.part(part, generation) for part in fields.items(body["parts"]))
     if len(parts) != len(layout.shares) - 1:
         raise ValueError(f"{len(parts)} parts for {len(layout.shares)} directories")
-    # Each chunk is now known to have a digest in the file. So the file's length bounds the time and
-    # the memory that the following takes.
     expected = [
         SealedPart(store_id, generation, drive, content_digest(layout, digests, drive)).digest
         for drive in range(1, len(layout.shares))
     ]
     if [part.digest for part in parts] != expected:
         raise ValueError("the parts on other drives are not those of its digests")
-    _ = layout.array_headers  # refuses names that no header can hold
-    order = body.get("order")  # older manifests have no order
+    order = body.get("order")
     if order is not None:
         order = tuple(
             tuple(fields.count(position) for position in fields.items(group))
@@ -377,68 +351,32 @@ def _decode_body(body: Mapping[str, Any], version: int) -> Manifest:
     )
 
 
-def _version_of(manifest: Manifest) -> int:
-    """Return the format version of a manifest."""
-    layout = manifest.layout
-    if manifest.owners:
-        return OWNERS_VERSION if layout.shard is None else SHARDED_VERSION
-    compressed = layout.state_dtype != "float32" and layout.counts_from == "parameter"
-    return COMPRESSED_VERSION if compressed else FORMAT_VERSION
-
-
-def _decode_counts_from(body: Mapping[str, Any], version: int) -> CountsFrom:
-    expected = None if version == FORMAT_VERSION else "parameter"
-    if body.get("counts_from") != expected:
-        raise ValueError(
-            f"counts_from is {short(body.get('counts_from'))}, expected {expected!r} in format "
-            f"version {version}"
-        )
-    if version == FORMAT_VERSION:
-        return "parameter" if body["state_dtype"] == "float32" else "chunk"
-    if version == COMPRESSED_VERSION and body["state_dtype"] == "float32":
-        raise ValueError(
-            f"format version {version} is for compressed state, but this state is float32"
-        )
-    return "parameter"
-
-
-def _decode_owners(
-    body: Mapping[str, Any], version: int, layout: Layout, generation: int
-) -> tuple[tuple[OwnerReference, ...], tuple[ModelBox, ...], tuple[str, ...]]:
-    """Return owners, boxes of the model that owner 0 has written, and digests of model blocks."""
-    if version in _OF_SEVERAL_OWNERS:
-        tensors = {tensor.name: tensor for tensor in layout.model}
-        owners = decode_references(body["owners"], generation)
-        scattered = version == SHARDED_VERSION
-        boxes = decode_model_boxes(body["model_boxes"], tensors, scattered=scattered)
-        return owners, boxes, ()
-    # The digest does not cover the version. Without this check, a flipped bit could hide owners.
-    if "owners" in body:
-        raise ValueError(f"it has owners, which format version {version} does not know")
-    model_digests = tuple(fields.digest(d) for d in fields.items(body["model_digests"]))
-    if len(model_digests) != num_model_blocks(layout):
-        raise ValueError("there is not one digest for each block of the model file")
-    return (), (), model_digests
-
-
-def _decode_layout(body: Mapping[str, Any], version: int) -> Layout:
+def _decode_model(body: Mapping[str, Any]) -> tuple[ModelTensor, ...]:
     model = tuple(
         ModelTensor(
             fields.text(name), fields.dtype(dtype), fields.shape(shape), fields.names(aliases)
         )
         for name, dtype, shape, aliases in map(fields.items, fields.items(body["model"]))
     )
-    shares = fields.shape(body["shares"])
-    if not 1 <= len(shares) <= MAX_DIRECTORIES or 0 in shares or sum(shares) > _MAX_SHARES:
-        raise ValueError(f"shares are {short(body['shares'])}")
-    if version in _OF_SEVERAL_OWNERS and shares != (1,):
-        raise ValueError(f"shares are {shares}, and an owner has one directory")
-    layout = decode_layout(
-        body, model, shares, _decode_counts_from(body, version),
-        has_boxes=version in _OF_SEVERAL_OWNERS,
-    )  # fmt: skip
     if body["model_block_bytes"] != MODEL_BLOCK_BYTES:
         raise ValueError(f"model_block_bytes is {short(body['model_block_bytes'])}")
-    if layout.model_header.file_bytes > fields.MAX_COUNT:
-        raise ValueError("the model's tensors take more bytes than any file has")
-    return layout
+    return model
+
+
+def slot_sizes(
+    layout: Layout, num_groups: int, *, train_state_bytes: int, owners: Sequence[str] = ()
+) -> dict[str, int]:
+    """Return the size in bytes of every file of a slot, by name.
+
+    Args:
+        layout: Layout of the slot.
+        num_groups: Number of parameter groups, which the manifest holds.
+        train_state_bytes: Bytes reserved for the train state.
+        owners: For each owner but the first, the store's directory on its node; see
+            `offload.format.manifest.reserved_bytes`.
+    """
+    return {
+        **layout.file_sizes(),
+        TRAIN_STATE_NAME: train_state_bytes,
+        MANIFEST_NAME: reserved_bytes(layout, num_groups, owners),
+    }

@@ -22,7 +22,6 @@ from offload.format.strict_json import short
 PART_FILE_BYTES = ALIGNMENT
 """Size of ``part.json`` in bytes. Its content is short and never grows."""
 
-_PART_FORMAT = 1
 _KINDS = {"store_id": "id", "generation": "count", "drive": "count", "content": "id"}
 """Kind of value that each field of a sealed part has."""
 
@@ -68,7 +67,7 @@ class SealedPart:
 
     def encode(self) -> bytes:
         """Return the content of ``part.json``, padded to `PART_FILE_BYTES`."""
-        return document.padded(document.signed(_PART_FORMAT, asdict(self)), PART_FILE_BYTES)
+        return document.padded(document.signed(asdict(self)), PART_FILE_BYTES)
 
 
 def content_digest(layout: Layout, digests: Mapping[str, Sequence[str | None]], drive: int) -> str:
@@ -81,8 +80,7 @@ def content_digest(layout: Layout, digests: Mapping[str, Sequence[str | None]], 
 
 def invalid_part() -> bytes:
     """Return the content of ``part.json`` while the part is being rewritten; readers refuse it."""
-    text = document.invalid(_PART_FORMAT, "this part is being rewritten")
-    return document.padded(text, PART_FILE_BYTES)
+    return document.invalid("this part is being rewritten", PART_FILE_BYTES)
 
 
 def decode_part(data: bytes, path: str) -> SealedPart:
@@ -96,7 +94,7 @@ def decode_part(data: bytes, path: str) -> SealedPart:
         CheckpointError: The part is not sealed, or the file is damaged or of another version.
     """
     try:
-        _, body = document.read(data, "a part's file", (_PART_FORMAT,))
+        body = document.read(data, "a part's file")
     except document.InvalidDocumentError as error:
         raise CheckpointError(f"{path}: not sealed: {error}") from error
     except document.DocumentError as error:

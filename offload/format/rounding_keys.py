@@ -1,15 +1,8 @@
 """Keys of stochastic rounding: a key and an element's index determine its random number.
 
-There are two rules for keys and indices. A store keeps the rule that it was made with; see
-`Layout.counts_from`.
-
-- "parameter": the key follows from the seed, the array, the step and the parameter's name. The
-  index is counted from the parameter's first element. So neither chunks nor other parameters
-  matter.
-- "chunk": the key follows from the seed, the array and the step. The index is the position in
-  element space.
-
-One key serves a *window* of 2**33 elements. The number of the window also enters the key.
+The key follows from the seed, the array, the step and the parameter's name. The index is counted
+from the parameter's first element. So neither chunks nor other parameters matter. One key serves a
+*window* of 2**33 elements; the number of the window also enters the key.
 """
 
 from __future__ import annotations
@@ -64,14 +57,8 @@ def stream_of(array: str) -> int:
     return zlib.crc32(array.encode())
 
 
-def element_space_key(seed: int, stream: int, step: int, window: int) -> Key:
-    """Return the key of a window whose elements are counted in element space."""
-    digest = _digest_64(f"{seed},{stream},{step},{window}".encode())
-    return digest & 0xFFFFFFFF, digest >> 32
-
-
 def parameter_key(seed: int, stream: int, step: int, name: str, window: int) -> Key:
-    """Return the key of a window whose elements are counted from their parameter's first one."""
+    """Return the key of a window of a parameter."""
     start = step_number(seed, stream, step) + name_number(name)
     return _mixed_key(start + window * _GOLDEN_RATIO_64)
 

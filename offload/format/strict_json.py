@@ -22,14 +22,6 @@ _MAX_INTEGER_DIGITS = 20
 """Largest number of characters in a 64-bit integer, sign included."""
 
 
-class DuplicateKeyError(ValueError):
-    """A JSON object has the same key twice."""
-
-
-class NestingError(ValueError):
-    """A document is nested too deeply."""
-
-
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 120
 
@@ -46,10 +38,9 @@ def parse_json(data: bytes, *, max_values: int | None = MAX_VALUES) -> Any:
             bounded length in which the writer may have put any number of values.
 
     Raises:
-        DuplicateKeyError: An object has the same key twice.
-        NestingError: The document is nested too deeply.
-        ValueError: The data is not JSON, has too many values, or has a number that is not finite or
-            an integer of more than 20 characters. The message says which.
+        ValueError: The data is not JSON, has too many values, is nested too deeply, has a key
+            twice, or has a number that is not finite or an integer of more than 20 characters. The
+            message says which.
     """
     if max_values is not None and (num := num_marks(data)) > max_values:
         raise ValueError(f"about {num} values, at most {max_values} are read")
@@ -66,7 +57,7 @@ def parse_json(data: bytes, *, max_values: int | None = MAX_VALUES) -> Any:
             parse_constant=_refuse_constant,
         )
     except RecursionError as error:
-        raise NestingError("nested too deeply") from error
+        raise ValueError("nested too deeply") from error
 
 
 def num_marks(data: bytes) -> int:
@@ -96,7 +87,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise DuplicateKeyError(f"an object names a key twice: {short(key)}")
+                raise ValueError(f"an object names a key twice: {short(key)}")
             seen.add(key)
     return result
 

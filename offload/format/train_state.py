@@ -29,15 +29,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gds import ALIGNMENT
+from offload.errors import (
+    TrainStateDigestError,
+    TrainStateFormatError,
+    TrainStateTooLargeError,
+    TrainStateTypeError,
+)
 from offload.format._train_state_decode import decode_text
 from offload.format._train_state_encode import MAX_DEPTH as MAX_DEPTH
 from offload.format._train_state_encode import Encoder, dump_json
+from offload.format._train_state_leaves import TAG_KEY
 from offload.format._train_state_leaves import StoredTensor as StoredTensor
-from offload.format.errors import TrainStateDigestError as TrainStateDigestError
-from offload.format.errors import TrainStateFormatError as TrainStateFormatError
-from offload.format.errors import TrainStateTagError as TrainStateTagError
-from offload.format.errors import TrainStateTooLargeError as TrainStateTooLargeError
-from offload.format.errors import TrainStateTypeError as TrainStateTypeError
 from offload.format.header import (
     DTYPE_BYTES,
     MAX_HEADER_BYTES,
@@ -45,6 +47,7 @@ from offload.format.header import (
     build_header,
     parse_header,
 )
+from offload.format.strict_json import parse_json, short
 
 STATE_KEY = "train_state"
 """Metadata key of the JSON text."""
@@ -312,3 +315,66 @@ def _digest(json: str, header: Mapping[str, str], tensors: Mapping[str, StoredTe
         add(",".join(str(size) for size in tensor.shape))
         add(tensor.data)
     return digest.hexdigest()
+
+
+MAX_RANKS = 4096
+"""Largest number of ranks whose train states one file may have."""
+
+_TAG = "ranks"
+_OPENING = dump_json({TAG_KEY: _TAG, "items": []})[:-2]
+
+
+def join_ranks(states: Sequence[EncodedState]) -> EncodedState:
+    """Return one encoded state that holds the states of all ranks.
+
+    Its JSON is the tag ``ranks`` with one item per rank. The tensors of rank r are stored as
+    ``rank.<r>.<name>``, where the rank's own item calls them ``<name>``.
+
+    Args:
+        states: State of each rank, in the order of the ranks; at least one, at most `MAX_RANKS`.
+
+    Raises:
+        ValueError: The number of states is out of range.
+    """
+    if not 1 <= len(states) <= MAX_RANKS:
+        raise ValueError(f"{len(states)} train states, expected 1 to {MAX_RANKS}, one per rank")
+    tensors = {
+        f"rank.{rank}.{name}": tensor
+        for rank, state in enumerate(states)
+        for name, tensor in state.tensors.items()
+    }
+    return EncodedState(f"{_OPENING}{','.join(state.json for state in states)}]}}", tensors)
+
+
+def split_ranks(encoded: EncodedState) -> tuple[EncodedState, ...]:
+    """Return the state of each rank; a state that `join_ranks` has not made is that of one rank.
+
+    Raises:
+        TrainStateFormatError: `join_ranks` does not return such a state.
+    """
+    if not encoded.json.startswith(_OPENING):
+        return (encoded,)
+    try:
+        tree = parse_json(encoded.json.encode(), max_values=None)
+    except ValueError as error:
+        raise TrainStateFormatError(f"train_state: not JSON: {error}") from error
+    items = tree["items"]
+    if tree.keys() != {TAG_KEY, "items"} or not isinstance(items, list) or not items:
+        raise TrainStateFormatError("train_state: not the states of several ranks")
+    if len(items) > MAX_RANKS:
+        raise TrainStateFormatError(
+            f"train_state: {len(items)} ranks, expected {MAX_RANKS} at most"
+        )
+    tensors: list[dict[str, StoredTensor]] = [{} for _ in items]
+    for stored_name, tensor in encoded.tensors.items():
+        prefix, _, rest = stored_name.partition(".")
+        number, _, name = rest.partition(".")
+        rank = int(number) if number.isdecimal() and len(number) <= len(str(MAX_RANKS)) else -1
+        if prefix != "rank" or not 0 <= rank < len(items) or str(rank) != number or not name:
+            raise TrainStateFormatError(
+                f"train_state: the stored tensor {short(stored_name)} belongs to no rank"
+            )
+        tensors[rank][name] = tensor
+    return tuple(
+        EncodedState(dump_json(item), own) for item, own in zip(items, tensors, strict=True)
+    )

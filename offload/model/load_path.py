@@ -14,10 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload.errors import DamagedError, UnsupportedParameterError
-from offload.format.train_state import (
+from offload.errors import (
+    DamagedError,
     TrainStateTooLargeError,
     TrainStateTypeError,
+    UnsupportedParameterError,
+)
+from offload.format.train_state import (
     encode,
     pack_encoded,
     packed_bytes,

@@ -9,8 +9,7 @@ import torch
 
 from gds import File
 from offload.device.boundary import Marks
-from offload.format.digests import DigestContext
-from offload.format.known_leaves import KnownLeaves
+from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.layout import Layout
 from offload.model.model_file import BlockBuffers, ModelImage, digest_model
 from offload.model.model_writing import CloneSource, TensorRanges, write_model

@@ -20,9 +20,8 @@ from gds import ALIGNMENT, Backend, Buffer, File, IOFuture
 from offload.checkpoint.second_read import reread_and_check
 from offload.device.boundary import Marks, boundary_of
 from offload.device.staging import Traffic
-from offload.format.digests import MODEL_ARRAY, DigestContext, leaf_digests
+from offload.format.digests import MODEL_ARRAY, DigestContext, KnownLeaves, leaf_digests
 from offload.format.header import Header
-from offload.format.known_leaves import KnownLeaves
 from offload.format.manifest import MODEL_BLOCK_BYTES
 from offload.model.tensor_image import TensorImage
 

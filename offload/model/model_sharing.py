@@ -25,8 +25,7 @@ from gds import ALIGNMENT, File, IOFuture
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.errors import MismatchError
-from offload.format.digests import LEAF_BYTES, DigestContext, leaf_digests
-from offload.format.known_leaves import KnownLeaves
+from offload.format.digests import LEAF_BYTES, DigestContext, KnownLeaves, leaf_digests
 from offload.format.shares.model_blocks import (
     Batch,
     PlacedPiece,

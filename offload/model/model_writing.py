@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 from gds import ALIGNMENT, Buffer, File, IOFuture, StorageError
 from gds.contract import CLONE_REACH_BYTES
-from offload.format.digests import LEAF_BYTES, MODEL_ARRAY, DigestContext, leaf_digests
+from offload.format.digests import LEAF_BYTES, MODEL_ARRAY, DigestContext, KnownLeaves, leaf_digests
 from offload.format.header import Header
-from offload.format.known_leaves import KnownLeaves
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.model.read_back import ReadBack, has_failed
 

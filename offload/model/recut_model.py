@@ -20,13 +20,17 @@ from offload.checkpoint.recut.layout import out_of_reach
 from offload.checkpoint.second_read import reread_and_check
 from offload.checkpoint.state_owners import model_of_owners
 from offload.device.staging import Traffic
-from offload.format.boxes import Box, Cut
+from offload.format.boxes import Box, Cut, hull
 from offload.format.digests import MODEL_ARRAY, DigestContext
 from offload.format.header import DTYPE_BYTES, TensorEntry
 from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
-from offload.format.shares.box_ranges import hull
-from offload.format.shares.model_shares import ShareEntry, SharePiece, TensorBox, divide
-from offload.format.shares.shard_files import shard_share
+from offload.format.shares.model_shares import (
+    ShareEntry,
+    SharePiece,
+    TensorBox,
+    divide,
+    shard_share,
+)
 from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
 from offload.model.share_reading import Placer, ShareReading, StoredShare, require_stored

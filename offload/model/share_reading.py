@@ -19,10 +19,8 @@ from gds import ALIGNMENT, Buffer, File, IOFuture
 from offload.checkpoint.second_read import reread_and_check
 from offload.device.boundary import Event, is_on_device, marks_of
 from offload.errors import CheckpointError, MismatchError
-from offload.format.boxes import Box
-from offload.format.digests import DigestContext, leaf_digests
-from offload.format.known_leaves import KnownLeaves
-from offload.format.shares.box_ranges import flat_boxes, uncovered
+from offload.format.boxes import Box, cut_range, uncovered
+from offload.format.digests import DigestContext, KnownLeaves, leaf_digests
 from offload.format.shares.model_blocks import Batch, capacity_for, cut_batches
 from offload.format.shares.model_shares import ModelShare, ShareEntry, SharePiece, TensorBox
 from offload.model.live_boxes import LiveBox
@@ -197,8 +195,10 @@ class Placer:
             data = data.clone()  # a file's tensors need not be aligned to their elements
         values = data.view(dtype)
         with torch.inference_mode(self._in_inference), torch.no_grad():
-            for start, part in flat_boxes(entry.box.sizes, first, last):
-                flat = values[start - first : start - first + part.num_elements]
+            done = 0
+            for part in cut_range(entry.box.sizes, first, last):
+                flat = values[done : done + part.num_elements]
+                done += part.num_elements
                 held = Box(_sum(part.offsets, entry.box.offsets), part.sizes)
                 for want in self._wanted[entry.name]:
                     common = held.intersection(want.box)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offload.errors import MismatchError, UnsupportedParameterError
-from offload.format.arrays import NEW_STORES_COUNT_FROM, StateFormat
+from offload.format.arrays import StateFormat
 from offload.format.layout import Layout, ParameterSpec, element_space_order, model_order
 from offload.model.load_path import is_extra
 from offload.model.loading import give_back
@@ -149,9 +149,7 @@ class ParameterTable:
         shares = self.layout.shares if self.layout else self.shares
         specs = [t.spec for t in trainables]
         state_dtype = self.state_format.state_dtype
-        counts_from = self.layout.counts_from if self.layout else NEW_STORES_COUNT_FROM
-        layout = Layout(tuple(specs), model, chunk_elements, state_dtype, shares, counts_from)
-        return layout, trainables
+        return Layout(tuple(specs), model, chunk_elements, state_dtype, shares), trainables
 
     def is_current(self, groups: Groups) -> bool:
         """Return whether the layout still fits the groups; fast enough for every step."""

@@ -257,7 +257,6 @@ def update_gbps(
         model=(ModelTensor(spec.name, spec.dtype, spec.shape),),
         chunk_elements=layout.chunk_elements,
         state_dtype=layout.state_dtype,
-        counts_from=layout.counts_from,
     )
     dtype = DTYPES[spec.dtype]
     parameter = torch.full((num,), 0.5, dtype=dtype, device="cpu")

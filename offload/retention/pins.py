@@ -32,7 +32,6 @@ from offload.format.unreadable import is_of_content, unreadable
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STORE_ID = re.compile(r"[0-9a-f]{32}")
-_FORMAT = 1
 _BYTES = 512
 
 
@@ -262,7 +261,7 @@ def _write_pin(backend: Backend, store: str, pin: Pin, guard: AbstractContextMan
     }
     with backend.create(new, _BYTES) as file:
         try:
-            file.write_bytes(document.padded(document.signed(_FORMAT, body), _BYTES), 0)
+            file.write_bytes(document.padded(document.signed(body), _BYTES), 0)
             with guard:
                 file.sync()
                 backend.rename(new, f"{directory}/{pin.name}")
@@ -329,7 +328,7 @@ def _read_pin(backend: Backend, path: str, name: str, stat: Stat) -> Pin | None:
             return None
         raise
     with file:
-        _, body = document.read(file.read_bytes(0, _BYTES), "a pin", (_FORMAT,))
+        body = document.read(file.read_bytes(0, _BYTES), "a pin")
     generation = body["generation"]
     if type(generation) is not int or not 0 <= generation < 1 << 63:
         raise ValueError(f"generation {generation!r:.30}")

@@ -20,9 +20,9 @@ from offload.format.layout import (
     element_space_order,
     model_order,
 )
+from offload.format.manifest import slot_sizes
 from offload.format.names import LOCK_NAME, MANIFEST_NAME, TRAIN_STATE_NAME, step_of
 from offload.format.part_file import part_sizes
-from offload.format.slot_files import slot_sizes
 from offload.format.strict_json import is_text, parse_json
 from offload.sizing.checks import open_regular, read_regular, shown, shown_path
 from offload.sizing.hf_config import MAX_TENSORS, NamedShape, tensors_of

@@ -25,7 +25,7 @@ from offload.checkpoint.reading import (
     decode_manifest,
 )
 from offload.errors import CheckpointError, CheckpointNotFoundError, StoreError
-from offload.format.known_leaves import KnownLeaves
+from offload.format.digests import KnownLeaves
 from offload.format.manifest import Manifest
 from offload.format.names import (
     MANIFEST_NAME,

@@ -96,7 +96,7 @@ def compose(
     Raises:
         OffloadError: The hyper-parameters do not fit into the space that the slot has for them.
         TypeError: A hyper-parameter cannot be stored. The message names it.
-        offload.format.train_state.TrainStateTooLargeError: The train state does not fit.
+        offload.errors.TrainStateTooLargeError: The train state does not fit.
     """
     layout = slot.layout
     manifest = Manifest(
@@ -144,7 +144,7 @@ def pack_train_state(state: EncodedState, manifest: Manifest, size_bytes: int) -
     """Return the content of ``train_state.safetensors``, whose metadata names its checkpoint.
 
     Raises:
-        offload.format.train_state.TrainStateTooLargeError: The train state does not fit.
+        offload.errors.TrainStateTooLargeError: The train state does not fit.
     """
     return pack_encoded(state, capacity_bytes=size_bytes, header=train_state_header(manifest))
 

@@ -11,8 +11,6 @@ from offload.format import document
 from offload.format.manifest import Manifest
 from offload.format.names import part_name
 
-_VERSION = 1
-
 MOST_BYTES = 64 << 20
 """Largest size in bytes of a document. One of 16 KiB lists some hundred objects."""
 
@@ -89,13 +87,13 @@ class Marker:
             "content_digest": self.content_digest,
             "parameters_only": self.parameters_only,
         }
-        return document.signed(_VERSION, body) + b"\n"
+        return document.signed(body) + b"\n"
 
 
 def decode_marker(data: bytes, place: str) -> Marker:
     """Decode the content of ``COMPLETE.json``. The data is not trusted."""
     try:
-        _, body = document.read(data, "the marker of a copy", (_VERSION,))
+        body = document.read(data, "the marker of a copy")
         identity = Identity(
             _hex(body["store_id"]), _count(body["generation"]), _hex(body["writer"])
         )
@@ -137,7 +135,7 @@ def encode_writer(identity: Identity, manifest: Manifest) -> bytes:
         "created": manifest.created,
         "manifest_digest": manifest.digest,
     }
-    return document.signed(_VERSION, body) + b"\n"
+    return document.signed(body) + b"\n"
 
 
 def _hex(value: object) -> str:

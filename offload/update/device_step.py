@@ -163,12 +163,8 @@ class DeviceStep(StepCode):
         pieces, is_new = block.pieces, block.key.is_new
         live = self._live.views(pieces)
         gradients = [_for_kernel(gradient) for gradient in self._gradients.views(pieces)]
-        if self._layout.counts_from == "chunk":
-            offset = block.first - pieces[0].at
-            firsts = [offset + piece.at for piece in pieces]
-        else:
-            origins = self._layout.rounding_starts
-            firsts = [origins[piece.parameter] + piece.start for piece in pieces]
+        origins = self._layout.rounding_starts
+        firsts = [origins[piece.parameter] + piece.start for piece in pieces]
         ends = dict.fromkeys(block.stored, 0)
         for _, numbers in groupby(range(len(pieces)), lambda number: gradients[number].dtype):
             some = list(numbers)
@@ -213,17 +209,9 @@ class DeviceStep(StepCode):
         self, pieces: Sequence[Piece], numbers: _Numbers, firsts: _Numbers
     ) -> list[_Numbers]:
         """Return the keys that the CPU would use for each moment; see `DeviceRun.keys`."""
-        if self._layout.counts_from == "chunk":
-            windows, where = np.unique(firsts >> rounding_keys.WINDOW_BITS, return_inverse=True)
-            return [self._space_keys(array, windows.tolist())[where] for array in self._moments]
         parameters = np.array([piece.parameter for piece in pieces], np.int64)[numbers]
         runs = np.stack([parameters, firsts, firsts + 1], axis=1)
         return [keys.of_runs(runs) for keys in self._parameter_keys]
-
-    def _space_keys(self, array: str, windows: Sequence[int]) -> _Numbers:
-        stream, seed, step = rounding_keys.stream_of(array), self._seed, self._rounding_step
-        found = [rounding_keys.element_space_key(seed, stream, step, w) for w in windows]
-        return np.array([low | high << 32 for low, high in found], np.uint64)
 
 
 def _for_kernel(gradient: torch.Tensor) -> torch.Tensor:

@@ -92,9 +92,6 @@ class Block(NamedTuple):
 
     key: Key
     pieces: Sequence[Piece]
-    first: int
-    """First element of the block, in element space."""
-
     stored: dict[str, torch.Tensor]
     """Stored values of the block, by state array."""
 
@@ -120,4 +117,4 @@ def blocks(layout: Layout, chunk: LoadedChunk, key: Key, run: Sequence[int]) -> 
     for span in plan.cut(run, most=chunk.block_elements, multiple=multiple):
         stored = {n: chunk.arrays[n][start:stop] for n, (start, stop) in span.values.items()}
         starts = {name: start for name, (start, _) in span.values.items()}
-        yield Block(key, span.pieces, plan.first + span.pieces[0].at, stored, starts)
+        yield Block(key, span.pieces, stored, starts)

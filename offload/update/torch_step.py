@@ -87,7 +87,7 @@ class TorchStep(StepCode):
             scaled = context.buffer("scaled", torch.float32, len(gradient))
             gradient = torch.mul(gradient, factor, out=scaled)
         self._keys.step(context, key, master, gradient, state)
-        self._coder.store(context, state, stored, block.pieces, block.first)
+        self._coder.store(context, state, stored, block.pieces)
         if MASTER_LOW in stored:
             rounding.split_master(master, live, stored[MASTER_LOW], scratch=context.scratch)
         elif master is not live:

@@ -22,14 +22,17 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from offload.errors import CheckpointError, ManifestError
+from offload.errors import (
+    CheckpointError,
+    ManifestError,
+    TrainStateFormatError,
+)
 from offload.format.header import TensorFileError, build_header, parse_header
 from offload.format.manifest import decode as decode_manifest
 from offload.format.part_file import decode_part
 from offload.format.train_state import (
     EncodedState,
     StoredTensor,
-    TrainStateFormatError,
     decode,
     encode,
     pack,

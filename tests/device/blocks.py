@@ -30,7 +30,7 @@ class DeviceBlock:
     gradient: torch.Tensor
     arrays: Mapping[str, torch.Tensor]
     first_element: int = 0
-    parameter: str | None = None
+    parameter: str = "weight"
     is_new: bool = False
 
     def run(self, seed: int = 0, rounding_step: int = 0) -> DeviceRun:
@@ -45,15 +45,11 @@ class DeviceBlock:
 
 
 def keys_of(parameters, arrays, seed: int, step: int):
-    """Return the keys of pieces: of parameters by name, or of element space for None."""
+    """Return the keys of pieces, given their parameters' names."""
 
     def key(array: str, piece: int, first: int) -> int:
         stream, window = rounding_keys.stream_of(array), int(first) >> rounding_keys.WINDOW_BITS
-        name = parameters[piece]
-        if name is None:
-            low, high = rounding_keys.element_space_key(seed, stream, step, window)
-        else:
-            low, high = rounding_keys.parameter_key(seed, stream, step, name, window)
+        low, high = rounding_keys.parameter_key(seed, stream, step, parameters[piece], window)
         return low | high << 32
 
     def keys(pieces, firsts):
@@ -122,7 +118,7 @@ class State:
         offset: int = 0,
         is_new: bool = False,
         first: int = 0,
-        parameter: str | None = None,
+        parameter: str = "weight",
     ) -> DeviceBlock:
         num = len(self.master)
         scratch = Scratch()

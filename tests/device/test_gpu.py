@@ -70,9 +70,7 @@ def test_a_device_stores_what_the_cpu_does_to_the_bit(name, kernels):
     form = FORMS[name]
     optimizer_class, group = optimizer(form)
     for is_new, kind, num in itertools.product((False, True), ("normal", "wide"), (1, 33, 100_003)):
-        block = State(kind, num, form.num_moments).stored(
-            form, is_new=is_new, first=num, parameter="weight" if num % 2 else None
-        )
+        block = State(kind, num, form.num_moments).stored(form, is_new=is_new, first=num)
         block.live[::5] = -block.live[::5]
         found = on_device(optimizer_class, group, block, **OPTIONS)
         kernels.update_block(optimizer_class, group, block, **OPTIONS)

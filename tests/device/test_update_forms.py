@@ -128,11 +128,7 @@ def encoded(form: Form, plain: DeviceBlock, block: DeviceBlock) -> dict[str, tor
         if form.state == "bfloat16":
             found[name] = torch.empty(num, dtype=BF16)
             stream = zlib.crc32(name.encode())
-            key = partial(rounding_keys.element_space_key, SEED, stream, STORE_STEP)
-            if block.parameter is not None:
-                key = partial(
-                    rounding_keys.parameter_key, SEED, stream, STORE_STEP, block.parameter
-                )
+            key = partial(rounding_keys.parameter_key, SEED, stream, STORE_STEP, block.parameter)
             rounding.round_stochastic(
                 values, found[name], key=key, first_element=block.first_element, scratch=scratch
             )
@@ -164,7 +160,7 @@ def test_what_is_stored_is_what_a_cpu_stores_to_the_bit(name, all_kernels):
     form = FORMS[name]
     for number, (kind, num) in enumerate(itertools.product(KINDS, NUMS)):
         state = State(kind, num, form.num_moments)
-        parameter = "layers.3.norm.weight" if number % 2 else None
+        parameter = "layers.3.norm.weight" if number % 2 else "weight"
         block = state.stored(form, first=10 * num + 1, parameter=parameter)
         assert step_both(all_kernels, form, block) == {}, (kind, num)
 
@@ -205,11 +201,10 @@ def test_masters_between_two_parameters_are_rounded_as_on_a_cpu(name, all_kernel
     assert different(found, expected) == {}
 
 
-@pytest.mark.parametrize("parameter", [None, "weight"], ids=["in-element-space", "in-a-parameter"])
-def test_stochastic_rounding_depends_on_the_element_alone(parameter, all_kernels):
+def test_stochastic_rounding_depends_on_the_element_alone(all_kernels):
     form = FORMS["bf16-bf16-state"]
     for first in (0, 1, (1 << 33) - 100, (1 << 33) - 99, (5 << 33) - 1):
-        block = State("normal", 300, 3).stored(form, first=first, parameter=parameter)
+        block = State("normal", 300, 3).stored(form, first=first)
         assert step_both(all_kernels, form, block) == {}, first
 
 

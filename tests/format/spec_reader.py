@@ -16,13 +16,15 @@ import xxhash
 _NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I16": "<i2", "I8": "i1", "U8": "u1"}
 
 
-def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Any]]:
-    """Return version and body."""
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the body."""
     document = json.loads((checkpoint / "manifest.json").read_text())
-    return document["format"], document["body"]
+    assert document["format"] == 1
+    body: dict[str, Any] = document["body"]
+    return body
 
 
-def chunk_starts(version: int, body: dict[str, Any]) -> list[int]:
+def chunk_starts(body: dict[str, Any]) -> list[int]:
     """Return where each chunk begins in element space, and one past the last element."""
     sizes = [math.prod(shape) for _, _, shape, *_ in body["parameters"]]
     grid, total = body["chunk_elements"], sum(sizes)
@@ -30,7 +32,7 @@ def chunk_starts(version: int, body: dict[str, Any]) -> list[int]:
     for multiple in range(0, total, grid):
         begin, at = 0, multiple
         for size in sizes:
-            if begin < multiple < begin + size and version > 2 and body["state_dtype"] == "int8":
+            if begin < multiple < begin + size and body["state_dtype"] == "int8":
                 inside = multiple - begin
                 at = begin + min(32 * math.ceil(inside / 32), size)
             begin += size
@@ -39,21 +41,10 @@ def chunk_starts(version: int, body: dict[str, Any]) -> list[int]:
     return [*starts, total]
 
 
-def blocks(version: int, body: dict[str, Any], name: str) -> Iterator[tuple[int, int]]:
-    """Yield the blocks of 32 of a parameter: first element, and one past the last."""
-    begin = 0
-    for other, _, shape, *_ in body["parameters"]:
-        if other == name:
-            break
-        begin += math.prod(shape)
-    size = math.prod(shape)
-    anew = {0, size}
-    if version == 2:
-        anew |= {s - begin for s in chunk_starts(version, body) if 0 < s - begin < size}
-    edges = sorted(anew)
-    for first, last in pairwise(edges):
-        for start in range(first, last, 32):
-            yield start, min(start + 32, last)
+def blocks(size: int) -> Iterator[tuple[int, int]]:
+    """Yield the blocks of 32 of a parameter or box: first element, and one past the last."""
+    for start in range(0, size, 32):
+        yield start, min(start + 32, size)
 
 
 def read_tensor_file(path: Path) -> tuple[int, dict[str, Any], bytes]:
@@ -91,7 +82,7 @@ def rounded(dtype: str, values: np.ndarray) -> np.ndarray:
 
 def fp32_state(checkpoint: Path, name: str) -> dict[str, np.ndarray]:
     """Return the FP32 value of a parameter, as ``master``, and of each of its state arrays."""
-    version, body = read_manifest(checkpoint)
+    body = read_manifest(checkpoint)
     entry = next(p for p in body["parameters"] if p[0] == name)
     scalars = body["scalars"][body["parameters"].index(entry)]
     _, dtype, shape, _, arrays = entry
@@ -107,7 +98,7 @@ def fp32_state(checkpoint: Path, name: str) -> dict[str, np.ndarray]:
                 found[array] = np.zeros(len(live), dtype=np.float32)
             elif code in ("I8", "U8"):
                 _, _, scales = stored[f"{array}_scale"]
-                found[array] = _from_8_bits(version, body, name, code, values, scales)
+                found[array] = _from_8_bits(code, values, scales)
             else:
                 found[array] = widened(code, values)
     if scalars is not None and "master_low" in stored:
@@ -122,16 +113,9 @@ def fp32_state(checkpoint: Path, name: str) -> dict[str, np.ndarray]:
     return {array: values.reshape(shape) for array, values in found.items()}
 
 
-def _from_8_bits(
-    version: int,
-    body: dict[str, Any],
-    name: str,
-    code: str,
-    codes: np.ndarray,
-    scales: np.ndarray,
-) -> np.ndarray:
+def _from_8_bits(code: str, codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     out = np.empty(len(codes), dtype=np.float32)
-    of_blocks = list(blocks(version, body, name))
+    of_blocks = list(blocks(len(codes)))
     assert len(of_blocks) == len(scales)
     for (start, stop), s in zip(of_blocks, widened("BF16", scales), strict=True):
         c = codes[start:stop].astype(np.float32)
@@ -145,8 +129,7 @@ def _from_8_bits(
 
 def owner_parts(checkpoint: Path, *stores: Path) -> Iterator[tuple[dict[str, Any], Path, dict]]:
     """Yield reference, directory and table of each owner's part, checked against the manifest."""
-    version, body = read_manifest(checkpoint)
-    assert version in (4, 5)
+    body = read_manifest(checkpoint)
     for reference in body["owners"]:
         for store in (checkpoint.parent, *stores):
             part = store / f"owner-{reference['owner']}" / reference["name"]
@@ -156,7 +139,8 @@ def owner_parts(checkpoint: Path, *stores: Path) -> Iterator[tuple[dict[str, Any
             table = document["body"]
             canonical = json.dumps(table, sort_keys=True, separators=(",", ":"))
             digest = hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
-            assert document["format"] == {4: 1, 5: 2}[version]
+            assert document["format"] == 1
+            assert ("model_file" in table) == ("model_file" in body)
             assert document["digest"] == digest == reference["digest"]
             assert table["owner"] == reference["owner"]
             for key in ("store_id", "generation"):
@@ -173,7 +157,7 @@ def owned_state(directory: Path, described: dict[str, Any]) -> dict[str, dict[tu
     chunk is compared with its digest.
     """
     found: dict[str, dict[tuple, np.ndarray]] = {}
-    starts = chunk_starts(4, {**described, "parameters": [_boxed(p) for p in _listed(described)]})
+    starts = chunk_starts({**described, "parameters": [_boxed(p) for p in _listed(described)]})
     for array, dtype, _ in described["arrays"]:
         path = directory / f"{array}.safetensors"
         held = [p for p in _listed(described) if array in p[4]]
@@ -208,7 +192,7 @@ def check_model_boxes(checkpoint: Path, *described: dict[str, Any]) -> int:
 
     `described` are the body of the manifest, and those of tables.
     """
-    _, body = read_manifest(checkpoint)
+    body = read_manifest(checkpoint)
     shapes = {name: (shape, dtype) for name, dtype, shape, _ in body["model"]}
     total = 0
     for owner in described:
@@ -228,7 +212,7 @@ def check_model_boxes(checkpoint: Path, *described: dict[str, Any]) -> int:
 
 
 def model_of_shards(checkpoint: Path, *parts: tuple[Path, dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Return the model that is in the shard files of a checkpoint of version 5, by tensor.
+    """Return the model that is in the shard files of a checkpoint, by tensor.
 
     Every file is compared with what the manifest, or the table of the part, says of it.
 
@@ -236,8 +220,7 @@ def model_of_shards(checkpoint: Path, *parts: tuple[Path, dict[str, Any]]) -> di
         checkpoint: Directory of the checkpoint.
         parts: Directory and table of each owner's part.
     """
-    version, body = read_manifest(checkpoint)
-    assert version == 5
+    body = read_manifest(checkpoint)
     assert "model_digests" not in body
     found, counts = {}, {}
     for name, dtype, shape, _ in body["model"]:

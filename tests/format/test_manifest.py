@@ -308,7 +308,7 @@ except CheckpointError as error:
 
 def test_small_values_which_take_more_memory_than_text_are_refused_in_little(tmp_path):
     """In a process of its own, whose memory is compared: it is read twice, and copied once."""
-    head, unit, tail = b'{"format":2,"digest":"x","body":{"a":[', b"[],", b"0]}}"
+    head, unit, tail = b'{"format":1,"digest":"x","body":{"a":[', b"[],", b"0]}}"
     count = (MAX_CONTENT_BYTES - len(head) - len(tail)) // len(unit)
     directory = tmp_path / "step-00000002"
     directory.mkdir()

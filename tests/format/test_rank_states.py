@@ -7,13 +7,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from offload.format.shares.rank_states import MAX_RANKS, join_ranks, split_ranks
+from offload.errors import TrainStateFormatError
 from offload.format.train_state import (
+    MAX_RANKS,
     EncodedState,
     StoredTensor,
-    TrainStateFormatError,
     encode,
+    join_ranks,
     pack_encoded,
+    split_ranks,
     unpack_encoded,
 )
 

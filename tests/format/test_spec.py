@@ -47,7 +47,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def body(checkpoint: Path) -> dict[str, Any]:
     document = json.loads((checkpoint / "manifest.json").read_text())
-    assert document["format"] == 2
+    assert document["format"] == 1
     canonical = json.dumps(document["body"], sort_keys=True, separators=(",", ":"))
     expected = hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
     assert document["digest"] == expected

@@ -65,15 +65,10 @@ def places(checkpoint: Path, body: dict[str, Any]) -> list[Path]:
     return [checkpoint, *(Path(p["directory"]) / p["name"] for p in body["parts"])]
 
 
-def starts_of(body: dict[str, Any]) -> list[int]:
-    """Return where chunks begin; compressed state is of version 3 here."""
-    return chunk_starts(2 if body["state_dtype"] == "float32" else 3, body)
-
-
 def owners(body: dict[str, Any]) -> list[int]:
     """Deal the chunks out, in exact arithmetic."""
     shares, counts, found = body["shares"], [0] * len(body["shares"]), []
-    for chunk in range(len(starts_of(body)) - 1):
+    for chunk in range(len(chunk_starts(body)) - 1):
         behind = [(chunk + 1) * s - n * sum(shares) for s, n in zip(shares, counts, strict=True)]
         found.append(behind.index(max(behind)))
         counts[found[-1]] += 1
@@ -119,7 +114,7 @@ def test_part_json_is_what_the_manifest_names(checkpoint, body):
 
 
 def test_chunk_digests_match_on_every_drive(checkpoint, body):
-    on, starts = owners(body), starts_of(body)
+    on, starts = owners(body), chunk_starts(body)
     drives = range(len(body["shares"]))
     assert {on.count(drive) > 1 for drive in drives} == {True}
     for array, dtype, block in body["arrays"]:
@@ -143,7 +138,7 @@ def test_chunk_digests_match_on_every_drive(checkpoint, body):
 
 def test_tensors_are_named_for_the_elements_that_they_hold(checkpoint, body):
     """Runs are maximal, in element-space order, and readable with the safetensors library."""
-    on, starts = owners(body), starts_of(body)
+    on, starts = owners(body), chunk_starts(body)
     for array, _, block in body["arrays"]:
         expected: list[list[tuple[str, int, int]]] = [[] for _ in body["shares"]]
         first = 0

@@ -1,4 +1,4 @@
-"""FP32 state as docs/format.md defines it, for every form of state and both versions."""
+"""FP32 state as docs/format.md defines it, for every form of state."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import offload
-import offload.model.table
-from tests.format import old_stores
+from tests.format import recorded_stores
 from tests.format.spec_reader import chunk_starts, fp32_state, read_manifest
 from tests.numerics.models import Mixed, give_gradients, trainable
 
@@ -35,19 +34,18 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, torch.Tensor],
 
 
 @pytest.mark.parametrize(
-    ("form", "counts_from", "edited"),
+    ("form", "edited"),
     [
-        ("float32", "parameter", True),
-        ("split", "parameter", False),
-        ("split", "chunk", True),
-        ("bfloat16", "parameter", True),
-        ("int8", "parameter", False),
-        ("int8", "chunk", True),
-        ("split-int8", "parameter", True),
+        ("float32", True),
+        ("split", False),
+        ("split", True),
+        ("bfloat16", True),
+        ("int8", False),
+        ("int8", True),
+        ("split-int8", True),
     ],
 )
-def test_state_is_what_the_page_says(form, counts_from, edited, tmp_path, monkeypatch):
-    monkeypatch.setattr(offload.model.table, "NEW_STORES_COUNT_FROM", counts_from)
+def test_state_is_what_the_page_says(form, edited, tmp_path):
     model = Mixed()
     options = offload.Options(chunk_bytes=4096, allow_volatile=True, **FORMATS[form])
     with offload.AdamW(
@@ -67,24 +65,20 @@ def test_state_is_what_the_page_says(form, counts_from, edited, tmp_path, monkey
                 model.matrix[5, 6] = float("nan")
                 model.matrix_half[3, 4] = float("inf")
         path = Path(optimizer.checkpoint().result().path)
-    version, body = read_manifest(path)
-    compressed = "state_dtype" in FORMATS[form]
-    assert version == (3 if compressed and counts_from == "parameter" else 2)
-    assert ("counts_from" in body) == (version == 3)
+    body = read_manifest(path)
     with offload.open_checkpoint(path) as checkpoint:
         for name in trainable(model):
             assert_same(fp32_state(path, name), offload.read_state(checkpoint, name), name)
-    starts = chunk_starts(version, body)
+    starts = chunk_starts(body)
     assert len(body["digests"]["exp_avg"]) == len(starts) - 1
     moved = [start for start in starts[:-1] if start % body["chunk_elements"]]
-    assert bool(moved) == (version == 3 and "int8" in form)
+    assert bool(moved) == ("int8" in form)
 
 
-@pytest.mark.parametrize("name", old_stores.SETTINGS)
-def test_stores_of_version_2_are_read_from_the_page(name, tmp_path):
-    path = old_stores.unpack(name, tmp_path) / f"step-{old_stores.CHECKPOINT_STEP:08}"
-    assert read_manifest(path)[0] == 2
-    for parameter in old_stores.SHAPES:
+@pytest.mark.parametrize("name", recorded_stores.SETTINGS)
+def test_recorded_stores_are_read_from_the_page(name, tmp_path):
+    path = recorded_stores.unpack(name, tmp_path) / f"step-{recorded_stores.CHECKPOINT_STEP:08}"
+    for parameter in recorded_stores.SHAPES:
         found = fp32_state(path, parameter)
-        digests = old_stores.tensor_digests({a: torch.tensor(v) for a, v in found.items()})
-        assert digests == old_stores.expected(name)["state"][parameter]
+        digests = recorded_stores.tensor_digests({a: torch.tensor(v) for a, v in found.items()})
+        assert digests == recorded_stores.expected(name)["state"][parameter]

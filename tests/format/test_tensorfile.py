@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 
 import pytest
@@ -16,18 +17,8 @@ from hypothesis import strategies as st
 from offload.errors import OffloadError
 from offload.format.header import (
     DTYPE_BYTES,
-    DtypeError,
-    DuplicateNameError,
-    FileSizeError,
     Header,
-    HeaderEncodingError,
-    HeaderStructureError,
     HeaderTooLargeError,
-    HeaderTruncatedError,
-    MetadataError,
-    OffsetError,
-    ReservedNameError,
-    ShapeError,
     TensorEntry,
     TensorFileError,
     build_header,
@@ -116,24 +107,38 @@ def test_an_exact_size_is_kept_down_to_the_last_byte():
         build_header([], header_bytes=100_000_009)
 
 
+# What the message of each kind of fault says
+
+TRUNCATED = r"not a safetensors file: |claims a header of|the header takes"
+ENCODING = r"the header begins with|no JSON of a header|a lone surrogate"
+STRUCTURE = r"nested too deeply|expected a map of exactly"
+TWICE = r"two tensors are called|names a key twice"
+RESERVED = r"which the format reserves"
+DTYPE = r"dtype is .*, expected one of"
+SHAPE = r"shape is|of shape|dimensions, at most"
+OFFSETS = r"data_offsets are|a hole before|an overlap before"
+SIZE = r"header and data take"
+METADATA = r"__metadata__ (is a|maps)"
+TOO_LARGE = r"a header of \d+ bytes, the format allows"
+
 REFUSED = {
-    "reserved": ([("__metadata__", "U8", (1,))], None, ReservedNameError),
-    "duplicate": ([("a", "U8", ())] * 2, None, DuplicateNameError),
-    "sub-byte-dtype": ([("a", "F4", (2,))], None, DtypeError),
-    "unknown-dtype": ([("a", "float32", (2,))], None, DtypeError),
-    "negative": ([("a", "U8", (-1,))], None, ShapeError),
-    "bool-size": ([("a", "U8", (True,))], None, ShapeError),
-    "overflow": ([("a", "U8", (2**40, 2**40))], None, ShapeError),
-    "surrogate": ([("a\ud800", "U8", (1,))], None, HeaderEncodingError),
-    "metadata-int": ([], {"a": 1}, MetadataError),
-    "metadata-int-key": ([], {1: "a"}, MetadataError),
-    "metadata-surrogate": ([], {"a": "\udfff"}, HeaderEncodingError),
+    "reserved": ([("__metadata__", "U8", (1,))], None, RESERVED),
+    "duplicate": ([("a", "U8", ())] * 2, None, TWICE),
+    "sub-byte-dtype": ([("a", "F4", (2,))], None, DTYPE),
+    "unknown-dtype": ([("a", "float32", (2,))], None, DTYPE),
+    "negative": ([("a", "U8", (-1,))], None, SHAPE),
+    "bool-size": ([("a", "U8", (True,))], None, SHAPE),
+    "overflow": ([("a", "U8", (2**40, 2**40))], None, SHAPE),
+    "surrogate": ([("a\ud800", "U8", (1,))], None, ENCODING),
+    "metadata-int": ([], {"a": 1}, METADATA),
+    "metadata-int-key": ([], {1: "a"}, METADATA),
+    "metadata-surrogate": ([], {"a": "\udfff"}, ENCODING),
 }
 
 
 @pytest.mark.parametrize(("tensors", "metadata", "error"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_a_file_is_refused(tensors, metadata, error):
-    with pytest.raises(error):
+    with pytest.raises(TensorFileError, match=error):
         build_header(tensors, metadata)
 
 
@@ -217,7 +222,7 @@ def test_the_header_is_read_and_nothing_more():
         read_header(reader(struct.pack("<Q", 2**40) + b"{}", reads), 2**50, "p")
     assert reads == [(0, 8)]
     for file, file_bytes in ((b"", 0), (bytes(7), 7), (header.encoded[:2000], header.file_bytes)):
-        with pytest.raises(HeaderTruncatedError, match=r"^p: "):
+        with pytest.raises(TensorFileError, match=rf"^p: .*({TRUNCATED})"):
             read_header(reader(file), file_bytes, "p")
 
 
@@ -227,99 +232,99 @@ GOOD = {"a": entry("F32", [2], [0, 8]), "b": entry("U8", [3], [8, 11])}
 
 # (file, our error, whether the library refuses it too)
 HOSTILE = {
-    "empty-file": (b"", HeaderTruncatedError, True),
-    "seven-bytes": (b"\x02\0\0\0\0\0\0", HeaderTruncatedError, True),
-    "header-of-2**63": (struct.pack("<Q", 2**63) + b"{}", HeaderTooLargeError, True),
-    "header-over-limit": (struct.pack("<Q", 100_000_001) + b"{}", HeaderTooLargeError, True),
-    "header-past-end": (struct.pack("<Q", 3) + b"{}", HeaderTruncatedError, True),
-    "no-header": (struct.pack("<Q", 0), HeaderEncodingError, True),
-    "not-json": (raw_file(b"{nope"), HeaderEncodingError, True),
-    "not-an-object": (raw_file(b"[]"), HeaderEncodingError, True),
-    "leading-space": (raw_file(b" {}"), HeaderEncodingError, False),
-    "byte-order-mark": (raw_file(b"\xef\xbb\xbf{}"), HeaderEncodingError, True),
-    "not-utf8": (raw_file(b'{"__metadata__":{"a":"\xff"}}'), HeaderEncodingError, True),
-    "nul-padding": (raw_file(b"{}\0\0"), HeaderEncodingError, True),
-    "two-objects": (raw_file(b"{}{}"), HeaderEncodingError, True),
-    "nan": (raw_file(b'{"a":NaN}'), HeaderEncodingError, True),
-    "surrogate-name": (raw_file({"\ud800": entry()}, b"0"), HeaderEncodingError, True),
-    "surrogate-metadata": (raw_file({"__metadata__": {"a": "\ud800"}}), HeaderEncodingError, True),
+    "empty-file": (b"", TRUNCATED, True),
+    "seven-bytes": (b"\x02\0\0\0\0\0\0", TRUNCATED, True),
+    "header-of-2**63": (struct.pack("<Q", 2**63) + b"{}", TOO_LARGE, True),
+    "header-over-limit": (struct.pack("<Q", 100_000_001) + b"{}", TOO_LARGE, True),
+    "header-past-end": (struct.pack("<Q", 3) + b"{}", TRUNCATED, True),
+    "no-header": (struct.pack("<Q", 0), ENCODING, True),
+    "not-json": (raw_file(b"{nope"), ENCODING, True),
+    "not-an-object": (raw_file(b"[]"), ENCODING, True),
+    "leading-space": (raw_file(b" {}"), ENCODING, False),
+    "byte-order-mark": (raw_file(b"\xef\xbb\xbf{}"), ENCODING, True),
+    "not-utf8": (raw_file(b'{"__metadata__":{"a":"\xff"}}'), ENCODING, True),
+    "nul-padding": (raw_file(b"{}\0\0"), ENCODING, True),
+    "two-objects": (raw_file(b"{}{}"), ENCODING, True),
+    "nan": (raw_file(b'{"a":NaN}'), ENCODING, True),
+    "surrogate-name": (raw_file({"\ud800": entry()}, b"0"), ENCODING, True),
+    "surrogate-metadata": (raw_file({"__metadata__": {"a": "\ud800"}}), ENCODING, True),
     "thousand-digits": (
         raw_file(b'{"a":{"dtype":"U8","shape":[' + b"1" * 1000 + b'],"data_offsets":[0,1]}}', b"0"),
-        HeaderEncodingError,
+        ENCODING,
         True,
     ),
-    "ten-thousand-digits": (raw_file(b'{"a":' + b"1" * 10_000 + b"}"), HeaderEncodingError, True),
-    "deep-nesting": (raw_file(b'{"a":' + b"[" * 200_000), HeaderStructureError, True),
+    "ten-thousand-digits": (raw_file(b'{"a":' + b"1" * 10_000 + b"}"), ENCODING, True),
+    "deep-nesting": (raw_file(b'{"a":' + b"[" * 200_000), STRUCTURE, True),
     "duplicate-name": (
         raw_file(b'{"a":%s,"a":%s}' % ((json.dumps(entry()).encode(),) * 2), b"0"),
-        DuplicateNameError,
+        TWICE,
         False,
     ),
     "duplicate-name-by-escape": (
         raw_file(b'{"a":%s,"\\u0061":%s}' % ((json.dumps(entry()).encode(),) * 2), b"0"),
-        DuplicateNameError,
+        TWICE,
         False,
     ),
     "duplicate-metadata": (
         raw_file(b'{"__metadata__":{"a":"b","a":"c"}}'),
-        DuplicateNameError,
+        TWICE,
         False,
     ),
     "duplicate-field": (
         raw_file(b'{"a":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"0"),
-        DuplicateNameError,
+        TWICE,
         True,
     ),
-    "tensor-is-a-list": (raw_file({"a": ["U8", [1], [0, 1]]}, b"0"), HeaderStructureError, False),
-    "unknown-field": (raw_file({"a": {**entry(), "x": 1}}, b"0"), HeaderStructureError, False),
+    "tensor-is-a-list": (raw_file({"a": ["U8", [1], [0, 1]]}, b"0"), STRUCTURE, False),
+    "unknown-field": (raw_file({"a": {**entry(), "x": 1}}, b"0"), STRUCTURE, False),
     "missing-field": (
         raw_file({"a": {"dtype": "U8", "shape": [1]}}, b"0"),
-        HeaderStructureError,
+        STRUCTURE,
         True,
     ),
-    "unknown-dtype": (raw_file({"a": entry("F31")}, b"0"), DtypeError, True),
-    "sub-byte-dtype": (raw_file({"a": entry("F4", [2])}, b"0"), DtypeError, False),
-    "negative-size": (raw_file({"a": entry(shape=[-1])}, b"0"), ShapeError, True),
+    "unknown-dtype": (raw_file({"a": entry("F31")}, b"0"), DTYPE, True),
+    "sub-byte-dtype": (raw_file({"a": entry("F4", [2])}, b"0"), DTYPE, False),
+    "negative-size": (raw_file({"a": entry(shape=[-1])}, b"0"), SHAPE, True),
     "negative-zero": (
         raw_file(b'{"a":{"dtype":"U8","shape":[-0],"data_offsets":[0,0]}}'),
-        ShapeError,
+        SHAPE,
         True,
     ),
-    "bool-size": (raw_file({"a": entry(shape=[True])}, b"0"), ShapeError, True),
-    "overflowing-product": (raw_file({"a": entry(shape=[2**40, 2**40])}, b"0"), ShapeError, True),
+    "bool-size": (raw_file({"a": entry(shape=[True])}, b"0"), SHAPE, True),
+    "overflowing-product": (raw_file({"a": entry(shape=[2**40, 2**40])}, b"0"), SHAPE, True),
     "product-wraps-to-fit": (
         raw_file({"a": entry(shape=[2**32 + 1, 2**32 - 1, 1])}, b"0"),
-        ShapeError,
+        SHAPE,
         True,
     ),
     "overflow-beside-zero": (
         raw_file({"a": entry(shape=[0, 2**62, 2**62], offsets=[0, 0])}),
-        ShapeError,
+        SHAPE,
         False,
     ),
-    "too-many-dimensions": (raw_file({"a": entry(shape=[1] * 65)}, b"0"), ShapeError, False),
-    "shape-and-offsets-differ": (raw_file({"a": entry(shape=[2])}, b"0"), ShapeError, True),
-    "offsets-reversed": (raw_file({"a": entry(offsets=[1, 0])}, b"0"), OffsetError, True),
-    "offsets-negative": (raw_file({"a": entry(offsets=[-1, 0])}, b"0"), OffsetError, True),
-    "offsets-bool": (raw_file({"a": entry(offsets=[False, True])}, b"0"), OffsetError, True),
-    "hole-at-start": (raw_file({"a": entry(offsets=[1, 2])}, b"00"), OffsetError, True),
-    "hole": (raw_file({"a": entry(), "b": entry(offsets=[2, 3])}, b"000"), OffsetError, True),
+    "too-many-dimensions": (raw_file({"a": entry(shape=[1] * 65)}, b"0"), SHAPE, False),
+    "shape-and-offsets-differ": (raw_file({"a": entry(shape=[2])}, b"0"), SHAPE, True),
+    "offsets-reversed": (raw_file({"a": entry(offsets=[1, 0])}, b"0"), OFFSETS, True),
+    "offsets-negative": (raw_file({"a": entry(offsets=[-1, 0])}, b"0"), OFFSETS, True),
+    "offsets-bool": (raw_file({"a": entry(offsets=[False, True])}, b"0"), OFFSETS, True),
+    "hole-at-start": (raw_file({"a": entry(offsets=[1, 2])}, b"00"), OFFSETS, True),
+    "hole": (raw_file({"a": entry(), "b": entry(offsets=[2, 3])}, b"000"), OFFSETS, True),
     "overlap": (
         raw_file({"a": entry(shape=[2], offsets=[0, 2]), "b": entry(offsets=[1, 2])}, b"00"),
-        OffsetError,
+        OFFSETS,
         True,
     ),
     "empty-inside-another": (
         raw_file(
             {"a": entry(shape=[2], offsets=[0, 2]), "b": entry(shape=[0], offsets=[1, 1])}, b"00"
         ),
-        OffsetError,
+        OFFSETS,
         True,
     ),
-    "trailing-slack": (raw_file(GOOD, b"0" * 12), FileSizeError, True),
-    "cut-short": (raw_file(GOOD, b"0" * 10), FileSizeError, True),
-    "metadata-null": (raw_file({"__metadata__": None}), MetadataError, False),
-    "metadata-nested": (raw_file({"__metadata__": {"a": {}}}), MetadataError, True),
+    "trailing-slack": (raw_file(GOOD, b"0" * 12), SIZE, True),
+    "cut-short": (raw_file(GOOD, b"0" * 10), SIZE, True),
+    "metadata-null": (raw_file({"__metadata__": None}), METADATA, False),
+    "metadata-nested": (raw_file({"__metadata__": {"a": {}}}), METADATA, True),
 }
 
 
@@ -328,8 +333,8 @@ def test_a_hostile_header_is_refused_by_name(case):
     file, error, library_refuses = HOSTILE[case]
     with pytest.raises(TensorFileError) as caught:
         parse_header(file, len(file), "run/model.safetensors")
-    assert type(caught.value) is error
-    assert issubclass(error, OffloadError)
+    assert isinstance(caught.value, OffloadError)
+    assert re.search(error, str(caught.value))
     assert str(caught.value).startswith("run/model.safetensors: ")
     assert len(str(caught.value)) < 1000
     if library_refuses:

@@ -14,14 +14,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from offload.format.header import build_header, parse_header
-from offload.format.train_state import (
-    EncodedState,
-    StoredTensor,
+from offload.errors import (
     TrainStateDigestError,
     TrainStateFormatError,
     TrainStateTagError,
     TrainStateTooLargeError,
+)
+from offload.format.header import build_header, parse_header
+from offload.format.train_state import (
+    EncodedState,
+    StoredTensor,
     encode,
     pack,
     pack_encoded,

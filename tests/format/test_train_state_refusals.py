@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from offload.errors import OffloadError
+from offload.errors import (
+    OffloadError,
+    TrainStateFormatError,
+    TrainStateTagError,
+    TrainStateTypeError,
+)
 from offload.format.train_state import (
     MAX_DEPTH,
     EncodedState,
     StoredTensor,
-    TrainStateFormatError,
-    TrainStateTagError,
-    TrainStateTypeError,
     decode,
     encode,
 )

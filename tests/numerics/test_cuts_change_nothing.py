@@ -8,7 +8,6 @@ readers make of it, must be the same bits.
 from __future__ import annotations
 
 import functools
-import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,7 +111,6 @@ class Result:
     parameters: dict[str, torch.Tensor]
     state: dict[str, dict[str, torch.Tensor]]
     stored: dict[str, dict[str, torch.Tensor]]
-    version: int
 
 
 @functools.cache
@@ -155,13 +153,10 @@ def _train(seed: int, form: dict[str, Any], way: Way) -> Result:
     checkpoint = optimizer.checkpoint().result()
     assert checkpoint.verify().ok
     stored = read_state(checkpoint.path, backend)
-    file = backend.open(f"{checkpoint.path}/manifest.json")
-    version = json.loads(file.read_bytes(0, file.size_bytes))["format"]
     result = Result(
         {name: p.detach().clone() for name, p in model.named_parameters()},
         {name: offload.read_state(checkpoint, name) for name, _ in model.named_parameters()},
         {array: dict(tensors) for array, tensors in stored.arrays.items()},
-        version,
     )
     optimizer.close()
     return result
@@ -179,7 +174,6 @@ def assert_same(found: Result, expected: Result) -> None:
             assert_same_bits(
                 found.stored[array][name].flatten(), values.flatten(), f"{array} of {name}"
             )
-    assert found.version == expected.version == 3
 
 
 @pytest.mark.parametrize(

@@ -73,16 +73,9 @@ def test_other_classes_run_torchs_own_step_there(name, device, compute):
     assert device.num_computed > 0
 
 
-@pytest.mark.parametrize(
-    ("settings", "counts_from"),
-    [*((settings, "parameter") for settings in FORMATS), (FORMATS[1], "chunk")],
-    ids=["split", "bfloat16", "int8", "bfloat16-of-version-2"],
-)
-def test_compressed_state_decodes_to_what_the_codecs_of_the_cpu_make(
-    settings, counts_from, device, compute, monkeypatch
-):
+@pytest.mark.parametrize("settings", FORMATS, ids=["split", "bfloat16", "int8"])
+def test_compressed_state_decodes_to_what_the_codecs_of_the_cpu_make(settings, device, compute):
     # SGD's arithmetic is that of the CPU to the bit, and bf16 state is rounded by the same numbers
-    monkeypatch.setattr(offload.model.table, "NEW_STORES_COUNT_FROM", counts_from)
     hyper = {"lr": 1e-2, "momentum": 0.9, "nesterov": True}
     found = []
     residents = {**ON_DEVICE, "device_memory": 30_000}

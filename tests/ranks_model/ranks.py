@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from gds import Backend, File, MemoryBackend, PosixBackend
-from offload.format.digests import DigestContext
+from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.header import Header, build_header
-from offload.format.known_leaves import KnownLeaves
 from offload.format.shares.model_blocks import SharePlan
 from offload.format.shares.model_shares import ModelShare, ModelShares, TensorBox
 from offload.model.live_boxes import LiveBox

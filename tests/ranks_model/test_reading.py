@@ -14,9 +14,8 @@ from gds import Buffer, File, IOFuture
 from gds.backends.wrapper import WrapperFile
 from offload.errors import CheckpointError, DamagedError, MismatchError
 from offload.format.boxes import Box
-from offload.format.digests import DigestContext
+from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.header import DTYPE_BYTES
-from offload.format.known_leaves import KnownLeaves
 from offload.format.shares.model_shares import ModelShares, TensorBox, divide
 from offload.model.live_boxes import LiveBox
 from offload.model.share_reading import ShareReading, StoredShare

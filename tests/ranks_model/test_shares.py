@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 from offload.errors import MismatchError
-from offload.format.boxes import Box, Cut
+from offload.format.boxes import Box, Cut, uncovered
 from offload.format.header import build_header
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.format.shares.box_ranges import uncovered
 from offload.format.shares.file_shares import file_share
-from offload.format.shares.model_shares import TensorBox, divide
-from offload.format.shares.shard_files import model_shard
+from offload.format.shares.model_shares import TensorBox, divide, model_shard
 from tests.ranks_model.cuts import divided, owner_of_bytes, random_tiling, rows
 
 SHAPES = [(7,), (1,), (5, 3), (4, 1, 6), (1, 9), (3, 4, 5), (2, 3, 2, 3)]

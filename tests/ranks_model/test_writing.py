@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from gds import ALIGNMENT, Buffer, File, IOFuture, StorageError
 from gds.backends.wrapper import WrapperFile
-from offload.format.digests import LEAF_BYTES
-from offload.format.known_leaves import KnownLeaves
+from offload.format.digests import LEAF_BYTES, KnownLeaves
 from offload.format.shares.model_blocks import SharePlan
 from offload.format.shares.model_shares import ModelShares, divide
 from offload.model.model_sharing import digest_share

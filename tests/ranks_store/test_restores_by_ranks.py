@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 import offload
-from tests.format.old_stores import Model as OldModel
-from tests.format.old_stores import optimizer_for, unpack
+from tests.format.recorded_stores import Model as RecordedModel
+from tests.format.recorded_stores import optimizer_for, unpack
 from tests.ranks_training.blocks_of import eight_bit_state, encoded_anew
 from tests.ranks_training.calls import Calls
 from tests.ranks_training.cases import (
@@ -145,9 +145,9 @@ def names_of_wrapped(calls: Calls) -> list[list[str]]:
     return found
 
 
-def recut_old_store(calls: Calls) -> None:
-    """Go on from a store of version 2 with DTensors of rows, and of columns."""
-    mesh, model = init_device_mesh("cpu", (calls.size,)), OldModel()
+def recut_recorded_store(calls: Calls) -> None:
+    """Go on from a store of one process with DTensors of rows, and of columns."""
+    mesh, model = init_device_mesh("cpu", (calls.size,)), RecordedModel()
     for name, parameter in [*model.named_parameters()]:
         dim = int(name == "large")
         part = torch.nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(dim)]))
@@ -180,8 +180,8 @@ def played(
 ) -> tuple[Path, Mapping[str, list[Rank]]]:
     """All cases of two ranks, and the folder in which each has a folder."""
     folder = tmp_path_factory.mktemp("two")
-    (folder / "old store").mkdir()
-    unpack("int8", folder / "old store")
+    (folder / "recorded store").mkdir()
+    unpack("int8", folder / "recorded store")
     tier = {"options": {"tier": f"file://{folder}/tier"}, "given": True, "widths": (40, 24)}
     here = {"given": True, "widths": (40, 24)}
     goes_on = [*ROUND, ["whole"], ["verify"], *CLOSE]
@@ -191,7 +191,7 @@ def played(
         "train states": another_train_state(),
         "no single box": ([[do("no_single_box")]] * 2, {"kind": ""}),
         "names": ([[do("names_of_wrapped")]] * 2, {"kind": ""}),
-        "old store": ([[do("recut_old_store")]] * 2, {"kind": ""}),
+        "recorded store": ([[do("recut_recorded_store")]] * 2, {"kind": ""}),
         "sent": ([[*BEGIN, *CLOSE]] * 2, tier),
         "sent/again": ([[["open"], ["restore"], *goes_on]] * 2, here),
         "fetched": ([refused] * 2, tier),
@@ -247,12 +247,11 @@ def test_names_are_those_of_torchs_distributed_checkpoints(played: Played) -> No
         assert sorted(stored) == names
 
 
-def test_8_bit_state_of_version_2_is_encoded_anew_only_if_that_is_asked_for(
+def test_8_bit_state_is_encoded_anew_only_if_that_is_asked_for(
     played: Played, tmp_path: Path
 ) -> None:
-    """Its blocks end where chunks end, so that parameters that are not cut have new ones, too."""
-    require_success(played[1]["old store"])
-    old, new = unpack("int8", tmp_path), played[0] / "old store/run"
+    require_success(played[1]["recorded store"])
+    old, new = unpack("int8", tmp_path), played[0] / "recorded store/run"
     assert newest(old).name == newest(new).name, "it is replaced"
     found = encoded_anew(eight_bit_state(newest(old)), eight_bit_state(newest(new)))
     assert "large" in found

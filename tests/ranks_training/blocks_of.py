@@ -30,9 +30,9 @@ class Elements:
 
 def eight_bit_state(checkpoint: Path) -> dict[Key, Elements]:
     """Return the 8-bit state of all owners of a checkpoint."""
-    version, body = read_manifest(checkpoint)
+    body = read_manifest(checkpoint)
     owners = [(checkpoint, body)]
-    if version in (4, 5):
+    if "owners" in body:
         owners += [(part, table) for _, part, table in owner_parts(checkpoint)]
     found: dict[Key, Elements] = {}
     num_blocks = 0
@@ -50,10 +50,8 @@ def eight_bit_state(checkpoint: Path) -> dict[Key, Elements]:
                 )
                 whole = found.setdefault((array, name), new)
                 num = math.prod(sizes)
-                of_box = {**described, "parameters": [["", "", [num], 0, []]]}
-                edges = blocks(version, body, name) if version < 4 else blocks(4, of_box, "")
                 codes, scales, values, numbers = _decoded(
-                    directory, array, _stored_name(name, cut), [*edges]
+                    directory, array, _stored_name(name, cut), [*blocks(num)]
                 )
                 whole.codes[box] = codes.reshape(sizes)
                 whole.scales[box] = scales.reshape(sizes)

@@ -63,8 +63,8 @@ DAMAGE: dict[str, tuple[Callable[[Backend, str], None], str]] = {
     "manifest truncated": (truncate("manifest.json", 700), "not a JSON document"),
     "manifest missing": (remove("manifest.json"), "no manifest.json: not a complete checkpoint"),
     "manifest of another version": (
-        replace_in("manifest.json", b'"format":2', b'"format":9'),
-        "format version 9, expected 2 or 3 or 4 or 5; it was written by another version",
+        replace_in("manifest.json", b'"format":1', b'"format":9'),
+        "format version 9, expected 1; it was written by another version",
     ),
     "array truncated": (truncate("exp_avg.safetensors", 5000), "5000 bytes, expected a file of"),
     "array missing": (remove("master.safetensors"), "master.safetensors: missing"),

@@ -9,10 +9,9 @@ from offload.checkpoint.state_owners import Reach, StateOwner, StoredBox, stored
 from offload.errors import CheckpointError, MismatchError, RanksError
 from offload.format._manifest_fields import ScalarValue
 from offload.format.arrays import BLOCK_ELEMENTS
-from offload.format.boxes import Box, Cut
+from offload.format.boxes import Box, Cut, hull
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.manifest import Manifest
-from offload.format.shares.box_ranges import hull
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,31 +187,14 @@ def _splitting_box(box: Box, found: Sequence[StoredBox]) -> StoredBox | None:
     """
     for one in found:
         for run in stretches(one.box, box, box):
-            for part in _within_phases(run, one):
-                first, last = part.source // BLOCK_ELEMENTS, part.source + part.num - 1
-                if (
-                    part.target % BLOCK_ELEMENTS
-                    or (part.source % BLOCK_ELEMENTS and first != last // BLOCK_ELEMENTS)
-                    or (part.num % BLOCK_ELEMENTS and part.target + part.num != box.num_elements)
-                ):
-                    return one
+            first, last = run.source // BLOCK_ELEMENTS, run.source + run.num - 1
+            if (
+                run.target % BLOCK_ELEMENTS
+                or (run.source % BLOCK_ELEMENTS and first != last // BLOCK_ELEMENTS)
+                or (run.num % BLOCK_ELEMENTS and run.target + run.num != box.num_elements)
+            ):
+                return one
     return None
-
-
-def _within_phases(run: Stretch, stored: StoredBox) -> Iterator[Stretch]:
-    """Yield parts of a stretch; `Stretch.source` counts from an element that begins a block.
-
-    Blocks begin at the first element of the stored box and, in some layouts, at its first element
-    in a chunk.
-    """
-    layout, head = stored.owner.layout, 0
-    if layout.counts_from == "chunk":  # whose length is a multiple of a block's
-        head = -layout.starts[stored.index] % layout.chunk_elements
-    before = min(max(head - run.source, 0), run.num)
-    if before:
-        yield Stretch(run.source, run.target, before)
-    if before < run.num:
-        yield Stretch(run.source + before - head, run.target + before, run.num - before)
 
 
 def _splits(path: str, name: str, box: Box, stored: StoredBox) -> MismatchError:

@@ -56,7 +56,7 @@ class Offer:
     """Why the seal was aborted, in words."""
 
     content: str = ""
-    """Name of the content of the slot's model file; see `offload.format.known_leaves.Content`."""
+    """Name of the content of the slot's model file; see `offload.format.digests.Content`."""
 
     readable: bool = False
     """Whether that content may be read back."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from offload.errors import OffloadError
-from offload.format.boxes import Box, Cut
+from offload.format.boxes import Box, Cut, first_overlap
 
 _MOST_NAMED = 5
 """Maximal number of boxes that an error lists."""
@@ -251,23 +251,20 @@ def _choose_owners(
 
 def _require_tiling(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[int]]) -> None:
     """Check that distinct boxes have no element in common, and together have all elements."""
-    near: list[Box] = []  # boxes whose rows may not have ended yet
-    for box in sorted(boxes):
-        if box.sizes:
-            near = [other for other in near if other.stops[0] > box.offsets[0]]
-        for other in near:
-            common = box.intersection(other)
-            if common is not None:
-                raise BoxesError(
-                    f"parameter {name!r} of shape {list(shape)}: {_held(boxes, other)} and "
-                    f"{_held(boxes, box)} overlap in {common.notation()} without being equal, so "
-                    "no rank can own those elements. Shard the parameter by FSDP2 or by a mesh of "
-                    "DTensors, whose shards are equal or apart",
-                    name,
-                    sorted({*boxes[other], *boxes[box]}),
-                    (other, box),
-                )
-        near.append(box)
+    overlap = first_overlap(boxes)
+    if overlap is not None:
+        first, second = overlap
+        common = first.intersection(second)
+        assert common is not None  # noqa: S101  (they overlap)
+        raise BoxesError(
+            f"parameter {name!r} of shape {list(shape)}: {_held(boxes, first)} and "
+            f"{_held(boxes, second)} overlap in {common.notation()} without being equal, so "
+            "no rank can own those elements. Shard the parameter by FSDP2 or by a mesh of "
+            "DTensors, whose shards are equal or apart",
+            name,
+            sorted({*boxes[first], *boxes[second]}),
+            overlap,
+        )
     found, expected = sum(box.num_elements for box in boxes), math.prod(shape)
     if found != expected:
         named = ", ".join(_held(boxes, box) for box in sorted(boxes)[:_MOST_NAMED]) or "none"

@@ -6,7 +6,7 @@ tensors that no rank claims, belong to one rank, the writer.
 
 If every box is contiguous in its tensor, the ranks write one common file, and `ModelShares.share`
 says where in it each box lies. If a box is not contiguous, because a parameter is cut in another
-dimension than the first, each rank writes shard files of its own: see `shard_files`.
+dimension than the first, each rank writes a shard file of its own: see `shard_share`.
 
 A box has digests of its own, one for each piece of at most `MODEL_BLOCK_BYTES`. A rank can
 therefore compute the digests of its share without the bytes of other ranks, and a reader can check
@@ -21,12 +21,12 @@ from functools import cached_property
 from itertools import accumulate
 
 from offload.errors import MismatchError
-from offload.format.boxes import Box, Cut
+from offload.format.boxes import Box, Cut, hull, uncovered
 from offload.format.digests import MODEL_ARRAY
 from offload.format.header import DTYPE_BYTES, Header, TensorEntry
 from offload.format.layout import Layout
 from offload.format.manifest import MODEL_BLOCK_BYTES
-from offload.format.shares.box_ranges import hull, uncovered
+from offload.format.model_shard import ModelShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,3 +328,47 @@ def _require_cover(entry: TensorEntry, owners: Sequence[tuple[int, Box]]) -> Non
             f"ranks {', '.join(map(str, ranks))} all write {where}: boxes may not overlap, and "
             "only one rank may list a box that several ranks hold"
         )
+
+
+def model_shard(shares: ModelShares, rank: int, owner: int) -> ModelShard:
+    """Return the boxes that a rank writes, as those of the shard file of an owner.
+
+    Args:
+        shares: Boxes of all ranks.
+        rank: Index of the rank.
+        owner: Number of the owner that the rank serves.
+
+    Raises:
+        MismatchError: The rank writes several boxes of one tensor, and a file has room for one.
+    """
+    boxes = tuple((one.name, one.box) for one in shares.boxes[rank])
+    seen: set[str] = set()
+    for name, box in boxes:
+        if name in seen:
+            raise MismatchError(
+                f"rank {rank} writes several boxes of {name!r}, one of them {box.notation()}, and "
+                "a shard file has one box of a tensor: shard the parameter in one dimension"
+            )
+        seen.add(name)
+    return ModelShard(owner, boxes)
+
+
+def shard_share(layout: Layout, *, piece_bytes: int = MODEL_BLOCK_BYTES) -> ModelShare:
+    """Return the boxes of a layout's shard file, with their places in the file.
+
+    Args:
+        layout: Layout that has a shard file; see `Layout.shard`.
+        piece_bytes: Largest size of a piece with one digest, in bytes.
+    """
+    if layout.shard is None:
+        return ModelShare((), piece_bytes)
+    header = layout.model_file_header
+    shapes = {tensor.name: tensor.shape for tensor in layout.model}
+    entries = []
+    for name, box in layout.shard.boxes:
+        entry = header.entries[name]
+        start = header.data_start + entry.start
+        entries.append(ShareEntry(name, entry.dtype, Cut(shapes[name], box), start))
+        if entry.nbytes != box.num_elements * DTYPE_BYTES[entry.dtype]:
+            raise RuntimeError(f"{name!r} has {entry.nbytes} bytes in the header of its shard file")
+    return ModelShare(tuple(entries), piece_bytes)

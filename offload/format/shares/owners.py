@@ -16,7 +16,7 @@ from typing import Any
 
 from offload.format import _manifest_fields as fields
 from offload.format._layout_fields import box, encode_box
-from offload.format.boxes import Box
+from offload.format.boxes import Box, first_overlap
 from offload.format.digests import MODEL_ARRAY
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor
@@ -148,19 +148,37 @@ def encode_model_boxes(boxes: Iterable[ModelBox]) -> list[list[Any]]:
 
 
 def decode_model_boxes(
-    value: object, tensors: Mapping[str, ModelTensor], *, scattered: bool = False
-) -> tuple[ModelBox, ...]:
-    """Return the boxes of the model that one owner writes."""
+    body: Mapping[str, Any], layout: Layout, owner: int
+) -> tuple[Layout, tuple[ModelBox, ...]]:
+    """Return the boxes of the model that an owner writes, and its layout with its shard file.
+
+    A manifest or a table that names a shard file has its boxes there; any other has them in the
+    common file, each as one contiguous range.
+    """
+    tensors = {tensor.name: tensor for tensor in layout.model}
+    is_sharded = "model_file" in body
     boxes = tuple(
-        _decode_model_box(fields.items(one), tensors, scattered) for one in fields.items(value)
+        _decode_model_box(fields.items(one), tensors, is_sharded)
+        for one in fields.items(body["model_boxes"])
     )
     if len({(one.name, one.box) for one in boxes}) < len(boxes):
         raise ValueError("a box of the model occurs twice")
-    return boxes
+    if not is_sharded:
+        return layout, boxes
+    shard = ModelShard(owner, tuple((one.name, one.box) for one in boxes))
+    if body["model_file"] != shard.name:
+        raise ValueError(f"the shard file is {short(body['model_file'])}, expected {shard.name!r}")
+    if len({one.name for one in boxes}) < len(boxes) or not all(
+        one.box.num_elements for one in boxes
+    ):
+        raise ValueError("a shard file has two boxes of one tensor, or an empty box")
+    layout = replace(layout, shard=shard)
+    _ = layout.model_file_header  # refuses names that no header can hold
+    return layout, boxes
 
 
 def _decode_model_box(
-    value: Sequence[Any], tensors: Mapping[str, ModelTensor], scattered: bool
+    value: Sequence[Any], tensors: Mapping[str, ModelTensor], is_sharded: bool
 ) -> ModelBox:
     name, offsets, sizes, digests = value
     found = ModelBox(
@@ -171,38 +189,13 @@ def _decode_model_box(
     tensor = tensors.get(found.name)
     if tensor is None:
         raise ValueError(f"{short(found.name)} is not a tensor of the model")
-    if not scattered:
+    if not is_sharded:
         found.byte_range(tensor)  # refuses a box that is not contiguous
     elif not found.box.fits(tensor.shape):
         raise ValueError(f"{short(found.name)}: the box {short(found.box.notation())} is outside")
     nbytes = found.num_bytes(tensor)
     if len(found.digests) != num_pieces(nbytes):
         raise ValueError(f"{len(found.digests)} digests for {nbytes} bytes of the model")
-    return found
-
-
-def with_model_file(
-    layout: Layout,
-    body: Mapping[str, Any],
-    owner: int,
-    boxes: Sequence[ModelBox],
-    *,
-    is_sharded: bool,
-) -> Layout:
-    """Return a decoded layout with the shard file that a manifest or a table names, if any."""
-    if not is_sharded:
-        if "model_file" in body:
-            raise ValueError("it names a shard file, which this format version does not know")
-        return layout
-    shard = ModelShard(owner, tuple((one.name, one.box) for one in boxes))
-    if body["model_file"] != shard.name:
-        raise ValueError(f"the shard file is {short(body['model_file'])}, expected {shard.name!r}")
-    if len({one.name for one in boxes}) < len(boxes) or not all(
-        one.box.num_elements for one in boxes
-    ):
-        raise ValueError("a shard file has two boxes of one tensor, or an empty box")
-    found = replace(layout, shard=shard)
-    _ = found.model_file_header  # refuses names that no header can hold
     return found
 
 
@@ -253,18 +246,9 @@ def require_exact_cover(
             raise ValueError(
                 f"{short(name)}: the owners hold {total} elements of {math.prod(shape)}"
             )
-        _require_disjoint(name, [one for one in found if one.num_elements])
-
-
-def _require_disjoint(name: str, boxes: list[Box]) -> None:
-    """Refuse overlapping boxes; those that share no row are not compared."""
-    active: list[Box] = []
-    for one in sorted(boxes):
-        if one.offsets:
-            active = [other for other in active if other.stops[0] > one.offsets[0]]
-        for other in active:
-            if one.intersection(other) is not None:
-                raise ValueError(
-                    f"{short(name)}: the boxes {other.notation()} and {one.notation()} overlap"
-                )
-        active.append(one)
+        overlap = first_overlap(one for one in found if one.num_elements)
+        if overlap is not None:
+            first, second = overlap
+            raise ValueError(
+                f"{short(name)}: the boxes {first.notation()} and {second.notation()} overlap"
+            )

@@ -17,13 +17,7 @@ from gds import ALIGNMENT
 from offload.errors import CheckpointError, OffloadError
 from offload.format import _manifest_fields as fields
 from offload.format import document
-from offload.format._layout_fields import (
-    decode_digests,
-    decode_layout,
-    decode_scalars,
-    encode_layout,
-    encode_scalars,
-)
+from offload.format._layout_fields import decode_state, encode_state
 from offload.format._manifest_fields import ScalarValue
 from offload.format.boxes import Box
 from offload.format.header import DTYPE_BYTES
@@ -36,7 +30,6 @@ from offload.format.shares.owners import (
     encode_model_boxes,
     model_box_bytes,
     parameter_boxes,
-    with_model_file,
 )
 from offload.format.strict_json import MAX_VALUES, num_marks, short
 
@@ -46,12 +39,6 @@ written."""
 
 _MAX_CONTENT_BYTES = 64 << 20
 """Largest size of a table in bytes, without its padding."""
-
-_TABLE_FORMAT = 1
-"""Format version of tables of parts without a shard file of the model, and of invalid tables."""
-
-_SHARDED_FORMAT = 2
-"""Format version of tables of parts that have a shard file of the model."""
 
 _RESERVE_BYTES = 2048
 """Bytes reserved for the fields that occur only once."""
@@ -111,8 +98,7 @@ class OwnerTable:
         Raises:
             OffloadError: The content is larger than `size_bytes`, or than readers accept.
         """
-        version = _TABLE_FORMAT if self.layout.shard is None else _SHARDED_FORMAT
-        text = document.signed(version, self._body(), compact=True)
+        text = document.signed(self._body(), compact=True)
         if len(text) > _MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
             raise OffloadError(
                 f"the table of owner {self.owner} would have {len(text)} bytes and about "
@@ -132,10 +118,7 @@ class OwnerTable:
             "store_id": self.store_id,
             "generation": self.generation,
             "owner": self.owner,
-            "counts_from": self.layout.counts_from,
-            **encode_layout(self.layout),
-            "scalars": encode_scalars(self.scalars),
-            "digests": {name: list(values) for name, values in self.digests.items()},
+            **encode_state(self.layout, self.scalars, self.digests),
             "model_boxes": encode_model_boxes(self.model_boxes),
             **named,
         }
@@ -161,8 +144,7 @@ def table_bytes(layout: Layout, written: Iterable[tuple[str, Box]] | None = None
 
 def invalid_table(size_bytes: int) -> bytes:
     """Return the content of ``table.json`` while the part is being rewritten."""
-    text = document.invalid(_TABLE_FORMAT, "this part is being rewritten")
-    return document.padded(text, size_bytes)
+    return document.invalid("this part is being rewritten", size_bytes)
 
 
 def decode_table_header(data: bytes, path: str) -> TableHeader:
@@ -175,7 +157,7 @@ def decode_table_header(data: bytes, path: str) -> TableHeader:
     Raises:
         CheckpointError: The part is not sealed, or the file is damaged or of another version.
     """
-    return _header(_read(data, path)[1], path)
+    return _header(_read(data, path), path)
 
 
 def decode_table(
@@ -194,10 +176,10 @@ def decode_table(
         CheckpointError: The part is not sealed, or the file is damaged, of another version, or
             contradicts itself or the manifest.
     """
-    version, body = _read(data, path)
+    body = _read(data, path)
     header = _header(body, path)
     try:
-        return _decode_body(body, version, header, model, num_groups, state_dtype)
+        return _decode_body(body, header, model, num_groups, state_dtype)
     except KeyError as error:
         raise CheckpointError(f"{path}: contradictory content: {error} is missing") from error
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -206,14 +188,14 @@ def decode_table(
         ) from error
 
 
-def _read(data: bytes, path: str) -> tuple[int, dict[str, Any]]:
+def _read(data: bytes, path: str) -> dict[str, Any]:
     content = data.removesuffix(b"\n").rstrip(b" ")
     if len(content) > _MAX_CONTENT_BYTES:
         raise CheckpointError(
             f"{path}: {len(content)} bytes of content, expected at most {_MAX_CONTENT_BYTES}"
         )
     try:
-        return document.read(content, f"an owner's {TABLE_NAME}", (_TABLE_FORMAT, _SHARDED_FORMAT))
+        return document.read(content, f"an owner's {TABLE_NAME}")
     except document.InvalidDocumentError as error:
         raise CheckpointError(f"{path}: not sealed: {error}") from error
     except document.DocumentError as error:
@@ -239,29 +221,15 @@ def _header(body: Mapping[str, Any], path: str) -> TableHeader:
 
 def _decode_body(
     body: Mapping[str, Any],
-    version: int,
     header: TableHeader,
     model: tuple[ModelTensor, ...],
     num_groups: int,
     state_dtype: str,
 ) -> OwnerTable:
-    if body["counts_from"] != "parameter":
-        raise ValueError(f"counts_from is {short(body['counts_from'])}, expected 'parameter'")
     if body["state_dtype"] != state_dtype:
         raise ValueError(f"state_dtype is {short(body['state_dtype'])}, expected {state_dtype!r}")
-    layout = decode_layout(body, model, (1,), "parameter", has_boxes=True)
-    if any(p.group >= num_groups for p in layout.parameters):
-        raise ValueError("a parameter belongs to a group that does not exist")
-    scalars = decode_scalars(body["scalars"], layout)
-    digests = decode_digests(body["digests"], layout)
-    # Each chunk is now known to have a digest in the file. So the file's length bounds the time and
-    # the memory that the following takes.
-    _ = layout.array_headers  # refuses names that no header can hold
-    is_sharded = version == _SHARDED_FORMAT
-    boxes = decode_model_boxes(
-        body["model_boxes"], {tensor.name: tensor for tensor in model}, scattered=is_sharded
-    )
-    layout = with_model_file(layout, body, header.owner, boxes, is_sharded=is_sharded)
+    layout, scalars, digests = decode_state(body, model, (1,), num_groups)
+    layout, boxes = decode_model_boxes(body, layout, header.owner)
     return OwnerTable(
         store_id=header.store_id,
         generation=header.generation,

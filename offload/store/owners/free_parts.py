@@ -10,7 +10,7 @@ from itertools import count
 from gds import Backend, LockHeldError
 from offload.checkpoint.owner_parts import look_at_part, part_names
 from offload.errors import StoreError, UnreadableError
-from offload.format.known_leaves import KnownLeaves
+from offload.format.digests import KnownLeaves
 from offload.format.layout import Layout
 from offload.format.names import TABLE_NAME, owner_number, part_name
 from offload.store.owners.claims import NamedParts

@@ -34,8 +34,7 @@ from offload.checkpoint.owner_parts import (
 from offload.errors import StoreLockedError, UnreadableError, writing
 from offload.format._manifest_fields import ScalarValue
 from offload.format.boxes import Box
-from offload.format.digests import DigestContext
-from offload.format.known_leaves import KnownLeaves
+from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import Manifest
 from offload.format.names import TABLE_NAME, owner_name

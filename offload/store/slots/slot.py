@@ -18,8 +18,7 @@ from gds import Backend, File
 from gds.waiting import Monitor
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.errors import StoreError
-from offload.format.digests import DigestContext
-from offload.format.known_leaves import KnownLeaves
+from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import MANIFEST_NAME, TRAIN_STATE_NAME

@@ -10,8 +10,8 @@ from gds import StorageError
 from offload.errors import writing
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout
+from offload.format.manifest import slot_sizes
 from offload.format.part_file import part_sizes
-from offload.format.slot_files import slot_sizes
 from offload.store.expiry import Keeping
 from offload.store.opening import StoreContent
 from offload.store.sealing import Sealing

@@ -28,7 +28,6 @@ from offload.tiers.services.opening import open_objects
 STORE = re.compile(r"[0-9a-f]{32}")
 """Names of the folders that have the copies of a store."""
 
-_VERSION = 1
 _MOST_BYTES = 64 << 10
 
 
@@ -113,7 +112,7 @@ def read_identity(objects: Objects) -> str | None:
     if not data:
         return ""
     try:
-        _, body = document.read(data, "the marker of a tier", (_VERSION,))
+        body = document.read(data, "the marker of a tier")
         if STORE.fullmatch(body["tier_id"]):
             return str(body["tier_id"])
     except (ValueError, KeyError, TypeError):
@@ -128,7 +127,7 @@ def read_identity(objects: Objects) -> str | None:
 
 def _make(objects: Objects, *, is_empty: bool, is_announced: bool) -> str:
     """Make the marker of a tier, and return the identity that it has then."""
-    data = document.signed(_VERSION, {"tier_id": uuid.uuid4().hex}) + b"\n"
+    data = document.signed({"tier_id": uuid.uuid4().hex}) + b"\n"
     if is_announced:
         objects.put(TIER_NAME, data)
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -92,12 +92,11 @@ class StateCoder:
         values: Mapping[str, torch.Tensor],
         stored: Mapping[str, torch.Tensor],
         pieces: Sequence[Piece],
-        first_element: int,
     ) -> None:
         """Encode arrays of a block into their stored form. Does nothing for the exact format."""
         for name, exact in values.items():
             if self._state_dtype == "bfloat16":
-                self._round(context, name, exact, stored[name], pieces, first_element)
+                self._round(context, name, exact, stored[name], pieces)
             elif self._state_dtype == "int8":
                 scales = stored[scale_name(name)]
                 for elements, blocks in _spans(pieces):
@@ -115,16 +114,8 @@ class StateCoder:
         values: torch.Tensor,
         out: torch.Tensor,
         pieces: Sequence[Piece],
-        first_element: int,
     ) -> None:
-        """Round an array of a block to bfloat16, with the random numbers of the layout's rule."""
-        if self._layout.counts_from == "chunk":
-            stream = rounding_keys.stream_of(name)
-            key = partial(rounding_keys.element_space_key, self._seed, stream, self._step)
-            rounding.round_stochastic(
-                values, out, key=key, first_element=first_element, scratch=context.scratch
-            )
-            return
+        """Round an array of a block to bfloat16."""
         keys = self._keys.get(name)
         if keys is None:
             keys = rounding_keys.ParameterKeys(self._names, self._seed, name, self._step)

@@ -127,7 +127,7 @@ class StateFiller:
         with on_host(self._live, chunk, plan.pieces):
             for span in cut_by_parameter(plan):
                 (piece,) = span.pieces
-                self._fill(piece, stored_block(span, arrays), plan.first + piece.at)
+                self._fill(piece, stored_block(span, arrays))
                 if self._progress is not None:
                     self._progress(piece.stop - piece.start)
 
@@ -147,7 +147,7 @@ class StateFiller:
         """Return the scalar state of each parameter, in element-space order."""
         return [state.scalars for state in self._states]
 
-    def _fill(self, piece: Piece, stored: Mapping[str, torch.Tensor], first: int) -> None:
+    def _fill(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> None:
         spec = self._layout.parameters[piece.parameter]
         state = self._states[piece.parameter]
         if has_master(spec):
@@ -164,7 +164,7 @@ class StateFiller:
                 stored[name].copy_(values)
                 continue
             exact = self._memory.buffer(name, torch.float32, len(values)).copy_(values)
-            self._coder.store(self._memory, {name: exact}, stored, [piece], first)
+            self._coder.store(self._memory, {name: exact}, stored, [piece])
 
     def _fill_master(
         self,

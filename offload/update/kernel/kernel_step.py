@@ -280,8 +280,6 @@ class KernelStep(StepCode):
 
 def _why_not_step(inputs: StepInputs) -> str:
     """Return why the kernel can step no group in this step; empty if it may step some."""
-    if inputs.layout.counts_from != "parameter":
-        return "the state has the form of version 2 of the format"
     if len(inputs.factors) > MAX_FACTORS:
         return f"gradients are multiplied {len(inputs.factors)} times"
     return ""

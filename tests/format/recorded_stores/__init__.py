@@ -1,8 +1,8 @@
-"""Stores that version 2 of the format made with compressed state, and what becomes of them.
+"""Stores with compressed state that were recorded, so that what is on drives stays readable.
 
 `int8.tar.xz` and `bfloat16.tar.xz` hold one checkpoint each, and `expected.json` digests of it and
-of what the code that wrote it trained on to. They were made at commit 45aedfe, the last one whose
-new stores were of version 2, by `tests/format/old_stores/__main__.py` of commit 5a09c0c6.
+of what it was trained on to. `python -m tests.format.recorded_stores` makes them anew, which only a
+change of the format calls for.
 
 All values are such that no processor rounds otherwise: products are exact, so that it does not
 matter whether an operation is fused, and square roots are those of vector units.

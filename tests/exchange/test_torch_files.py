@@ -15,7 +15,7 @@ import torch
 
 from offload.errors import CheckpointError
 from offload.exchange.stored_tensor import StoredTensor
-from offload.exchange.torch_reading import read_structure
+from offload.exchange.torch_files import read_structure
 from tests.numerics.reference import assert_same_bits
 
 
