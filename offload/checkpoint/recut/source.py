@@ -23,11 +23,10 @@ from offload.checkpoint.recut.reencoding import WINDOW_ELEMENTS, Recode, Reencod
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.checkpoint.state_owners import Reach, open_owners
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
-from offload.format.boxes import Box, Cut
+from offload.format.boxes import Cut, cut_range
 from offload.format.chunk_plan import ChunkPlan, Piece
 from offload.format.digests import DigestContext
 from offload.format.manifest import Manifest
-from offload.format.shares.box_ranges import flat_boxes
 
 
 class RecutSource(SlotFiles):
@@ -182,9 +181,8 @@ class RecutSource(SlotFiles):
         """Yield where the elements of a piece are stored."""
         spec = self.layout.parameters[piece.parameter]
         box = spec.box
-        for _, part in flat_boxes(box.sizes, piece.start, piece.stop):
-            offsets = tuple(p + o for p, o in zip(part.offsets, box.offsets, strict=True))
-            whole = Box(offsets, part.sizes)
+        for part in cut_range(box.sizes, piece.start, piece.stop):
+            whole = part.shifted(box.offsets)
             for stored in self._recut.stored[spec.name]:
                 for run in stretches(stored.box, box, whole):
                     first = run.target

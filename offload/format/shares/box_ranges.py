@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -25,43 +24,6 @@ def hull(box: Box, part: Box) -> tuple[int, int]:
     ):
         first, last = first * size + start - offset, last * size + stop - 1 - offset
     return first, last + 1
-
-
-def flat_boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """Cut a flat range of a tensor's elements into boxes, each of which is contiguous.
-
-    Args:
-        sizes: Shape of the tensor.
-        start: First element of the range, in row-major order.
-        stop: One past its last element.
-
-    Yields:
-        The first element of each box, and the box; fewer than two boxes for each dimension.
-    """
-    if start >= stop:
-        return
-    if (start, stop) == (0, math.prod(sizes)):
-        yield 0, Box.whole(sizes)
-        return
-    row = math.prod(sizes[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:  # the range lies within one row
-        yield from _within(sizes, last, start, stop)
-        return
-    if start < first * row:
-        yield from _within(sizes, first - 1, start, first * row)
-    if first < last:
-        rest = tuple(sizes[1:])
-        yield first * row, Box((first, *(0,) * len(rest)), (last - first, *rest))
-    if last * row < stop:
-        yield from _within(sizes, last, last * row, stop)
-
-
-def _within(sizes: Sequence[int], index: int, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """Cut a range that lies within one row of the first dimension."""
-    begin = index * math.prod(sizes[1:])
-    for at, box in flat_boxes(sizes[1:], start - begin, stop - begin):
-        yield begin + at, Box((index, *box.offsets), (1, *box.sizes))
 
 
 def uncovered(
