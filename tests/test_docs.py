@@ -1,4 +1,4 @@
-"""The code that people copy from README and quickstart runs as it stands."""
+"""The code that people copy from the pages runs as it stands."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ from tests.versions import COMBINATIONS, CPU_BUILDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/quickstart.md")
+RUN_PAGES = (
+    *PAGES,
+    "docs/options.md",
+    "docs/retention.md",
+    "docs/logs.md",
+    "docs/recipes.md",
+)
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _BLOCK_ANYWHERE = re.compile(r"^ *```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", RUN_PAGES)
 def test_code_blocks_run_in_order(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -33,7 +40,7 @@ def test_code_blocks_run_in_order(
     assert blocks
     for number, block in enumerate(blocks):
         exec(compile(block, f"{page}, block {number}", "exec"), {})
-    assert sorted(p.name for p in (tmp_path / "run").glob("step-*"))
+    assert [*tmp_path.glob("**/step-*")], "a checkpoint was made"
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -106,7 +113,7 @@ def test_the_table_of_model_sizes_is_computed_from_recorded_bytes_and_rates() ->
     moved_bytes = facts["step_read_bytes"] + facts["step_written_bytes"]
     rate = round(moved_bytes / run["medians"]["fio_s"] / 1e9, 1) * 1e9
     (claim,) = [c for c in run["claims"] if "fio" in c["claim"]]
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/sizing.md").read_text()
     assert f"drive at {rate / 1e9:.1f} GB/s" in text
     rows = re.findall(r"^\| ([\d.]+) ([MB]) \|(.*)\|$", text, re.MULTILINE)
     assert len(rows) == 5
@@ -125,6 +132,18 @@ def test_the_table_of_model_sizes_is_computed_from_recorded_bytes_and_rates() ->
     seven = next(cells for number, unit, cells in rows if (number, unit) == ("7", "B"))
     days = 600 / float(seven.split("|")[-1].split()[0])
     assert f"{days:.0f} days of the row for 7 B" in text
+    _, disk, step, _ = (cell.strip() for cell in seven.split("|"))
+    readme = (ROOT / "README.md").read_text().replace("\n", " ")
+    assert f"A 7 B model takes {disk} of disk, and a step of it {step} with a drive of" in readme
+    assert f"takes {claim['median']:.2f} times as long as `fio`" in readme
+
+
+def test_the_table_of_gpus_is_computed() -> None:
+    rows = re.findall(r"^\| (\d+) GB \|(.*)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    for memory, cells in rows:
+        found = [float(cell.removesuffix(" B ")) for cell in cells.split("|")]
+        assert found == [round(0.8 * int(memory) / per, 1) for per in (16, 4, 2)]
 
 
 def test_links_between_pages_lead_somewhere() -> None:
@@ -154,7 +173,7 @@ def test_the_tests_that_the_guarantees_name_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/recovery.md"])
+@pytest.mark.parametrize("page", [*RUN_PAGES, "docs/recovery.md"])
 def test_code_needs_only_what_is_installed_with_the_package(page: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = {Requirement(text).name for text in project["dependencies"]}
