@@ -30,7 +30,7 @@ from offload.checkpoint.reading import (
     part_paths,
     read_manifest,
 )
-from offload.checkpoint.sealed_slot import SealedOwner, SealedSlot
+from offload.checkpoint.sealed_slot import SealedSlot
 from offload.checkpoint.train_state_reading import read_train_state_file
 from offload.checkpoint.verify import Findings, verify_tensors
 from offload.checkpoint.verify import VerifyReport as VerifyReport
@@ -385,7 +385,7 @@ class Checkpoint:
             with ExitStack() as opened:
                 slot = opened.enter_context(self.open_slot(tables))
                 owners = [
-                    opened.enter_context(SealedOwner(self._backend, owner.path, owner.table))
+                    opened.enter_context(SealedSlot(self._backend, owner.path, (), owner.table))
                     for owner in found_owners
                     if owner.table is not None
                 ]

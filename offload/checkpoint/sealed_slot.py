@@ -6,16 +6,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 from gds import Backend, File
-from offload.format.digests import MODEL_ARRAY, DigestContext
+from offload.checkpoint.sealed_ranges import SealedRange, model_file
+from offload.format.digests import DigestContext
 from offload.format.layout import Layout, array_file_name
-from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
-from offload.format.shares.owners import MODEL_PIECE_BYTES, ModelBox
+from offload.format.manifest import Manifest
 from offload.format.shares.part_table import OwnerTable
 
 
@@ -82,14 +81,13 @@ class SlotFiles:
         """Return the files on the drive of a chunk, by name; see `ArrayShare.file_name`."""
         return self._files_by_drive[self.layout.plans[chunk].drive]
 
-    def _state_ranges(self) -> Iterator[SealedRange]:
-        """Yield the chunks of each state array that have a digest."""
-        for name, digests in self._digests.items():
-            for chunk, digest in enumerate(digests):
-                offset, nbytes = self.layout.byte_range(name, chunk)
-                if digest is not None and nbytes:
-                    drive = self.layout.drives[chunk]
-                    yield SealedRange(name, chunk, offset, nbytes, digest, drive)
+    def state_range(self, array: str, chunk: int) -> SealedRange | None:
+        """Return a chunk of a state array with its digest; None if it holds no state."""
+        digest, plan = self._digests[array][chunk], self.layout.plans[chunk]
+        share = plan.arrays[array]
+        if digest is None:
+            return None
+        return SealedRange(array, chunk, share.offset, share.nbytes, digest, plan.drive)
 
     def _take_digests(self, sealed: Manifest | OwnerTable) -> None:
         """Use the digests of a checkpoint, with which state is compared when it is read."""
@@ -98,72 +96,19 @@ class SlotFiles:
         self.distrust()
 
 
-@dataclass(frozen=True, slots=True)
-class SealedRange:
-    """A range of bytes that has a digest."""
-
-    array: str
-    """Name of the state array; `MODEL_ARRAY` for a block of ``model.safetensors``."""
-
-    index: int
-    """Index of the chunk or block."""
-
-    offset: int
-    """First byte in the file."""
-
-    nbytes: int
-    """Length in bytes."""
-
-    digest: str
-    """Digest that the bytes were sealed with."""
-
-    drive: int
-    """Position of the drive among those of the store."""
-
-
-class _SealedFiles(SlotFiles):
-    """Files for reading, each opened when it is first needed; a ``with`` block closes them."""
-
-    _opened: tuple[_OpenedWhenNeeded, ...]
-
-    def file(self, sealed: SealedRange) -> File:
-        """Return the file that holds a range.
-
-        Raises:
-            gds.StorageError: The file cannot be opened.
-        """
-        return self.model if _is_of_model(sealed) else self.array(sealed.array, sealed.index)
-
-    def close(self) -> None:
-        """Close all files. Idempotent."""
-        for files in self._opened:
-            for file in files.values():
-                file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class SealedSlot(_SealedFiles):
-    """Files of a sealed checkpoint, for reading; a ``with`` block closes them at its end.
+class SealedSlot(SlotFiles):
+    """Files of a sealed checkpoint, or of an owner's part of one; a ``with`` block closes them.
 
     A file is opened when it is first needed, and stays open. So a reader of one parameter needs
     only the drives that hold it.
 
     Args:
         backend: Storage backend of the checkpoint.
-        path: Directory of the checkpoint.
+        path: Directory of the checkpoint, or of the part.
         parts: Paths of the checkpoint's parts on other drives, in order.
-        manifest: Manifest of the checkpoint.
-        tables: Tables of the owners whose boxes of the model are wanted, besides those of owner 0.
+        sealed: Manifest of the checkpoint, or table of the part.
+        tables: Tables of the owners whose boxes of a common model file are wanted, besides those of
+            owner 0.
     """
 
     def __init__(
@@ -171,17 +116,24 @@ class SealedSlot(_SealedFiles):
         backend: Backend,
         path: str,
         parts: Sequence[str],
-        manifest: Manifest,
+        sealed: Manifest | OwnerTable,
         tables: Sequence[OwnerTable] = (),
     ) -> None:
-        files_by_drive = tuple(
-            _OpenedWhenNeeded(backend, directory) for directory in (path, *parts)
-        )
-        super().__init__(manifest.layout, files_by_drive[0])
-        self._files_by_drive = self._opened = files_by_drive
-        self._take_digests(manifest)
-        self._manifest = manifest
+        opened = tuple(_OpenedWhenNeeded(backend, directory) for directory in (path, *parts))
+        super().__init__(sealed.layout, opened[0])
+        self._files_by_drive = self._opened = opened
+        self._take_digests(sealed)
+        self._sealed = sealed
         self._tables = tables
+        self.path = path
+
+    def file(self, sealed: SealedRange) -> File:
+        """Return the file that holds a range.
+
+        Raises:
+            gds.StorageError: The file cannot be opened.
+        """
+        return self.model if sealed.is_of_model else self.array(sealed.array, sealed.index)
 
     def open_all(self) -> None:
         """Open all tensor files now.
@@ -193,78 +145,35 @@ class SealedSlot(_SealedFiles):
             for name in self.layout.file_sizes(drive):
                 _ = files[name]
 
-    def model_ranges(self) -> Iterator[SealedRange]:
-        """Yield the blocks, or the boxes, of the data of `model`, in order."""
-        if self.layout.shard is not None:
-            for box in self._manifest.model_boxes:
-                yield from shard_pieces(self.layout, box)
-            return
-        header = self.layout.model_header
-        data_bytes = header.file_bytes - header.data_start
-        for block, digest in enumerate(self._manifest.model_digests):
-            start = block * MODEL_BLOCK_BYTES
-            nbytes = min(MODEL_BLOCK_BYTES, data_bytes - start)
-            yield SealedRange(MODEL_ARRAY, block, header.data_start + start, nbytes, digest, 0)
-        yield from self._box_ranges(self._manifest.model_boxes)
-        for table in self._tables:
-            yield from self._box_ranges(table.model_boxes)
-
-    def _box_ranges(self, boxes: Iterable[ModelBox]) -> Iterator[SealedRange]:
-        header = self.layout.model_header
-        tensors = {tensor.name: tensor for tensor in self.layout.model}
-        for box in boxes:
-            at = header.data_start + header.entries[box.name].start
-            first, last = box.byte_range(tensors[box.name])
-            for piece, digest in enumerate(box.digests):
-                start = first + piece * MODEL_PIECE_BYTES
-                nbytes = min(MODEL_PIECE_BYTES, last - start)
-                yield SealedRange(box.digest_array, piece, at + start, nbytes, digest, 0)
+    def model_ranges(self) -> Sequence[SealedRange]:
+        """Return the blocks, or the pieces of boxes, of `model`, in order."""
+        return model_file(self._sealed, self._tables).ranges
 
     def ranges(self) -> Iterator[SealedRange]:
-        """Yield all ranges that have a digest: the blocks of the model, then each state array."""
+        """Yield all ranges that have a digest: those of the model, then each state array."""
         yield from self.model_ranges()
-        yield from self._state_ranges()
+        for name, digests in self._digests.items():
+            for chunk in range(len(digests)):
+                found = self.state_range(name, chunk)
+                if found is not None and found.nbytes:
+                    yield found
 
+    def close(self) -> None:
+        """Close all files. They are opened again if they are needed. Idempotent."""
+        for files in self._opened:
+            while files:
+                files.popitem()[1].close()
 
-class SealedOwner(_SealedFiles):
-    """Files of an owner's part of a sealed checkpoint, for reading; see `SealedSlot`.
+    def __enter__(self) -> Self:
+        return self
 
-    Args:
-        backend: Storage backend of the part.
-        path: Directory of the part.
-        table: Table of the part.
-    """
-
-    def __init__(self, backend: Backend, path: str, table: OwnerTable) -> None:
-        self.path = path
-        opened = _OpenedWhenNeeded(backend, path)
-        super().__init__(table.layout, opened)
-        self._opened = (opened,)
-        self._take_digests(table)
-        self._model_boxes = table.model_boxes
-
-    def ranges(self) -> Iterator[SealedRange]:
-        """Yield all ranges that have a digest: those of the shard file, then the state."""
-        if self.layout.shard is not None:
-            for box in self._model_boxes:
-                yield from shard_pieces(self.layout, box)
-        yield from self._state_ranges()
-
-
-def _is_of_model(sealed: SealedRange) -> bool:
-    # The array of a box of the model is named "model/<box>"; no state array has such a name.
-    return sealed.array.partition("/")[0] == MODEL_ARRAY
-
-
-def shard_pieces(layout: Layout, box: ModelBox) -> Iterator[SealedRange]:
-    """Yield the ranges of a layout's shard file that have the digests of a box, in order."""
-    header = layout.model_file_header
-    entry = header.entries[box.name]
-    for piece, digest in enumerate(box.digests):
-        start = piece * MODEL_PIECE_BYTES
-        nbytes = min(MODEL_PIECE_BYTES, entry.nbytes - start)
-        at = header.data_start + entry.start + start
-        yield SealedRange(box.digest_array, piece, at, nbytes, digest, 0)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 class _OpenedWhenNeeded(dict[str, File]):

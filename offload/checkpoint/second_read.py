@@ -15,11 +15,14 @@ import errno
 import hashlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from gds import File
 from gds.buffers.host import HostBuffer
+from offload.checkpoint.sealed_ranges import SealedRange
 from offload.errors import DamagedError, UnreliableReadError
+from offload.format.digests import DigestContext, leaf_digests
 
 _log = logging.getLogger("offload")
 
@@ -78,6 +81,48 @@ def reread_and_check(
         _ADVICE,
     )
     return again
+
+
+def checked(
+    file: File,
+    sealed: SealedRange,
+    data: memoryview,
+    context: DigestContext,
+    *,
+    direct: bool | None = None,
+) -> tuple[memoryview, bytes]:
+    """Compare a range that was read with its digest; read it once more if it differs.
+
+    Args:
+        file: File that was read.
+        sealed: The range.
+        data: Bytes of the first read.
+        context: Store and generation that the digest is bound to.
+        direct: As for `reread_and_check`.
+
+    Returns:
+        The right bytes, which are `data` or those of the second read, and the digests of their
+        leaves.
+
+    Raises:
+        DamagedError: The bytes of both reads are wrong.
+        gds.StorageError: The bytes cannot be read again.
+    """
+    leaves = leaf_digests(data)
+    found = context.digest_leaves(sealed.array, sealed.index, leaves)
+    if found != sealed.digest:
+        digest = partial(context.digest, sealed.array, sealed.index)
+        data = reread_and_check(
+            file,
+            sealed.offset,
+            sealed.nbytes,
+            digest,
+            found=found,
+            expected=sealed.digest,
+            direct=direct,
+        ).memoryview()
+        leaves = leaf_digests(data)
+    return data, leaves
 
 
 def read_document(

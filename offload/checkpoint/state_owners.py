@@ -6,7 +6,7 @@ import torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -14,60 +14,42 @@ from gds import Backend
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.owner_parts import OwnerPart, find_owner_parts, lock_owner_parts
 from offload.checkpoint.reading import part_paths
-from offload.checkpoint.sealed_slot import SealedOwner, SealedSlot
+from offload.checkpoint.sealed_slot import SealedSlot
 from offload.errors import CheckpointError
+from offload.format._manifest_fields import ScalarValue
 from offload.format.boxes import Box
-from offload.format.layout import ParameterSpec
+from offload.format.layout import Layout, ParameterSpec
 from offload.format.manifest import Manifest
 from offload.format.shares.part_table import OwnerTable
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class StateOwner:
-    """One owner of a checkpoint's state, which stores its boxes like a checkpoint of its own.
+    """One owner of a checkpoint's state, which stores its boxes like a checkpoint of its own."""
 
-    Args:
-        number: Number of the owner; 0 for the checkpoint's own directory.
-        sealed: Manifest of the checkpoint for owner 0, and otherwise the table of the part.
-        path: Directory of the owner's part, or of the checkpoint for owner 0.
-        open_files: Function that returns the files of the state, each opened when it is needed.
-    """
+    number: int
+    """Number of the owner; 0 for the checkpoint's own directory."""
 
-    def __init__(
-        self,
-        number: int,
-        sealed: Manifest | OwnerTable,
-        path: str,
-        open_files: Callable[[], SealedSlot | SealedOwner],
-    ) -> None:
-        self.number = number
-        self.layout = sealed.layout
-        """Layout of the owner's boxes. Its `Layout.model` is the whole model."""
-        self.scalars = sealed.scalars
-        """For each parameter of the layout, its scalar state; None if it has no state yet."""
-        self.model_boxes = sealed.model_boxes
-        """Boxes of the model that the owner has written, with their digests."""
-        self.path = path
-        self._open_files = open_files
-        self._files: SealedSlot | SealedOwner | None = None
+    sealed: Manifest | OwnerTable
+    """Manifest of the checkpoint for owner 0, and otherwise the table of the part."""
+
+    files: SealedSlot
+    """Files of the owner's part, each opened when it is needed, also after `SealedSlot.close`."""
 
     @property
-    def files(self) -> SealedSlot | SealedOwner:
-        """Files of the owner's state. After `close` they are opened again if they are needed."""
-        if self._files is None:
-            self._files = self._open_files()
-        return self._files
+    def layout(self) -> Layout:
+        """Layout of the owner's boxes. Its `Layout.model` is the whole model."""
+        return self.sealed.layout
 
-    def close(self) -> None:
-        """Close all files. Idempotent."""
-        files, self._files = self._files, None
-        if files is not None:
-            files.close()
+    @property
+    def scalars(self) -> Sequence[tuple[ScalarValue, ...] | None]:
+        """For each parameter of the layout, its scalar state; None if it has no state yet."""
+        return self.sealed.scalars
 
-
-def owner_of_part(backend: Backend, part: OwnerPart, table: OwnerTable) -> StateOwner:
-    """Return the owner of a part."""
-    number, path = part.reference.owner, part.path
-    return StateOwner(number, table, path, lambda: SealedOwner(backend, path, table))
+    @classmethod
+    def of_part(cls, backend: Backend, part: OwnerPart, table: OwnerTable) -> StateOwner:
+        """Return the owner of a part."""
+        return cls(part.reference.owner, table, SealedSlot(backend, part.path, (), table))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,13 +105,15 @@ def open_owners(
 
     The caller keeps the checkpoint itself from being recycled.
     """
-    owners = _owners(backend, path, manifest, parts, sees_first=reach is None or reach.sees_first)
     found = find_owner_parts(backend, path, manifest, parts)
     for lock in lock_owner_parts(backend, found):
         resources.callback(lock.release)
-    owners += _further(backend, path, found, partly=reach is not None)
+    is_here = reach is None or reach.sees_first
+    owners = _owners(
+        backend, path, manifest, parts, found, sees_first=is_here, partly=reach is not None
+    )
     for owner in owners:
-        resources.callback(owner.close)
+        resources.callback(owner.files.close)
     return owners
 
 
@@ -185,8 +169,7 @@ def model_of_owners(
         UnreadableError: A part could not be read.
     """
     found = find_owner_parts(backend, path, manifest, parts)
-    first = _owners(backend, path, manifest, parts, sees_first=sees_first)
-    return first + _further(backend, path, found, partly=partly)
+    return _owners(backend, path, manifest, parts, found, sees_first=sees_first, partly=partly)
 
 
 def _owners(
@@ -194,33 +177,23 @@ def _owners(
     path: str,
     manifest: Manifest,
     parts: PartDirectories,
+    found: Iterable[OwnerPart],
     *,
     sees_first: bool,
+    partly: bool,
 ) -> list[StateOwner]:
-    """Return owner 0 if it is seen here."""
-
-    def open_files() -> SealedSlot:
-        """Return the files of the checkpoint's own directory, and of its parts on other drives."""
-        return SealedSlot(backend, path, part_paths(manifest, parts, path), manifest)
-
-    return [StateOwner(0, manifest, path, open_files)] if sees_first else []
-
-
-def _further(
-    backend: Backend, path: str, found: Iterable[OwnerPart], *, partly: bool
-) -> list[StateOwner]:
-    """Return the owners of parts; those that are not seen here may be left out."""
+    """Return owner 0, if it is seen here, and the owners of the parts that were found."""
     owners = []
+    if sees_first:
+        files = SealedSlot(backend, path, part_paths(manifest, parts, path), manifest)
+        owners.append(StateOwner(0, manifest, files))
     for part in found:
         if part.table is not None:
-            owners.append(owner_of_part(backend, part, part.table))
+            owners.append(StateOwner.of_part(backend, part, part.table))
         elif not partly:
-            raise _missing(path, part)
+            raise CheckpointError(
+                f"{path}: the part of owner {part.reference.owner} of its state is not seen here "
+                f"(it was sealed at {part.path}): resume on a host that sees the parts of all "
+                "owners"
+            )
     return owners
-
-
-def _missing(path: str, part: OwnerPart) -> CheckpointError:
-    return CheckpointError(
-        f"{path}: the part of owner {part.reference.owner} of its state is not seen here (it was "
-        f"sealed at {part.path}): resume on a host that sees the parts of all owners"
-    )

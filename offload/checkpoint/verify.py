@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from gds import ALIGNMENT, Backend, Buffer, StorageError
-from offload.checkpoint.sealed_slot import SealedOwner, SealedRange, SealedSlot
-from offload.checkpoint.second_read import reread_and_check
+from offload.checkpoint.sealed_ranges import SealedRange
+from offload.checkpoint.sealed_slot import SealedSlot
+from offload.checkpoint.second_read import checked
 from offload.errors import CheckpointError, DamagedError
 from offload.format.unreadable import is_of_content
 
@@ -88,40 +88,35 @@ def verify_tensors(
     findings: Findings,
     *,
     marks_parts: bool,
-    owners: Sequence[SealedOwner] = (),
+    owners: Sequence[SealedSlot],
 ) -> int:
     """Read all tensors and record each damaged place.
 
     A range whose digest is wrong is read a second time before it counts as damaged.
     """
-    every: list[SealedSlot | SealedOwner] = [slot, *owners]
+    every = [slot, *owners]
     sizes = [sealed.nbytes for files in every for sealed in files.ranges()]
     total = sum(sizes)
     buffer = backend.allocate(max(sizes, default=0) + ALIGNMENT)
-    checked = 0
+    num_checked = 0
     for files in every:
         for sealed in files.ranges():
             try:
                 _verify(files, sealed, buffer.slice(sealed.offset % ALIGNMENT, sealed.nbytes))
             except (StorageError, DamagedError) as error:
-                part = files.path if isinstance(files, SealedOwner) else ""
+                part = "" if files is slot else files.path
                 marks = not part and (marks_parts or not sealed.drive)
                 findings.add(error, marks=marks, part=part)
-            checked += sealed.nbytes
+            num_checked += sealed.nbytes
             if progress is not None:
-                progress(checked, total)
+                progress(num_checked, total)
         if files is not slot:
             files.close()  # many owners must not exhaust the file descriptors
-    return checked
+    return num_checked
 
 
-def _verify(slot: SealedSlot | SealedOwner, sealed: SealedRange, into: Buffer) -> None:
+def _verify(slot: SealedSlot, sealed: SealedRange, into: Buffer) -> None:
     """Read a range and compare it with its digest."""
     file = slot.file(sealed)
     file.read(into, sealed.offset).result()
-    digest = partial(slot.context.digest, sealed.array, sealed.index)
-    found = digest(into.memoryview())
-    if found != sealed.digest:
-        reread_and_check(
-            file, sealed.offset, sealed.nbytes, digest, found=found, expected=sealed.digest
-        )
+    checked(file, sealed, into.memoryview(), slot.context)

@@ -10,19 +10,20 @@ This module does not import torch.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import OrderedDict
 from types import TracebackType
 from typing import Final
 
 from offload.checkpoint.checked_reads import AT_ONCE, CheckedReads
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.sealed_slot import SealedOwner, SealedRange, SealedSlot
-from offload.checkpoint.sharded_model import ShardedModel
-from offload.checkpoint.state_owners import StateOwner, owner_of_part, stored_boxes
+from offload.checkpoint.recut.layout import stretches
+from offload.checkpoint.sealed_ranges import ModelFile, model_file
+from offload.checkpoint.sealed_slot import SealedSlot
+from offload.checkpoint.state_owners import StateOwner, stored_boxes
 from offload.errors import CheckpointError
 from offload.format._manifest_fields import ScalarValue
-from offload.format.boxes import Box
+from offload.format.boxes import Box, cut_range
+from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.shares.owners import OwnerReference
 
@@ -52,14 +53,13 @@ class WholeState:
     def __init__(self, checkpoint: Checkpoint, *, verify: bool = True) -> None:
         manifest = checkpoint.manifest
         self.path = checkpoint.path
-        self._backend = checkpoint.backend
         found = checkpoint.owners if manifest.owners else []
         tables = [part.table for part in found if part.table is not None]
-        self.slot = SealedSlot(self._backend, checkpoint.path, checkpoint.parts, manifest, tables)
+        self.slot = checkpoint.open_slot(tables)
         self.owners = (
-            StateOwner(0, manifest, checkpoint.path, lambda: self.slot),
+            StateOwner(0, manifest, self.slot),
             *(
-                owner_of_part(self._backend, part, part.table)
+                StateOwner.of_part(checkpoint.backend, part, part.table)
                 for part in found
                 if part.table is not None
             ),
@@ -83,10 +83,12 @@ class WholeState:
         """Whether data is compared with its digests."""
         self._reads = CheckedReads(keep=AT_ONCE, verify=verify)
         self._model_reads = CheckedReads(keep=_KEPT_LEAVES, verify=verify)
-        self._sharded = self._sharded_model() if manifest.layout.shard else None
-        in_one_file = [] if self._sharded is not None else self.slot.model_ranges()
-        self._model_ranges = sorted(in_one_file, key=lambda one: one.offset)
-        self._model_starts = [one.offset for one in self._model_ranges]
+        self.is_sharded = manifest.layout.shard is not None
+        """Whether the model is in shard files of the owners, and not in one common file."""
+        self._model = [
+            (owner, model_file(owner.sealed, tables))
+            for owner in (self.owners if self.is_sharded else self.owners[:1])
+        ]
 
     @property
     def bytes_read(self) -> int:
@@ -112,10 +114,8 @@ class WholeState:
         found = [one.box.intersection(box) for one in self.boxes.get(name, ())]
         if sum(common.num_elements for common in found if common) >= box.num_elements:
             return
-        if self.missing:
-            raise CheckpointError(f"{name!r} is not whole. {self.missing_text()}")
-        raise CheckpointError(
-            f"{self.path}: contradictory content: no owner has all of {box.notation()} of {name!r}"
+        raise self._incomplete(
+            f"{name!r} is not whole", f"no owner has all of {box.notation()} of {name!r}"
         )
 
     def read_state(
@@ -135,19 +135,16 @@ class WholeState:
             CheckpointError: The chunk has no digest, although it has state.
             gds.StorageError: The chunk cannot be read.
         """
-        files = self.files(owner)
-        size = owner.layout.formats[array].nbytes
-        offset, nbytes = owner.layout.byte_range(array, chunk)
-        digest = files.digests[array][chunk]
-        if digest is None:
+        files, size = self.files(owner), owner.layout.formats[array].nbytes
+        sealed = files.state_range(array, chunk)
+        if sealed is None:
             raise CheckpointError(
-                f"{owner.path}: contradictory content: chunk {chunk} of {array!r} has no digest, "
+                f"{files.path}: contradictory content: chunk {chunk} of {array!r} has no digest, "
                 "and a parameter in it has state"
             )
-        sealed = SealedRange(array, chunk, offset, nbytes, digest, owner.layout.drives[chunk])
-        return self._reads.read(
-            files.array(array, chunk), sealed, files.context, start * size, stop * size
-        )
+        out = memoryview(bytearray((stop - start) * size))
+        self._reads.copy(files.file(sealed), sealed, files.context, start * size, stop * size, out)
+        return out
 
     def read_model(self, name: str, start: int, stop: int) -> memoryview:
         """Return bytes `start` to `stop` of one tensor of the model.
@@ -157,36 +154,48 @@ class WholeState:
             CheckpointError: A range, or its digest, is in a part that is not seen here.
             gds.StorageError: A range cannot be read.
         """
-        if self._sharded is not None:
-            return self._sharded.read(name, start, stop)
-        header = self.slot.layout.model_header
-        first = header.data_start + header.entries[name].start
-        begin, end = first + start, first + stop
-        if not self.verifies:
-            self._model_reads.bytes_read += end - begin
-            return memoryview(self.slot.model.read_bytes(begin, end - begin))
-        out = memoryview(bytearray(end - begin))
-        at = begin
-        while at < end:
-            number = bisect_right(self._model_starts, at) - 1
-            one = self._model_ranges[number] if number >= 0 else None
-            if one is None or at >= one.offset + one.nbytes:
-                if self.missing:
-                    raise CheckpointError(f"{name!r} cannot be checked. {self.missing_text()}")
-                raise CheckpointError(
-                    f"{self.path}: contradictory content: byte {at} of the model has no digest"
-                )
-            last = min(end, one.offset + one.nbytes)
-            self._model_reads.copy(
-                self.slot.model,
-                one,
-                self.slot.context,
-                at - one.offset,
-                last - one.offset,
-                out[at - begin : last - begin],
-            )
-            at = last
+        out, done = memoryview(bytearray(stop - start)), 0
+        for owner, model in self._model:
+            for entry in model.by_name.get(name, ()):
+                size, whole = DTYPE_BYTES[entry.dtype], Box.whole(entry.cut.shape)
+                part_of = cut_range(entry.cut.shape, start // size, -(-stop // size))
+                for part in part_of if start < stop else ():
+                    for one in stretches(entry.box, whole, part):
+                        low, high = one.target * size, (one.target + one.num) * size
+                        begin, end = max(low, start), min(high, stop)
+                        at = entry.start + one.source * size + begin - low
+                        into = out[begin - start : end - start]
+                        self._copy_model(name, self.files(owner), model, at, into)
+                        done += end - begin
+        if done < stop - start:
+            what = f"all bytes from {start} to {stop} of {name!r}"
+            raise self._incomplete(f"{name!r} is not whole", f"no owner has {what}")
         return out
+
+    def _copy_model(
+        self, name: str, files: SealedSlot, model: ModelFile, at: int, into: memoryview
+    ) -> None:
+        """Copy neighbouring bytes of a file of the model."""
+        if not self.verifies:
+            into[:] = files.model.read_bytes(at, len(into))
+            self._model_reads.bytes_read += len(into)
+            return
+        stop = at + len(into)
+        try:
+            numbers = model.ranges_with(at, stop)
+        except LookupError as error:
+            raise self._incomplete(f"{name!r} cannot be checked", str(error)) from error
+        for one in (model.ranges[number] for number in numbers):
+            first, last = max(at, one.offset), min(stop, one.stop)
+            part = into[first - at : last - at]
+            first, last = first - one.offset, last - one.offset
+            self._model_reads.copy(files.model, one, files.context, first, last, part)
+
+    def _incomplete(self, what: str, contradiction: str) -> CheckpointError:
+        """Return the error for data that no owner which is seen here has."""
+        if self.missing:
+            return CheckpointError(f"{what}. {self.missing_text()}")
+        return CheckpointError(f"{self.path}: contradictory content: {contradiction}")
 
     def close(self) -> None:
         """Close all files. Idempotent."""
@@ -194,30 +203,15 @@ class WholeState:
         self._model_reads.close()
         self.slot.close()
         while self._opened:
-            self._opened.popitem()[1].close()
+            self._opened.popitem()[1].files.close()
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether the model is in shard files of the owners, and not in one common file."""
-        return self._sharded is not None
-
-    def _sharded_model(self) -> ShardedModel:
-        boxes = [(one.layout, one.model_boxes) for one in self.owners]
-        return ShardedModel(
-            self.path,
-            boxes,
-            lambda index: self.files(self.owners[index]),
-            self._model_reads,
-            lambda: self.missing_text() if self.missing else "",
-        )
-
-    def files(self, owner: StateOwner) -> SealedSlot | SealedOwner:
+    def files(self, owner: StateOwner) -> SealedSlot:
         """Return the files of an owner; they are closed when those of many others are opened."""
         if owner.number:
             self._opened[owner.number] = owner
             self._opened.move_to_end(owner.number)
             if len(self._opened) > _MAX_OPEN_OWNERS:
-                self._opened.popitem(last=False)[1].close()
+                self._opened.popitem(last=False)[1].files.close()
         return owner.files
 
     def missing_text(self) -> str:

@@ -8,7 +8,6 @@ file in its own part of the checkpoint, and reads them from there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -48,9 +47,8 @@ from offload.format.shares.model_shares import (
     model_shard,
     shard_share,
 )
-from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import ModelCopy
-from offload.model.recut_model import read_recut_model, require_seen_model
+from offload.model.model_reading import LiveBox, read_model, require_seen_model
 from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateSlot
@@ -205,46 +203,33 @@ class RankModel:
         is_sharded = layout.shard is not None
         shares = self._loaded = self._shares(layout.model_header, is_sharded=is_sharded)
         if self._is_own(layout):
+            file = store.slot_of(checkpoint).model
             return load_share(
-                shard_share(layout),
-                manifest.model_boxes,
-                memory,
-                store.slot_of(checkpoint).model,
-                store.backend,
-                DigestContext(manifest.store_id, manifest.generation),
-                self._traffic,
+                shard_share(layout), manifest, memory, file, store.backend, self._traffic
             )
         if not store.is_near and not is_sharded:
             return 0  # `share` brings it
-        boxes = [(one.name, one.box) for one in shares.boxes[self._rank]]
-        with ExitStack() as opened:
-            file = opened.enter_context(store.model_of(checkpoint)) if store.is_near else None
-            share = None if is_sharded else self._share_in_one_file(shares)
-            if (
-                file is None
-                or share is None
-                or share.through_cache
-                or not is_own_share(share.copied, manifest.model_boxes)
-            ):
-                return read_recut_model(
-                    store.backend,
-                    checkpoint.path,
-                    store.manifest_of(checkpoint),
-                    file,
-                    [LiveBox(name, box, memory(name, box)) for name, box in boxes],
-                    self._traffic,
-                    parts=store.directories[1:],
-                    partly=is_sharded and not all(store.plan.near),
+        share = None if is_sharded else self._share_in_one_file(shares)
+        if (
+            share is not None
+            and not share.through_cache
+            and is_own_share(share.copied, manifest.model_boxes)
+        ):
+            with store.model_of(checkpoint) as file:
+                return load_share(
+                    share.copied, manifest, memory, file, store.backend, self._traffic
                 )
-            return load_share(
-                share.copied,
-                manifest.model_boxes,
-                memory,
-                file,
-                store.backend,
-                DigestContext(manifest.store_id, manifest.generation),
-                self._traffic,
-            )
+        boxes = [(one.name, one.box) for one in shares.boxes[self._rank]]
+        return read_model(
+            store.backend,
+            checkpoint.path,
+            store.manifest_of(checkpoint),
+            [LiveBox(name, box, memory(name, box)) for name, box in boxes],
+            self._traffic,
+            parts=store.directories[1:],
+            sees_first=store.is_near,
+            partly=is_sharded and not all(store.plan.near),
+        )
 
     def share(self, stored: Sequence[Stored], groups: HolderGroups, buffer: BounceBuffer) -> None:
         """Bring what each rank has loaded to all ranks that hold it. Collective.

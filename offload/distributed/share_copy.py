@@ -8,18 +8,20 @@ from itertools import groupby
 import torch
 
 from gds import Backend, File
+from offload.checkpoint.sealed_ranges import model_file
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.messages import Json
 from offload.format.boxes import Box
 from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.layout import Layout
+from offload.format.manifest import Manifest
 from offload.format.shares.file_shares import FileShare
 from offload.format.shares.model_blocks import SharePlan
 from offload.format.shares.model_shares import ModelShare
 from offload.format.shares.owners import ModelBox
-from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
+from offload.model.model_reading import LiveBox, ModelReading, StoredModel
 from offload.model.model_sharing import (
     ShareImage,
     WrittenShare,
@@ -33,7 +35,6 @@ from offload.model.scattered_sharing import (
     is_same_scattered,
     write_scattered,
 )
-from offload.model.share_reading import ShareReading, StoredShare
 
 Memory = Callable[[str, Box], torch.Tensor]
 """Function that returns the live memory of a box of a tensor."""
@@ -295,19 +296,26 @@ def is_own_share(share: ModelShare, boxes: Sequence[ModelBox]) -> bool:
 
 def load_share(
     share: ModelShare,
-    boxes: Sequence[ModelBox],
+    manifest: Manifest,
     memory: Memory,
     file: File,
     backend: Backend,
-    context: DigestContext,
     traffic: Traffic,
 ) -> int:
-    """Load a rank's share of the model into live tensors; return the number of bytes read."""
-    written = {(one.name, one.box): one for one in boxes}
-    digests = [d for entry in share.entries for d in written[entry.name, entry.box].digests]
-    reading = ShareReading(
-        [StoredShare(share, file, digests)],
+    """Load a rank's share of the model into live tensors; return the number of bytes read.
+
+    Args:
+        share: What the rank has written.
+        manifest: Manifest of the checkpoint, as the rank has it.
+        memory: Live memory of a box of a tensor.
+        file: File with the share.
+        backend: Backend that allocates the memory for copying.
+        traffic: Counter of the bytes that cross from the host.
+    """
+    reading = ModelReading(
+        [StoredModel(file, model_file(manifest))],
         [LiveBox(e.name, e.box, memory(e.name, e.box)) for e in share.entries],
     )
+    context = DigestContext(manifest.store_id, manifest.generation)
     reading.read(buffers_of(backend, reading.buffer_bytes, traffic), context)
     return reading.num_bytes

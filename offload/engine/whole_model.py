@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from gds import StorageError
+from offload.checkpoint.sealed_ranges import model_file
 from offload.device.staging import Traffic
 from offload.engine.seal import Captured
-from offload.model.live_boxes import LiveBox
 from offload.model.model_copy import WholeCopy
-from offload.model.model_file import BlockBuffers, ModelImage, digest_model, read_model
+from offload.model.model_file import BlockBuffers, ModelImage, digest_model
+from offload.model.model_reading import LiveBox, ModelReading, StoredModel, read_model
 from offload.model.model_writing import CloneSource, TensorRanges
-from offload.model.recut_model import read_recut_model
 from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
 from offload.store.slots.slot import Slot
@@ -55,12 +55,11 @@ def load_whole(
     checkpoint: StoredCheckpoint, slot: Slot, stored: Sequence[Stored], buffers: BlockBuffers
 ) -> int:
     """Load all tensors of a checkpoint's model file in place; return the number of bytes read."""
-    manifest = checkpoint.manifest
-    tensors = {item.spec.name: item.tensor for item in stored}
-    image = ModelImage(manifest.layout.model_header, tensors, traffic=buffers.traffic)
-    digests = manifest.model_digests
-    read_model(image, slot.model, buffers, slot.context, digests, slot.model_leaves)
-    return image.data_bytes
+    content = model_file(checkpoint.manifest)
+    wanted = [LiveBox.whole(item.spec.name, item.tensor) for item in stored]
+    reading = ModelReading([StoredModel(slot.model, content, slot.model_leaves)], wanted)
+    reading.read(buffers, slot.context)
+    return reading.num_bytes
 
 
 def load_recut(
@@ -68,10 +67,14 @@ def load_recut(
 ) -> int:
     """Load the model of a checkpoint that several ranks have made; return the bytes read."""
     wanted = [LiveBox.whole(item.spec.name, item.tensor) for item in stored]
-    backend, path = store.backend, checkpoint.path
-    with backend.open(f"{path}/{checkpoint.manifest.layout.model_name}") as file:
-        manifest, parts = checkpoint.manifest, store.directories[1:]
-        return read_recut_model(backend, path, manifest, file, wanted, traffic, parts=parts)
+    return read_model(
+        store.backend,
+        checkpoint.path,
+        checkpoint.manifest,
+        wanted,
+        traffic,
+        parts=store.directories[1:],
+    )
 
 
 def has_same_model(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.sealed_slot import SealedOwner, SealedSlot
-from offload.checkpoint.second_read import reread_and_check
+from offload.checkpoint.sealed_slot import SealedSlot
+from offload.checkpoint.second_read import checked
 from offload.checkpoint.whole_state import WholeState
 from offload.exchange.state_boxes import OwnedParameters, WantedState, read_state_boxes
 from offload.format.arrays import MASTER
@@ -94,7 +93,7 @@ class CheckpointStream:
             self._advance(sum(values.nbytes for values in block[2].values()))
 
     def _decoded(
-        self, decoder: StateDecoder, layout: Layout, files: SealedSlot | SealedOwner
+        self, decoder: StateDecoder, layout: Layout, files: SealedSlot
     ) -> Iterator[DecodedBlock]:
         """Yield the blocks of one owner, each chunk compared with its digests."""
         chunks = range(layout.num_chunks)
@@ -142,21 +141,10 @@ class CheckpointStream:
         """
         file, data_start = self._slot.model, self.layout.model_header.data_start
         for block in self._slot.model_ranges():
-            data = file.read_bytes(block.offset, block.nbytes)
-            digest = partial(self._slot.context.digest, block.array, block.index)
-            found = digest(memoryview(data))
-            if found != block.digest:
-                again = reread_and_check(
-                    file,
-                    block.offset,
-                    block.nbytes,
-                    digest,
-                    found=found,
-                    expected=block.digest,
-                    direct=True,  # the first read went through the page cache
-                )
-                data = bytes(again.memoryview())
-            yield block.offset - data_start, data
+            read = memoryview(file.read_bytes(block.offset, block.nbytes))
+            # The first read went through the page cache.
+            data, _ = checked(file, block, read, self._slot.context, direct=True)
+            yield block.offset - data_start, bytes(data)
             self._advance(len(data))
 
     def read_model(self, name: str, start: int, stop: int) -> torch.Tensor:

@@ -18,7 +18,6 @@ from offload.errors import MismatchError
 from offload.format.layout import ModelTensor
 from offload.format.unreadable import reading
 from offload.model.buffer_watch import digest_of
-from offload.model.live_boxes import LiveBox
 from offload.model.load_path import (
     ENCODED,
     as_tensor,
@@ -29,9 +28,8 @@ from offload.model.load_path import (
     load_state,
     owner_of,
 )
-from offload.model.model_file import BlockBuffers, ModelImage, read_model
+from offload.model.model_reading import LiveBox, read_model
 from offload.model.parameters import names_of
-from offload.model.recut_model import read_recut_model
 from offload.model.replacing import replacing
 from offload.model.shards import Shards
 from offload.model.stored import Stored, describe_model, stored_copy
@@ -77,7 +75,6 @@ def load_parameters(
     """
     with open_for_parameters(checkpoint, backend=backend) as opened:
         manifest = opened.manifest
-        header = manifest.layout.model_header
         stored = in_checkpoint(
             model, describe_model(model, [], []), manifest.layout.model, opened.path
         )
@@ -90,16 +87,9 @@ def load_parameters(
         live = {n: what for n, (_, what) in tensors.items()}
         instead = "or name a checkpoint of this model"
         check_same(wanted, live, opened.path, call="load_parameters()", instead=instead)
-        with reading(opened.path), opened.open_slot() as slot:
-            if manifest.owners:
-                whole = [LiveBox.whole(n, tensor) for n, (tensor, _) in tensors.items()]
-                read_recut_model(
-                    opened.backend, opened.path, manifest, slot.model, whole, parts=parts
-                )
-            else:
-                image = ModelImage(header, {n: tensor for n, (tensor, _) in tensors.items()})
-                buffers = BlockBuffers(opened.backend, image.data_bytes)
-                read_model(image, slot.model, buffers, slot.context, manifest.model_digests)
+        with reading(opened.path):
+            whole = [LiveBox.whole(n, tensor) for n, (tensor, _) in tensors.items()]
+            read_model(opened.backend, opened.path, manifest, whole, parts=parts)
         give_back(model, stored, opened.path)
         return manifest.step
 

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from gds import ALIGNMENT, Backend, Buffer, File, IOFuture
-from offload.checkpoint.second_read import reread_and_check
+from gds import ALIGNMENT, Backend, Buffer
 from offload.device.boundary import Marks, boundary_of
 from offload.device.staging import Traffic
-from offload.format.digests import MODEL_ARRAY, DigestContext, KnownLeaves, leaf_digests
+from offload.format.digests import MODEL_ARRAY, DigestContext
 from offload.format.header import Header
 from offload.format.manifest import MODEL_BLOCK_BYTES
 from offload.model.tensor_image import TensorImage
@@ -174,69 +172,3 @@ def digest_model(image: ModelImage, buffers: BlockBuffers, context: DigestContex
         image.gather(start, stop, data)
         digests.append(context.digest(MODEL_ARRAY, index, buffer.memoryview()))
     return digests
-
-
-def read_model(
-    image: ModelImage,
-    file: File,
-    buffers: BlockBuffers,
-    context: DigestContext,
-    expected: tuple[str, ...],
-    known: KnownLeaves | None = None,
-) -> None:
-    """Read a model file's data into the live tensors, and check every block's digest.
-
-    While a block is checked and copied, the reads of the next three are in flight. A block that is
-    wrong is read a second time before an error is raised: see `second_read`.
-
-    Args:
-        image: Live tensors; overwritten.
-        file: File to read.
-        buffers: Blocks of memory.
-        context: Store and generation of the digests.
-        expected: Digest of each block.
-        known: Record to which correctly read leaves are added; None to record nothing.
-
-    Raises:
-        DamagedError: Both reads of a block are wrong. Tensors before it have been overwritten.
-        gds.StorageError: The file cannot be read.
-    """
-    blocks = list(image.blocks())
-    memory = buffers.for_reading(len(blocks))
-    reads: dict[int, IOFuture] = {}
-
-    def start_read(index: int) -> None:
-        """Start the read of a block, if there is such a block, into memory that is free by now."""
-        if index < len(blocks):
-            _, start, stop = blocks[index]
-            buffer = memory[index % len(memory)].buffer.slice(0, stop - start)
-            reads[index] = file.read(buffer, image.data_start + start)
-
-    try:
-        for index in range(len(memory) - 1):
-            start_read(index)
-        for index, start, stop in blocks:
-            start_read(index + len(memory) - 1)
-            reads.pop(index).result()
-            buffer, data = memory[index % len(memory)].first(stop - start)
-            leaves = leaf_digests(buffer.memoryview())
-            found = context.digest_leaves(MODEL_ARRAY, index, leaves)
-            if found != expected[index]:
-                offset, nbytes = image.data_start + start, stop - start
-                digest = partial(context.digest, MODEL_ARRAY, index)
-                again = reread_and_check(
-                    file, offset, nbytes, digest, found=found, expected=expected[index]
-                )
-                data = torch.frombuffer(again.memoryview(), dtype=torch.uint8)
-                leaves = leaf_digests(again.memoryview())
-            if known is not None:
-                known.note(index, leaves)
-            arrived = reads.values()
-            has_caught_up = bool(arrived) and all(read.done() for read in arrived)
-            image.scatter(start, stop, data, on_one_thread=not has_caught_up)
-    finally:
-        for read in reads.values():
-            try:
-                read.result()
-            except OSError:
-                continue  # another error is being raised already, or the read was not needed

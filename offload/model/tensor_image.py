@@ -1,10 +1,10 @@
-"""Live tensors viewed as bytes that lie end to end, with copies of ranges in both directions."""
+"""Live tensors viewed as bytes that lie end to end, with copies of ranges of them."""
 
 from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -45,13 +45,8 @@ class TensorImage:
         ends = list(accumulate((t.numel() * t.element_size() for t in self._tensors), initial=0))
         self._starts, self._stops = ends[:-1], ends[1:]
         self._staged: dict[int, torch.Tensor] = {}
-        self._flattened: dict[torch.device, Event] = {}
-        """End of the copies that made tensors contiguous, by device."""
         self._marks = marks_of(self._tensors) if marks is None else marks
         self._traffic = traffic or Traffic()
-        # A tensor that was made in inference mode can be written in that mode only. A model that is
-        # not trained may have such tensors.
-        self._in_inference = any(t.is_inference() for t in self._tensors)
         self.data_bytes = ends[-1]
         """Number of bytes of all tensors together."""
 
@@ -89,32 +84,6 @@ class TensorImage:
             if self._place(index) != place:
                 raise self._moved(index)
 
-    def scatter(
-        self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool = False
-    ) -> None:
-        """Copy a range of the bytes into the live tensors; complete on return."""
-        with torch.inference_mode(self._in_inference), torch.no_grad():
-            self._scatter(start, stop, data, on_one_thread=on_one_thread)
-
-    def _scatter(self, start: int, stop: int, data: torch.Tensor, *, on_one_thread: bool) -> None:
-        sent: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for index, first, last, at in self._overlaps(start, stop):
-            flat = self._flat(index)
-            copies = [(data[at : at + last - first], flat[first:last])]
-            if on_one_thread and not is_on_device(flat):
-                copy_on_one_thread(*copies.pop())
-            if last == flat.numel() and index in self._staged:
-                tensor = self._tensors[index]
-                copies.append((flat.view(tensor.dtype).view(tensor.shape), tensor.detach()))
-                del self._staged[index]
-            if is_on_device(flat):
-                sent.setdefault(flat.device, []).extend(copies)
-            else:
-                for source, into in copies:
-                    into.copy_(source)
-        if sent:
-            self._send(sent)
-
     def _fetch(self, copies: Mapping[torch.device, Copies]) -> None:
         """Copy from devices, and wait for the copies."""
         events = [
@@ -124,10 +93,6 @@ class TensorImage:
         for device, event in events:
             boundary_of(device).wait(event)
             self._traffic.fetched(sum(into.nbytes for _, into in copies[device]))
-
-    def _send(self, copies: Mapping[torch.device, Copies]) -> None:
-        """Copy to devices, and wait for the copies: their sources are about to be reused."""
-        send(copies, (self._marks, self._flattened), self._traffic)
 
     def _after(self, device: torch.device) -> list[Event]:
         return [self._marks[device]] if device in self._marks else []
@@ -165,7 +130,7 @@ class TensorImage:
         if index not in self._staged:
             if is_on_device(tensor):
                 device = tensor.device
-                flat, self._flattened[device] = flattened(tensor, self._after(device))
+                flat = boundary_of(device).flatten(tensor, self._after(device))
             else:
                 flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
             self._staged[index] = flat.view(torch.uint8)
@@ -178,34 +143,6 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     if flat.stride(0) != 1:  # one element of another tensor; it counts as contiguous
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
-
-
-def flattened(tensor: torch.Tensor, after: Iterable[Event]) -> tuple[torch.Tensor, Event]:
-    """Return a contiguous, flat copy of a tensor on its device, and the end of that copy.
-
-    Whoever sends new values to the copy must do so after its end. Otherwise the old values, which
-    are copied on another stream, may take the place of the new ones.
-    """
-    boundary = boundary_of(tensor.device)
-    flat = boundary.flatten(tensor, after)
-    return flat, boundary.fetch([], [])
-
-
-def send(copies: Mapping[torch.device, Copies], marks: Sequence[Marks], traffic: Traffic) -> None:
-    """Copy to devices, and wait for the copies.
-
-    Args:
-        copies: For each device, pairs of source and target.
-        marks: Points that the copies wait for, by device.
-        traffic: Counter of the bytes that cross.
-    """
-    events = [
-        (device, boundary_of(device).send(pairs, [m[device] for m in marks if device in m]))
-        for device, pairs in copies.items()
-    ]
-    for device, event in events:
-        boundary_of(device).wait(event)
-        traffic.sent(sum(s.nbytes for s, _ in copies[device] if not is_on_device(s)))
 
 
 def copy_on_one_thread(source: torch.Tensor, into: torch.Tensor) -> None:

@@ -13,14 +13,14 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import NamedTuple
 
 from gds import ALIGNMENT, Backend, Buffer, File
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.owner_parts import OwnerPart, check_cover
+from offload.checkpoint.sealed_ranges import SealedRange
 from offload.checkpoint.sealed_slot import SealedSlot
-from offload.checkpoint.second_read import reread_and_check
+from offload.checkpoint.second_read import checked
 from offload.errors import CheckpointError, RecycledError
 from offload.format.digests import DigestContext
 from offload.format.manifest import MAX_MANIFEST_BYTES, MODEL_BLOCK_BYTES, decode
@@ -117,14 +117,11 @@ def read_chunks(
     file.read(into, offset).result()
     start = 0
     for chunk in chunks:
-        digest = partial(context.digest, chunk.array, chunk.index)
-        piece = into.slice(start, chunk.nbytes)
-        found = digest(piece.memoryview())
-        if found != chunk.digest:
-            again = reread_and_check(
-                file, offset + start, chunk.nbytes, digest, found=found, expected=chunk.digest
-            )
-            piece.memoryview()[:] = again.memoryview()
+        sealed = SealedRange(chunk.array, chunk.index, offset + start, chunk.nbytes, chunk.digest)
+        piece = into.slice(start, chunk.nbytes).memoryview()
+        right, _ = checked(file, sealed, piece, context)
+        if right is not piece:
+            piece[:] = right
         start += chunk.nbytes
 
 

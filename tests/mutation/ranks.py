@@ -204,12 +204,11 @@ MUTATIONS = (
             Edit(
                 "offload/checkpoint/sealed_slot.py",
                 """\
-        if self.layout.shard is not None:
-            for box in self._model_boxes:
+        yield from self.model_ranges()
 """,
                 """\
-        if self.layout.shard is not None and False:
-            for box in self._model_boxes:
+        if isinstance(self._sealed, Manifest):
+            yield from self.model_ranges()
 """,
             ),
         ),
@@ -254,12 +253,12 @@ MUTATIONS = (
         "what a rank reads is compared with its digest",
         (
             Edit(
-                "offload/model/share_reading.py",
+                "offload/model/model_reading.py",
                 """\
-    if found != expected:
+                        data, leaves = checked(work.stored.file, one, data, context)
 """,
                 """\
-    if False:
+                        leaves = b""
 """,
             ),
         ),

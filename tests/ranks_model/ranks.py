@@ -13,19 +13,19 @@ import torch
 from safetensors.torch import save_file
 
 from gds import Backend, File, MemoryBackend, PosixBackend
+from offload.checkpoint.sealed_ranges import ModelFile, SealedRange
 from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.header import Header, build_header
-from offload.format.shares.model_blocks import SharePlan
+from offload.format.shares.model_blocks import SharePlan, capacity_for
 from offload.format.shares.model_shares import ModelShare, ModelShares, TensorBox
-from offload.model.live_boxes import LiveBox
 from offload.model.model_file import BlockBuffers
+from offload.model.model_reading import LiveBox, ModelReading, StoredModel
 from offload.model.model_sharing import (
     ShareImage,
     WrittenShare,
     finish_share,
     write_share,
 )
-from offload.model.share_reading import ShareReading, StoredShare
 from offload.update.dtypes import DTYPE_CODES
 from tests.eventually import TIMEOUT_S
 from tests.ranks_model.cuts import CONTEXT
@@ -51,6 +51,16 @@ def save_oracle(tensors: Tensors, header: Header, path: Path) -> bytes:
     assert json.loads(theirs) == json.loads(ours)
     padded = theirs.rstrip(b" ").ljust(header.data_start - 8)
     return struct.pack("<Q", header.data_start - 8) + padded + data[8 + length :]
+
+
+def content_of(share: ModelShare, digests: Sequence[str]) -> ModelFile:
+    """Return what a file has of a share whose pieces have digests."""
+    pieces = zip(share.pieces, digests, strict=False)
+    ranges = [
+        SealedRange(share.entries[p.entry].digest_array, p.number, p.start, p.nbytes, digest)
+        for p, digest in pieces
+    ]
+    return ModelFile(share.entries, ranges)
 
 
 class Rank:
@@ -95,11 +105,15 @@ class Rank:
         *,
         context: DigestContext = CONTEXT,
         known: bool = False,
-    ) -> ShareReading:
+    ) -> ModelReading:
         """Read boxes of one file into live tensors."""
-        reading = ShareReading(
-            [StoredShare(s, self.file, d, self.known if known else None) for s, d in stored],
+        reading = ModelReading(
+            [
+                StoredModel(self.file, content_of(s, d), self.known if known else None)
+                for s, d in stored
+            ],
             [LiveBox(one.name, one.box, tensor) for one, tensor in wanted],
+            batch_bytes=capacity_for(stored[0][0].piece_bytes),
         )
         reading.read(self.buffers(reading.buffer_bytes), context)
         return reading

@@ -17,8 +17,8 @@ from offload.format.boxes import Box
 from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.header import DTYPE_BYTES
 from offload.format.shares.model_shares import ModelShares, TensorBox, divide
-from offload.model.live_boxes import LiveBox
-from offload.model.share_reading import ShareReading, StoredShare
+from offload.model.model_reading import LiveBox, ModelReading, StoredModel
+from offload.update.dtypes import DTYPES
 from tests.ranks_model.cuts import (
     COLUMNS,
     CONTEXT,
@@ -33,7 +33,7 @@ from tests.ranks_model.cuts import (
     some_shares,
     values,
 )
-from tests.ranks_model.ranks import KINDS, Ranks, header_of
+from tests.ranks_model.ranks import KINDS, Ranks, content_of, header_of
 
 Wanted = list[tuple[TensorBox, torch.Tensor]]
 
@@ -241,12 +241,13 @@ def test_a_read_that_goes_wrong_once_is_read_again(
     assert "one read returned other data" in caplog.text
 
 
-def stored_of(shares: ModelShares, file: File, num_missing: int = 0) -> list[StoredShare]:
+def stored_of(shares: ModelShares, file: File, num_missing: int = 0) -> list[StoredModel]:
     """Return shares whose digests are of no importance."""
     found = []
     for rank in range(3):
         share = shares.share(rank)
-        found.append(StoredShare(share, file, ["0"] * (len(share.pieces) - num_missing)))
+        digests = ["0"] * (len(share.pieces) - num_missing)
+        found.append(StoredModel(file, content_of(share, digests)))
     return found
 
 
@@ -264,11 +265,15 @@ def test_what_was_not_written_is_refused_by_name(written: Callable[..., Written]
         (box("a vector", 0, 2, torch.ones(3)), r"the live tensor's shape is"),
     ):
         with pytest.raises(MismatchError, match=message):
-            ShareReading(stored, [want])
+            ModelReading(stored, [want])
     with pytest.raises(MismatchError) as error:  # one of three shares is missing
-        ShareReading(stored[::2], [box("a vector", 0, 1001, torch.ones(1001))])
+        ModelReading(stored[::2], [box("a vector", 0, 1001, torch.ones(1001))])
     assert f"{rows((1001,), 3)[1].notation()} of 'a vector' was written 0" in str(error.value)
-    with pytest.raises(CheckpointError, match="digests for the"):
-        ShareReading(stored_of(one.shares, one.ranks[0].file, 1), [])
+    last = one.shares.share(0).entries[-1]
+    with pytest.raises(CheckpointError, match=r"byte \d+ of the model has no digest"):
+        ModelReading(
+            stored_of(one.shares, one.ranks[0].file, 1),
+            [LiveBox(last.name, last.box, torch.ones(last.box.sizes).to(DTYPES[last.dtype]))],
+        )
     empty = LiveBox("empty", Box((0, 0), (0, 3)), torch.ones(0, 3))
-    assert ShareReading(stored, [empty]).num_bytes == 0, "no elements, nothing to refuse"
+    assert ModelReading(stored, [empty]).num_bytes == 0, "no elements, nothing to refuse"

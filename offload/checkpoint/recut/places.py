@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from offload.checkpoint.checked_reads import CheckedReads
-from offload.checkpoint.sealed_slot import SealedRange
 from offload.checkpoint.state_owners import StoredBox
 from offload.format.arrays import ArrayFormat
 from offload.format.chunk_plan import ChunkPlan
@@ -57,12 +56,11 @@ class Place:
             gds.StorageError: The chunk cannot be read.
         """
         layout, files = self.stored.owner.layout, self.stored.owner.files
-        digest = files.digests[array][self.chunk]
-        if digest is None:
+        sealed = files.state_range(array, self.chunk)
+        if sealed is None:
             return False
         form, share = layout.formats[array], self.plan.arrays[array]
         start = (share.starts[self.number] + self.first // form.block) * form.nbytes
-        sealed = SealedRange(array, self.chunk, share.offset, share.nbytes, digest, self.plan.drive)
         stop = start + self.num_values(form) * form.nbytes
         leaves.copy(files.file(sealed), sealed, files.context, start, stop, out)
         return True

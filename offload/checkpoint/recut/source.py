@@ -23,7 +23,7 @@ from offload.checkpoint.recut.reencoding import WINDOW_ELEMENTS, Recode, Reencod
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.checkpoint.state_owners import Reach, open_owners
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
-from offload.format.boxes import Box, Cut, cut_range
+from offload.format.boxes import Cut, cut_range
 from offload.format.chunk_plan import ChunkPlan, Piece
 from offload.format.digests import DigestContext
 from offload.format.manifest import Manifest
@@ -182,8 +182,7 @@ class RecutSource(SlotFiles):
         spec = self.layout.parameters[piece.parameter]
         box = spec.box
         for part in cut_range(box.sizes, piece.start, piece.stop):
-            offsets = tuple(p + o for p, o in zip(part.offsets, box.offsets, strict=True))
-            whole = Box(offsets, part.sizes)
+            whole = part.shifted(box.offsets)
             for stored in self._recut.stored[spec.name]:
                 for run in stretches(stored.box, box, whole):
                     first = run.target

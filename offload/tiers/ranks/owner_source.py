@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from gds import Backend, Buffer
 from offload.checkpoint.owner_parts import OwnerPart, read_table_header
 from offload.checkpoint.reader_lock import recycled
-from offload.checkpoint.sealed_slot import SealedOwner
+from offload.checkpoint.sealed_slot import SealedSlot
 from offload.errors import CheckpointError, DamagedError, StoreError
 from offload.format.digests import DigestContext
 from offload.format.names import TABLE_NAME
@@ -53,7 +53,7 @@ class OwnerSource:
         self.document = self._read_table()
         """Content of the object that has the table; without the padding of the file."""
         self._context = DigestContext(part.table.store_id, part.table.generation)
-        self._files = SealedOwner(backend, part.path, part.table)
+        self._files = SealedSlot(backend, part.path, (), part.table)
         try:
             for chunk in range(self.table.layout.num_chunks):
                 for name in self.table.layout.array_names:
