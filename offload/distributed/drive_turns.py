@@ -11,7 +11,6 @@ from gds import Backend
 from offload.distributed import node
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json
-from offload.distributed.together import everywhere, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +38,12 @@ def measure_in_turns(
         """Return what `turns_of` has to know of this rank."""
         return [*drive_of(backend, directory), state_bytes]
 
-    found = everywhere(agreement, what, look)
+    found = agreement.everywhere(what, look)
     turns, last = turns_of([found[rank] for rank in range(agreement.peers.size)])
     own = turns[agreement.peers.rank]
     for number in range(last + 1):
         taken = partial(action, own.state_bytes) if number == own.number else _nothing
-        together(agreement, what, taken)
+        agreement.together(what, taken)
 
 
 def _nothing() -> None:

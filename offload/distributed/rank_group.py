@@ -31,12 +31,11 @@ from offload.distributed.gathering.live_ranges import part_of
 from offload.distributed.gathering.replicas import Replicas
 from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, digest_of
-from offload.distributed.meeting import meet
 from offload.distributed.ownership import Ownership
 from offload.distributed.rank_model import RankModel
 from offload.distributed.rank_store import RankStore
+from offload.distributed.rendezvous import rendezvous
 from offload.distributed.terms import require_same_terms
-from offload.distributed.together import everywhere, together
 from offload.errors import OffloadError, RanksError, reason_of
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ParameterSpec
@@ -90,7 +89,7 @@ class RankGroup:
         self._group, self._timeout_s = group, timeout_s
         self._watch = watch
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._agreement, self._name = meet(ranks, self.rank, timeout_s)
+        self._agreement, self._name = rendezvous(ranks, self.rank, timeout_s)
         """Agreement of the ranks, and text before the keys of all notes of this optimizer."""
         self._traffic = Traffic()
         self._store: RankStore | None = None
@@ -194,11 +193,11 @@ class RankGroup:
 
     def together(self, what: str, action: Callable[[], T]) -> T:
         """Do something on every rank, and return when it has succeeded on all of them."""
-        return together(self._agreement, what, action)
+        return self._agreement.together(what, action)
 
     def all(self, what: str, test: Callable[[], bool]) -> bool:
         """Return whether a test is true on all ranks."""
-        return all(everywhere(self._agreement, what, test).values())
+        return all(self._agreement.everywhere(what, test).values())
 
     def union(self, what: str, find: Callable[[], Collection[int]]) -> Collection[int]:
         """Return all numbers that any rank finds, each once."""
@@ -208,7 +207,7 @@ class RankGroup:
             return f"{sum(1 << number for number in {*find()}):x}"
 
         found = 0
-        for text in everywhere(self._agreement, what, as_text).values():
+        for text in self._agreement.everywhere(what, as_text).values():
             found |= int(text, 16)
         return [number for number in range(found.bit_length()) if found >> number & 1]
 

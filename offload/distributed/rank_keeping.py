@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 
 from gds import Backend
 from offload.distributed.agreement.agreement import Agreement
-from offload.distributed.together import together
 from offload.errors import RanksError
 from offload.retention.leaving import Leaving
 from offload.retention.pins import FoundPins, read_pins
@@ -101,4 +100,4 @@ class RankKeeping:
         """Do nothing: the seal looks at the checkpoint that it would replace."""
 
     def _by_writer(self, what: str, action: Callable[[], None]) -> None:
-        together(self._agreement, what, action)
+        self._agreement.together(what, action)

@@ -27,7 +27,6 @@ from offload.distributed.rank_keeping import RankKeeping
 from offload.distributed.rank_opening import open_first
 from offload.distributed.rank_sealing import RankSealing, from_message, to_message
 from offload.distributed.recut_rooms import require_rooms
-from offload.distributed.together import together
 from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
@@ -407,7 +406,7 @@ class RankStore:
             if self._opened.store is not None:
                 self._opened.store.withdraw_newer(checkpoint)
 
-        together(self.agreement, self.call, withdraw)
+        self.agreement.together(self.call, withdraw)
         self._known.forget_newer(checkpoint)
 
     def close(self) -> None:
