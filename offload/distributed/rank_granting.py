@@ -121,7 +121,7 @@ class RankGranting:
         if not differ(notes.values()):
             return  # on all ranks: they have the same notes
         agreement = self._opened.agreement
-        words = in_words(agreement.everywhere(call, self._watch.digests))
+        words = in_words(dict(enumerate(agreement.everywhere(call, self._watch.digests))))
         self._watch.stop()
         agreement.together(call, say(words) if words and agreement.peers.is_leader else _nothing)
 

@@ -90,11 +90,9 @@ class RankKeeping:
         self._by_writer("unpin()", lambda: keeping.unpin(name) if keeping else None)
 
     def require_no_newer_pins(self, checkpoint: StoredCheckpoint) -> None:
-        """Raise `PinError` if a checkpoint newer than the given one is pinned. Collective."""
-        keeping = self._keeping
-        self._by_writer(
-            "restore()", lambda: keeping.require_no_newer_pins(checkpoint) if keeping else None
-        )
+        """Raise `PinError`, on the writer, if a checkpoint newer than the given one is pinned."""
+        if self._keeping is not None:
+            self._keeping.require_no_newer_pins(checkpoint)
 
     def require_replaceable(self, path: str) -> None:
         """Do nothing: the seal looks at the checkpoint that it would replace."""

@@ -18,13 +18,11 @@ from gds import File
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.opening import Plan
-from offload.distributed.gathering.gather import BounceBuffer, Gathering
+from offload.distributed.gathering.gather import BounceBuffer, Gathering, part_of
 from offload.distributed.gathering.gather_plan import BoxKey, BoxPiece, GatherPlan, RankChunk
 from offload.distributed.gathering.holder_groups import HolderGroups
-from offload.distributed.gathering.live_ranges import part_of
 from offload.distributed.gathering.replicas import Replicas
-from offload.distributed.model_writers import needs_shards, writers
-from offload.distributed.ownership import Ownership
+from offload.distributed.ownership import Ownership, needs_shards, writers
 from offload.distributed.rank_store import RankStore
 from offload.distributed.share_copy import (
     Memory,

@@ -21,10 +21,10 @@ from offload.ambient import in_neutral
 from offload.checkpoint.recut.source import RecutSource
 from offload.device.boundary import HOST
 from offload.device.compute import Compute
+from offload.distributed.ranks import Ranks
 from offload.engine.arrival import Arrival
 from offload.engine.failed_seal import FailedSeal
 from offload.engine.lifecycle import Lifecycle
-from offload.engine.ranks import Alone, Ranks
 from offload.engine.seal import Captured, Seal, SealHandle
 from offload.engine.whole_model import whole_copy
 from offload.engine.working_slot import StateSlots
@@ -108,7 +108,7 @@ class TrainingState:
         shards: Shards | None = None,
     ) -> None:
         self.rule = rule
-        self.ranks = Alone() if ranks is None else ranks
+        self.ranks = Ranks() if ranks is None else ranks
         self.pool = UpdatePool(rule)
         self.kernel = choose_kernel(rule.optimizer_class, options.state_dtype)
         """Code that updates the state on a CPU."""

@@ -198,8 +198,8 @@ class Agreement:
         self.everywhere(what, lambda: results.append(action()))
         return results[0]
 
-    def everywhere(self, what: str, action: Callable[[], Json]) -> Mapping[int, Json]:
-        """Do something on every rank, and return what it returns on each. Collective.
+    def everywhere(self, what: str, action: Callable[[], Json]) -> list[Json]:
+        """Do something on every rank, and return what it returns on each, by rank. Collective.
 
         Raises the errors of `together`.
         """
@@ -220,7 +220,7 @@ class Agreement:
         for rank, note in sorted(notes.items()):
             if "error" in note:
                 raise _class_of(note["class"])(f"{self._peers.name(rank)}: {note['error']}")
-        return {rank: note["result"] for rank, note in notes.items()}
+        return [note["result"] for _, note in sorted(notes.items())]
 
     def grant(
         self,
