@@ -1,7 +1,7 @@
 """Restoring several ranks from the tier: each downloads a share, and then all go on from it.
 
 If as many ranks made the checkpoint, in the same cut, `restore` returns when the parameters are
-there. The state arrives behind it, see `offload.engine.share_arrival`. Otherwise all of it is
+there. The state arrives behind it, see `load_parameters`. Otherwise all of it is
 downloaded first. The ranks agree after each step, and an error of one is raised on all of them.
 """
 
