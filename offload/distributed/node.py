@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gds import Backend
+from offload.distributed.agreement.agreement import Agreement
+from offload.distributed.agreement.messages import Json
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -43,3 +47,76 @@ def place_of(backend: Backend, directory: str) -> str:
             return f"{token}:{directory}"
         return f"{token}:{found.st_dev}:{found.st_ino}"
     return f"{token}:{os.path.realpath(directory)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """When a rank measures its directory, or reads what another rank has measured."""
+
+    number: int
+    """Number of the turn, from 0."""
+
+    state_bytes: int
+    """Size of the largest state in the directory; 0 if the rank does not measure."""
+
+
+def measure_in_turns(
+    agreement: Agreement,
+    what: str,
+    backend: Backend,
+    directory: str,
+    state_bytes: int,
+    action: Callable[[int], None],
+) -> None:
+    """Measure the drives of all ranks, each directory on one rank. Collective."""
+
+    def look() -> Json:
+        """Return what `turns_of` has to know of this rank."""
+        return [*drive_of(backend, directory), state_bytes]
+
+    found = agreement.everywhere(what, look)
+    turns, last = turns_of(found)
+    own = turns[agreement.peers.rank]
+    for number in range(last + 1):
+        taken = partial(action, own.state_bytes) if number == own.number else _nothing
+        agreement.together(what, taken)
+
+
+def _nothing() -> None:
+    """Do nothing: it is the turn of other ranks."""
+
+
+def drive_of(backend: Backend, directory: str) -> list[str]:
+    """Return texts for the drive of a directory and for the directory itself.
+
+    Each is the same for two ranks if, and only if, they mean the same one.
+    """
+    token = this_node().token
+    try:
+        drive = f"{token}:{os.stat(directory).st_dev}"
+    except OSError:  # the backend has directories of its own
+        drive = token
+    return [drive, place_of(backend, directory)]
+
+
+def turns_of(ranks: Sequence[tuple[str, str, int]]) -> tuple[list[Turn], int]:
+    """Return the turn of each rank, by rank, and the number of the last turn. Pure.
+
+    The lowest rank that has a directory measures it. Directories on one drive have turns one after
+    the other; those on different drives have the same turns. All other ranks have the last turn.
+    """
+    largest: dict[str, int] = {}
+    on_drive: dict[str, list[str]] = {}
+    first: dict[str, int] = {}
+    for rank, (drive, directory, state_bytes) in enumerate(ranks):
+        largest[directory] = max(largest.get(directory, 0), state_bytes)
+        if first.setdefault(directory, rank) == rank:
+            on_drive.setdefault(drive, []).append(directory)
+    last = max(map(len, on_drive.values()))
+    turns = [
+        Turn(on_drive[drive].index(directory), largest[directory])
+        if first[directory] == rank
+        else Turn(last, 0)
+        for rank, (drive, directory, _) in enumerate(ranks)
+    ]
+    return turns, last

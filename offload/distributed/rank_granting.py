@@ -10,11 +10,10 @@ from typing import Any, Final, NoReturn
 from gds import StorageError
 from offload.distributed.agreement.grant import NO_SEAL, Offer
 from offload.distributed.agreement.messages import Json
-from offload.distributed.known_shares import SharedFile
 from offload.distributed.rank_checkpoints import RankCheckpoints
 from offload.distributed.rank_opening import Opened
 from offload.distributed.rank_sealing import RankSealing
-from offload.distributed.together import everywhere, together
+from offload.distributed.share_copy import SharedFile
 from offload.errors import RanksError
 from offload.format.digests import Content
 from offload.format.layout import Layout
@@ -121,9 +120,9 @@ class RankGranting:
         if not differ(notes.values()):
             return  # on all ranks: they have the same notes
         agreement = self._opened.agreement
-        words = in_words(everywhere(agreement, call, self._watch.digests))
+        words = in_words(dict(enumerate(agreement.everywhere(call, self._watch.digests))))
         self._watch.stop()
-        together(agreement, call, say(words) if words and agreement.peers.is_leader else _nothing)
+        agreement.together(call, say(words) if words and agreement.peers.is_leader else _nothing)
 
     def refuse(self, error: Exception, call: str) -> None:
         """Take part in `acquire` of all ranks with an error of this one. Collective.

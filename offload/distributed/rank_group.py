@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -12,39 +12,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from gds import Backend
 from offload.ambient import in_neutral
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.torch_channel import TorchChannel
-from offload.distributed.drive_turns import measure_in_turns
-from offload.distributed.gathering.gather import BounceBuffer, Gathering
+from offload.distributed.gathering.gather import BounceBuffer, Gathering, part_of
 from offload.distributed.gathering.gather_plan import (
     SLICE_BYTES,
     GatherPlan,
     box_plan,
     layout_chunks,
 )
-from offload.distributed.gathering.holder_groups import HolderGroups
-from offload.distributed.gathering.live_ranges import part_of
+from offload.distributed.gathering.holder_groups import HolderGroups, share_bytes
 from offload.distributed.gathering.replicas import Replicas
-from offload.distributed.gathering.sharing import share_bytes
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, digest_of
-from offload.distributed.meeting import meet
+from offload.distributed.node import measure_in_turns
 from offload.distributed.ownership import Ownership
 from offload.distributed.rank_model import RankModel
 from offload.distributed.rank_store import RankStore
+from offload.distributed.ranks import Drive, Ranks
+from offload.distributed.rendezvous import rendezvous
 from offload.distributed.terms import require_same_terms
-from offload.distributed.together import everywhere, together
-from offload.errors import OffloadError, RanksError, reason_of
+from offload.errors import OffloadError, reason_of
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.manifest import Manifest
 from offload.model.buffer_watch import BufferWatch
 from offload.model.model_copy import ModelCopy
 from offload.model.new_values import Step, Values
-from offload.model.shards import Shards
 from offload.model.stored import Stored
 from offload.options import Options
 from offload.retention.policy import Retention
@@ -55,8 +51,8 @@ from offload.store.state_store import StateSlot, StateStore
 T = TypeVar("T")
 
 
-class RankGroup:
-    """The ranks that train one model into one store. The constructor is collective.
+class RankGroup(Ranks):
+    """Several ranks that train one model into one store. The constructor is collective.
 
     Args:
         group: Process group of the ranks; None for the default group.
@@ -90,11 +86,12 @@ class RankGroup:
         self._group, self._timeout_s = group, timeout_s
         self._watch = watch
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._agreement, self._name = meet(ranks, self.rank, timeout_s)
+        self._agreement, self._name = rendezvous(ranks, self.rank, timeout_s)
         """Agreement of the ranks, and text before the keys of all notes of this optimizer."""
         self._traffic = Traffic()
         self._store: RankStore | None = None
         self._ownership = Ownership(self.rank, self.size, multiple, self._exchange, ranks)
+        self.shards, self.cuts = self._ownership.shard, self._ownership.cuts
         try:
             require_same_terms(terms, self._exchange)
             self._ownership.know(named, replaces=True)
@@ -108,7 +105,7 @@ class RankGroup:
         self._replicas.know(self._ownership.holders)
         self._model = RankModel(self.rank, self._ownership, self._traffic, progress, self._replicas)
         self._buffer = BounceBuffer(SLICE_BYTES)
-        self._is_replicated = bool(self._sets)
+        self.gathers = bool(self._sets)
         self._encoded: tuple[Layout, bytes, int] | None = None
         """Layout of the last step on this rank, with its encoding and the digest of that."""
         self._layouts: list[Layout] = []
@@ -117,21 +114,6 @@ class RankGroup:
         """Digests of `_layouts`; the same on all ranks."""
         self._plan: tuple[object, GatherPlan] | None = None
         """Plan of the last step, with what it was made of."""
-
-    @property
-    def gathers(self) -> bool:
-        """Whether any part of the model is on several ranks, so that steps gather new values."""
-        return self._is_replicated
-
-    @property
-    def shards(self) -> Shards | None:
-        """Function that returns this rank's part of a tensor."""
-        return self._ownership.shard
-
-    @property
-    def cuts(self) -> Mapping[str, Cut]:
-        """Box of each parameter that this rank steps and stores, by name."""
-        return self._ownership.cuts
 
     def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
         """Decide with all ranks who steps parameters that are new; see `Ownership.know`."""
@@ -142,7 +124,7 @@ class RankGroup:
         self._replicas.know(self._ownership.holders)
         sets = self._ownership.holder_sets
         if sets != self._sets:
-            self._sets, self._is_replicated = sets, bool(sets)
+            self._sets, self.gathers = sets, bool(sets)
             self._groups, self._steps = self._connect()
 
     def _connect(self) -> tuple[HolderGroups, StepAgreement]:
@@ -168,12 +150,7 @@ class RankGroup:
         return list(agreed.offer)
 
     def open_store(
-        self,
-        drives: Sequence[tuple[Backend, str]],
-        keep: Retention,
-        options: Options,
-        *,
-        fresh: bool,
+        self, drives: Sequence[Drive], keep: Retention, options: Options, *, fresh: bool
     ) -> StateStore:
         """Open the store with all ranks."""
         directories = [directory for _, directory in drives]
@@ -194,32 +171,11 @@ class RankGroup:
 
     def together(self, what: str, action: Callable[[], T]) -> T:
         """Do something on every rank, and return when it has succeeded on all of them."""
-        return together(self._agreement, what, action)
+        return self._agreement.together(what, action)
 
-    def all(self, what: str, test: Callable[[], bool]) -> bool:
-        """Return whether a test is true on all ranks."""
-        return all(everywhere(self._agreement, what, test).values())
-
-    def union(self, what: str, find: Callable[[], Collection[int]]) -> Collection[int]:
-        """Return all numbers that any rank finds, each once."""
-
-        def as_text() -> str:
-            """Return the numbers of this rank as the bits of one, which may be large for JSON."""
-            return f"{sum(1 << number for number in {*find()}):x}"
-
-        found = 0
-        for text in everywhere(self._agreement, what, as_text).values():
-            found |= int(text, 16)
-        return [number for number in range(found.bit_length()) if found >> number & 1]
-
-    def gather(self, what: str, value: Any, make: Callable[[Sequence[Any]], Any]) -> Any:
-        """Return what one rank makes of what all of them say; the same on all ranks."""
-
-        def offer(asked: Mapping[int, Json]) -> Json:
-            """Make it out of what each rank says, by rank."""
-            return make([asked[rank] for rank in sorted(asked)])
-
-        return self._agreement.agree(what, offer, lambda _: None, ask=value, asks=True).offer
+    def everywhere(self, what: str, action: Callable[[], Any]) -> list[Any]:
+        """Do something on every rank, and return what each of them says, by rank."""
+        return self._agreement.everywhere(what, action)
 
     def progress(self) -> None:
         """Give a sign of progress."""
@@ -251,24 +207,9 @@ class RankGroup:
         with suppress(OffloadError, RuntimeError):  # the caller raises the error of this rank
             if needs_slot:
                 self._opened().refuse(error)
-            if not self._is_replicated:
+            if not self.gathers:
                 return  # no rank waits for another one in a step
             self._steps.agree(StepTerms(number, [], [], refusal=reason_of(error)))
-
-    def require_same(self, what: str, value: str) -> None:
-        """Check that a value is the same on all ranks."""
-
-        def make(asked: Mapping[int, Json]) -> Json:
-            """Compare the values of all ranks with that of rank 0."""
-            for rank, theirs in sorted(asked.items()):
-                if theirs != asked[0]:
-                    raise RanksError(
-                        f"rank 0 asks for {asked[0]} and rank {rank} for {theirs}: make the same "
-                        "call on every rank. Nothing was changed"
-                    )
-            return None
-
-        self._agreement.agree(what, make, lambda _: None, ask=value, asks=True)
 
     def serving(self) -> Serving | None:
         """Return which rank serves which part of the open store."""
@@ -305,11 +246,11 @@ class RankGroup:
         """Check that this rank can load its share of a checkpoint's model."""
         self._model.check(self._opened(), checkpoint)
 
-    def hold(
+    def as_checkpoint(
         self, path: str, manifest: Manifest, own: Manifest, slot: StateSlot
     ) -> AbstractContextManager[StoredCheckpoint]:
         """Use a slot that is about to become a checkpoint as one, in a ``with`` block."""
-        return self._opened().hold(path, manifest, own, slot)
+        return self._opened().as_checkpoint(path, manifest, own, slot)
 
     def load_model(self, checkpoint: StoredCheckpoint, stored: Sequence[Stored]) -> int | None:
         """Load this rank's share of a checkpoint's model."""
@@ -322,7 +263,7 @@ class RankGroup:
 
     def share_state(self, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
         """Bring the boxes of tensors from the rank that steps each box to all that hold it."""
-        if not self._is_replicated:
+        if not self.gathers:
             return
         kinds = [(name, dtype) for name, dtype, _ in tensors]
         plan = box_plan(self.size, self._ownership.boxes, kinds)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 
 from gds import Backend
 from offload.distributed.agreement.agreement import Agreement
-from offload.distributed.together import together
 from offload.errors import RanksError
 from offload.retention.leaving import Leaving
 from offload.retention.pins import FoundPins, read_pins
@@ -91,14 +90,12 @@ class RankKeeping:
         self._by_writer("unpin()", lambda: keeping.unpin(name) if keeping else None)
 
     def require_no_newer_pins(self, checkpoint: StoredCheckpoint) -> None:
-        """Raise `PinError` if a checkpoint newer than the given one is pinned. Collective."""
-        keeping = self._keeping
-        self._by_writer(
-            "restore()", lambda: keeping.require_no_newer_pins(checkpoint) if keeping else None
-        )
+        """Raise `PinError`, on the writer, if a checkpoint newer than the given one is pinned."""
+        if self._keeping is not None:
+            self._keeping.require_no_newer_pins(checkpoint)
 
     def require_replaceable(self, path: str) -> None:
         """Do nothing: the seal looks at the checkpoint that it would replace."""
 
     def _by_writer(self, what: str, action: Callable[[], None]) -> None:
-        together(self._agreement, what, action)
+        self._agreement.together(what, action)

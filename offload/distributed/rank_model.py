@@ -13,21 +13,18 @@ from functools import partial
 
 import torch
 
+from gds import File
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.opening import Plan
-from offload.distributed.gathering.gather import BounceBuffer, Gathering
+from offload.distributed.gathering.gather import BounceBuffer, Gathering, part_of
 from offload.distributed.gathering.gather_plan import BoxKey, BoxPiece, GatherPlan, RankChunk
 from offload.distributed.gathering.holder_groups import HolderGroups
-from offload.distributed.gathering.live_ranges import part_of
 from offload.distributed.gathering.replicas import Replicas
-from offload.distributed.model_writers import needs_shards, writers
-from offload.distributed.ownership import Ownership
+from offload.distributed.ownership import Ownership, needs_shards, writers
 from offload.distributed.rank_store import RankStore
 from offload.distributed.share_copy import (
-    ComparedCopy,
     Memory,
-    NoCopy,
     ShareCopy,
     is_own_share,
     is_same_share,
@@ -35,7 +32,7 @@ from offload.distributed.share_copy import (
 )
 from offload.errors import RanksError
 from offload.format.boxes import Box
-from offload.format.digests import DigestContext
+from offload.format.digests import Content, DigestContext
 from offload.format.header import Header
 from offload.format.layout import Layout
 from offload.format.model_shard import ModelShard
@@ -47,7 +44,6 @@ from offload.format.shares.model_shares import (
     model_shard,
     shard_share,
 )
-from offload.model.model_copy import ModelCopy
 from offload.model.model_reading import LiveBox, read_model, require_seen_model
 from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
@@ -106,30 +102,29 @@ class RankModel:
 
     def copy(
         self, store: RankStore, slot: StateSlot, stored: Sequence[Stored], marks: Marks
-    ) -> ModelCopy:
+    ) -> ShareCopy:
         """Return the copy of this rank's share of the model into a slot."""
+        file: File | None = None
+        close = _nothing
+        content = Content()
+        if slot.layout.shard is not None:
+            file = slot.model  # closed with its slot
+            content = slot.model_leaves.content
+        elif store.is_near:  # the ranks that see the file write all of it
+            file, close = store.working_model(slot)
+            content = store.sealing.shared_of(slot).content
         live = {
             item.spec.name: item.parameter if item.memory is None else item.memory
             for item in stored
         }
-        digests = partial(self._replicas.digests, None, live.get, marks)
-        made = self._copy(store, slot, stored, marks)
-        store.sealing.copy = copy = ComparedCopy(made, digests, self._replicas.forget)
-        return copy
+        share, known = self._share(slot.layout), store.sealing.known
 
-    def _copy(
-        self, store: RankStore, slot: StateSlot, stored: Sequence[Stored], marks: Marks
-    ) -> ShareCopy | NoCopy:
-        if slot.layout.shard is not None:
-            file, close = slot.model, _nothing  # closed with its slot
-            content = slot.model_leaves.content
-        elif store.is_near:
-            file, close = store.working_model(slot)
-            content = store.sealing.shared_of(slot).content
-        else:  # the ranks that see the file write all of it
-            return NoCopy()
-        share, sealing = self._share(slot.layout), store.sealing
-        return ShareCopy(
+        def forget() -> None:
+            """Record that values may differ between ranks, and what the file has is unknown."""
+            self._replicas.forget()
+            known.forget(content)
+
+        store.sealing.copy = copy = ShareCopy(
             share,
             self._memory_of(stored),
             file,
@@ -138,11 +133,13 @@ class RankModel:
             marks,
             self._traffic,
             self._progress,
-            close,
-            known=sealing.known.of(content, share),
+            partial(self._replicas.digests, None, live.get, marks),
+            known=known.of(content, share),
             changing={s.spec.name for s in stored if s.parameter.requires_grad},
-            forget=partial(sealing.known.forget, content),
+            forget=forget,
+            close=close,
         )
+        return copy
 
     def is_same(
         self, store: RankStore, checkpoint: StoredCheckpoint, stored: Sequence[Stored]

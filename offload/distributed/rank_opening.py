@@ -22,7 +22,6 @@ from offload.distributed.agreement.sights import (
     Sight,
     StoreSight,
 )
-from offload.distributed.node import place_of
 from offload.errors import CheckpointError, OffloadError, RanksError, reason_of
 from offload.format.names import owner_name, step_of
 from offload.options import Options
@@ -100,7 +99,7 @@ class Opened:
     def place(self) -> str:
         """A text that is the same for all ranks that see the same first directory."""
         try:
-            return place_of(self.backend, self.directory)
+            return node.place_of(self.backend, self.directory)
         except OSError:
             return ""
 

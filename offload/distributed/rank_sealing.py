@@ -14,10 +14,8 @@ from weakref import WeakKeyDictionary
 
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json, MessageError
-from offload.distributed.agreement.reports import Report
-from offload.distributed.known_shares import KnownShares, SharedFile
-from offload.distributed.scalar_runs import require_same_scalars, scalar_runs
-from offload.distributed.share_copy import ComparedCopy
+from offload.distributed.agreement.reports import Report, require_same_scalars, scalar_runs
+from offload.distributed.share_copy import KnownShares, ShareCopy, SharedFile
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
 from offload.format.layout import Layout
@@ -98,7 +96,7 @@ class RankSealing:
         """Slot of this rank in the seal in flight."""
         self._name = ""
         """Name of the part that is sealed; empty on the writer."""
-        self.copy: ComparedCopy | None = None
+        self.copy: ShareCopy | None = None
         """Copy of this rank's share of the model in the seal in flight."""
         self.known = KnownShares()
         """What this rank knows of the model files of slots."""
@@ -221,7 +219,7 @@ class RankSealing:
         if number is None or copy is None:
             raise RuntimeError("no seal has begun")
         self._has_met = True
-        self._agreement.meet(number)
+        self._agreement.barrier(number)
         boxes = copy.finish()
         report = Report(
             step=manifest.step,
@@ -269,7 +267,7 @@ class RankSealing:
         self._number = None
         self._agreement.report(number, report)
         try:
-            self._agreement.decide(number, complete, rename)
+            self._agreement.commit(number, complete, rename)
         except InDoubtError:
             raise
         except SealError as error:
@@ -299,7 +297,7 @@ class RankSealing:
             replace(report, part=slot.name, table_digest=reference.digest, extra=extra),
         )
         try:
-            self._agreement.decision(number)
+            self._agreement.await_decision(number)
         except InDoubtError:
             part.abandon(slot)
             raise
@@ -325,12 +323,12 @@ class RankSealing:
         report = Report(step=step, generation=generation, error=reason_of(error))
         try:
             if not self._has_met:
-                self._agreement.meet(number)  # the other ranks wait for this one
+                self._agreement.barrier(number)  # the other ranks wait for this one
             self._agreement.report(number, report)
             if self._store is None:
-                self._agreement.decision(number)
+                self._agreement.await_decision(number)
             else:
-                self._agreement.decide(number, _refuse, _refuse_rename)
+                self._agreement.commit(number, _refuse, _refuse_rename)
         except InDoubtError:
             return
         except SealError as aborted:

@@ -27,7 +27,6 @@ from offload.distributed.rank_keeping import RankKeeping
 from offload.distributed.rank_opening import open_first
 from offload.distributed.rank_sealing import RankSealing, from_message, to_message
 from offload.distributed.recut_rooms import require_rooms
-from offload.distributed.together import together
 from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
@@ -360,11 +359,11 @@ class RankStore:
         """Send the train states of a checkpoint to the ranks that do not see them. Collective."""
         self._known.fetch(checkpoint)
 
-    def hold(
+    def as_checkpoint(
         self, path: str, manifest: Manifest, own: Manifest, slot: StateSlot
     ) -> AbstractContextManager[StoredCheckpoint]:
-        """Use a slot that is about to become a checkpoint as one; see `RankCheckpoints.hold`."""
-        return self._known.hold(path, manifest, own, slot)
+        """Use a slot that is about to become a checkpoint as one, in a ``with`` block."""
+        return self._known.as_checkpoint(path, manifest, own, slot)
 
     def checkpoint_of(self, slot: Any) -> StoredCheckpoint | None:
         """Return the usable checkpoint that a slot belongs to; None if it belongs to none."""
@@ -399,14 +398,9 @@ class RankStore:
         self._known.quarantine(checkpoint, reason)
 
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
-        """Withdraw, durably, every checkpoint that is newer than the given one. Collective."""
-
-        def withdraw() -> None:
-            """Withdraw them on the writer."""
-            if self._opened.store is not None:
-                self._opened.store.withdraw_newer(checkpoint)
-
-        together(self.agreement, self.call, withdraw)
+        """Withdraw what is newer than a checkpoint on the writer, and forget it on every other."""
+        if self._opened.store is not None:
+            self._opened.store.withdraw_newer(checkpoint)
         self._known.forget_newer(checkpoint)
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from offload.distributed.agreement.messages import Json
-from offload.distributed.drive_turns import drive_of
+from offload.distributed.node import drive_of
 from offload.distributed.rank_opening import Opened
 from offload.store.owners.claims import NamedParts
 from offload.store.space import available_bytes, require_available

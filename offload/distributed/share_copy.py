@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Final
 
 import torch
 
@@ -13,7 +16,7 @@ from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.messages import Json
 from offload.format.boxes import Box
-from offload.format.digests import DigestContext, KnownLeaves
+from offload.format.digests import Content, DigestContext, KnownLeaves
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.shares.file_shares import FileShare
@@ -39,43 +42,91 @@ from offload.model.scattered_sharing import (
 Memory = Callable[[str, Box], torch.Tensor]
 """Function that returns the live memory of a box of a tensor."""
 
+_MOST: Final = 256
+"""Number of files that are remembered; each takes 8 bytes for each MiB of the share."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """The model file that all ranks write for a slot."""
+
+    folder: str = ""
+    """Name of the directory that has it, below the first directory; empty if it is not known."""
+
+    content: Content = field(default_factory=Content)
+    """Its content, as the writer has named it."""
+
+
+class KnownShares:
+    """What this rank knows of the model files that it has written its share of. One thread.
+
+    The writer of the store names the content of each slot's model file, and says so when it grants
+    the slot. After a seal that was aborted, or if another file has taken the place of the file, the
+    name is another one. So a rank believes only what it has written under the present name.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, tuple[FileShare, KnownLeaves]] = OrderedDict()
+
+    def of(self, content: Content, share: FileShare) -> KnownLeaves:
+        """Return what is known of a share in a file; the caller adds what it writes, by piece."""
+        if not content.name:
+            return KnownLeaves(readable=False)
+        found = self._known.get(content.name)
+        if found is None or found[0] is not share:
+            found = share, KnownLeaves(readable=content.readable)
+        self._known[content.name] = found
+        self._known.move_to_end(content.name)
+        if len(self._known) > _MOST:
+            self._known.popitem(last=False)
+        return found[1]
+
+    def forget(self, content: Content) -> None:
+        """Forget a file, because a seal has failed: what was written may be in a cache only."""
+        self._known.pop(content.name, None)
+
 
 class ShareCopy:
-    """Copy of a rank's share of the model into the model file of a slot.
+    """Copy of a rank's share of the model into the model file of a slot, as a seal makes it.
+
+    Before anything is written, digests are computed of all values that other ranks hold as well. No
+    step may change one of these before. They count as the first byte of the copy.
 
     Args:
-        share: What the rank writes.
+        share: What the rank writes; of a file that it does not see, nothing.
         memory: Live memory of a box of a tensor, captured.
-        file: Model file of the slot, open for this rank alone.
+        file: Model file of the slot, open for this rank alone; None if it does not see the file.
         backend: Backend that allocates the memory for copying.
         context: Store and generation of the digests.
         marks: Positions in the streams of devices.
         traffic: Counter of the bytes that cross to the host.
         progress: Function that tells the other ranks that this one makes progress.
-        close: Function that closes the file.
+        digests: Function that computes the digests of the values that other ranks hold.
         known: Known content of the share in the file, by piece.
         changing: Names of tensors that steps change; they are never read back for comparison.
-        forget: Function that records that the content of the file is unknown.
+        forget: Function that records that the seal has failed.
+        close: Function that closes the file, when the seal has ended.
     """
 
     def __init__(
         self,
         share: FileShare,
         memory: Memory,
-        file: File,
+        file: File | None,
         backend: Backend,
         context: DigestContext,
         marks: Marks,
         traffic: Traffic,
         progress: Callable[[], None],
-        close: Callable[[], None],
+        digests: Callable[[], Json],
         *,
         known: KnownLeaves,
         changing: Container[str],
         forget: Callable[[], None],
+        close: Callable[[], None],
     ) -> None:
         plan = SharePlan(share.copied)
-        self.share = share
+        self._share = share
         self._file = file
         self._context = context
         self._buffers = buffers_of(backend, plan.buffer_bytes, traffic)
@@ -85,25 +136,21 @@ class ShareCopy:
         )
         self._written: WrittenShare | None = None
         self._progress = progress
+        self._digests = digests
         self._known = known
         self._changing = changing
-        self.close = close
-        """Function that closes the file, when the seal has ended."""
-        self.forget = forget
-        """Function that records that the content of the file is unknown: the seal has failed."""
-
-    @property
-    def data_bytes(self) -> int:
-        """Size of the share in bytes."""
-        return self.share.nbytes
+        self.data_bytes = 1 + share.nbytes
+        self.replicas: Json = []
+        """Digests of the values that other ranks hold as well."""
+        self.forget, self.close = forget, close
 
     def stop_of(self, name: str) -> int:
-        """Return how much of the share must be copied before a tensor may change."""
-        return self.share.stop_of(name)
+        """Return how much must be copied before a tensor may change."""
+        return 1 + self._share.stop_of(name)
 
     def stops(self, layout: Layout) -> Sequence[int]:
-        """Return, for each chunk, how much of the share must be copied before it is stepped."""
-        return self.share.model_stops(layout)
+        """Return, for each chunk, how much must be copied before it is stepped."""
+        return [1 + stop for stop in self._share.model_stops(layout)]
 
     def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
         """Write the blocks that belong to this rank alone; `finish` writes the rest.
@@ -111,11 +158,15 @@ class ShareCopy:
         Bytes that the file is known to hold are left out. Scattered boxes are always written: the
         digests of their rows are computed from the file, and must be of what was in live memory.
         """
+        self.replicas = self._digests()
+        copied(1)
+        if self._file is None:
+            return (), 0
 
         def moved(nbytes: int) -> None:
             """Tell the other ranks and the caller that bytes were copied."""
             self._progress()
-            copied(nbytes)
+            copied(1 + nbytes)
 
         written = self._written = write_share(
             self._image,
@@ -125,9 +176,9 @@ class ShareCopy:
             self._known,
             moved,
             changing=self._changing,
-            through_cache=self.share.through_cache,
+            through_cache=self._share.through_cache,
         )
-        num_copied = self.share.copied.nbytes
+        num_copied = self._share.copied.nbytes
         scattered = write_scattered(
             self._scattered, self._file, lambda nbytes: moved(num_copied + nbytes)
         )
@@ -141,102 +192,16 @@ class ShareCopy:
         """Write the rest of the share, and make it durable; the boxes have their digests.
 
         Call this after every rank has returned from `write`.
-
-        Raises:
-            gds.StorageError: A write or the sync failed.
         """
+        if self._file is None:
+            return ()
         if self._written is None:
             raise RuntimeError("the share has not been written yet")
-        rows = self.share.rows
+        rows = self._share.rows
         of_rows = digest_rows(rows, self._file, self._context, self._progress)
         finish_share(self._file, self._written)
-        boxes = boxes_of(self.share.copied, self._written.digests)
+        boxes = boxes_of(self._share.copied, self._written.digests)
         return (*boxes, *boxes_of(rows, of_rows))
-
-
-class NoCopy:
-    """Copy of the share of a rank that writes nothing of the model; see `ShareCopy`."""
-
-    data_bytes = 0
-
-    def stop_of(self, name: str) -> int:
-        """Return 0: nothing is copied."""
-        del name
-        return 0
-
-    def stops(self, layout: Layout) -> Sequence[int]:
-        """Return 0 for each chunk."""
-        return (0,) * layout.num_chunks
-
-    def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
-        """Write nothing."""
-        del copied
-        return (), 0
-
-    def is_same(self, digests: Sequence[str]) -> bool:
-        """Return True: nothing was copied."""
-        del digests
-        return True
-
-    def finish(self) -> tuple[ModelBox, ...]:
-        """Return no box."""
-        return ()
-
-    def forget(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class ComparedCopy:
-    """Copy of a rank's share, after digests of all values that other ranks hold as well.
-
-    A step may change none of these values before the digests have been computed.
-
-    Args:
-        copy: The copy.
-        digests: Function that computes the digests.
-        forget: Function that records that the values may differ: the seal has failed.
-    """
-
-    def __init__(
-        self,
-        copy: ShareCopy | NoCopy,
-        digests: Callable[[], Json],
-        forget: Callable[[], None],
-    ) -> None:
-        self._copy = copy
-        self._digests = digests
-        self._forget = forget
-        self.data_bytes = 1 + copy.data_bytes
-        """Size of the share in bytes, and one more for the digests."""
-        self.replicas: Json = []
-        """The digests."""
-        self.finish, self.close = copy.finish, copy.close
-
-    def stop_of(self, name: str) -> int:
-        """Return how much must be done before a tensor may change."""
-        return 1 + self._copy.stop_of(name)
-
-    def stops(self, layout: Layout) -> Sequence[int]:
-        """Return, for each chunk, how much must be done before it is stepped."""
-        return [1 + stop for stop in self._copy.stops(layout)]
-
-    def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
-        """Compute the digests, and write the blocks that belong to this rank alone."""
-        self.replicas = self._digests()
-        copied(1)
-        return self._copy.write(lambda nbytes: copied(1 + nbytes))
-
-    def is_same(self, digests: Sequence[str]) -> bool:
-        """Return whether the share has the values still whose digests `write` has returned."""
-        return self._copy.is_same(digests)
-
-    def forget(self) -> None:
-        """Record that the content of the file is unknown: the seal has failed."""
-        self._forget()
-        self._copy.forget()
 
 
 def buffers_of(backend: Backend, nbytes: int, traffic: Traffic) -> BlockBuffers:

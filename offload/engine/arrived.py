@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from offload.engine.rank_arrival import note_damage
+from offload.engine.rank_arrival import complete, note_damage
 from offload.engine.resume import resume
-from offload.engine.share_arrival import complete
 from offload.engine.training_state import TrainingState
 from offload.errors import DamagedError
 

@@ -341,23 +341,17 @@ class Engine:
         self.join_all("pin()")
         state.collect_seal(wait=True)
         self.store.refresh()
-        if state.ranks.size > 1:
-            self._require_same_pin(name, which, require)
-        self.store.keeping.pin(name, which)
 
-    def _require_same_pin(
-        self, name: str, which: int | str | None, require: Callable[[], None]
-    ) -> None:
-        """Check that all ranks pin the same checkpoint, by the same name. Collective."""
-
-        def find() -> str:
-            """Return the path of the checkpoint that this rank is asked for."""
+        def find() -> tuple[None, str]:
+            """Return in words what this rank is to pin."""
             require()
             found = self.store.newest if which is None else self.store.find(which)
-            return "no checkpoint" if found is None else found.path
+            path = "no checkpoint" if found is None else found.path
+            return None, f"the pin {name!r} of {path}"
 
-        path = self.state.ranks.together("pin()", find)
-        self.state.ranks.require_same("pin()", f"the pin {name!r} of {path}")
+        if state.ranks.size > 1:
+            state.ranks.choose("pin()", find)
+        self.store.keeping.pin(name, which)
 
     def unpin(self, name: str) -> None:
         """Remove a pin; see `OffloadedOptimizer.unpin`."""

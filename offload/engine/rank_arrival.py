@@ -1,7 +1,7 @@
 """Restoring several ranks from the tier: each downloads a share, and then all go on from it.
 
 If as many ranks made the checkpoint, in the same cut, `restore` returns when the parameters are
-there. The state arrives behind it, see `offload.engine.share_arrival`. Otherwise all of it is
+there. The state arrives behind it, see `load_parameters`. Otherwise all of it is
 downloaded first. The ranks agree after each step, and an error of one is raised on all of them.
 """
 
@@ -11,20 +11,24 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.engine.matching import match_checkpoint, match_class
-from offload.engine.ranks import Ranks, warn_together
-from offload.engine.share_arrival import complete, load_parameters
+from offload.distributed.ranks import Ranks
+from offload.engine.matching import match_checkpoint, match_class, take_hyperparameters
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError, MismatchError, RanksError
+from offload.format.shares.owners import OwnerReference
 from offload.journal import log_event
-from offload.model.parameters import names_of
+from offload.model.parameters import Trainable, names_of
+from offload.model.stored import Stored
 from offload.store.shared import Serving
 from offload.tiers.ranks.arriving_share import ArrivingShare, find_newest
+from offload.tiers.ranks.arriving_state import ArrivingState
 from offload.tiers.services.address import parse_address
 from offload.tiers.services.presence import note_damaged
+from offload.units import duration, size
 
 _CALL = "restore()"
 
@@ -42,22 +46,21 @@ def receive_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
     if serving is None:
         return None
     is_empty = not store.checkpoints and not store.refused
-    url = str(ranks.gather(_CALL, [lifecycle.tier_url, is_empty], _common_tier))
+    url = _common_tier(ranks.everywhere(_CALL, lambda: [lifecycle.tier_url, is_empty]))
     if not url:
         return None
     tried: dict[str, str] = {}
 
     def look() -> tuple[str, str]:
-        """Look for the newest copy, on the writer."""
+        """Look for the newest copy, on the writer, which alone has a warning."""
         if not serving.is_writer:
             return "", ""
         with giving_signs(ranks):
             return find_newest(url, store.directory, tried)
 
     while True:
-        own, warning = ranks.together(_CALL, look)
-        newest = str(ranks.gather(_CALL, own, lambda said: said[serving.writer]))
-        warn_together(ranks, _CALL, warning, level=5)
+        newest, warning = ranks.everywhere(_CALL, look)[serving.writer]
+        ranks.warn_together(_CALL, warning if serving.is_writer else "", level=5)
         if not newest:
             log_event(f"{url}: no complete checkpoint; training starts from the beginning")
             store.journal.tell()
@@ -209,7 +212,94 @@ def _common_tier(said: Sequence[Any]) -> str:
     for rank, url in enumerate(urls):
         if url != urls[0]:
             raise RanksError(
-                f"rank 0 has the tier {urls[0]!r} and rank {rank} has {url!r}: give the same "
-                "Options(tier=...) to all ranks"
+                f"{_CALL}: rank 0 has the tier {urls[0]!r} and rank {rank} has {url!r}: give the "
+                "same Options(tier=...) to all ranks"
             )
-    return urls[0] if all(is_empty for _, is_empty in said) else ""
+    return str(urls[0]) if all(is_empty for _, is_empty in said) else ""
+
+
+def load_parameters(
+    state: TrainingState, groups: Groups, share: ArrivingShare, began_s: float
+) -> Checkpoint:
+    """Load the parameters of a checkpoint, whose state begins to arrive then. Collective.
+
+    Args:
+        state: State of this rank. It becomes that of the checkpoint, but for what arrives.
+        groups: ``param_groups`` of the optimizer.
+        share: Share of this rank, whose model has been fetched. From now on `state` closes it,
+            unless an error is raised.
+        began_s: Time when the restore began, as of `time.perf_counter`.
+
+    Returns:
+        The checkpoint, as this rank sees it. Its train state has been read.
+
+    Raises:
+        MismatchError: The checkpoint does not fit the optimizer and the model.
+        RanksError: A rank was lost, or cannot load its share of the model.
+        DamagedError: The model differs from the digests. Some parameters may have been overwritten.
+    """
+    ranks, store, table, own = state.ranks, state.store, state.table, share.own_manifest
+    # Only the writer has the folder of the checkpoint.
+    folder = next((one for one in ranks.everywhere(_CALL, lambda: share.folder) if one), "")
+    with ranks.as_checkpoint(folder, share.manifest, own, share.slot) as found:
+        store.fetch(found)
+        checkpoint = store.reader_of(found)
+
+        def match() -> tuple[Sequence[Trainable], Sequence[Stored]]:
+            """Check, before anything is changed, that this rank can load what it needs."""
+            matched = match_checkpoint(
+                share.url, own, groups, table.model, state.rule, table.state_format, table.shards
+            )
+            ranks.check_model(found)
+            _ = checkpoint.train_state
+            return matched
+
+        trainables, stored = ranks.together(_CALL, match)
+        state.forget()
+        read = ranks.together(_CALL, lambda: ranks.load_model(found, stored))
+        ranks.share_model(stored)
+        ranks.together(_CALL, lambda: table.give_back(stored, share.url))
+    take_hyperparameters(groups, own, state.rule, share.url)
+    state.meter.restore_bytes = read or 0
+    state.num_steps = own.step
+    arriving = ArrivingState(share, ranks.progress)
+    state.arriving_groups, state.arriving_trainables = [*groups], trainables
+    state.arriving = arriving  # set before the thread begins, as the start may be interrupted
+    arriving.start()
+    state.lifecycle.decided, state.lifecycle.broken = True, ""
+    state.lifecycle.steps_settled = state.lifecycle.steps_in_seal = state.meter.steps
+    state.meter.restore_s = time.perf_counter() - began_s
+    checkpoint.path = store.sealing.path_of(own.step)
+    log_event(
+        f"{share.url}: restored the parameters of step {own.step} in "
+        f"{duration(state.meter.restore_s)}; the state is arriving in {store.directory}"
+    )
+    store.journal.tell()
+    return checkpoint
+
+
+def complete(state: TrainingState, share: ArrivingShare, call: str) -> None:
+    """Make the shares of all ranks, which have been fetched, a checkpoint. Collective.
+
+    Args:
+        state: State of this rank.
+        share: Share of this rank.
+        call: Call of the user, for messages.
+
+    Raises:
+        RanksError: A rank could not make its share durable, or was lost.
+        gds.StorageError: This one could not.
+    """
+    ranks = state.ranks
+    ranks.together(call, share.seal_parts)
+    said = ranks.everywhere(call, lambda: [asdict(one) for one in share.tell_references()])
+    references = [OwnerReference(**one) for own in said for one in own]
+    references.sort(key=lambda one: one.owner)
+    ranks.together(call, lambda: share.publish(references))
+    share.published()
+    state.store.refresh(warn_of_refused=False)
+    log_event(
+        f"{share.url}: complete in {state.store.directory}; rank {ranks.rank} has fetched "
+        f"{size(share.bytes_fetched)}, and {size(share.bytes_kept)} were here"
+    )
+    state.store.journal.tell()

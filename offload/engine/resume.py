@@ -12,17 +12,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, TypeAlias, cast
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.source import RecutSource
 from offload.engine.matching import match_checkpoint, take_hyperparameters
-from offload.engine.ranks import warn_together
 from offload.engine.training_state import Groups, TrainingState
 from offload.engine.whole_model import load_recut, load_whole
 from offload.errors import CheckpointError, DamagedError, MismatchError
 from offload.format.manifest import Manifest
 from offload.journal import log_event
+from offload.model.loading import must_give_back
 from offload.model.parameters import Trainable
 from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
@@ -32,6 +32,11 @@ from offload.store.state_store import StateSource, StateStore
 from offload.stream.passes import check_state
 from offload.units import duration, grouped, many, seen_from, size
 from offload.update.coding.blocks8 import BlockRecoder
+
+Match: TypeAlias = tuple[list[Trainable], list[Stored]]
+"""The live parameters that have state in a checkpoint, and the live tensors that it has."""
+
+_OTHER_CUT: Final = "another cut"
 
 _CALLER = 5
 """Stack level of the code that called the optimizer's `restore`, seen from the helpers of `restore`
@@ -56,23 +61,19 @@ def restore(
     store.refresh(warn_of_refused=False)
     _warn_of_refused(store)
 
-    def choose() -> StoredCheckpoint | None:
-        """Return the checkpoint that this rank is asked for."""
-        if state.ranks.size > 1:
-            require()
-        return _choose(store, which, discard_newer=discard_newer)
-
     reencode = state.options.reencode if reencode is None else reencode
     how = " with reencode=True" if reencode else ""
 
-    def choose_together() -> StoredCheckpoint | None:
-        """Return the checkpoint that all ranks are asked for."""
-        chosen = state.ranks.together("restore()", choose)
-        asked = "no checkpoint" if chosen is None else chosen.path
-        state.ranks.require_same("restore()", f"{asked}{how}")
-        return chosen
+    def choose() -> tuple[StoredCheckpoint | None, str]:
+        """Return the checkpoint that this rank is asked for, also in words."""
+        if state.ranks.size > 1:
+            require()
+        chosen = _choose(store, which, discard_newer=discard_newer)
+        if chosen is not None:
+            store.keeping.require_no_newer_pins(chosen)
+        return chosen, f"{'no checkpoint' if chosen is None else chosen.path}{how}"
 
-    found = choose_together()
+    found = state.ranks.choose("restore()", choose)
     if found is None and which is None:
         # Training that uses no tier does not load the code of tiers.
         from offload.engine.rank_arrival import receive_from_tier
@@ -82,21 +83,20 @@ def restore(
         if arriving is not None:
             return arriving
         if store.checkpoints:  # all of it has been downloaded
-            found = choose_together()
+            found = state.ranks.choose("restore()", choose)
     if found is None:
         if lifecycle.broken:
             lifecycle.require_usable()
         lifecycle.decided = True
         return None
-    store.keeping.require_no_newer_pins(found)
     while True:
         started = time.perf_counter()
         try:
             return resume(state, groups, found, verify=verify, reencode=reencode)
         except DamagedError as error:
-            give_up = partial(_give_up_damaged, store, found, error, which)
-            older = state.ranks.together("restore()", give_up)
-            state.ranks.require_same("restore()", "no older one" if older is None else older.path)
+            older = state.ranks.choose(
+                "restore()", partial(_give_up_damaged, store, found, error, which)
+            )
             if older is None:
                 raise DamagedError(f"{error}; {lifecycle.remedy()}") from error
             warnings.warn(
@@ -145,29 +145,24 @@ def resume(
     started = time.perf_counter()
     store.fetch(found)
     with ExitStack() as opened:
-        source = _recut(state, found, reencode=reencode)
-        if source is not None:
-            opened.callback(source.close)
-        manifest = found.manifest if source is None else source.manifest
         checkpoint = store.reader_of(found)
-        stored: list[Stored] = []
-        if matched is None:
-            trainables, stored = ranks.together(
-                "restore()", lambda: _match(state, groups, found.path, manifest)
-            )
-        else:
-            trainables = [*matched]
-        compute = state.choose_device(groups, manifest.layout, trainables)
-        if source is not None:
-            store.require_recut_room(manifest.layout, len(groups))
 
-        def check() -> None:
+        def match(manifest: Manifest) -> Match:
             """Check, before anything is changed, that this rank can load all that it needs."""
+            if matched is None:
+                match = _match(state, groups, found.path, manifest)
+            else:
+                match = [*matched], []
             if parameters:
                 ranks.check_model(found)
             _ = checkpoint.train_state
+            return match
 
-        ranks.together("restore()", check)
+        source, (trainables, stored) = _match_in_cut(state, found, match, opened, reencode=reencode)
+        manifest = found.manifest if source is None else source.manifest
+        compute = state.choose_device(groups, manifest.layout, trainables)
+        if source is not None:
+            store.require_recut_room(manifest.layout, len(groups))
         if source is not None and reencode:
             level = _CALLER + 1 if parameters else _CALLER  # then `load_state_dict` was called
             _announce_reencoding(state, found.path, found.manifest, source, level)
@@ -175,8 +170,10 @@ def resume(
         state.forget()
         state.compute = compute
 
-        def take() -> StateSource:
-            """Make the checkpoint the present state on this rank."""
+        slots: list[StateSource] = []
+
+        def take() -> bool:
+            """Make the checkpoint the present state here; return whether more is to be done."""
             slot = store.slot_of(found) if source is None else source
             state.table.adopt(manifest.layout, trainables, manifest.scalars)
             state.meter.restore_bytes = 0
@@ -186,15 +183,23 @@ def resume(
             if state.options.verify == "at_restore" if verify is None else verify:
                 chunks = state.chunks()
                 state.meter.restore_bytes += check_state(state.ring(), slot, chunks, state.meter)
-            return slot
+            slots.append(slot)
+            generation = found.manifest.generation
+            has_newer = any(c.manifest.generation > generation for c in store.checkpoints)
+            return has_newer or (parameters and must_give_back(state.table.model, stored))
 
-        slot = ranks.together("restore()", take)
+        has_more = ranks.everywhere("restore()", take)
         if parameters:
             ranks.share_model(stored)
-            ranks.together("restore()", partial(state.table.give_back, stored, found.path))
-        store.withdraw_newer(found)  # now that the older one has proved to be readable
+        if any(has_more):
+            if parameters:
+                ranks.together("restore()", partial(state.table.give_back, stored, found.path))
+            # Now that the older one has proved to be readable.
+            ranks.together("restore()", partial(store.withdraw_newer, found))
+        else:
+            store.withdraw_newer(found)  # which finds none, and removes spare slots
         state.num_steps = found.manifest.step
-        state.slots.resume(slot, found)
+        state.slots.resume(slots[0], found)
         opened.pop_all()  # the slots have it now
     lifecycle.decided, lifecycle.broken = True, ""
     lifecycle.steps_settled = state.meter.steps  # steps after the checkpoint are abandoned
@@ -222,7 +227,7 @@ def _announce_reencoding(
         "run that was never resharded"
     )
     own = message if state.ranks.rank == 0 else ""
-    warn_together(state.ranks, "restore()", own, level)
+    state.ranks.warn_together("restore()", own, level)
 
 
 def _warn_of_refused(store: StateStore) -> None:
@@ -231,30 +236,53 @@ def _warn_of_refused(store: StateStore) -> None:
         warnings.warn(f"not using {text}", RuntimeWarning, stacklevel=_CALLER)
 
 
-def _recut(state: TrainingState, found: StoredCheckpoint, *, reencode: bool) -> RecutSource | None:
-    """Return the state of a checkpoint in the present cut; None if it was stored in this cut."""
+def _match_in_cut(
+    state: TrainingState,
+    found: StoredCheckpoint,
+    match: Callable[[Manifest], Match],
+    opened: ExitStack,
+    *,
+    reencode: bool,
+) -> tuple[RecutSource | None, Match]:
+    """Match a checkpoint, in the present cut, with the live model. Collective.
+
+    Returns:
+        The state of the checkpoint in the present cut, which `opened` closes, or None if it was
+        stored in this cut; and what matches.
+
+    Raises the errors of `match` and of `RecutSource`.
+    """
     store, ranks = state.store, state.ranks
-    if ranks.all("restore()", lambda: store.fits(found, ranks.cuts)):
-        return None
+    matches: list[Match] = []
+
+    def try_to_match() -> str:
+        """Say why the checkpoint does not match as it is, if so: one exchange finds out."""
+        if not store.fits(found, ranks.cuts):
+            return _OTHER_CUT
+        try:
+            matches.append(match(found.manifest))
+        except Exception:  # noqa: BLE001  (raised below, unless a rank has another cut)
+            return "no match"
+        return ""
+
+    said = ranks.everywhere("restore()", try_to_match)
+    if not any(said):
+        return None, matches[0]
+    if _OTHER_CUT not in said:
+        return None, ranks.together("restore()", lambda: match(found.manifest))
     with_state = ranks.union("restore()", lambda: store.seen_state(found))
-    made: list[RecutSource] = []
 
     def open_source() -> RecutSource:
         """Open the state of the checkpoint for reading in the present cut."""
         recode = BlockRecoder() if reencode else None
-        made.append(
-            store.recut(
-                found, ranks.cuts, with_state=with_state, recode=recode, shares=state.table.shares
-            )
+        source = store.recut(
+            found, ranks.cuts, with_state=with_state, recode=recode, shares=state.table.shares
         )
-        return made[0]
+        opened.callback(source.close)
+        return source
 
-    try:
-        return ranks.together("restore()", open_source)
-    except BaseException:
-        for source in made:
-            source.close()
-        raise
+    source = ranks.together("restore()", open_source)
+    return source, ranks.together("restore()", lambda: match(source.manifest))
 
 
 def _choose(
@@ -280,16 +308,15 @@ def _choose(
 
 def _give_up_damaged(
     store: StateStore, damaged: StoredCheckpoint, error: DamagedError, which: int | str | None
-) -> StoredCheckpoint | None:
-    """Quarantine a damaged checkpoint, and choose the newest one left."""
+) -> tuple[StoredCheckpoint | None, str]:
+    """Quarantine a damaged checkpoint, and choose the newest one left; return it in words, too."""
     if refusal := try_to_quarantine(store, damaged, error):
         raise DamagedError(f"{error}. {refusal}") from error
-    return store.newest if which is None else None
+    older = store.newest if which is None else None
+    return older, "no older one" if older is None else older.path
 
 
-def _match(
-    state: TrainingState, groups: Groups, path: str, manifest: Manifest
-) -> tuple[list[Trainable], list[Stored]]:
+def _match(state: TrainingState, groups: Groups, path: str, manifest: Manifest) -> Match:
     table = state.table
     return match_checkpoint(
         path, manifest, groups, table.model, state.rule, table.state_format, table.shards

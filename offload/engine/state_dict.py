@@ -60,24 +60,23 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
     """Load a reference; see `OffloadedOptimizer.load_state_dict`."""
     state = engine.state
 
-    def choose() -> tuple[list[dict[str, Any]], StoredCheckpoint | None]:
+    def choose() -> tuple[tuple[list[dict[str, Any]], StoredCheckpoint | None], str]:
         """Return the hyper-parameters, and the checkpoint to load if it is not the present one."""
         wanted, hyper = read_reference(reference)
-        if engine.position.is_same_as(wanted):
-            return hyper, None
-        found = find_referenced(engine.store, wanted, engine.position)
-        check_groups(groups, hyper)
-        return hyper, found
+        found: StoredCheckpoint | None = None
+        if not engine.position.is_same_as(wanted):
+            found = find_referenced(engine.store, wanted, engine.position)
+            check_groups(groups, hyper)
+        asked = "the present state" if found is None else found.path
+        how = " with reencode=True" if state.options.reencode else ""
+        return (hyper, found), f"{asked}{how}"
 
-    hyper, found = state.ranks.together(_LOADING, choose)
-    asked = "the present state" if found is None else found.path
-    how = " with reencode=True" if state.options.reencode else ""
-    state.ranks.require_same(_LOADING, f"{asked}{how}")
+    hyper, found = state.ranks.choose(_LOADING, choose)
     if found is not None:
         state.lifecycle.require_alive()
         state.collect_seal(wait=True, errors=False)
         # A seal that was in flight may have added a newer checkpoint, or recycled this one.
-        hyper, found = state.ranks.together(_LOADING, choose)
+        hyper, found = state.ranks.choose(_LOADING, choose)
     if found is not None:
         try:
             reencode = state.options.reencode
@@ -122,7 +121,7 @@ def _held_by_ranks(state: TrainingState, groups: Groups) -> list[HeldParameter]:
     ]
     said: dict[str, Scalars | None] = {
         name: scalars and tuple((n, kind, _from_text(v)) for n, kind, v in scalars)
-        for one in state.ranks.gather(_HOLDING, mine, list)
+        for one in state.ranks.everywhere(_HOLDING, lambda: mine)
         for name, scalars in one
     }
     numbers = [number for number, group in enumerate(groups) for _ in group["params"]]
@@ -205,7 +204,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
     steps = loaded.stated_steps
     if steps is None:
         mine = num_steps([given.scalars for given in loaded.states])
-        steps = ranks.gather(_LOADING, mine, _largest)
+        steps = _largest(ranks.everywhere(_LOADING, lambda: mine))
     steps = state.num_steps if steps is None else steps
     live = flat_tensors(memories(loaded.trainables), writable=True, traffic=state.meter.traffic)
     work = StateFiller(

@@ -21,9 +21,9 @@ from offload.ambient import in_neutral
 from offload.checkpoint.recut.source import RecutSource
 from offload.device.boundary import HOST
 from offload.device.compute import Compute
+from offload.distributed.ranks import Ranks
 from offload.engine.arrival import Arrival
 from offload.engine.lifecycle import Lifecycle
-from offload.engine.ranks import Ranks
 from offload.engine.seal import Captured, Seal, capture
 from offload.engine.seal_handle import FailedSeal, SealHandle
 from offload.engine.whole_model import whole_copy

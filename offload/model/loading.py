@@ -170,7 +170,7 @@ def give_back(
     """Let torch's ``load_state_dict`` give a model what was read, and run its hooks.
 
     Own memory has its values already, and stands for itself: torch copies it to itself. Nothing is
-    done if all of the model is own memory, and nobody hooks its load.
+    done unless `must_give_back`.
 
     Args:
         model: Model that has been loaded into.
@@ -181,7 +181,7 @@ def give_back(
     Raises:
         MismatchError: The model does not take an entry, and has another value of it.
     """
-    if model is None or not (any(s.is_copy for s in stored) or has_load_hooks(model)):
+    if model is None or not must_give_back(model, stored):
         return
     copies = {name: s for s in stored if s.is_copy for name in (s.key, *s.spec.aliases)}
     own = {name for s in stored if not s.is_copy for name in (s.spec.name, *s.spec.aliases)}
@@ -214,6 +214,11 @@ def give_back(
     for key in getattr(result, "unexpected_keys", ()):
         if key in given:
             raise _untaken(path, key, "it is an unexpected key")
+
+
+def must_give_back(model: torch.nn.Module | None, stored: Sequence[Stored]) -> bool:
+    """Return whether not all of a model is own memory, or somebody hooks its load."""
+    return model is not None and (any(s.is_copy for s in stored) or has_load_hooks(model))
 
 
 def _value(item: Stored, path: str) -> object:

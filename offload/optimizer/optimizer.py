@@ -12,8 +12,8 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from offload.ambient import neutral
+from offload.distributed.ranks import Ranks
 from offload.engine.engine import Engine
-from offload.engine.ranks import Alone, Ranks, leaving_on_error
 from offload.engine.reference import is_reference
 from offload.engine.state_dict import load_reference, load_tensors, make_reference, materialize
 from offload.engine.training_state import TrainingState
@@ -152,7 +152,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             require_no_ddp(p for group in self.param_groups for p in group["params"])
         for group in self.param_groups:  # refuse unsupported formats before making a directory
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
-        ranks: Ranks = Alone()
+        ranks = Ranks()
         if several:
             from offload.distributed.launch import join_ranks  # imports torch.distributed
 
@@ -164,7 +164,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
                 optimizer=rule.class_name,
                 keep=retention,
             )
-        with leaving_on_error(ranks):
+        with ranks.leaving_on_error():
             with neutral():
 
                 def check() -> None:

@@ -281,7 +281,7 @@ pass
             Edit(
                 "offload/engine/resume.py",
                 """\
-        store.withdraw_newer(found)  # now that the older one has proved to be readable
+            ranks.together("restore()", partial(store.withdraw_newer, found))
 """,
                 "",
             ),

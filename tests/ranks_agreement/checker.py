@@ -234,7 +234,7 @@ def _perform(
             pass
         return
     if state.is_lost:
-        error = model.wing.channel.ChannelLostError("the store is lost")
+        error = model.wing.effects.ChannelLostError("the store is lost")
         yield state, Raised(error), f"{kind} fails"
         return
     keys = dict(state.keys)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from offload.distributed import ChannelLostError
+from offload.distributed.agreement.effects import ChannelLostError
 
 LONG_S = 60.0
 """A limit that is only reached where time is skipped; something else ends all other waits."""

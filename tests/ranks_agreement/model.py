@@ -100,7 +100,7 @@ class Ranks:
             )
             try:
                 yield from wing.unanimous.unanimous(exchange)
-            except (wing.unanimous.OutOfStepError, wing.channel.ChannelLostError):
+            except (wing.unanimous.OutOfStepError, wing.effects.ChannelLostError):
                 return "lost"
             except wing.unanimous.RanksError as error:
                 yield act(Op("refused"), (number, str(error)))
@@ -113,7 +113,7 @@ class Ranks:
             part = yield act(Op("begin"), (number,))
             try:
                 yield from wing.seal.begin(peers, number, part, Op("hold"))
-            except wing.channel.ChannelLostError:
+            except wing.effects.ChannelLostError:
                 return "lost"
             if not self._beside and (yield from self._seal(rank, number)) == "in doubt":
                 return "in doubt"
@@ -138,11 +138,11 @@ class Ranks:
         except OSError as failure:
             error = str(failure)
         own = wing.reports.Report(step=number, generation=generation, part=str(part), error=error)
-        with suppress(wing.channel.ChannelLostError):
+        with suppress(wing.effects.ChannelLostError):
             yield from wing.seal.report(peers, number, own)
         if rank == WRITER:
             ops = Op("complete"), Op("rename"), Op("settle")
-            decision = yield from wing.seal.decide(peers, number, own, *ops)
+            decision = yield from wing.seal.commit(peers, number, own, *ops)
         else:
             decision = yield from wing.seal.await_decision(peers, number, own, Op("settle"))
         yield act(Op("told"), (number, decision.outcome.value, generation))
@@ -202,7 +202,7 @@ class Ranks:
                 return None
             if number not in outcomes:
                 raise BlockedError
-            return wing.ledger.Outcome(outcomes[number])
+            return wing.grant.Outcome(outcomes[number])
 
         def ready(offer: Any) -> None:
             if offer.is_in_place:
@@ -324,8 +324,8 @@ class Ranks:
         return self.wing.peers.key(self.wing.peers.seal_scope(number), "left")
 
     def _ledger(self, memory: Memory) -> Any:
-        outcomes = {n: self.wing.ledger.Outcome(value) for n, value in memory.outcomes}
-        return self.wing.ledger.Ledger(dict(memory.parts), outcomes)
+        outcomes = {n: self.wing.grant.Outcome(value) for n, value in memory.outcomes}
+        return self.wing.grant.Ledger(dict(memory.parts), outcomes)
 
     def _with_ledger(self, world: World, rank: int, ledger: Any) -> World:
         outcomes = tuple(sorted((n, outcome.value) for n, outcome in ledger.outcomes.items()))

@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from offload.distributed import Agreement, Offer, Report, Sight, TorchChannel
+from offload.distributed.agreement.agreement import Agreement
+from offload.distributed.agreement.grant import Offer
+from offload.distributed.agreement.reports import Report
+from offload.distributed.agreement.sights import Sight
+from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.errors import InDoubtError, RanksError, SealError
 from tests.eventually import eventually
 from tests.ranks_agreement.memory_channel import LONG_S, Memory, MemoryChannel
@@ -68,9 +72,9 @@ class Ranks:
             fields = {"step": 7, "generation": 3, "part": "part", "hyper_digest": "h"}
             agreement.report(number, Report(**fields | change.get(agreement.peers.rank, {})))
             if agreement.is_writer:
-                agreement.decide(number, complete, rename)
+                agreement.commit(number, complete, rename)
             else:
-                agreement.decision(number)
+                agreement.await_decision(number)
 
         return self.all(seal, other.get("leave", ()))
 
@@ -193,12 +197,12 @@ def test_a_grant_in_place_waits_for_the_seal_of_this_rank() -> None:
     def abort() -> None:
         writer.report(0, Report(step=1, generation=1, error="disk full"))
         with pytest.raises(SealError):
-            writer.decide(0, lambda _: None, lambda: None)
+            writer.commit(0, lambda _: None, lambda: None)
 
     def late() -> None:
         other.report(0, Report(step=1, generation=1))
         with pytest.raises(SealError):
-            other.decision(0)
+            other.await_decision(0)
 
     other.report(0, Report(step=1, generation=1))
     threads = [threading.Thread(target=one) for one in (abort, late)]
@@ -237,7 +241,7 @@ def test_a_lost_store_leaves_a_reported_seal_in_doubt_and_takes_no_checkpoint_ba
     other.report(0, Report(step=1, generation=1))
     ranks.memory.is_lost = True
     with pytest.raises(InDoubtError, match="it is not known whether step 1 is a checkpoint"):
-        other.decision(0)
+        other.await_decision(0)
     assert other.held == {"part-1"}
     ranks = Ranks(2).opened()
     writer, other = ranks.seal(rename=lambda: setattr(ranks.memory, "is_lost", True))

@@ -125,7 +125,7 @@ STEPS: Final = {
         _STOPPED,
     ),
     "a part is held while its seal is in doubt": (
-        *("ledger", "if outcome is Outcome.ABORTED:", "if outcome is not Outcome.PUBLISHED:"),
+        *("grant", "if outcome is Outcome.ABORTED:", "if outcome is not Outcome.PUBLISHED:"),
         _BESIDE,
     ),
     "the wait for the verdict": (
@@ -136,7 +136,7 @@ STEPS: Final = {
     ),
     "a rank without an answer fails the exchange": (
         "unanimous",
-        '    failed, restart = _missing(exchange, arrived, "answer")\n',
+        "    failed, restart = _missing(exchange, arrived, kind)\n",
         '    failed, restart = "", False\n',
         _STOPPED,
     ),

@@ -1,7 +1,7 @@
 """Decisions on opening a store, over many combinations of what ranks see.
 
-`decide` is called as it is: real ranks open stores in `tests/ranks_training`, but not in this many
-combinations of hosts and marks.
+`plan_opening` is called as it is: real ranks open stores in `tests/ranks_training`, but not in this
+many combinations of hosts and marks.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.distributed import Plan, Sight
-from offload.distributed.agreement.opening import decide
+from offload.distributed.agreement.opening import Plan, plan_opening
 from offload.distributed.agreement.sights import (
     CheckpointSight,
     OwnerSight,
     PartSight,
+    Sight,
     StoreSight,
 )
 from offload.errors import RanksError
@@ -88,9 +88,9 @@ def test_any_mapping_of_ranks_to_nodes_finds_the_newest_whole_checkpoint(
     whole = [g for g in generations if not any((o, g) in marked for o in owners)]
     if not whole:
         with pytest.raises(RanksError, match="no checkpoint of the store can be used"):
-            decide(sights)
+            plan_opening(sights)
         return
-    plan = decide(sights)
+    plan = plan_opening(sights)
     assert plan.checkpoint == (10 * max(whole), max(whole))
     assert [step for step, _ in plan.refused] == [
         10 * g for g in sorted(generations, reverse=True) if g > max(whole)
@@ -106,7 +106,7 @@ def test_any_mapping_of_ranks_to_nodes_finds_the_newest_whole_checkpoint(
     assert not plan.is_new
     assert plan.store_id == STORE
     assert Plan.from_json(plan.as_json()) == plan
-    assert [Sight.from_json(one.as_json(), "rank 0") for one in sights] == sights
+    assert [Sight.from_json(one.as_json()) for one in sights] == sights
 
 
 def test_a_missing_owner_is_named_with_the_rank_that_lacks_it() -> None:
@@ -115,17 +115,17 @@ def test_a_missing_owner_is_named_with_the_rank_that_lacks_it() -> None:
     sights = [sight(0, first=first), sight(1, owner_sight(1, [2])), sight(2)]
     for order in itertools.permutations(sights):
         with pytest.raises(RanksError, match="owner-2") as error:
-            decide(order)
+            plan_opening(order)
         lacking = order.index(sights[2])
         assert f"rank {lacking} on node-2 sees nothing" in str(error.value)
 
 
 def test_a_new_store_is_made_if_nobody_sees_one_and_fresh_starts_over_in_the_same() -> None:
-    plan = decide([sight(0), sight(1), sight(2)])
+    plan = plan_opening([sight(0), sight(1), sight(2)])
     assert (plan.is_new, plan.writer, plan.homes) == (True, 0, (0, 1, 2))
     assert plan.store_id == sight(0).new_id
     sights = [sight(0, first=(checkpoint(1, [1]),)), sight(1)]
-    plan = decide([replace(one, fresh=True) for one in sights])
+    plan = plan_opening([replace(one, fresh=True) for one in sights])
     assert (plan.checkpoint, plan.is_new, plan.store_id) == (None, False, STORE)
     assert plan.homes == (0, 2)  # owner 1 is named by a checkpoint that is there still
 
@@ -174,7 +174,7 @@ REFUSED = {
 def test_what_does_not_fit_together_is_an_error_of_all(case: str) -> None:
     sights, words = REFUSED[case]
     with pytest.raises(RanksError, match=words):
-        decide(sights)
+        plan_opening(sights)
 
 
 @pytest.mark.parametrize(
@@ -192,5 +192,5 @@ def test_a_part_that_is_not_whole_is_named_with_its_rank(
     owner = OwnerSight(owner=1, place="p", parts=tuple(parts))
     sights = [sight(0, first=(checkpoint(1, [1]),)), sight(1, owner)]
     with pytest.raises(RanksError, match=words) as error:
-        decide(sights)
+        plan_opening(sights)
     assert "rank 1 on node-1" in str(error.value)

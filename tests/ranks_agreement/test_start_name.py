@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from offload.distributed import Agreement, Sight
-from offload.distributed.agreement.start_name import agree_on_start
+from offload.distributed.agreement.agreement import Agreement
+from offload.distributed.agreement.sights import Sight
+from offload.distributed.rendezvous import agree_on_start
 from offload.errors import RanksError
 from tests.eventually import eventually
 from tests.ranks_agreement.memory_channel import (

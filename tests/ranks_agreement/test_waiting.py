@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from offload.distributed import Agreement, Report
+from offload.distributed.agreement.agreement import Agreement
+from offload.distributed.agreement.reports import Report
 from offload.errors import InDoubtError, RanksError, SealError
 from tests.ranks_agreement.memory_channel import Memory, TimedChannel, message
 
@@ -27,12 +28,12 @@ def agreement_of(
 
 def seal(agreement: Agreement) -> None:
     number = agreement.begin_seal("part-1")
-    agreement.meet(number)
+    agreement.barrier(number)
     agreement.report(number, Report(step=7, generation=3))
     if agreement.peers.rank == 0:
-        agreement.decide(number, lambda _: None, lambda: None)
+        agreement.commit(number, lambda _: None, lambda: None)
     else:
-        agreement.decision(number)
+        agreement.await_decision(number)
 
 
 def exchange(agreement: Agreement) -> None:

@@ -11,15 +11,11 @@ from tests.mutation.mutation import ROOT, Edit
 
 _FOLDER = "offload/distributed/agreement"
 _NAMES = (
-    "channel",
     "effects",
-    "peers",
     "messages",
-    "leaving",
-    "ledger",
+    "peers",
     "reports",
     "sights",
-    "homes",
     "opening",
     "unanimous",
     "grant",

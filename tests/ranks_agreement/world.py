@@ -136,7 +136,7 @@ class Invariants:
             raise ViolationError(f"checkpoint {world.acknowledged} was acknowledged, and is gone")
         sights = [self._sight(names, content, node) for node, content in enumerate(found)]
         for order in (sights, sights[::-1]):
-            plan = self._wing.opening.decide(order)
+            plan = self._wing.opening.plan_opening(order)
             if plan.checkpoint != (newest, newest) or plan.refused:
                 raise ViolationError(f"reopened with {plan.checkpoint}, expected {newest}")
             if plan.writer != order.index(sights[WRITER]):

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from offload.distributed.gathering import step_agreement
-from offload.distributed.gathering.holder_groups import HolderGroups
-from offload.distributed.gathering.sharing import share_numbers
+from offload.distributed.gathering.holder_groups import HolderGroups, share_numbers
 from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms
 from offload.errors import RanksError
 from tests.limits import AGREEMENT_S

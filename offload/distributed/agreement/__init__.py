@@ -2,10 +2,9 @@
 
 - `agreement.Agreement` is the face: each method is one exchange of all ranks.
 - `opening`, `grant`, `seal` and `unanimous` are the protocol's programs, written over the
-  `effects` that they ask for; `driver` runs a program over a `channel`, `torch_channel` is the
+  `effects` that they ask for; `driver` runs a program over a channel, `torch_channel` is the
   channel of torch.distributed.
-- `sights`, `reports`, `messages`, `ledger`, `peers` and `signs` are values that the programs
-  exchange and keep.
+- `sights`, `reports`, `messages`, `peers` and `signs` are what the ranks exchange and keep.
 
 A model checker runs the same programs over a simulated channel (`tests/ranks_agreement`).
 """

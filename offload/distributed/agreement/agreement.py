@@ -6,23 +6,29 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
+import offload.errors
 from gds.waiting import Monitor
 from offload.distributed.agreement import seal
-from offload.distributed.agreement.apart import Places
-from offload.distributed.agreement.channel import Channel, ChannelLostError
-from offload.distributed.agreement.driver import Driver, announcement
-from offload.distributed.agreement.effects import Program
-from offload.distributed.agreement.grant import NO_SEAL, Offer, accept
-from offload.distributed.agreement.leaving import in_words, leave, who_left
-from offload.distributed.agreement.ledger import EMPTY, Outcome
+from offload.distributed.agreement.driver import Driver, QuietRanks
+from offload.distributed.agreement.effects import Channel, ChannelLostError, Program
+from offload.distributed.agreement.grant import EMPTY, NO_SEAL, Offer, Outcome, accept
 from offload.distributed.agreement.messages import Json
-from offload.distributed.agreement.opening import Plan, decide
-from offload.distributed.agreement.peers import Peers, error_key, exchange_scope, seal_scope
-from offload.distributed.agreement.quiet import QuietRanks
+from offload.distributed.agreement.opening import Plan, plan_opening
+from offload.distributed.agreement.peers import (
+    Peers,
+    announcement,
+    error_key,
+    exchange_scope,
+    in_words,
+    leave,
+    seal_scope,
+    who_left,
+)
 from offload.distributed.agreement.reports import Report
 from offload.distributed.agreement.sights import Sight
-from offload.distributed.agreement.signs import Signs
+from offload.distributed.agreement.signs import Places, Signs
 from offload.distributed.agreement.unanimous import (
     INTERRUPTS,
     Agreed,
@@ -31,7 +37,9 @@ from offload.distributed.agreement.unanimous import (
     await_read,
     unanimous,
 )
-from offload.errors import InDoubtError, RanksError, reason_of
+from offload.errors import InDoubtError, OffloadError, RanksError, reason_of
+
+T = TypeVar("T")
 
 _LEAVE_S = 1.0
 """Most seconds for which a rank that leaves waits for the key-value store. Without its note the
@@ -52,9 +60,10 @@ class Granted:
 class Agreement:
     """Lets the ranks of one optimizer agree. There is one for each optimizer on each rank.
 
-    `open`, `agree` and `grant` are collective: every rank makes the same calls in the same order.
-    The same holds for `begin_seal`. The three calls that follow it, `report`, then `decide` on the
-    writer or `decision` on another rank, may be made by another thread beside training.
+    `open`, `agree`, `together`, `everywhere` and `grant` are collective: every rank makes the same
+    calls in the same order. The same holds for `begin_seal`. The calls that follow it, `barrier`,
+    `report`, then `commit` on the writer or `await_decision` on another rank, may be made by
+    another thread beside training.
 
     All calls together wait no longer than about one limit for a rank that gives no sign of progress
     any more: a call that follows one which has waited in vain fails at once, unless the rank has
@@ -66,10 +75,6 @@ class Agreement:
         rank: This rank, from 0.
         size: Number of ranks.
         timeout_s: The limit: seconds without a sign of progress after which a rank counts as lost.
-
-    Raises:
-        ChannelLostError: The key-value store does not answer.
-        ValueError: The limit is not positive, or there is no such rank.
     """
 
     def __init__(self, channel: Channel, rank: int, size: int, *, timeout_s: float) -> None:
@@ -89,7 +94,7 @@ class Agreement:
         self._signs = Signs(self._channels[2], rank, timeout_s)
         quiet = QuietRanks()
         self._places = Places(self._signs, rank)
-        self._exchanges = Driver(self._channels[0], self._signs, timeout_s, quiet, self._look)
+        self._exchanges = Driver(self._channels[0], self._signs, timeout_s, quiet, self._why_apart)
         self._seals = Driver(self._channels[1], self._signs, timeout_s, quiet)
         self._changed = Monitor()
         self._ledger = EMPTY
@@ -118,19 +123,15 @@ class Agreement:
         """Decide with all ranks how the store is opened, and open it. Collective.
 
         Args:
-            sight: What this rank sees. It has taken the locks of what it sees.
+            sight: What this rank sees.
             enter: Opens this rank's share according to the plan. An error in it is raised on all
                 ranks; nothing that it has done may matter then.
-
-        Raises:
-            RanksError: The store cannot be opened, or not by all ranks. Every rank raises the same
-                error.
         """
 
         def make(asked: Mapping[int, Json]) -> Json:
             """Decide, on rank 0, by what all ranks see."""
-            sights = [Sight.from_json(asked[r], self._peers.name(r)) for r in sorted(asked)]
-            return decide(sights).as_json()
+            sights = [Sight.from_json(asked[rank]) for rank in sorted(asked)]
+            return plan_opening(sights).as_json()
 
         def ready(value: Json) -> None:
             """Open this rank's share."""
@@ -154,7 +155,7 @@ class Agreement:
         """Accept the writer's offer on all ranks, or raise the same error on all. Collective."""
         self._require_whole()
         scope = self._places.begin_exchange(what)
-        if text := self._places.apart_in_exchange(self._peers):
+        if text := self._why_apart():
             raise OutOfStepError(self._lose(f"{what}: {text}. Restart the job"))
         exchange = Exchange(
             peers=self._peers,
@@ -181,6 +182,46 @@ class Agreement:
         self._stale = [scope]
         return agreed
 
+    def together(self, what: str, action: Callable[[], T]) -> T:
+        """Do something on every rank, and return when it has succeeded on all of them. Collective.
+
+        Args:
+            what: Call of the user, for messages.
+            action: What this rank does, and returns the result of. It makes no collective call.
+
+        Raises:
+            OffloadError: The action failed on a rank. That rank raises the error of the action, and
+                the others an error that names the rank and the cause. It is of the same class, if
+                the class is one of this package.
+        """
+        results: list[T] = []
+        self.everywhere(what, lambda: results.append(action()))
+        return results[0]
+
+    def everywhere(self, what: str, action: Callable[[], Json]) -> list[Json]:
+        """Do something on every rank, and return what it returns on each, by rank. Collective.
+
+        Raises the errors of `together`.
+        """
+        failures: list[Exception] = []
+
+        def ready(_: Json) -> Json:
+            """Do it, and return the result or the error as the note of this rank."""
+            try:
+                return {"result": action()}
+            except Exception as error:  # noqa: BLE001  (raised below, when all ranks know of it)
+                failures.append(error)
+                return {"class": type(error).__name__, "error": reason_of(error)}
+
+        # A rank that announced an error before goes on with this call.
+        notes = self.agree(what, lambda _: None, ready, heeds_errors=False).notes
+        if failures:
+            raise failures[0]
+        for rank, note in sorted(notes.items()):
+            if "error" in note:
+                raise _class_of(note["class"])(f"{self._peers.name(rank)}: {note['error']}")
+        return [note["result"] for _, note in sorted(notes.items())]
+
     def grant(
         self,
         offer: Callable[[], Offer],
@@ -201,8 +242,14 @@ class Agreement:
 
         def get_ready(value: Json) -> Json:
             """Accept the offer, or raise the reason why not."""
-            found = Offer.from_json(value)
-            return accept(self._peers, found, self._outcome_of, self._choosing(ready))
+            return accept(self._peers, Offer.from_json(value), self._outcome_of, choose)
+
+        def choose(found: Offer) -> Json:
+            """Get ready without the parts that this rank holds."""
+            with self._changed:
+                self._ledger = self._ledger.covered(found.decided)
+                held = self._ledger.held
+            return ready(found, held)
 
         agreed = self.agree(what, make, get_ready)
         return Granted(Offer.from_json(agreed.offer), agreed.notes)
@@ -212,15 +259,11 @@ class Agreement:
 
         From this call on the part must not be written to, except for what the seal itself writes
         before its report, until the seal is known to be aborted. `report` must follow, and then
-        `decide` or `decision`, even if this rank fails.
+        `commit` or `await_decision`, even if this rank fails.
 
         Args:
             part: Name of the part that this rank has written; empty if it has none.
             is_placed: Whether this rank has taken the steps that the other ranks have taken.
-
-        Raises:
-            InDoubtError: It is not known what became of an earlier seal.
-            RanksError: A rank was lost before.
         """
         self._require_whole()
         number = self._places.begin_seal(is_placed=is_placed)
@@ -243,9 +286,9 @@ class Agreement:
         """
         self._signs.give()
 
-    def meet(self, number: int) -> None:
+    def barrier(self, number: int) -> None:
         """Wait in a seal until every rank has come this far, or fails. On the seal's thread."""
-        self._seals.run(seal.meet(self._peers, number))
+        self._seals.run(seal.barrier(self._peers, number))
 
     def report(self, number: int, report: Report) -> None:
         """Report this rank's part of a seal: it is durable, or the report says why not."""
@@ -253,7 +296,7 @@ class Agreement:
         with suppress(ChannelLostError):  # the wait for the decision finds out as well
             self._seals.run(seal.report(self._peers, number, report))
 
-    def decide(
+    def commit(
         self,
         number: int,
         complete: Callable[[Mapping[int, Report]], object],
@@ -276,10 +319,10 @@ class Agreement:
             InDoubtError: The rename, or the sync after it, failed.
         """
         own = self._reports.pop(number)
-        program = seal.decide(self._peers, number, own, complete, rename, self._settle)
+        program = seal.commit(self._peers, number, own, complete, rename, self._settle)
         self._conclude(number, own, self._run_seal(number, program))
 
-    def decision(self, number: int) -> None:
+    def await_decision(self, number: int) -> None:
         """Wait for the writer's decision on a seal; on every other rank, after `report`.
 
         Raises:
@@ -312,13 +355,7 @@ class Agreement:
     def require_same_calls(self, what: str) -> None:
         """Check that no rank has begun a seal or an exchange that this rank has not begun.
 
-        Any thread; never waits for another rank.
-
-        Args:
-            what: Call of the user, which begins neither a seal nor an exchange: a step.
-
-        Raises:
-            OutOfStepError: A rank is in another call. The ranks can only be started again.
+        For a step, which begins neither. Any thread; never waits for another rank.
         """
         if text := self._places.apart_in_step(self._peers, what):
             raise OutOfStepError(self._lose(f"{what}: {text}. Restart the job"))
@@ -342,16 +379,6 @@ class Agreement:
         self._lose("the optimizer of this rank is closed")
         for channel in self._channels:
             channel.close()
-
-    def _choosing(self, ready: Callable[[Offer, frozenset[str]], Json]) -> Callable[[Offer], Json]:
-        def choose(offer: Offer) -> Json:
-            """Get ready without the parts that this rank holds."""
-            with self._changed:
-                self._ledger = self._ledger.covered(offer.decided)
-                held = self._ledger.held
-            return ready(offer, held)
-
-        return choose
 
     def _outcome_of(self, number: int) -> Outcome | None:
         """Wait until a seal has ended on this rank and return what became of it."""
@@ -387,7 +414,7 @@ class Agreement:
         if error is not None:
             raise error from decision.error
 
-    def _look(self) -> str:
+    def _why_apart(self) -> str:
         """Return why the other ranks will never come to this one's exchange, in words."""
         return self._places.apart_in_exchange(self._peers)
 
@@ -404,3 +431,15 @@ class Agreement:
                 raise InDoubtError(self._lost or "it is not known what became of the last seal")
             if self._lost:
                 raise RanksError(self._lost)
+
+
+def _class_of(name: str) -> type[OffloadError]:
+    """Return the class of this package with a name, if a message is all that it takes."""
+    found = getattr(offload.errors, name, None)
+    if (
+        isinstance(found, type)
+        and issubclass(found, OffloadError)
+        and not issubclass(found, OSError)
+    ):
+        return found
+    return RanksError

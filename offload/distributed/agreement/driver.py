@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from offload.distributed.agreement.channel import Channel
 from offload.distributed.agreement.effects import (
     Act,
     Arrived,
     Await,
+    Channel,
     Delete,
     Effect,
     Get,
     Program,
     Put,
 )
-from offload.distributed.agreement.leaving import who_left
-from offload.distributed.agreement.messages import MessageError, decode, encode
-from offload.distributed.agreement.peers import error_key, sign_key
-from offload.distributed.agreement.quiet import Quiet, QuietRanks
+from offload.distributed.agreement.messages import MessageError, decode
+from offload.distributed.agreement.peers import ANNOUNCED, error_key, sign_key, who_left
+from offload.distributed.agreement.signs import Signs
 
 T = TypeVar("T")
 
@@ -30,15 +31,46 @@ _LONGEST_LOOK_S = 1.0
 """Most seconds between two looks. An interrupt (Ctrl-C) is noticed at the next one at the latest,
 and an error that another rank announces as well."""
 
-_ANNOUNCED = {"rank": int, "error": str, "final": bool}
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """Silence of a rank, as a wait that ended without it has seen it."""
+
+    scope: str
+    """Name of the exchange or seal in which the rank was awaited."""
+
+    sign: str | None
+    """Its newest sign of progress there; None if it had given none."""
+
+    quiet_s: float
+    """Seconds without another sign until the wait ended."""
 
 
-class GivesSigns(Protocol):
-    """What the driver tells that this rank is alive, whenever it has looked at the others."""
+class QuietRanks:
+    """What the waits of this rank have seen of ranks that did not come. Any thread.
 
-    def give(self) -> None:
-        """Give a sign of progress."""
-        ...
+    A seal waits several times, and the next call waits again. A rank that has ended is silent in
+    all of them; together they wait for one limit only.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: dict[int, Quiet] = {}
+
+    def note(self, rank: int, quiet: Quiet) -> None:
+        """Record that a wait has ended without a rank."""
+        with self._lock:
+            self._found[rank] = quiet
+
+    def of(self, rank: int) -> Quiet | None:
+        """Return the silence of a rank; None if it has come since, or was never missed."""
+        with self._lock:
+            return self._found.get(rank)
+
+    def forget(self, rank: int) -> None:
+        """Record that a message or sign of a rank has come."""
+        with self._lock:
+            self._found.pop(rank, None)
 
 
 class Driver:
@@ -46,7 +78,7 @@ class Driver:
 
     Args:
         channel: A channel that nothing else uses.
-        signs: Receives signs of progress while this rank waits.
+        signs: Signs of progress of this rank, which are given while it waits.
         timeout_s: Seconds without a sign of progress after which a rank counts as lost.
         quiet: Ranks that were waited for in vain, by this or another driver of the rank.
         look: Function that is called whenever a wait has looked at the others. It returns an error
@@ -56,7 +88,7 @@ class Driver:
     def __init__(
         self,
         channel: Channel,
-        signs: GivesSigns,
+        signs: Signs,
         timeout_s: float,
         quiet: QuietRanks,
         look: Callable[[], str] | None = None,
@@ -178,13 +210,8 @@ class Driver:
         if text is None:
             return ""
         try:
-            found = decode(text, "error", _ANNOUNCED, "another rank")
+            found = decode(text, "error", ANNOUNCED, "another rank")
         except MessageError as error:
             return str(error)
         is_heeded = found["rank"] in missing and (effect.heeds_errors or found["final"])
         return str(found["error"]) if is_heeded else ""
-
-
-def announcement(rank: int, error: str, *, final: bool = False) -> str:
-    """Return the message in which a rank announces that it failed and will not take part."""
-    return encode("error", {"rank": rank, "error": error, "final": final})

@@ -1,17 +1,19 @@
-"""Effects: the steps of a protocol as values, so that a protocol is separate from what runs it.
+"""Effects: the steps of a protocol as values, and the key-value store over which they happen.
 
 A *program* is a generator. It yields one effect, is sent the effect's result, and returns the
-program's result. `offload.distributed.agreement.driver` runs programs over a channel. The tests
-run the same programs in a model checker, which tries every order of the effects of all ranks, and
-lets ranks die, stop and lose power between any two of them. So a program has no other means to
-act: it reads no clock, opens no file and keeps nothing that is not in its own variables.
+program's result. `driver` runs programs over a channel. The tests run the same programs in a model
+checker, which tries every order of the effects of all ranks, and lets ranks die, stop and lose
+power between any two of them. So a program has no other means to act: it reads no clock, opens no
+file and keeps nothing that is not in its own variables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from offload.errors import RanksError
 
 T = TypeVar("T")
 
@@ -87,3 +89,50 @@ Effect: TypeAlias = Put | Get | Delete | Await | Act
 
 Program: TypeAlias = Generator[Effect, Any, T]
 """A protocol of one rank, which yields effects and returns a value of type `T`."""
+
+
+class ChannelLostError(RanksError):
+    """The key-value store does not answer; probably the process that serves it has ended."""
+
+
+class Channel(Protocol):
+    """One connection to the key-value store of all ranks.
+
+    A key is a short text, and so is a value. Every rank sees a value soon after `put` has returned.
+    Each method raises `ChannelLostError` if the store does not answer. After that
+    error of `put` it is not known whether the other ranks see the value.
+
+    Only one thread may use a channel at a time; a further thread uses a `clone`.
+    """
+
+    def put(self, key: str, value: str, *, within_s: float | None = None) -> None:
+        """Set the value of a key, whether or not it has one.
+
+        A store that does not answer within ``within_s`` seconds is given up; None for the limit of
+        the channel.
+        """
+        ...
+
+    def get(self, key: str) -> str | None:
+        """Return the value of a key; None if it has none. Never waits for another rank."""
+        ...
+
+    def wait(self, key: str, timeout_s: float) -> str | None:
+        """Wait until a key has a value, and return it; None after about `timeout_s` seconds."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove a key, if it is there."""
+        ...
+
+    def now(self) -> float:
+        """Return the time in seconds by a clock that never goes back."""
+        ...
+
+    def clone(self) -> Channel:
+        """Return another connection to the same store, for another thread."""
+        ...
+
+    def close(self) -> None:
+        """Release the connection. Never waits; later calls raise `ChannelLostError`."""
+        ...

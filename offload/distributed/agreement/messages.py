@@ -1,12 +1,13 @@
-"""Messages between ranks: one JSON object each, with a version, and checked when it is read.
+"""Messages between ranks: one JSON object each, with a version, a kind and fields of known types.
 
-Ranks may run different versions of this package by mistake, and may reach the same point of the
-protocol from different calls. So no message is trusted: every field must be there, of its type, and
-no other field.
+Ranks may run different versions of this package by mistake, which the version tells, and may reach
+the same point of the protocol from different calls, which the kind tells. What a message carries
+for the store is not checked field by field: ranks compare their versions before they open it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -24,9 +25,6 @@ _JSON_TYPES: Mapping[type, str] = {
     str: "a text",
     int: "a whole number",
     bool: "true or false",
-    list: "a list",
-    dict: "an object",
-    object: "any value",
 }
 
 
@@ -35,32 +33,19 @@ class MessageError(RanksError):
 
 
 def encode(kind: str, fields: Mapping[str, Json]) -> str:
-    """Return a message.
-
-    Args:
-        kind: Kind of the message.
-        fields: Content of the message.
-
-    Raises:
-        TypeError: A value cannot be stored as JSON.
-        ValueError: A number is not finite.
-    """
+    """Return a message."""
     message = {"version": VERSION, "kind": kind, **fields}
     return json.dumps(message, separators=(",", ":"), allow_nan=False)
 
 
 def decode(text: str, kind: str, types: Mapping[str, type], sender: str) -> dict[str, Json]:
-    """Return the fields of a message.
+    """Return the fields of a message, which are exactly those that are expected.
 
     Args:
         text: The message.
         kind: Kind that is expected.
         types: Type of each field; `object` stands for any JSON value.
-        sender: Rank that wrote the message, in words.
-
-    Raises:
-        MessageError: The message is damaged, has another kind or version, or a field is missing,
-            unknown or of another type. The error says which, and names the sender.
+        sender: Rank that wrote the message, in words, for errors.
     """
     try:
         message = parse_json(text.encode())
@@ -79,33 +64,27 @@ def decode(text: str, kind: str, types: Mapping[str, type], sender: str) -> dict
             f"{sender}: the message is of kind {short(found)}, expected {kind!r}: call the same "
             "methods of the optimizer in the same order on all ranks"
         )
-    return check_fields(message, types, f"{sender}: the message {kind!r}")
-
-
-def check_fields(value: Json, types: Mapping[str, type], where: str) -> dict[str, Json]:
-    """Return an object whose fields are exactly those that are expected."""
-    if not isinstance(value, dict):
-        raise MessageError(f"{where} is {short(value)}, expected an object")
-    if value.keys() != types.keys():
-        differing = ", ".join(sorted(value.keys() ^ types.keys()))
+    where = f"{sender}: the message {kind!r}"
+    if message.keys() != types.keys():
+        differing = ", ".join(sorted(message.keys() ^ types.keys()))
         raise MessageError(f"{where} has missing or unknown fields: {short(differing)}")
     for name, expected in types.items():
-        found = value[name]
-        if expected is not object and type(found) is not expected:
+        value = message[name]
+        if expected is not object and type(value) is not expected:
             raise MessageError(
-                f"{where}: {name} is {short(found)}, expected {_JSON_TYPES[expected]}"
+                f"{where}: {name} is {short(value)}, expected {_JSON_TYPES[expected]}"
             )
-    return value
+    return message
 
 
-def pairs_of(value: Json, first: type, second: type, where: str) -> list[tuple[Any, Any]]:
-    """Return a list of pairs as tuples."""
-    if not isinstance(value, list):
-        raise MessageError(f"{where} is {short(value)}, expected a list")
-    for pair in value:
-        if not isinstance(pair, list) or [type(one) for one in pair] != [first, second]:
-            raise MessageError(
-                f"{where} has the entry {short(pair)}, expected {_JSON_TYPES[first]} and "
-                f"{_JSON_TYPES[second]}"
-            )
-    return [(pair[0], pair[1]) for pair in value]
+def types_of(kind: type) -> dict[str, type]:
+    """Return the fields of a dataclass as `decode` expects them; those with parts are any value."""
+    plain = {"str": str, "int": int, "bool": bool}
+    return {field.name: plain.get(str(field.type), object) for field in dataclasses.fields(kind)}
+
+
+def tuples_of(value: Json) -> Any:
+    """Return a value out of a message with tuples in place of lists, at any depth."""
+    if isinstance(value, dict):
+        return {name: tuples_of(one) for name, one in value.items()}
+    return tuple(map(tuples_of, value)) if isinstance(value, list | tuple) else value

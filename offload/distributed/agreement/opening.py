@@ -8,38 +8,16 @@ rank sees is opened or refused, never made anew.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
-from offload.distributed.agreement.homes import (
-    deal,
-    directories,
-    homes,
-    owners_of_newest,
-    require_same_lists,
-    without_leftovers,
-)
-from offload.distributed.agreement.messages import Json, MessageError, check_fields, pairs_of
+from offload.distributed.agreement.messages import Json, tuples_of
 from offload.distributed.agreement.peers import listed
 from offload.distributed.agreement.sights import CheckpointSight, OwnerSight, Sight, StoreSight
 from offload.errors import RanksError
-from offload.format.strict_json import short
 from offload.units import many
-
-_FIELDS = {
-    "writer": int,
-    "store_id": str,
-    "is_new": bool,
-    "checkpoint": object,
-    "served_by": list,
-    "homes": list,
-    "directories": list,
-    "near": list,
-    "parts": list,
-    "refused": list,
-    "hosts": list,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,67 +61,22 @@ class Plan:
 
     def as_json(self) -> Json:
         """Return the plan as JSON."""
-        return {
-            "writer": self.writer,
-            "store_id": self.store_id,
-            "is_new": self.is_new,
-            "checkpoint": None if self.checkpoint is None else list(self.checkpoint),
-            "served_by": [list(pair) for pair in self.served_by.items()],
-            "homes": list(self.homes),
-            "directories": list(self.directories),
-            "near": list(self.near),
-            "parts": [list(part) for part in self.parts],
-            "refused": [list(pair) for pair in self.refused],
-            "hosts": list(self.hosts),
-        }
+        return asdict(self) | {"served_by": [*self.served_by.items()]}
 
     @classmethod
     def from_json(cls, value: Json) -> Plan:
         """Return the plan of a message."""
-        where = "the plan for opening the store"
-        found = check_fields(value, _FIELDS, where)
-        chosen = found["checkpoint"]
-        if chosen is not None and (
-            not isinstance(chosen, list) or [type(one) for one in chosen] != [int, int]
-        ):
-            raise MessageError(f"{where} has no step and generation")
-        if any(type(home) is not int for home in found["homes"]):
-            raise MessageError(f"{where} has homes that are not numbers")
-        for field in ("hosts", "directories"):
-            if any(type(one) is not str for one in found[field]):
-                raise MessageError(f"{where} has {field} without names")
-        if any(type(one) is not bool for one in found["near"]):
-            raise MessageError(f"{where} does not say who sees the first directory")
-        for part in found["parts"]:
-            if not isinstance(part, list) or [type(one) for one in part] != [int, str, str]:
-                raise MessageError(f"{where} has the part {short(part)}")
-        return cls(
-            writer=found["writer"],
-            store_id=found["store_id"],
-            is_new=found["is_new"],
-            checkpoint=None if chosen is None else (chosen[0], chosen[1]),
-            served_by=dict(pairs_of(found["served_by"], int, int, where)),
-            homes=tuple(found["homes"]),
-            directories=tuple(found["directories"]),
-            near=tuple(found["near"]),
-            parts=tuple((owner, name, digest) for owner, name, digest in found["parts"]),
-            refused=tuple(pairs_of(found["refused"], int, str, where)),
-            hosts=tuple(found["hosts"]),
-        )
+        fields = tuples_of(value)
+        return cls(**fields | {"served_by": dict(fields["served_by"])})
 
 
-def decide(sights: Sequence[Sight]) -> Plan:
-    """Decide how a store is opened.
+def plan_opening(sights: Sequence[Sight]) -> Plan:
+    """Decide how a store is opened, by what each rank sees of it.
 
-    Args:
-        sights: What each rank sees, by rank.
-
-    Raises:
-        RanksError: The store cannot be opened. The message says which rank, on which host, lacks or
-            has what.
+    Raises `RanksError`, which says which rank, on which host, lacks or has what.
     """
     _require_no_errors(sights)
-    require_same_lists(sights)
+    _require_same_lists(sights)
     fresh = sights[0].fresh
     seen = {rank: _only_store(sights, rank) for rank in range(len(sights))}
     stores = {rank: store for rank, store in seen.items() if store is not None}
@@ -156,13 +89,13 @@ def decide(sights: Sequence[Sight]) -> Plan:
             checkpoint=None,
             served_by={},
             homes=tuple(range(len(sights))),
-            directories=directories(sights, range(len(sights)), {}),
+            directories=_directories(sights, range(len(sights)), {}),
             near=tuple(sight.node == sights[0].node for sight in sights),
             refused=(),
             hosts=hosts,
         )
     store_id = _require_one_store(sights, stores)
-    stores = without_leftovers(stores)
+    stores = _without_leftovers(stores)
     _require_one_place(sights, stores)
     with_first = [rank for rank, store in stores.items() if store.place]
     if not with_first:
@@ -172,9 +105,9 @@ def decide(sights: Sequence[Sight]) -> Plan:
             "least, or mount its drive"
         )
     writer = min(with_first)
-    current = owners_of_newest(stores[writer])
-    served_by = deal(stores, writer, current)
-    owners = homes(len(sights), served_by, stores[writer], current)
+    current = _owners_of_newest(stores[writer])
+    served_by = _deal(stores, writer, current)
+    owners = _homes(len(sights), served_by, stores[writer], current)
     chosen, refused = None, list[tuple[int, str]]()
     if not fresh:
         chosen, refused = _newest_whole(sights, stores, writer, served_by)
@@ -185,7 +118,7 @@ def decide(sights: Sequence[Sight]) -> Plan:
         checkpoint=None if chosen is None else (chosen.step, chosen.generation),
         served_by=served_by,
         homes=owners,
-        directories=directories(sights, owners, stores),
+        directories=_directories(sights, owners, stores),
         near=tuple(rank in with_first for rank in range(len(sights))),
         parts=tuple(
             (owner.owner, part.name, part.digest)
@@ -345,3 +278,133 @@ def _name(sights: Sequence[Sight], rank: int) -> str:
 
 def _names(sights: Sequence[Sight], ranks: Iterable[int]) -> str:
     return listed([_name(sights, rank) for rank in ranks])
+
+
+def _require_same_lists(sights: Sequence[Sight]) -> None:
+    """Check that all ranks of a node were given the same directories, in the same order."""
+    firsts: dict[str, int] = {}
+    for rank, sight in enumerate(sights):
+        other = firsts.setdefault(sight.node, rank)
+        theirs, own = sights[other].directories, sight.directories
+        for a, b in zip(theirs, own, strict=False):
+            if a.place != b.place:
+                raise RanksError(
+                    f"rank {rank} on {sight.host}: directory={b.path!r} is not the directory of "
+                    f"rank {other}, which is {a.path!r}: give the same directories, in the same "
+                    "order, to all ranks of a host. If each rank trains a separate model, pass "
+                    "process_group=offload.SEPARATE"
+                )
+        if len(theirs) != len(own):
+            raise RanksError(
+                f"rank {rank} on {sight.host} was given {len(own)} directories and rank {other} "
+                f"{len(theirs)}: give the same directories, in the same order, to all ranks of a "
+                "host"
+            )
+        if len({one.place for one in own}) < len(own):
+            raise RanksError(
+                f"rank {rank} on {sight.host} was given a directory twice: "
+                f"{', '.join(one.path for one in own)}"
+            )
+
+
+def _without_leftovers(stores: Mapping[int, StoreSight]) -> dict[int, StoreSight]:
+    """Return what ranks see of a store, without empty directories that other runs have left.
+
+    An owner has one directory. If there are several, those without a sealed part do not count, or
+    all but the first if none has one: a run that ended before its first checkpoint has left them.
+    """
+    places: dict[int, dict[str, bool]] = defaultdict(dict)
+    for _, store in sorted(stores.items()):
+        for owner in store.owners:
+            places[owner.owner][owner.place] = bool(owner.parts)
+    counted: dict[int, set[str]] = {}
+    for number, found in places.items():
+        sealed = {place for place, has_parts in found.items() if has_parts}
+        counted[number] = sealed or {next(iter(found))}
+    return {
+        rank: replace(store, owners=tuple(o for o in store.owners if o.place in counted[o.owner]))
+        for rank, store in stores.items()
+    }
+
+
+def _owners_of_newest(store: StoreSight) -> frozenset[int]:
+    """Return the owners of the newest checkpoint that a rank sees; none if there is none."""
+    whole = [one for one in store.checkpoints if not one.problem]
+    if not whole:
+        return frozenset()
+    newest = max(whole, key=lambda one: one.generation)
+    return frozenset({0, *(owner for owner, _, _ in newest.parts)})
+
+
+def _deal(
+    stores: Mapping[int, StoreSight], writer: int, current: Collection[int] = ()
+) -> dict[int, int]:
+    """Return the rank that serves each owner: the one of those that see it with the least to do."""
+    candidates: dict[int, list[int]] = defaultdict(list)
+    for rank, store in sorted(stores.items()):
+        for owner in store.owners:
+            candidates[owner.owner].append(rank)
+    load: dict[int, int] = defaultdict(int)
+    candidates[0] = [writer]  # its directory is the first
+    positions = {owner: number for number, owner in enumerate(sorted(current or candidates))}
+    served_by: dict[int, int] = {}
+
+    def order(item: tuple[int, list[int]]) -> tuple[bool, int, int]:
+        """Put directories with a known position first, then those that the fewest ranks see."""
+        number, ranks = item
+        return number not in positions, len(ranks), number
+
+    for number, ranks in sorted(candidates.items(), key=order):
+        own = positions.get(number)
+        server = min(ranks, key=lambda rank: (load[rank], rank != own, rank))
+        served_by[number] = server
+        load[server] += 1
+    return dict(sorted(served_by.items()))
+
+
+def _homes(
+    size: int, served_by: Mapping[int, int], store: StoreSight, current: Collection[int] = ()
+) -> tuple[int, ...]:
+    """Return the owner into whose directory each rank writes, by rank."""
+    named = {owner for checkpoint in store.checkpoints for owner, _, _ in checkpoint.parts}
+    taken = {0, *served_by, *named}
+    if current and len(current) != size and served_by[0] == 0:
+        rising: list[int] = []
+        for rank in range(size):
+            least = rising[-1] + 1 if rising else 0
+            own = [owner for owner, by in served_by.items() if by == rank and owner >= least]
+            free = (number for number in itertools.count(least) if number not in taken)
+            rising.append(min(own) if own else next(free))
+        return tuple(rising)
+    by_preference = sorted(served_by.items(), key=lambda item: (item[0] in current, -item[0]))
+    by_rank = {rank: owner for owner, rank in by_preference}
+    for rank in range(size):
+        if rank not in by_rank:
+            by_rank[rank] = rank if rank not in taken else max(taken) + 1
+            taken.add(by_rank[rank])
+    return tuple(by_rank[rank] for rank in range(size))
+
+
+def _directories(
+    sights: Sequence[Sight], owners: Sequence[int], stores: Mapping[int, StoreSight]
+) -> tuple[str, ...]:
+    """Return the directory of the store, on its own node, in which each rank keeps its parts.
+
+    An owner stays where its directory is. New ones are dealt over the directories that the ranks
+    of a node were given, in their order.
+    """
+    found: list[str] = []
+    ranks_on: dict[str, int] = defaultdict(int)
+    for rank, sight in enumerate(sights):
+        number = ranks_on[sight.node]
+        ranks_on[sight.node] += 1
+        given = [one.path for one in sight.directories] or [""]
+        directory = given[number % len(given)] if owners[rank] else given[0]
+        store = stores.get(rank)
+        if store is not None and owners[rank] == 0:
+            directory = store.directory
+        for owner in () if store is None else store.owners:
+            if owner.owner == owners[rank]:
+                directory = owner.directory
+        found.append(directory)
+    return tuple(found)

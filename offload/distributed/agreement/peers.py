@@ -1,10 +1,23 @@
-"""The ranks of one optimizer: who leads them, what they are called, and the names of their keys."""
+"""The ranks of one optimizer: who leads them, what they are called, and their keys and notes.
+
+Two notes are no exchange, because nobody answers them. A rank that closes its optimizer says that
+it leaves, and one that fails in a call announces its error, so that others end their wait for it at
+once. A rank that has ended without a note, or whose note was lost, is missed after the limit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from offload.distributed.agreement.messages import MessageError, decode, encode
+
+ANYONE: Final = "left/anyone"
+"""Key that exists if any rank has left, so that a wait reads one key and not one for each rank."""
+
+ANNOUNCED: Final = {"rank": int, "error": str, "final": bool}
+"""Fields of an announced error; a final one ends every wait for the rank."""
 
 FIRST_SIGN: Final = "0"
 """First sign of progress of a rank in an exchange or a seal."""
@@ -95,3 +108,57 @@ def begun_key(scope: str) -> str:
 def error_key(scope: str) -> str:
     """Return the key of an error that a rank has announced."""
     return key(scope, "error")
+
+
+def announcement(rank: int, error: str, *, final: bool = False) -> str:
+    """Return the message in which a rank announces that it failed and will not take part."""
+    return encode("error", {"rank": rank, "error": error, "final": final})
+
+
+def leave(put: Callable[[str, str], object], rank: int, reason: str) -> None:
+    """Say that a rank leaves.
+
+    Args:
+        put: Function that sets the value of a key.
+        rank: The rank.
+        reason: Error because of which its constructor failed; empty if it has closed its optimizer.
+    """
+    note = encode("left", {"reason": reason})
+    put(_left_key(rank), note)
+    put(ANYONE, note)
+
+
+def who_left(get: Callable[[str], str | None], ranks: Iterable[int]) -> dict[int, str]:
+    """Return those of some ranks that have left, each with its reason; see `leave`."""
+    if get(ANYONE) is None:
+        return {}
+    notes = {rank: get(_left_key(rank)) for rank in ranks}
+    return {rank: _reason_in(note, rank) for rank, note in notes.items() if note is not None}
+
+
+def in_words(left: Mapping[int, str]) -> str:
+    """Return which ranks have left, and why: ``rank 1 has closed its optimizer``."""
+    by_reason: dict[str, list[int]] = {}
+    for rank, reason in sorted(left.items()):
+        by_reason.setdefault(reason, []).append(rank)
+    return "; ".join(_have_left(ranks, reason) for reason, ranks in by_reason.items())
+
+
+def _left_key(rank: int) -> str:
+    return key("left", "rank", rank)
+
+
+def _reason_in(note: str, rank: int) -> str:
+    """Return the reason in a note; a note that cannot be read is a reason as well."""
+    try:
+        return str(decode(note, "left", {"reason": str}, names([rank]))["reason"])
+    except MessageError as error:
+        return str(error)
+
+
+def _have_left(ranks: list[int], reason: str) -> str:
+    if reason:
+        return f"{names(ranks)} could not make the optimizer: {reason}"
+    if len(ranks) == 1:
+        return f"{names(ranks)} has closed its optimizer"
+    return f"{names(ranks)} have closed their optimizers"

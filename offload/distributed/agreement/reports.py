@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
-from offload.distributed.agreement.leaving import in_words
-from offload.distributed.agreement.messages import Json, decode, encode
-from offload.distributed.agreement.peers import Peers, names
-
-_FIELDS = {
-    "step": int,
-    "generation": int,
-    "hyper_digest": str,
-    "model_digest": str,
-    "part": str,
-    "table_digest": str,
-    "replicas": list,
-    "extra": object,
-    "error": str,
-}
+from offload.distributed.agreement.messages import (
+    Json,
+    MessageError,
+    decode,
+    encode,
+    types_of,
+)
+from offload.distributed.agreement.peers import Peers, in_words, names
+from offload.errors import SealError
+from offload.format._layout_fields import encode_scalars
+from offload.format._manifest_fields import TENSOR_KINDS
+from offload.format.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +58,8 @@ class Report:
 
     @classmethod
     def decode(cls, text: str, sender: str) -> Report:
-        """Return the report of a message.
-
-        Args:
-            text: The message.
-            sender: Rank that wrote it, in words.
-
-        Raises:
-            MessageError: It is not such a message.
-        """
-        return cls(**decode(text, "report", _FIELDS, sender))
+        """Return the report in the message of a rank, which is named in words."""
+        return cls(**decode(text, "report", types_of(cls), sender))
 
 
 _SAME = (
@@ -143,9 +132,6 @@ def differing(said: Mapping[int, Json]) -> str:
     Args:
         said: For each rank, a list of parameters. Each has the name, the first of the ranks that
             hold the same part, and a digest of the values.
-
-    Returns:
-        An empty text if there is no difference.
     """
     first: dict[tuple[str, int], tuple[int, str]] = {}
     found: dict[str, tuple[int, set[int]]] = {}
@@ -171,3 +157,63 @@ def _values(reports: Mapping[int, Report], name: str, other: Collection[int], va
     found = sorted({getattr(reports[rank], name) for rank in other})
     shown = ", ".join(map(str, found[:3])) + (", ..." if len(found) > 3 else "")
     return f"{shown} instead of {value}"
+
+
+def scalar_runs(manifest: Manifest) -> Json:
+    """Return the scalar state of a rank's parameters: first and last of some with equal state.
+
+    Parameters are counted as in the model, which all ranks count alike. The length of the result
+    does not grow with the number of parameters if all of them have been stepped equally often.
+    """
+    places = {tensor.name: place for place, tensor in enumerate(manifest.layout.model)}
+    encoded = encode_scalars(manifest.scalars)
+    held = sorted(
+        (places[spec.name], number)
+        for number, spec in enumerate(manifest.layout.parameters)
+        if spec.name in places
+    )
+    runs: list[list[Json]] = []
+    for place, number in held:
+        value = encoded[number]
+        if runs and runs[-1][1] == place - 1 and runs[-1][2] == value:
+            runs[-1][1] = place
+        else:
+            runs.append([place, place, value])
+    return runs
+
+
+def require_same_scalars(said: Mapping[int, Json], names: Sequence[str]) -> None:
+    """Check that ranks which hold parts of the same parameter have the same scalar state of it.
+
+    With replicas, all ranks agree before each step on the parameters that they step. With shards
+    alone nothing is sent in a step, so a gradient that is missing on one rank is found here. Values
+    count, and not whether a 0-d tensor has FP32 or FP64: torch makes a step count in FP64
+    where FP64 is the default dtype, and a default dtype is a rank's own.
+    """
+    distinct: dict[tuple[int, int, str], tuple[int, Json]] = {}
+    for rank, runs in sorted(said.items()):
+        try:
+            for first, last, value in runs:
+                distinct.setdefault((int(first), int(last), _untyped(value)), (rank, value))
+        except (TypeError, ValueError) as error:
+            raise MessageError(f"rank {rank}: the report has no scalar state: {error}") from error
+    active: list[tuple[int, str, int, Json]] = []
+    for (first, last, text), (rank, value) in sorted(distinct.items(), key=lambda one: one[0]):
+        active = [one for one in active if one[0] >= first]
+        for _, other_text, other, other_value in active:
+            if other_text != text:
+                raise SealError(
+                    f"rank {other} and rank {rank} have stepped {names[first]!r} differently: its "
+                    f"scalar state is {other_value} and {value}. Let the same parameters have "
+                    "gradients on all ranks, and call restore() on every rank"
+                )
+        active.append((last, text, rank, value))
+
+
+def _untyped(encoded: Json) -> str:
+    """Return the scalar state of a parameter as text, in which tensors have no dtype."""
+    if encoded is None:
+        return ""
+    return repr(
+        [(name, "tensor" if kind in TENSOR_KINDS else kind, v) for name, kind, v in encoded]
+    )

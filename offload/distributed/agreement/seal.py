@@ -20,16 +20,24 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from offload.distributed.agreement.channel import ChannelLostError
-from offload.distributed.agreement.effects import Act, Arrived, Await, Delete, Get, Program, Put
-from offload.distributed.agreement.leaving import in_words
-from offload.distributed.agreement.ledger import Outcome
+from offload.distributed.agreement.effects import (
+    Act,
+    Arrived,
+    Await,
+    ChannelLostError,
+    Delete,
+    Get,
+    Program,
+    Put,
+)
+from offload.distributed.agreement.grant import Outcome
 from offload.distributed.agreement.messages import MessageError, decode, encode
 from offload.distributed.agreement.peers import (
     FIRST_SIGN,
     Peers,
     begun_key,
     error_key,
+    in_words,
     key,
     seal_scope,
     sign_key,
@@ -76,25 +84,13 @@ class Decision:
                 )
 
     def encode(self, step: int) -> str:
-        """Return the decision as a message, without the error.
-
-        Args:
-            step: Number of optimizer steps after which the writer sealed.
-        """
+        """Return the decision as a message, with the step at which the writer sealed."""
         fields = {"outcome": self.outcome.value, "reason": self.reason, "step": step}
         return encode("decision", fields)
 
     @classmethod
     def decode(cls, text: str, sender: str) -> Decision:
-        """Return the decision of a message.
-
-        Args:
-            text: The message.
-            sender: Rank that wrote it, in words.
-
-        Raises:
-            MessageError: It is not such a message.
-        """
+        """Return the decision in the message of a rank, which is named in words."""
         found = decode(text, "decision", _FIELDS, sender)
         if found["outcome"] not in {outcome.value for outcome in Outcome}:
             raise MessageError(f"{sender}: a decision is {found['outcome']!r}")
@@ -106,35 +102,19 @@ def begin(
 ) -> Program[None]:
     """Begin a seal on this rank, before anything else may choose a part to write to.
 
-    Args:
-        peers: All ranks.
-        number: Number of the seal.
-        part: Part that this rank seals; empty if it has none.
-        hold: Notes that the part may become part of a checkpoint from now on.
-
-    Raises:
-        ChannelLostError: The key-value store does not answer.
+    `hold` notes that the part may become part of a checkpoint from now on.
     """
     yield Act(hold, (number, part))
     yield Put(sign_key(seal_scope(number), peers.rank), FIRST_SIGN)
 
 
 def report(peers: Peers, number: int, own: Report) -> Program[None]:
-    """Report this rank's part.
-
-    Args:
-        peers: All ranks.
-        number: Number of the seal.
-        own: The report.
-
-    Raises:
-        ChannelLostError: The key-value store does not answer. The report may have been sent.
-    """
+    """Report this rank's part. After a `ChannelLostError` the report may have been sent."""
     if not peers.is_leader:  # the writer has its own report
         yield Put(key(seal_scope(number), "report", peers.rank), own.encode())
 
 
-def meet(peers: Peers, number: int) -> Program[None]:
+def barrier(peers: Peers, number: int) -> Program[None]:
     """Wait until every rank has written its blocks of the model file, or is known to fail.
 
     Nothing is decided here. If a rank does not come in time, its report will not come either.
@@ -151,7 +131,7 @@ def meet(peers: Peers, number: int) -> Program[None]:
         return  # the report finds out as well
 
 
-def decide(
+def commit(
     peers: Peers,
     number: int,
     own: Report,
@@ -159,20 +139,9 @@ def decide(
     rename: Callable[[], object],
     settle: Callable[[int, Outcome], object],
 ) -> Program[Decision]:
-    """Decide on a seal, on the writer, and announce the outcome.
+    """Decide on a seal, once, on the writer, and announce the outcome; see `Agreement.commit`.
 
-    Args:
-        peers: All ranks.
-        number: Number of the seal. Each number is decided once.
-        own: Report of the writer.
-        complete: Does all that is left before the rename, with the reports of all ranks: it writes
-            the manifest and makes it durable. An error aborts the seal.
-        rename: Renames the checkpoint into place and makes the name durable. After an error the
-            seal is in doubt.
-        settle: Notes the outcome on this rank.
-
-    Returns:
-        The decision. All ranks have read it, or the limit has passed.
+    When this returns the decision, all ranks have read it, or the limit has passed.
     """
     scope = seal_scope(number)
     reports, problem, lost = yield from _gather(peers, number, own)

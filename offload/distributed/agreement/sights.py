@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from offload.distributed.agreement.messages import Json, MessageError, check_fields
-from offload.format.strict_json import short
-
-T = TypeVar("T")
+from offload.distributed.agreement.messages import Json, tuples_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,73 +116,21 @@ class Sight:
 
     def as_json(self) -> Json:
         """Return the sight as JSON."""
-        return _as_json(self)
+        return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Json, sender: str) -> Sight:
+    def from_json(cls, value: Json) -> Sight:
         """Return the sight of a message."""
-        return _sight(value, f"{sender}: what it sees")
+        fields = tuples_of(value)
+        given = tuple(DirectorySight(**one) for one in fields["directories"])
+        stores = tuple(_store(one) for one in fields["stores"])
+        return cls(**{**fields, "directories": given, "stores": stores})
 
 
-_SIGHTS = (Sight, DirectorySight, StoreSight, CheckpointSight, OwnerSight, PartSight)
-
-
-def _as_json(value: object) -> Json:
-    if isinstance(value, tuple):
-        return [_as_json(one) for one in value]
-    if isinstance(value, _SIGHTS):
-        return {name: _as_json(getattr(value, name)) for name in value.__slots__}
-    return value
-
-
-def _each(value: Json, make: Callable[[Json, str], T], where: str) -> tuple[T, ...]:
-    if not isinstance(value, list):
-        raise MessageError(f"{where} is {short(value)}, expected a list")
-    return tuple(make(one, where) for one in value)
-
-
-def _sight(value: Json, where: str) -> Sight:
-    types = {
-        "host": str, "new_id": str, "node": str, "directories": list,
-        "fresh": bool, "stores": list, "error": str,
-    }  # fmt: skip
-    found = check_fields(value, types, where)
-    directories = _each(found["directories"], _directory, where)
-    stores = _each(found["stores"], _store, where)
-    return Sight(**{**found, "directories": directories, "stores": stores})
-
-
-def _directory(value: Json, where: str) -> DirectorySight:
-    return DirectorySight(**check_fields(value, {"path": str, "place": str}, where))
-
-
-def _store(value: Json, where: str) -> StoreSight:
-    types = {
-        "store_id": str, "place": str, "directory": str, "checkpoints": list, "owners": list,
-    }  # fmt: skip
-    found = check_fields(value, types, where)
-    checkpoints = _each(found["checkpoints"], _checkpoint, where)
-    owners = _each(found["owners"], _owner, where)
-    return StoreSight(**{**found, "checkpoints": checkpoints, "owners": owners})
-
-
-def _checkpoint(value: Json, where: str) -> CheckpointSight:
-    types = {"step": int, "generation": int, "parts": list, "problem": str}
-    found = check_fields(value, types, where)
-    return CheckpointSight(**{**found, "parts": _each(found["parts"], _named_part, where)})
-
-
-def _named_part(value: Json, where: str) -> tuple[int, str, str]:
-    if not isinstance(value, list) or [type(one) for one in value] != [int, str, str]:
-        raise MessageError(f"{where} has the part {short(value)}, expected owner, name and digest")
-    return (value[0], value[1], value[2])
-
-
-def _owner(value: Json, where: str) -> OwnerSight:
-    types = {"owner": int, "place": str, "directory": str, "parts": list}
-    found = check_fields(value, types, where)
-    return OwnerSight(**{**found, "parts": _each(found["parts"], _part, where)})
-
-
-def _part(value: Json, where: str) -> PartSight:
-    return PartSight(**check_fields(value, {"name": str, "digest": str, "problem": str}, where))
+def _store(fields: dict[str, Any]) -> StoreSight:
+    checkpoints = tuple(CheckpointSight(**one) for one in fields["checkpoints"])
+    owners = tuple(
+        OwnerSight(**{**one, "parts": tuple(PartSight(**part) for part in one["parts"])})
+        for one in fields["owners"]
+    )
+    return StoreSight(**{**fields, "checkpoints": checkpoints, "owners": owners})

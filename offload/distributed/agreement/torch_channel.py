@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, TypeVar
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gds.waiting import Pending, start
-from offload.distributed.agreement.channel import ChannelLostError
+from offload.distributed.agreement.effects import ChannelLostError
 
 T = TypeVar("T")
 

@@ -16,16 +16,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from offload.distributed.agreement.channel import ChannelLostError
-from offload.distributed.agreement.effects import Act, Arrived, Await, Delete, Program, Put
-from offload.distributed.agreement.leaving import in_words
+from offload.distributed.agreement.effects import (
+    Act,
+    Arrived,
+    Await,
+    ChannelLostError,
+    Delete,
+    Program,
+    Put,
+)
 from offload.distributed.agreement.messages import Json, MessageError, decode, encode
-from offload.distributed.agreement.peers import Peers, begun_key, error_key, key, names
+from offload.distributed.agreement.peers import (
+    Peers,
+    begun_key,
+    error_key,
+    in_words,
+    key,
+    names,
+)
 from offload.errors import RanksError, reason_of
 
-_ASK = {"what": str, "body": object}
 _OFFER = {"what": str, "body": object, "failed": str, "restart": bool}
-_ANSWER = {"what": str, "note": object, "error": str}
+_SAID = {
+    "ask": {"what": str, "body": object},
+    "answer": {"what": str, "note": object, "error": str},
+}
+"""Fields of what every rank says to the leader, by kind of the message."""
+
 _VERDICT = {"failed": str, "restart": bool, "notes": object}
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
@@ -95,7 +112,10 @@ def unanimous(exchange: Exchange) -> Program[Agreed]:
 def _lead(exchange: Exchange) -> Program[Agreed]:
     peers, scope, what = exchange.peers, exchange.scope, exchange.what
     offer_key, verdict_key = key(scope, "offer"), key(scope, "verdict")
-    asked, failed, restart = yield from _gather_asked(exchange)
+    asked: dict[int, Json] = {}
+    failed, restart = "", False
+    if exchange.asks:
+        asked, failed, restart = yield from _gather(exchange, "ask", _ask(exchange))
     offer: Json = None
     offer_text = ""
     if not failed:
@@ -111,59 +131,48 @@ def _lead(exchange: Exchange) -> Program[Agreed]:
         yield Put(offer_key, _offer(what, None, failed, restart=restart))
         raise _error(what, failed, restart)
     yield Put(offer_key, offer_text)
-    texts: dict[int, str] = {}
     try:
         note = yield Act(exchange.ready, (offer,))
-        texts[peers.rank] = _answer(what, note, "")
+        own = _answer(what, note, "")
     except Exception as error:  # noqa: BLE001  (all ranks raise it)
-        texts[peers.rank] = _answer(what, None, reason_of(error))
+        own = _answer(what, None, reason_of(error))
     except INTERRUPTS:
         yield Put(verdict_key, _verdict(_interrupted(peers), restart=True, notes={}))
         raise
-    arrived: Arrived = yield _await(exchange, _wanted(exchange, "answer"))
-    texts.update(arrived.values)
-    failed, restart = _missing(exchange, arrived, "answer")
-    notes: dict[int, Json] = {}
-    refusals: list[str] = []
-    for rank, text in sorted(texts.items()):
-        try:
-            notes[rank] = _note(exchange, rank, text)
-        except RanksError as error:
-            refusals.append(str(error))
-    failed = "; ".join([*refusals, failed] if failed else refusals)
+    notes, failed, restart = yield from _gather(exchange, "answer", own)
     yield Put(verdict_key, _verdict(failed, restart=restart, notes=notes))
-    if len(texts) == peers.size:  # so every rank has read all there was in earlier exchanges
+    if not restart:  # every rank has answered, so it has read all there was in earlier exchanges
         yield from _delete(exchange)
     if failed:
         raise _error(what, failed, restart)
     return Agreed(offer, notes)
 
 
-def _gather_asked(exchange: Exchange) -> Program[tuple[dict[int, Json], str, bool]]:
-    """Return what each rank says first, what failed in words, and whether a rank is lost."""
-    if not exchange.asks:
-        return {}, "", False
-    peers = exchange.peers
-    arrived: Arrived = yield _await(exchange, _wanted(exchange, "ask"))
-    failed, restart = _missing(exchange, arrived, "ask")
-    asked = {peers.rank: exchange.ask}
+def _gather(exchange: Exchange, kind: str, own: str) -> Program[tuple[dict[int, Json], str, bool]]:
+    """Return what each rank says, what is wrong with it in words, and whether a rank is lost."""
+    wanted = tuple((rank, key(exchange.scope, kind, rank)) for rank in exchange.peers.others)
+    arrived: Arrived = yield Await(wanted, exchange.scope, exchange.heeds_errors)
+    failed, restart = _missing(exchange, arrived, kind)
+    said: dict[int, Json] = {}
     refusals: list[str] = []
-    for rank, text in sorted(arrived.values.items()):
+    for rank, text in sorted({exchange.peers.rank: own, **arrived.values}.items()):
+        name = exchange.peers.name(rank)
         try:
-            found = decode(text, "ask", _ASK, peers.name(rank))
+            found = decode(text, kind, _SAID[kind], name)
             _require_same_call(exchange, rank, found["what"])
-            asked[rank] = found["body"]
+            if found.get("error"):
+                raise RanksError(f"{name}: {found['error']}")
+            said[rank] = found["body" if kind == "ask" else "note"]
         except RanksError as error:
             refusals.append(str(error))
-    return asked, "; ".join([*refusals, failed] if failed else refusals), restart
+    return said, "; ".join([*refusals, failed] if failed else refusals), restart
 
 
 def _follow(exchange: Exchange) -> Program[Agreed]:
     peers, scope, what = exchange.peers, exchange.scope, exchange.what
     answer_key = key(scope, "answer", peers.rank)
     if exchange.asks:
-        asked = encode("ask", {"what": what, "body": exchange.ask})
-        yield Put(key(scope, "ask", peers.rank), asked)
+        yield Put(key(scope, "ask", peers.rank), _ask(exchange))
     text = yield from _from_leader(exchange, "offer")
     leader = peers.name(peers.leader)
     own: BaseException | None = None
@@ -192,7 +201,7 @@ def _follow(exchange: Exchange) -> Program[Agreed]:
     verdict = decode(text, "verdict", _VERDICT, leader)
     if verdict["failed"]:
         raise _error(what, verdict["failed"], verdict["restart"]) from own
-    return Agreed(body, _notes(verdict["notes"], leader))
+    return Agreed(body, dict(verdict["notes"]))
 
 
 def await_read(peers: Peers, scope: str) -> Program[None]:
@@ -218,18 +227,10 @@ def _from_leader(exchange: Exchange, what: str) -> Program[str]:
     """Wait for a message of the leader and return it."""
     peers = exchange.peers
     wanted = ((peers.leader, key(exchange.scope, what)),)
-    arrived: Arrived = yield _await(exchange, wanted)
+    arrived: Arrived = yield Await(wanted, exchange.scope, exchange.heeds_errors)
     if peers.leader not in arrived.values:
         raise _error(exchange.what, *_missing(exchange, arrived, what, (peers.leader,)))
     return arrived.values[peers.leader]
-
-
-def _await(exchange: Exchange, wanted: tuple[tuple[int, str], ...]) -> Await:
-    return Await(wanted, exchange.scope, exchange.heeds_errors)
-
-
-def _wanted(exchange: Exchange, what: str) -> tuple[tuple[int, str], ...]:
-    return tuple((rank, key(exchange.scope, what, rank)) for rank in exchange.peers.others)
 
 
 def _missing(
@@ -250,23 +251,6 @@ def _missing(
         f"process may have ended or hang, or may not have called {exchange.what} as the others did"
     )
     return text, True
-
-
-def _note(exchange: Exchange, rank: int, text: str) -> Json:
-    """Return a rank's note; raises `RanksError` if the rank is not ready."""
-    found = decode(text, "answer", _ANSWER, exchange.peers.name(rank))
-    _require_same_call(exchange, rank, found["what"])
-    if found["error"]:
-        raise RanksError(f"{exchange.peers.name(rank)}: {found['error']}")
-    return found["note"]
-
-
-def _notes(value: Json, leader: str) -> dict[int, Json]:
-    if not isinstance(value, list) or not all(
-        isinstance(pair, list) and len(pair) == 2 and type(pair[0]) is int for pair in value
-    ):
-        raise MessageError(f"{leader}: the message 'verdict' has no list of notes")
-    return dict(value)
 
 
 def _require_same_call(exchange: Exchange, rank: int, what: str) -> None:
@@ -294,6 +278,10 @@ def _delete(exchange: Exchange) -> Program[None]:
     ]
     if keys:
         yield Delete(tuple(keys))
+
+
+def _ask(exchange: Exchange) -> str:
+    return encode("ask", {"what": exchange.what, "body": exchange.ask})
 
 
 def _offer(what: str, body: Json, failed: str = "", *, restart: bool = False) -> str:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from offload.ambient import in_neutral
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.reports import differing
-from offload.distributed.gathering.sharing import ProcessGroup, share_bytes, share_numbers
+from offload.distributed.gathering.holder_groups import ProcessGroup, share_bytes, share_numbers
 from offload.errors import RanksError, reason_of
 
 _MOST_NAMED = 3
