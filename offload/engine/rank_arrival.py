@@ -24,7 +24,7 @@ from offload.model.parameters import names_of
 from offload.store.serving import Serving
 from offload.tiers.ranks.arriving_share import ArrivingShare, find_newest
 from offload.tiers.services.address import parse_address
-from offload.tiers.services.presence import note_damaged
+from offload.tiers.services.opening import note_damaged
 
 _CALL = "restore()"
 

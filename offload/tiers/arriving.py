@@ -30,14 +30,18 @@ from offload.store.arrivals import Arrivals
 from offload.store.opening import StoredCheckpoint
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
-from offload.tiers.choosing import find_newest_whole, newest_generation
+from offload.tiers.catalog import find_newest_whole, newest_generation
 from offload.tiers.download import on_drives
 from offload.tiers.filling import Download
 from offload.tiers.range_filling import DownloadStoppedError, RangeFilling
 from offload.tiers.sending import NUM_TRANSFERS
 from offload.tiers.services.address import parse_address
-from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.services.presence import note_damaged
+from offload.tiers.services.opening import (
+    DEFAULT_RETRY_S,
+    DEFAULT_TIMEOUT_S,
+    note_damaged,
+    open_objects,
+)
 
 _RETRY_S = DEFAULT_RETRY_S
 """Seconds for which a request that failed is tried again."""

@@ -34,11 +34,10 @@ from offload.store.owners.store import OwnerStore
 from offload.store.shared import SharedStore
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
-from offload.tiers.catalog import TierCopy, read_manifest, read_tables
-from offload.tiers.choosing import find_copy, whats_wrong
+from offload.tiers.catalog import TierCopy, find_copy, read_manifest, read_tables, whats_wrong
+from offload.tiers.contents import model_object, shard_object
 from offload.tiers.filling import Download
 from offload.tiers.marker import Marker
-from offload.tiers.model_objects import model_object, shard_object
 from offload.tiers.range_filling import RangeFilling
 from offload.tiers.ranks.filling_shares import (
     Share,

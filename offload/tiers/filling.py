@@ -16,9 +16,8 @@ from offload.store.sealing import Composition
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
 from offload.tiers.checking import nothing
-from offload.tiers.contents import Chunk, file_offset, state_objects
+from offload.tiers.contents import Chunk, ModelRun, file_offset, model_object, state_objects
 from offload.tiers.marker import Marker
-from offload.tiers.model_objects import ModelRun, model_object
 from offload.tiers.range_filling import GoingOn, Range, RangeFilling, go_on
 
 

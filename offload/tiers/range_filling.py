@@ -23,11 +23,10 @@ from offload.format.train_state import unpack_encoded
 from offload.store.sealing import pack_train_state
 from offload.tiers.catalog import TierCopy
 from offload.tiers.checking import Fetcher, nothing
+from offload.tiers.contents import ModelRun
 from offload.tiers.marker import Marker
-from offload.tiers.model_objects import ModelRun
-from offload.tiers.sending import Progress
+from offload.tiers.sending import Progress, Task, run_all
 from offload.tiers.services.objects import Objects
-from offload.tiers.workers import Task, run_all
 
 GoingOn: TypeAlias = Callable[[], None]
 """Function that is called again and again, and raises an error to end early."""

@@ -28,10 +28,16 @@ from offload.store.owners.slot import OwnerSlot, OwnerSlotState
 from offload.store.owners.store import OwnerStore
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
-from offload.tiers.catalog import read_manifest, read_table, read_tables
-from offload.tiers.choosing import find_copy, find_newest_whole, newest_generation
+from offload.tiers.catalog import (
+    find_copy,
+    find_newest_whole,
+    newest_generation,
+    read_manifest,
+    read_table,
+    read_tables,
+)
+from offload.tiers.contents import model_object, shard_object
 from offload.tiers.download import on_drives
-from offload.tiers.model_objects import model_object, shard_object
 from offload.tiers.range_filling import GoingOn, RangeFilling
 from offload.tiers.ranks.filling_shares import (
     Share,

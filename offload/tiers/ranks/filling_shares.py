@@ -24,8 +24,7 @@ from offload.store.owners.store import OwnerStore
 from offload.store.sealing import Composition
 from offload.store.slots.slot import Slot
 from offload.store.store import Store
-from offload.tiers.contents import file_offset, state_objects
-from offload.tiers.model_objects import ModelObject, ModelRun
+from offload.tiers.contents import ModelObject, ModelRun, file_offset, state_objects
 from offload.tiers.range_filling import GoingOn, Range, RangeFilling, go_on
 
 

@@ -15,9 +15,8 @@ from urllib.parse import urlsplit
 from gds import Buffer
 from offload.errors import TierError, TierNotFoundError, TierUnavailableError
 from offload.tiers.services.address import TierAddress
-from offload.tiers.services.cloud_errors import is_conflict
 from offload.tiers.services.objects import Data
-from offload.tiers.services.requests import Requests, ReusedMemory, is_panic
+from offload.tiers.services.requests import Requests, ReusedMemory, is_conflict, is_panic
 
 _T = TypeVar("_T")
 
