@@ -22,7 +22,8 @@ from offload.errors import DamagedError, MismatchError, RanksError
 from offload.journal import log_event
 from offload.model.parameters import names_of
 from offload.store.serving import Serving
-from offload.tiers.ranks.arriving_share import ArrivingShare, find_newest
+from offload.tiers.arriving import find_newest, open_share
+from offload.tiers.download import Download
 from offload.tiers.services.address import parse_address
 from offload.tiers.services.opening import note_damaged
 
@@ -103,15 +104,15 @@ def download(
     if serving is not None:
         served, rank, sees_all = serving.owners, serving.rank, serving.sees_all
     began_s = time.perf_counter()
-    opened: list[ArrivingShare] = []
+    opened: list[Download] = []
     backend = store.backend
     try:
 
-        def open_share() -> ArrivingShare:
+        def open_own() -> Download:
             """Open the copy, and read what it says of the share of this rank."""
             with giving_signs(ranks):
                 opened.append(
-                    ArrivingShare(url, backend, store.directory, served, rank, sees_all=sees_all)
+                    open_share(url, backend, store.directory, served, rank, sees_all=sees_all)
                 )
             return opened[0]
 
@@ -121,7 +122,7 @@ def download(
                 share.fetch_train_state()
             share.fetch_model(ranks.progress)
 
-        share = ranks.together(_CALL, open_share)
+        share = ranks.together(_CALL, open_own)
         ranks.together(_CALL, lambda: _match(state, groups, share, sees_all=sees_all))
         is_in_cut = ranks.all(_CALL, lambda: _is_in_cut(state, share))
         # A step would begin another history under the identity that the store gets now.
@@ -163,7 +164,7 @@ def giving_signs(ranks: Ranks) -> Iterator[None]:
         thread.join()
 
 
-def _match(state: TrainingState, groups: Groups, share: ArrivingShare, *, sees_all: bool) -> None:
+def _match(state: TrainingState, groups: Groups, share: Download, *, sees_all: bool) -> None:
     """Check, before anything is fetched, that a checkpoint fits the model of this rank.
 
     If it was divided in another way than the model is now, the restore that follows checks the
@@ -196,7 +197,7 @@ def _match(state: TrainingState, groups: Groups, share: ArrivingShare, *, sees_a
         )
 
 
-def _is_in_cut(state: TrainingState, share: ArrivingShare) -> bool:
+def _is_in_cut(state: TrainingState, share: Download) -> bool:
     """Return whether this rank's share is divided as the model of this rank is now."""
     cuts = state.ranks.cuts or {}
     boxes = [(spec.name, spec.box) for spec in share.own_manifest.layout.parameters]

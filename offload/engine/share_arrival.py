@@ -19,15 +19,15 @@ from offload.format.shares.owners import OwnerReference
 from offload.journal import log_event
 from offload.model.parameters import Trainable
 from offload.model.stored import Stored
-from offload.tiers.ranks.arriving_share import ArrivingShare
-from offload.tiers.ranks.arriving_state import ArrivingState
+from offload.tiers.arriving import ArrivingState
+from offload.tiers.download import Download
 from offload.units import duration, size
 
 _CALL = "restore()"
 
 
 def load_parameters(
-    state: TrainingState, groups: Groups, share: ArrivingShare, began_s: float
+    state: TrainingState, groups: Groups, share: Download, began_s: float
 ) -> Checkpoint:
     """Load the parameters of a checkpoint, whose state begins to arrive then. Collective.
 
@@ -85,7 +85,7 @@ def load_parameters(
     return checkpoint
 
 
-def complete(state: TrainingState, share: ArrivingShare, call: str) -> None:
+def complete(state: TrainingState, share: Download, call: str) -> None:
     """Make the shares of all ranks, which have been fetched, a checkpoint. Collective.
 
     Args:
