@@ -135,7 +135,7 @@ def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
         and durable. If the command is interrupted, repeat it: it goes on from where it was. With
         --part the state is spread over further drives.
         """
-        from offload.tiers.download import pull as run
+        from offload.tiers.pull import pull as run
 
         with progress_bar(url, quiet=as_json) as progress:
             report = run(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from gds.waiting import Pending
 from offload.engine.seal_handle import SealInFlight
-from offload.errors import OffloadError
 from offload.journal import log_event
 from offload.store.opening import StoredCheckpoint
 from offload.store.slots.slot import Slot
@@ -20,81 +19,67 @@ from offload.store.store import Store
 from offload.units import duration, size
 
 if TYPE_CHECKING:
-    from offload.tiers.arriving import Incoming
+    from offload.tiers.arriving import ArrivingState
 
 
-class ArrivalHandle:
+class _Handle:
     """Outcome of an arrival, with the methods of `SealHandle` that the engine uses."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self._future: Pending[StoredCheckpoint] = Pending()
+    def __init__(self, ended: Pending[None]) -> None:
+        self._ended = ended
 
     def done(self) -> bool:
         """Return whether the arrival has ended."""
-        return self._future.done()
+        return self._ended.done()
 
     def wait(self) -> None:
         """Wait until the arrival has ended, with success or with an error."""
-        self._future.wait()
+        self._ended.wait()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the arrival has ended with an error."""
-        return self.done() and self._future.exception() is not None
-
-    def outcome(self, timeout: float | None = None) -> StoredCheckpoint:
-        """Wait until the checkpoint is durable and return it; or raise the error."""
-        return self._future.result(timeout)
-
-    def set(self, found: StoredCheckpoint | OffloadError) -> None:
-        """End the arrival."""
-        if isinstance(found, OffloadError):
-            self._future.set_exception(found)
-        else:
-            self._future.set_result(found)
+    def outcome(self) -> None:
+        """Wait until the checkpoint is durable, or raise the error."""
+        self._ended.result()
 
 
 class Arrival(SealInFlight):
     """A checkpoint whose state is still arriving.
 
     Args:
-        incoming: Checkpoint of the tier. Its parameters have arrived.
+        arriving: State of the checkpoint. Its parameters have arrived.
         store: Store that gets the checkpoint.
         slot: Slot of the checkpoint.
     """
 
-    def __init__(self, incoming: Incoming, store: Store, slot: Slot) -> None:
+    def __init__(self, arriving: ArrivingState, store: Store, slot: Slot) -> None:
         self.slot: Slot = slot
-        self.url = incoming.url
-        self.handle = ArrivalHandle(incoming.manifest.step)
+        self.url = arriving.share.url
+        self.handle = _Handle(arriving.ended)
         self._was_stopped = False
-        self._incoming = incoming
+        self._arriving = arriving
         self._store = store
 
     def start(self, order: Sequence[int]) -> None:
         """Begin to fetch the state, in the order of the chunks that is given."""
-        began_s = time.perf_counter()
+        began_s, share = time.perf_counter(), self._arriving.share
 
-        def ended(found: StoredCheckpoint | OffloadError) -> None:
-            """Log the end, and tell those who wait for it."""
-            if isinstance(found, StoredCheckpoint):
-                log_event(
-                    f"{found.path}: complete, {duration(time.perf_counter() - began_s)} after its "
-                    f"parameters; {size(self._incoming.bytes_fetched)} fetched from {self.url}, "
-                    f"{size(self._incoming.bytes_kept)} were here"
-                )
-            self.handle.set(found)
-            self._store.journal.tell()
+        def published(found: StoredCheckpoint) -> None:
+            """Log that the checkpoint is complete, before those who wait for it go on."""
+            log_event(
+                f"{found.path}: complete, {duration(time.perf_counter() - began_s)} after its "
+                f"parameters; {size(share.bytes_fetched)} fetched from {self.url}, "
+                f"{size(share.bytes_kept)} were here"
+            )
 
-        self._incoming.begin_state(self._store, self.slot, order, ended)
+        self._arriving.ended.add_done_callback(lambda _: self._store.journal.tell())
+        self._arriving.start_alone(self._store, order, published)
 
     def stop(self) -> None:
         """End the arrival; what has been written stays, and the next `restore` goes on from it."""
         self._was_stopped = not self.handle.done()
-        self._incoming.stop()
+        self._arriving.stop()
 
     @property
     def is_cut_short(self) -> bool:
         """Whether `stop` has ended the arrival before the checkpoint was complete."""
-        return self._was_stopped and self.handle.has_failed
+        ended = self._arriving.ended
+        return self._was_stopped and ended.done() and ended.exception() is not None

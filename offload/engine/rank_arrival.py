@@ -24,10 +24,10 @@ from offload.journal import log_event
 from offload.model.parameters import Trainable, names_of
 from offload.model.stored import Stored
 from offload.store.shared import Serving
-from offload.tiers.ranks.arriving_share import ArrivingShare, find_newest
-from offload.tiers.ranks.arriving_state import ArrivingState
+from offload.tiers.arriving import ArrivingState, find_newest, open_share
+from offload.tiers.download import Download
 from offload.tiers.services.address import parse_address
-from offload.tiers.services.presence import note_damaged
+from offload.tiers.services.opening import note_damaged
 from offload.units import duration, size
 
 _CALL = "restore()"
@@ -106,15 +106,15 @@ def download(
     if serving is not None:
         served, rank, sees_all = serving.owners, serving.rank, serving.sees_all
     began_s = time.perf_counter()
-    opened: list[ArrivingShare] = []
+    opened: list[Download] = []
     backend = store.backend
     try:
 
-        def open_share() -> ArrivingShare:
+        def open_own() -> Download:
             """Open the copy, and read what it says of the share of this rank."""
             with giving_signs(ranks):
                 opened.append(
-                    ArrivingShare(url, backend, store.directory, served, rank, sees_all=sees_all)
+                    open_share(url, backend, store.directory, served, rank, sees_all=sees_all)
                 )
             return opened[0]
 
@@ -124,7 +124,7 @@ def download(
                 share.fetch_train_state()
             share.fetch_model(ranks.progress)
 
-        share = ranks.together(_CALL, open_share)
+        share = ranks.together(_CALL, open_own)
         ranks.together(_CALL, lambda: _match(state, groups, share, sees_all=sees_all))
         is_in_cut = ranks.all(_CALL, lambda: _is_in_cut(state, share))
         # A step would begin another history under the identity that the store gets now.
@@ -166,7 +166,7 @@ def giving_signs(ranks: Ranks) -> Iterator[None]:
         thread.join()
 
 
-def _match(state: TrainingState, groups: Groups, share: ArrivingShare, *, sees_all: bool) -> None:
+def _match(state: TrainingState, groups: Groups, share: Download, *, sees_all: bool) -> None:
     """Check, before anything is fetched, that a checkpoint fits the model of this rank.
 
     If it was divided in another way than the model is now, the restore that follows checks the
@@ -199,7 +199,7 @@ def _match(state: TrainingState, groups: Groups, share: ArrivingShare, *, sees_a
         )
 
 
-def _is_in_cut(state: TrainingState, share: ArrivingShare) -> bool:
+def _is_in_cut(state: TrainingState, share: Download) -> bool:
     """Return whether this rank's share is divided as the model of this rank is now."""
     cuts = state.ranks.cuts or {}
     boxes = [(spec.name, spec.box) for spec in share.own_manifest.layout.parameters]
@@ -219,7 +219,7 @@ def _common_tier(said: Sequence[Any]) -> str:
 
 
 def load_parameters(
-    state: TrainingState, groups: Groups, share: ArrivingShare, began_s: float
+    state: TrainingState, groups: Groups, share: Download, began_s: float
 ) -> Checkpoint:
     """Load the parameters of a checkpoint, whose state begins to arrive then. Collective.
 
@@ -278,7 +278,7 @@ def load_parameters(
     return checkpoint
 
 
-def complete(state: TrainingState, share: ArrivingShare, call: str) -> None:
+def complete(state: TrainingState, share: Download, call: str) -> None:
     """Make the shares of all ranks, which have been fetched, a checkpoint. Collective.
 
     Args:

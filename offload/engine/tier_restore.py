@@ -18,9 +18,9 @@ from offload.engine.whole_model import load_whole
 from offload.errors import DamagedError
 from offload.journal import log_event
 from offload.store.opening import StoredCheckpoint
-from offload.store.slots.slot import Slot
 from offload.store.store import Store
-from offload.tiers.arriving import Incoming, find_incoming
+from offload.tiers.arriving import ArrivingState, open_newest
+from offload.tiers.download import Download
 from offload.units import duration
 
 
@@ -35,55 +35,57 @@ def restore_from_tier(state: TrainingState, groups: Groups) -> Checkpoint | None
         return None
     tried: dict[str, str] = {}
     while True:
-        incoming = find_incoming(url, store, tried)
-        if incoming is None:
+        share = open_newest(url, store, tried)
+        if share is None:
             log_event(f"{url}: no complete checkpoint; training starts from the beginning")
             store.journal.tell()
             return None
-        copy = incoming if isinstance(incoming, str) else incoming.url
+        copy = share if isinstance(share, str) else share.url
         try:
-            if isinstance(incoming, str):
-                download(state, groups, incoming)
+            if isinstance(share, str):
+                download(state, groups, share)
                 return None
-            return _take(state, store, groups, incoming)
+            return _take(state, store, groups, share)
         except DamagedError as error:
             if not note_damage(state, copy, error):
                 raise
             tried[copy] = str(error)
 
 
-def _take(state: TrainingState, store: Store, groups: Groups, incoming: Incoming) -> Checkpoint:
+def _take(state: TrainingState, store: Store, groups: Groups, share: Download) -> Checkpoint:
     """Continue from a checkpoint that arrives; the errors are those of `restore_from_tier`."""
     lifecycle, started = state.lifecycle, time.perf_counter()
-    slot: Slot | None = None
+    has_slot = False
     try:
-        manifest, table = incoming.manifest, state.table
+        manifest, table, url = share.manifest, state.table, share.url
         trainables, stored = match_checkpoint(
-            incoming.url, manifest, groups, table.model, state.rule, table.state_format,
-            table.shards,
-        )  # fmt: skip
+            url, manifest, groups, table.model, state.rule, table.state_format, table.shards
+        )
         compute = state.choose_device(groups, manifest.layout, trainables)
-        lifecycle.broken = f"restoring {incoming.url} failed half way"
+        lifecycle.broken = f"restoring {url} failed half way"
         state.forget()
-        slot = incoming.reserve(store)
-        checkpoint = incoming.fetch_parameters(slot)
+        share.reserve(store)
+        slot, has_slot = share.first_slot, True
+        share.fetch_train_state()
+        share.fetch_model()
+        checkpoint = Checkpoint(store.backend, slot.path, manifest)
+        _ = checkpoint.train_state
         found = StoredCheckpoint(store.sealing.path_of(manifest.step), manifest, slot)
         state.compute = compute
         table.adopt(manifest.layout, trainables, manifest.scalars)
         state.meter.restore_bytes = load_whole(found, slot, stored, state.block_buffers())
-        table.give_back(stored, incoming.url)
-        take_hyperparameters(groups, manifest, state.rule, incoming.url)
+        table.give_back(stored, url)
+        take_hyperparameters(groups, manifest, state.rule, url)
         slot.distrust()  # what has arrived is compared once more as it is read
-        arrival = Arrival(incoming, store, slot)
+        arrival = Arrival(ArrivingState(share), store, slot)
         state.slots.resume(slot, None)
         state.seal = arrival
         arrival.start(state.chunks())
     except BaseException:
         state.seal = None
-        incoming.give_up()
-        if slot is not None:
+        share.close()
+        if has_slot:
             state.slots.forget()
-            store.release(slot)
         raise
     state.num_steps = manifest.step
     lifecycle.decided, lifecycle.broken = True, ""
@@ -91,7 +93,7 @@ def _take(state: TrainingState, store: Store, groups: Groups, incoming: Incoming
     state.meter.restore_s = time.perf_counter() - started
     checkpoint.path = found.path
     log_event(
-        f"{incoming.url}: restored the parameters of step {manifest.step} in "
+        f"{url}: restored the parameters of step {manifest.step} in "
         f"{duration(state.meter.restore_s)}; the state is arriving in {store.directory}"
     )
     store.journal.tell()

@@ -50,7 +50,7 @@ from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 
 if TYPE_CHECKING:
-    from offload.tiers.ranks.arriving_state import ArrivingState
+    from offload.tiers.arriving import ArrivingState
 
 Groups: TypeAlias = Sequence[dict[str, Any]]
 """``param_groups`` of the optimizer, passed anew to each call because libraries replace the

@@ -38,10 +38,9 @@ from offload.retention.policy import Retention, as_retention
 from offload.store.shared import Serving
 from offload.stream.drives import Directory, as_directories
 from offload.stream.memory import require_host_memory
-from offload.tiers.background import RETRY_S, BackgroundUploads
-from offload.tiers.ranks.following import FollowingUploads
-from offload.tiers.services.opening import require_tier
-from offload.tiers.services.presence import require_place
+from offload.tiers.background import BackgroundUploads
+from offload.tiers.following import FollowingUploads
+from offload.tiers.services.opening import require_place, require_tier
 from offload.update.device_step import require_steppable
 from offload.update.rules import UpdateRule
 
@@ -220,7 +219,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             return None
         if serving is not None and not serving.is_writer:
             return FollowingUploads(
-                tier.url, serving, check=tier.check, backend=options.backend, retry_s=RETRY_S
+                tier.url, check=tier.check, backend=options.backend, serving=serving
             )
         require_place(tier.url, engine.store.directory)
         return BackgroundUploads(

@@ -5,8 +5,8 @@ imports torch, the engine, or `stream`.
 """
 
 from offload.tiers.catalog import TierCopy
-from offload.tiers.download import PullReport, pull
 from offload.tiers.pruning import TierPruneReport, prune_tier
+from offload.tiers.pull import PullReport, pull
 from offload.tiers.push import push
 from offload.tiers.upload import PushReport
 from offload.tiers.verification import CopyReport, list_tier, verify_tier

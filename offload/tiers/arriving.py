@@ -1,8 +1,14 @@
-"""The newest checkpoint of a tier on its way into an empty store, in two parts.
+"""The newest checkpoint of a tier on its way into an empty store.
 
 The parameters are fetched while the caller waits, which is 2 bytes per parameter of a 16-bit model.
-The state follows on a thread, in the order in which the first step needs it. When all of it is
-there, the slot is published like every other checkpoint. Until then it is none.
+The state follows on a thread. When all of it is there, the checkpoint is published like every other
+one. Until that rename there is none, so a process that is killed leaves a slot or parts, from which
+the next restore goes on.
+
+With several ranks the writer finds the checkpoint, and all ranks open the copy that it names. Each
+fetches the share of the owner that it serves. If other owners made the checkpoint, their shares are
+dealt over the ranks, and come as they were sealed; the ranks then go on from it as from one of
+another number of ranks. The ranks agree after each step; see `offload.engine.rank_arrival`.
 """
 
 from __future__ import annotations
@@ -15,9 +21,9 @@ from contextlib import ExitStack
 from functools import partial
 
 from gds import Backend
-from gds.waiting import start
-from offload.checkpoint.checkpoint import Checkpoint
+from gds.waiting import Pending, start
 from offload.errors import (
+    CheckpointError,
     DamagedError,
     OffloadError,
     StorageError,
@@ -25,158 +31,49 @@ from offload.errors import (
     TierError,
     reason_of,
 )
-from offload.format.manifest import Manifest
 from offload.store.opening import StoredCheckpoint
-from offload.store.slots.slot import Arrivals, Slot
+from offload.store.slots.slot import Arrivals
 from offload.store.store import Store
-from offload.tiers.choosing import find_newest_whole, newest_generation
-from offload.tiers.download import on_drives
-from offload.tiers.filling import Download
-from offload.tiers.range_filling import DownloadStoppedError, RangeFilling
-from offload.tiers.sending import NUM_TRANSFERS
+from offload.tiers.catalog import find_copy, find_newest_whole, newest_generation, read_manifest
+from offload.tiers.download import Download, on_drives
+from offload.tiers.filling import DownloadStoppedError
 from offload.tiers.services.address import parse_address
-from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.services.presence import note_damaged
+from offload.tiers.services.objects import Objects
+from offload.tiers.services.opening import (
+    DEFAULT_RETRY_S,
+    DEFAULT_TIMEOUT_S,
+    note_damaged,
+    open_objects,
+)
 
-_RETRY_S = DEFAULT_RETRY_S
-"""Seconds for which a request that failed is tried again."""
 
-_THREAD = "offload-arrival"
+def _open(url: str) -> Objects:
+    return open_objects(url, timeout_s=DEFAULT_TIMEOUT_S, retry_s=DEFAULT_RETRY_S)
 
 
-class Incoming:
-    """A checkpoint of a tier that a store is about to get.
+def find_newest(url: str, store: str, tried: Mapping[str, str]) -> tuple[str, str]:
+    """Return the URL of the newest whole copy of a tier; empty if the tier has no complete one.
 
     Args:
-        download: Download of the checkpoint.
-        url: URL of the copy.
-        newest: Newest generation in the tier, which the next history has to begin after.
-        backend: Backend of the store.
-        resources: Connection to the tier, which `close` closes.
+        url: URL of the tier, of a store in it, or of one copy.
+        store: First directory of the store.
+        tried: Copies that were found damaged before, by URL, with the reasons.
+
+    Returns:
+        The URL; and a sentence if copies were passed over, or if none of them is complete.
+
+    The errors are those of `find_newest_whole`.
     """
-
-    def __init__(
-        self, download: Download, url: str, newest: int, backend: Backend, resources: ExitStack
-    ) -> None:
-        self._download = download
-        self._newest = newest
-        self._backend = backend
-        self._resources = resources
-        self._is_stopped = threading.Event()
-        self.url = url
-        """URL of the copy."""
-
-    @property
-    def manifest(self) -> Manifest:
-        """Manifest of the checkpoint on the drives of the store."""
-        return self._download.manifest
-
-    @property
-    def bytes_fetched(self) -> int:
-        """Number of bytes fetched from the tier so far."""
-        return self._download.filling.bytes_fetched
-
-    @property
-    def bytes_kept(self) -> int:
-        """Number of bytes that an earlier download of this checkpoint had left in the slot."""
-        return self._download.filling.bytes_kept
-
-    def reserve(self, store: Store) -> Slot:
-        """Make the store one of this checkpoint's, and return a slot with room for it.
-
-        Raises:
-            StoreError: The store has checkpoints.
-            StoreFullError: There is no room.
-        """
-        store.take_over(self.manifest.store_id, max(self.manifest.generation, self._newest))
-        return self._download.reserve(store)
-
-    def fetch_parameters(self, slot: Slot) -> Checkpoint:
-        """Fetch the train state and the parameters; see `Download.fetch_parameters`.
-
-        Returns:
-            The checkpoint as a reader of the slot sees it. Its train state has been read.
-        """
-        self._download.fetch_parameters(slot, self._require_going_on)
-        checkpoint = Checkpoint(self._backend, slot.path, self.manifest)
-        _ = checkpoint.train_state
-        return checkpoint
-
-    def begin_state(
-        self,
-        store: Store,
-        slot: Slot,
-        order: Sequence[int],
-        ended: Callable[[StoredCheckpoint | OffloadError], object],
-    ) -> None:
-        """Fetch the state on a thread, and make the slot a checkpoint of the store after that.
-
-        From now on the slot makes readers wait for each chunk.
-
-        Args:
-            store: Store of the slot.
-            slot: Slot that `reserve` has returned, with its parameters.
-            order: Chunks in the order in which they are needed.
-            ended: Called on the thread with the checkpoint, or with the error.
-        """
-        arrivals = Arrivals(piece.index for piece in self._download.state_pieces())
-        slot.arriving(arrivals)
-        run = partial(self._run, store, slot, order, arrivals, ended)
-        start(threading.Thread(target=run, name=_THREAD, daemon=True))
-
-    def _run(
-        self,
-        store: Store,
-        slot: Slot,
-        order: Sequence[int],
-        arrivals: Arrivals,
-        ended: Callable[[StoredCheckpoint | OffloadError], object],
-    ) -> None:
-        found: StoredCheckpoint | OffloadError
-        try:
-            self._download.fetch_state(slot, order, arrivals.add, self._require_going_on)
-            found = self._download.publish(store, slot)
-        except BaseException as error:  # noqa: BLE001  (raised by those who wait)
-            if isinstance(error, DamagedError):
-                note_damaged(store.directory, parse_address(self.url).url, self.url, str(error))
-            own = isinstance(error, StoreError) or not isinstance(error, StorageError)
-            found = error if own and isinstance(error, OffloadError) else self._failure(error)
-            if found is not error:
-                found.__cause__ = error
-            self._download.end()
-            arrivals.fail(found)
-        self.close()
-        ended(found)
-
-    def _failure(self, error: BaseException) -> OffloadError:
-        return TierError(
-            errno.EIO, f"the checkpoint could not be stored: {reason_of(error)}", self.url
-        )
-
-    def _require_going_on(self) -> None:
-        if self._is_stopped.is_set():
-            raise DownloadStoppedError(errno.EINTR, "the download was stopped", self.url)
-
-    def stop(self) -> None:
-        """End the download after the pieces that are being written. Idempotent."""
-        self._is_stopped.set()
-
-    def give_up(self) -> None:
-        """End a download whose state has not begun; on return the slot is not used any more."""
-        self.stop()
-        self._download.end()
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection to the tier. Idempotent."""
-        self._resources.close()
+    with _open(url) as objects:
+        whole, warning = find_newest_whole(objects, url, store, tried)
+    return "" if whole is None else whole.copy.url, warning
 
 
-def find_incoming(url: str, store: Store, tried: Mapping[str, str]) -> Incoming | str | None:
-    """Return the newest whole checkpoint of a tier; None if the tier is there, and has none.
+def open_newest(url: str, store: Store, tried: Mapping[str, str]) -> Download | str | None:
+    """Return the download of the newest whole checkpoint of a tier, for one process.
 
-    If several ranks made it, the URL of its copy is returned. If newer copies are damaged, a
-    warning names them.
+    None is returned if the tier is there, and has none. If several ranks made the checkpoint, the
+    URL of its copy is returned. If newer copies are damaged, a warning names them.
 
     Args:
         url: URL of the tier, of a store in it, or of one copy.
@@ -187,11 +84,8 @@ def find_incoming(url: str, store: Store, tried: Mapping[str, str]) -> Incoming 
         TierError: The tier cannot be read, is not there, or has copies of several stores.
         DamagedError: All copies are damaged.
     """
-    address = parse_address(url)
     with ExitStack() as opened:
-        objects = opened.enter_context(
-            open_objects(address, timeout_s=DEFAULT_TIMEOUT_S, retry_s=_RETRY_S)
-        )
+        objects = opened.enter_context(_open(url))
         whole, warning = find_newest_whole(objects, url, store.directory, tried)
         if warning:
             warnings.warn(warning, RuntimeWarning, stacklevel=6)
@@ -201,9 +95,191 @@ def find_incoming(url: str, store: Store, tried: Mapping[str, str]) -> Incoming 
         if whole.manifest.owners:
             return copy.url
         manifest = on_drives(whole.manifest, len(store.directories), copy)
-        if copy.marker is None:
-            raise TierError(errno.EINVAL, copy.reason, copy.url)
         newest = newest_generation(objects, manifest.store_id) if whole.passed_over else 0
-        filling = RangeFilling(objects, copy, manifest, store.backend, NUM_TRANSFERS)
-        download = Download(filling, copy.marker, manifest)
-        return Incoming(download, copy.url, newest, store.backend, opened.pop_all())
+        download = Download(objects, copy, manifest, store.backend, store.directory, newest=newest)
+        opened.pop_all()
+        return download
+
+
+def open_share(
+    url: str,
+    backend: Backend,
+    directory: str,
+    served: Sequence[int],
+    rank: int,
+    *,
+    sees_all: bool,
+) -> Download:
+    """Return the download of the share of one rank in a checkpoint of a tier.
+
+    Args:
+        url: URL of the copy, the same on all ranks.
+        backend: Storage backend of the store.
+        directory: First directory of the store.
+        served: Owner that each rank serves, by rank; 0 for the writer.
+        rank: This rank.
+        sees_all: Whether all ranks are on one host.
+
+    Raises:
+        CheckpointError: Other ranks than the present ones made the checkpoint, and these are on
+            several hosts; or its owners do not have each element of it once.
+        DamagedError: The manifest or a table is missing, or is not the one that was sent.
+        TierError: The tier cannot be used.
+    """
+    with ExitStack() as opened:
+        objects = opened.enter_context(_open(url))
+        copy = find_copy(objects, parse_address(url))
+        manifest = on_drives(read_manifest(objects, copy), 1, copy)
+        made = [0, *(one.owner for one in manifest.owners)]
+        is_recut = made != sorted(served)
+        if is_recut and not sees_all:
+            raise _refusal(url, made, served)
+        download = Download(
+            objects,
+            copy,
+            manifest,
+            backend,
+            directory,
+            owners=_deal(made, served)[rank],
+            newest=0 if served[rank] else newest_generation(objects, manifest.store_id),
+        )
+        download.is_recut = is_recut
+        opened.pop_all()
+        return download
+
+
+def _deal(made: Sequence[int], served: Sequence[int]) -> list[list[int]]:
+    """Return the owners whose shares each rank fetches, by rank.
+
+    A rank fetches the share of the owner that it serves, if that owner made the checkpoint with the
+    others. The shares of owners that no rank serves go to the ranks that have the fewest.
+    """
+    dealt = [[owner] if owner in made else [] for owner in served]
+    for owner in made:
+        if owner not in served:
+            min(dealt, key=len).append(owner)
+    return dealt
+
+
+def _refusal(url: str, made: Sequence[int], served: Sequence[int]) -> CheckpointError:
+    """Return the error that other ranks, which are on several hosts, made a checkpoint."""
+    by = "one process" if len(made) == 1 else f"{len(made)} ranks"
+    return CheckpointError(
+        f"{url}: {by} made this checkpoint (owners {_listed(made)}), and {len(served)} ranks on "
+        f"several hosts run now (owners {_listed(sorted(served))}): ranks on several hosts take a "
+        "checkpoint of as many ranks from a tier. Run as many, or bring it to one directory with "
+        "`offload pull` first, from which any number of ranks on that host goes on; fresh=True "
+        "starts from the beginning"
+    )
+
+
+def _listed(owners: Sequence[int]) -> str:
+    few = ", ".join(map(str, owners[:8]))
+    return few if len(owners) <= 8 else f"{few}, ... {owners[-1]}"
+
+
+class ArrivingState:
+    """State that a thread fetches into slots or parts whose parameters are there.
+
+    Args:
+        download: Download whose model has been fetched. `close` closes it.
+        progress: Function that is called again and again while the thread works.
+    """
+
+    def __init__(self, download: Download, progress: Callable[[], object] = lambda: None) -> None:
+        self.share = download
+        self._progress = progress
+        self._is_stopped = threading.Event()
+        self.ended: Pending[None] = Pending()
+        """Outcome of the thread."""
+
+    def start(self) -> None:
+        """Begin to fetch the state."""
+        try:
+            self._start(partial(self.share.fetch_state, self._go_on))
+        except RuntimeError as error:  # there is no thread; all ranks learn of it when they wait
+            self.ended.set_exception(error)
+
+    def start_alone(
+        self,
+        store: Store,
+        order: Sequence[int],
+        published: Callable[[StoredCheckpoint], object],
+    ) -> None:
+        """Begin to fetch the state, in one process, and make it a checkpoint of the store then.
+
+        From now on the slot makes readers wait for each chunk, and belongs to the caller.
+
+        Args:
+            store: Store that has the slot.
+            order: Chunks in the order in which they are needed.
+            published: Called on the thread with the checkpoint.
+        """
+        arrivals = Arrivals(self.share.state_pieces())
+        self.share.first_slot.arriving(arrivals)
+        self._start(partial(self._publish, store, order, arrivals, published))
+
+    def _start(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            """Do the work, and pass its outcome on."""
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001  (raised by those who wait)
+                self.ended.set_exception(error)
+            else:
+                self.ended.set_result(None)
+
+        start(threading.Thread(target=run, name="offload-arrival", daemon=True))
+
+    def _publish(
+        self,
+        store: Store,
+        order: Sequence[int],
+        arrivals: Arrivals,
+        published: Callable[[StoredCheckpoint], object],
+    ) -> None:
+        url = self.share.url
+        try:
+            self.share.fetch_state(self._go_on, order, arrivals.add)
+            if (found := self.share.publish([])) is not None:
+                published(found)
+        except BaseException as error:
+            if isinstance(error, DamagedError):
+                note_damaged(store.directory, parse_address(url).url, url, str(error))
+            self.share.end()
+            own = isinstance(error, StoreError) or not isinstance(error, StorageError)
+            if own and isinstance(error, OffloadError):
+                arrivals.fail(error)
+                raise
+            reason = f"the checkpoint could not be stored: {reason_of(error)}"
+            named = TierError(errno.EIO, reason, url)
+            arrivals.fail(named)
+            raise named from error
+        finally:
+            self.share.end()
+
+    def _go_on(self) -> None:
+        if self._is_stopped.is_set():
+            raise DownloadStoppedError(errno.EINTR, "the download was stopped", self.share.url)
+        self._progress()
+
+    def stop(self) -> None:
+        """End the download after the pieces that are being written. Idempotent."""
+        self._is_stopped.set()
+
+    def wait(self) -> None:
+        """Wait until the state is here, or until the thread has failed."""
+        self.ended.wait()
+
+    def require(self) -> None:
+        """Wait until the state is here, or raise the error of the thread."""
+        self.ended.result()
+
+    def close(self) -> None:
+        """End the download, and release the slot or part. Idempotent.
+
+        What has arrived stays there, and the next download goes on from it.
+        """
+        self.stop()
+        self.wait()
+        self.share.close()

@@ -10,14 +10,12 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from gds import Backend, StorageError
 from gds.opening import given_or_local
-from gds.waiting import start
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import OffloadError, RecycledError
 from offload.format.manifest import Manifest
@@ -25,27 +23,19 @@ from offload.journal import log_event
 from offload.retention.leaving import Leaving
 from offload.store.shared import Mailbox, Serving
 from offload.tiers.contents import OBJECT_BYTES
-from offload.tiers.measuring import Measurements
 from offload.tiers.policy import Decision, Situation, decide, parameters_due
-from offload.tiers.ranks.owner_share import Others
-from offload.tiers.ranks.rank_notes import RankShares, put_last_order
+from offload.tiers.rank_notes import LAST, RankShares, put_order
 from offload.tiers.sending import Check, UploadStoppedError
-from offload.tiers.services.address import parse_address
 from offload.tiers.services.opening import DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.tier_stats import NUM_EVENTS, TierEvent, TierStats, write_decisions
+from offload.tiers.tier_stats import TierEvent, write_decisions
 from offload.tiers.upload import Parameters, Upload
+from offload.tiers.upload_thread import NUM_TRANSFERS, RETRY_S, UploadThread
 from offload.units import duration, size
 
-RETRY_S = 30.0
-"""Seconds for which a request that failed is tried again; the next checkpoint is another chance."""
-
-_NUM_TRANSFERS = 2
 _GAVE_WAY = (
     "gave way to a step that needed its slot; a larger keep=, or room for one more slot, helps"
 )
 _STOPPED = "stopped with the optimizer; `offload push` goes on with it"
-_JOIN_S = 5.0
-_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +58,11 @@ class _Running:
         nbytes = _size_of(self.manifest)
         if self.manifest.owners:
             return nbytes  # what the other ranks have sent is not known
-        under_way = self.manifest.layout.model_header.file_bytes + _NUM_TRANSFERS * OBJECT_BYTES
+        under_way = self.manifest.layout.model_header.file_bytes + NUM_TRANSFERS * OBJECT_BYTES
         return min(nbytes, self.upload.bytes_sent + under_way)
 
 
-class BackgroundUploads:
+class BackgroundUploads(UploadThread):
     """Uploads of one optimizer's checkpoints.
 
     Args:
@@ -84,8 +74,7 @@ class BackgroundUploads:
         backend: Storage backend of the store; None for the local file system.
         serving: The part that each rank serves, on the rank that writes the store; None for one
             process. The other ranks have `FollowingUploads`.
-        leaving: Where retention looks for checkpoints that are leaving; None if nothing looks.
-        measurements: Measurements to go by; for tests.
+        leaving: Where retention looks for checkpoints that are leaving.
 
     Raises:
         TierError: The URL is none of a tier.
@@ -99,35 +88,20 @@ class BackgroundUploads:
         max_age_s: float | None,
         check: Check,
         num_kept: Callable[[], int | None],
-        backend: Backend | None = None,
-        serving: Serving | None = None,
-        leaving: Leaving | None = None,
-        measurements: Measurements | None = None,
+        backend: Backend | None,
+        serving: Serving | None,
+        leaving: Leaving,
     ) -> None:
-        self._address = parse_address(url)
+        super().__init__(url, check=check, backend=backend, serving=serving)
         self._max_slowdown = max_slowdown
         self._max_age_s = max_age_s
-        self._check: Check = check
         self._num_kept = num_kept
-        self._backend = backend
-        self._serving = serving
-        self._leaving = leaving or Leaving()
-        self._box: Mailbox | None = None
-        self._num_uploads = 0
-        self.measured = measurements or Measurements()
-        self._changed = threading.Condition()
+        self._leaving = leaving
+        self._num_orders = 0
         self._offered: _Offered | None = None
         self._active = False
-        self._stopped = False
-        self._thread: threading.Thread | None = None
-        self._events: deque[TierEvent] = deque(maxlen=NUM_EVENTS)
-        self._bytes_sent = 0
-        self._num_complete = 0
         self._newest: _Offered | None = None
         self._newest_parameters: _Offered | None = None
-        self._can_send = threading.Event()
-        """Cleared while the parameters of a newer checkpoint are sent, for which state waits."""
-        self._can_send.set()
         self._unmeasured = 0
         self._running: _Running | None = None
         self._nested_s = 0.0
@@ -167,42 +141,17 @@ class BackgroundUploads:
                 self._leaving.end(dropped.checkpoint.generation)
             self._note(dropped, Decision("skip", "a newer one has come before its turn"))
 
-    def _begin(self) -> None:
-        if self._thread is None and not self._stopped:
-            self._thread = threading.Thread(target=self._run, name="offload-tier", daemon=True)
-            start(self._thread)
-
-    def stats(self) -> TierStats:
-        """Return what has happened so far."""
-        with self._changed:
-            return TierStats(
-                self._address.url,
-                self._bytes_sent,
-                self._num_complete,
-                None if self._newest is None else self._newest.checkpoint.step,
-                self.measured.bytes_per_s,
-                self.measured.slowdown,
-                tuple(self._events),
-            )
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is left to do, at most `timeout_s` seconds; return whether it is."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._stopped or not (self._active or self._offered), timeout_s
-            )
+    def _is_idle(self) -> bool:
+        return not (self._active or self._offered)
 
     def stop(self) -> None:
         """End uploads at the end of their parts. Idempotent."""
         with self._changed:
             self._stopped = True
             offered, self._offered = self._offered, None
-            if offered is not None:
-                self._leaving.end(offered.checkpoint.generation)
-            self._changed.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_JOIN_S)
+        if offered is not None:
+            self._leaving.end(offered.checkpoint.generation)
+        super().stop()
         self._tell_missing()
 
     def _tell_missing(self) -> None:
@@ -218,26 +167,11 @@ class BackgroundUploads:
         if event.outcome != "complete" and event.choice not in ("keep", "thin"):
             log_event(f"{last.checkpoint.path}: not in the tier: {reason}", logging.WARNING)
 
-    def _run(self) -> None:
-        try:
-            self._work()
-        finally:
-            box = self._box
-            if box is not None:
-                with suppress(OffloadError):
-                    put_last_order(box, self._num_uploads + 1)
-                box.close()
-            with self._changed:
-                self._active, self._stopped = False, True
-                self._changed.notify_all()
+    def _leave(self, box: Mailbox) -> None:
+        with suppress(OffloadError):
+            put_order(box, LAST)
 
     def _work(self) -> None:
-        if self._serving is not None:
-            try:
-                self._box = self._serving.connect()
-            except OffloadError as error:  # the key-value store is gone, and with it the job
-                log_event(f"{self._address.url}: nothing is uploaded: {error}", logging.WARNING)
-                return
         while True:
             with self._changed:
                 self._active = False
@@ -261,67 +195,49 @@ class BackgroundUploads:
                 self._leaving.end(generation)
 
     def _situation(self, offered: _Offered) -> Situation:
-        measured = self.measured
+        measured, manifest = self.measured, offered.checkpoint.manifest
         interval_s, kept = measured.interval_s, self._num_kept()
         if self._leaving.has_room is not False:
             kept = None  # retention keeps it until it is sent
-        newest = self._newest
+        newest, layout = self._newest, manifest.layout
+        with_parameters = [one for one in (newest, self._newest_parameters) if one is not None]
         return Situation(
-            nbytes=_size_of(offered.checkpoint.manifest),
+            nbytes=_size_of(manifest),
             interval_s=interval_s,
             lifetime_s=None if interval_s is None or kept is None else interval_s * kept,
             bytes_per_s=measured.bytes_per_s,
             unmeasured=self._unmeasured,
-            parameter_bytes=self._parameter_bytes(offered.checkpoint.manifest),
+            # A model in shard files goes with the state.
+            parameter_bytes=layout.model_header.file_bytes if layout.shard is None else None,
             newest_age_s=None if newest is None else offered.sealed_s - newest.sealed_s,
-            parameters_age_s=self._parameters_age_s(offered),
+            parameters_age_s=min(
+                (offered.sealed_s - one.sealed_s for one in with_parameters), default=None
+            ),
             slowdown=measured.slowdown,
             busy_share=measured.busy_share,
             max_slowdown=self._max_slowdown,
             max_age_s=self._max_age_s,
         )
 
-    def _parameter_bytes(self, manifest: Manifest) -> int | None:
-        """Return the size of what is sent before the state; None if it goes with the state."""
-        layout = manifest.layout
-        return layout.model_header.file_bytes if layout.shard is None else None
-
-    def _parameters_age_s(self, offered: _Offered) -> float | None:
-        """Return how old the newest parameters in the tier are when a checkpoint is offered."""
-        known = [one for one in (self._newest, self._newest_parameters) if one is not None]
-        return min((offered.sealed_s - one.sealed_s for one in known), default=None)
-
-    def _look_up(self) -> bool:
-        """Return whether to stop. An upload asks this in between, from all of its threads.
-
-        On the thread that waits for the others, the parameters of a newer checkpoint are sent if
-        they are due. Meanwhile the others begin nothing new.
-        """
-        if threading.current_thread() is not self._thread:
-            while not self._can_send.wait(_PAUSE_S) and not self._stopped:
-                pass
-            return self._stopped
+    def _send_due_parameters(self) -> None:
+        """Send the parameters of a newer checkpoint beside the present upload, if they are due."""
         with self._changed:
             offered = self._offered
-        if offered is None or self._stopped:
-            return self._stopped
-        if self._parameters_first(offered):
-            with self._changed:
-                if self._offered is not offered:
-                    return self._stopped
-                self._offered = None
-            self._can_send.clear()
-            try:
-                reason = "those in the tier become too old, and the state of another is being sent"
-                event = self._note(offered, Decision("parameters", reason))
-                self._leaving.begin(offered.checkpoint.generation, "sending")
-                self._upload(offered, event, "only")
-            finally:
-                self._leaving.end(offered.checkpoint.generation)
-                self._can_send.set()
-        return self._stopped
+        if offered is None or self._stopped or not self._are_due(offered):
+            return
+        with self._changed:
+            if self._offered is not offered:
+                return
+            self._offered = None
+        reason = "those in the tier become too old, and the state of another is being sent"
+        try:
+            event = self._note(offered, Decision("parameters", reason))
+            self._leaving.begin(offered.checkpoint.generation, "sending")
+            self._upload(offered, event, "only")
+        finally:
+            self._leaving.end(offered.checkpoint.generation)
 
-    def _parameters_first(self, offered: _Offered) -> bool:
+    def _are_due(self, offered: _Offered) -> bool:
         """Return whether to send the parameters of a checkpoint beside the upload that runs.
 
         If that one began as an upload of everything, the link may have become slower since.
@@ -344,7 +260,6 @@ class BackgroundUploads:
         if not nested:
             self.measured.uploading(True)
             self._nested_s = 0.0
-        is_stopped = (lambda: self._stopped) if nested else self._look_up
         outcome, text, level = "failed", "", logging.INFO
         try:
             with (
@@ -358,9 +273,10 @@ class BackgroundUploads:
                     objects,
                     checkpoint.unlocked(storage),
                     check=self._check,
-                    num_transfers=_NUM_TRANSFERS,
-                    is_stopped=is_stopped,
-                    others=None if nested else self._others(manifest, is_stopped),
+                    num_transfers=NUM_TRANSFERS,
+                    is_stopped=lambda: self._stopped,
+                    meanwhile=(lambda: None) if nested else self._send_due_parameters,
+                    others=None if nested else self._others(manifest),
                     parameters=parameters,
                     parameters_sent=lambda: self._have_parameters(offered),
                 )
@@ -377,7 +293,7 @@ class BackgroundUploads:
                 with self._changed:
                     self._num_complete += 1
                     if self._newest is None or offered.sealed_s >= self._newest.sealed_s:
-                        self._newest = offered
+                        self._newest, self._newest_step = offered, checkpoint.step
         except UploadStoppedError:
             outcome, text = "stopped", _STOPPED
         except RecycledError:
@@ -412,7 +328,7 @@ class BackgroundUploads:
         self._newest_parameters = offered
         log_event(f"{offered.checkpoint.path}: the tier has its parameters")
 
-    def _others(self, manifest: Manifest, is_stopped: Callable[[], bool]) -> Others | None:
+    def _others(self, manifest: Manifest) -> RankShares | None:
         """Return the ranks that send a checkpoint with this one; None if this one sends all of it.
 
         If the state was divided among other ranks than those that run now, this rank sends it.
@@ -421,8 +337,8 @@ class BackgroundUploads:
         served = [] if serving is None else sorted(owner for owner in serving.owners if owner)
         if serving is None or box is None or served != [one.owner for one in manifest.owners]:
             return None
-        self._num_uploads += 1
-        return RankShares(box, serving, self._num_uploads, manifest.generation, is_stopped)
+        self._num_orders += 1
+        return RankShares(box, serving, self._num_orders, manifest.generation)
 
     def _note(self, offered: _Offered, decision: Decision) -> TierEvent:
         event = TierEvent(offered.checkpoint.step, decision.choice, decision.reason, "")

@@ -10,8 +10,7 @@ from gds import Buffer
 from offload.errors import DamagedError, TierNotFoundError
 from offload.format.digests import DigestContext, LeafStream
 from offload.format.manifest import Manifest
-from offload.tiers.contents import Chunk, StateObject
-from offload.tiers.model_objects import ModelObject, ModelRun
+from offload.tiers.contents import Chunk, ModelObject, ModelRun, StateObject
 from offload.tiers.services.objects import Data, Objects
 from offload.tiers.source import whole_digest
 

@@ -2,12 +2,12 @@
 
 The manifest, the model and the train state are one object each, so that people and other libraries
 can open them; a model in shard files is one object for each of them. A state array is cut into
-objects of whole chunks. The manifest has a digest for every chunk and for every block of the model,
-so an object can be checked, and asked for again, by itself.
+objects of whole chunks. The manifest has a digest for every chunk and for every piece of the model,
+so an object can be checked, and asked for again, piece by piece.
 
 If several ranks made the checkpoint, each owner of state besides the first has a folder of its own,
 with its table and its state. The digests of its chunks, and of the model's boxes that it has
-written, are in the table. `model_objects` has the objects of the model.
+written, are in the table.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from offload.checkpoint.sealed_ranges import model_file
+from offload.errors import CheckpointError
+from offload.format.header import Header
 from offload.format.layout import Layout
-from offload.format.manifest import Manifest
+from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
 from offload.format.names import (
     MANIFEST_NAME,
     MODEL_NAME,
@@ -146,3 +149,83 @@ def wrong_sizes(expected: Mapping[str, int], found: Mapping[str, int]) -> list[s
 def foreign_names(found: Iterable[str], expected: Sequence[str]) -> list[str]:
     """Return the names of a copy's objects that this library has not written there."""
     return sorted({*found} - {*expected, MARKER_NAME, PARAMETERS_NAME, WRITER_NAME})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRun:
+    """Consecutive pieces of a file of the model, which are read and sent together."""
+
+    offset: int
+    """First byte in the file."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelObject:
+    """One object with tensors of the model: a safetensors file, as it is on the drive."""
+
+    name: str
+    """Name of the object, relative to its copy."""
+
+    header: Header
+    """Header of the file, whose digest is that of its content."""
+
+    pieces: tuple[tuple[int, Chunk], ...]
+    """Pieces that have a digest, each with its first byte in the file. They are in the order of the
+    file, and follow each other from the end of the header without a gap."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the object in bytes."""
+        return self.header.file_bytes
+
+    def runs(self) -> Iterator[ModelRun]:
+        """Yield the pieces in runs of at most `MODEL_BLOCK_BYTES`."""
+        run: list[Chunk] = []
+        begin = nbytes = 0
+        for offset, chunk in self.pieces:
+            if run and nbytes + chunk.nbytes > MODEL_BLOCK_BYTES:
+                yield ModelRun(begin, tuple(run))
+                run = []
+            if not run:
+                begin, nbytes = offset, 0
+            run.append(chunk)
+            nbytes += chunk.nbytes
+        if run:
+            yield ModelRun(begin, tuple(run))
+
+
+def model_object(sealed: Manifest | OwnerTable, tables: Sequence[OwnerTable] = ()) -> ModelObject:
+    """Return the object of one directory: the common file, or the shard file of an owner."""
+    header = sealed.layout.model_file_header
+    name, end = f"{folder_of(sealed)}{sealed.layout.model_name}", header.data_start
+    pieces = []
+    for one in model_file(sealed, tables).ranges:
+        if one.offset != end:
+            raise CheckpointError(
+                f"{name}: no owner has digests of exactly the bytes {end} to {one.offset}"
+            )
+        pieces.append((one.offset, Chunk(one.array, one.index, one.nbytes, one.digest)))
+        end = one.stop
+    if end != header.file_bytes:
+        raise CheckpointError(
+            f"{name}: no owner has digests of the bytes {end} to {header.file_bytes}"
+        )
+    return ModelObject(name, header, tuple(pieces))
+
+
+def shard_object(table: OwnerTable) -> ModelObject | None:
+    """Return the object with the shard file of another owner; None if the model is in one file."""
+    return None if table.layout.shard is None else model_object(table)
+
+
+def model_objects(manifest: Manifest, tables: Sequence[OwnerTable]) -> list[ModelObject]:
+    """Return all objects of the model, given the tables of all owners besides the first."""
+    shards = [shard_object(table) for table in tables]
+    return [model_object(manifest, tables), *(shard for shard in shards if shard is not None)]

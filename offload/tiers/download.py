@@ -1,197 +1,412 @@
-"""Downloads: a checkpoint from a tier becomes an ordinary checkpoint of an ordinary store.
+"""Downloads of a checkpoint: the shares of all its owners, or those that one rank fetches.
 
-A download fills a free slot of the store, and the store publishes it as it publishes every
-checkpoint: all data durable, then the manifest, then one rename. Until then nothing is offered. A
-download that was interrupted leaves a slot, as a process does that was killed in a step. The next
-one compares what the slot holds with the digests of the checkpoint, and asks only for the rest. So
-there is no record that could be wrong.
-
-Each owner gets its part back as it was sealed. So ranks continue from the checkpoint as from one of
-their own, with as many ranks as made it or with another number.
+A download fills a free slot of the store, and a part for each owner of state besides the first. The
+store publishes them as it publishes every checkpoint: all data durable, then the manifest, then one
+rename. Until then nothing is offered. A download that was interrupted leaves a slot and parts, as a
+process does that was killed in a step. The next one compares what they hold with the digests of the
+checkpoint, and asks only for the rest. So there is no record that could be wrong.
 """
 
 from __future__ import annotations
 
 import errno
-import os
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gds import Backend
-from gds.opening import given_or_local
-from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.owner_parts import check_cover
-from offload.errors import CheckpointError, DamagedError, StoreError, TierError
+from gds import Backend, StorageError
+from offload.checkpoint.owner_parts import check_cover, part_names
+from offload.errors import CheckpointError, StoreError, TierError
+from offload.format.digests import DigestContext
 from offload.format.manifest import Manifest
 from offload.format.names import TRAIN_STATE_NAME
+from offload.format.shares.owners import OwnerReference
 from offload.format.shares.part_table import OwnerTable
-from offload.retention.policy import Record, Retention
+from offload.store.opening import StoredCheckpoint
+from offload.store.owners.claims import NamedParts
 from offload.store.owners.store import OwnerStore
-from offload.store.shared import SharedStore
-from offload.store.slots.slot import OwnerSlot, Slot
+from offload.store.sealing import Composition
+from offload.store.slots.slot import OwnerSlot, Slot, SlotState
 from offload.store.store import Store
-from offload.tiers.catalog import TierCopy, read_manifest, read_tables
-from offload.tiers.choosing import find_copy, whats_wrong
-from offload.tiers.filling import Download
-from offload.tiers.marker import Marker
-from offload.tiers.model_objects import model_object, shard_object
-from offload.tiers.range_filling import RangeFilling
-from offload.tiers.ranks.filling_shares import (
-    Share,
-    fill_shares,
-    publish,
-    reserve_part,
-    reserve_slot,
-    seal_part,
+from offload.tiers.catalog import TierCopy, read_table
+from offload.tiers.checking import nothing
+from offload.tiers.contents import (
+    ModelObject,
+    ModelRun,
+    file_offset,
+    model_object,
+    shard_object,
+    state_objects,
 )
+from offload.tiers.filling import GoingOn, Range, RangeFilling, go_on
 from offload.tiers.sending import NUM_TRANSFERS, Progress
-from offload.tiers.services.address import TierAddress, parse_address, require_apart
 from offload.tiers.services.objects import Objects
-from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
 
 
-@dataclass(frozen=True, slots=True)
-class PullReport:
-    """Result of a download."""
+class _Share(NamedTuple):
+    """What one owner has of a checkpoint, and the slot or part that gets it."""
 
-    path: str
-    """Directory of the checkpoint."""
+    sealed: Manifest | OwnerTable
+    """Manifest of the checkpoint for owner 0, or the table of another owner."""
 
-    url: str
-    """URL of the copy that it was made from."""
+    model: ModelObject | None
+    """Object of the model that is fetched with the share; None if the owner has none."""
 
-    step: int
-
-    already_there: bool
-    """Whether the store had the checkpoint, so that nothing was fetched."""
-
-    bytes_fetched: int
-    """Number of bytes that this call fetched from the tier."""
-
-    bytes_kept: int
-    """Number of bytes that an earlier download of the same checkpoint had fetched."""
-
-    seconds: float
+    into: Slot | OwnerSlot
+    may_hold_parts: bool
+    """Whether an earlier download may have filled some of it."""
 
 
-class _KeepAll(Retention):
-    """Policy that keeps all checkpoints: a download removes none."""
+@dataclass(slots=True)
+class _Part:
+    """The part of an owner besides the first."""
 
-    def kept(self, records: Sequence[Record]) -> set[int]:
-        """Return all generations."""
-        return {record.generation for record in records}
+    reference: OwnerReference
+    """As the checkpoint was sent."""
+
+    table: OwnerTable
+    store: OwnerStore | None = None
+    is_served: bool = True
+    """Whether the caller serves the owner; else `store` has been opened for the download alone."""
+
+    slot: OwnerSlot | None = None
+    sealed: OwnerReference | None = None
+    """Reference to the part that has been made durable here."""
 
 
-def pull(
-    url: str,
-    directory: str | os.PathLike[str],
-    *,
-    parts: Sequence[str | os.PathLike[str]] = (),
-    step: int | None = None,
-    num_transfers: int = NUM_TRANSFERS,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    retry_s: float = DEFAULT_RETRY_S,
-    allow_volatile: bool = False,
-    allow_remote: bool = False,
-    progress: Progress | None = None,
-    backend: Backend | None = None,
-) -> PullReport:
-    """Download a checkpoint from a tier. A download that was interrupted goes on where it ended.
+class Download:
+    """Download of a checkpoint, or of the shares of some of its owners, into a store.
 
-    The optimizer's `restore` then continues from the checkpoint as from any other. It may lie on
-    another number of drives than before.
+    The calls are `reserve`, `fetch_train_state`, `fetch_model`, `fetch_state`, `seal_parts`,
+    `tell_references`, `publish` and `published`; those that concern only the first directory do
+    nothing without the share of owner 0. `close` ends the download, at any time.
 
     Args:
-        url: URL of the tier, which means its newest checkpoint, or of one copy in it.
-        directory: Directory of the store: a new one, an empty one, or one with older checkpoints of
-            the same store.
-        parts: Further directories of the store, on other drives. A checkpoint of several ranks has
-            none: all owners of its state get their parts in `directory`.
-        step: Number of steps of the checkpoint; None for the newest.
-        num_transfers: Number of transfers at a time. Each takes memory for one chunk.
-        timeout_s: Seconds after which one request is given up.
-        retry_s: Seconds for which a request that failed is tried again.
-        allow_volatile: Accept a file system that loses its content at power-off.
-        allow_remote: Accept a file system that another machine or a program serves.
-        progress: Function that is called with the bytes done and the total.
-        backend: Storage backend of the store; the local file system by default.
+        objects: Objects of the tier, which are closed with the download.
+        copy: Complete copy to fetch.
+        manifest: Manifest of the checkpoint on the drives of the store.
+        backend: Storage backend of the store.
+        directory: First directory of the store. It gets the parts of owners that nobody serves.
+        owners: Owners whose shares are fetched; None for all.
+        newest: Newest generation of the tier, after which the history of an empty store goes on;
+            None for a store that has the identity of the checkpoint.
+        num_transfers: Number of transfers at a time.
+        progress: Function that is called with the bytes done and the bytes that are expected.
 
     Raises:
-        TierNotFoundError: The tier has no complete copy of such a checkpoint.
-        TierError: The tier cannot be used. The message says what to do.
-        DamagedError: An object is missing, or has other bytes than were sent.
-        StoreFullError: There is no room for the checkpoint. Nothing was fetched.
-        StoreError: The directory is that of another store, has newer checkpoints, or is in use.
-        gds.StorageError: The store cannot be written.
+        CheckpointError: The owners of the checkpoint do not have each element of it once.
+        DamagedError: A table is missing, or is not the one that was sent.
+        TierError: The copy is not complete, or the tier cannot be read.
     """
-    began_s = time.monotonic()
-    address = parse_address(url)
-    require_apart(address, [directory, *parts])
-    with ExitStack() as resources:
-        objects = resources.enter_context(
-            open_objects(address, timeout_s=timeout_s, retry_s=retry_s)
-        )
-        copy = find_copy(objects, address, step)
-        wrong = whats_wrong(objects, copy)
-        if wrong:
-            raise DamagedError(f"{copy.url}: {wrong}{_older(objects, address, copy, step)}")
-        manifest = on_drives(read_manifest(objects, copy), 1 + len(parts), copy)
-        owners = owners_in(manifest, directory)
-        storage = resources.enter_context(given_or_local(backend))
-        marker = copy.marker
-        if marker is None:
-            raise StoreError(errno.EINVAL, copy.reason, copy.url)
-        others = [(storage, os.path.abspath(os.fsdecode(part))) for part in parts]
-        store = resources.enter_context(
-            closing(
-                Store(
-                    storage,
-                    os.fsdecode(directory),
-                    others,
-                    keep=_KeepAll(),
-                    train_state_bytes=marker.sizes[TRAIN_STATE_NAME],
-                    allow_volatile=allow_volatile,
-                    allow_remote=allow_remote,
-                    store_id=manifest.store_id,
-                    shared=SharedStore(owners) if owners else None,
-                )
-            )
-        )
-        present = _find_present(store, manifest)
-        if present is not None:
-            seconds = time.monotonic() - began_s
-            return PullReport(present.path, copy.url, manifest.step, True, 0, 0, seconds)
-        filling = RangeFilling(objects, copy, manifest, storage, num_transfers, progress)
-        if owners:
-            tables = read_tables(objects, copy, manifest)
-            check_cover(copy.url, manifest, tables)
-            path = OwnersDownload(filling, tables, marker, manifest, storage).run(
-                store, allow_volatile=allow_volatile, allow_remote=allow_remote
-            )
-        else:
-            path = Download(filling, marker, manifest).run(store)
-        seconds = time.monotonic() - began_s
-        return PullReport(
-            path,
-            copy.url,
-            manifest.step,
-            False,
-            filling.bytes_fetched,
-            filling.bytes_kept,
-            seconds,
+
+    def __init__(
+        self,
+        objects: Objects,
+        copy: TierCopy,
+        manifest: Manifest,
+        backend: Backend,
+        directory: str,
+        *,
+        owners: Collection[int] | None = None,
+        newest: int | None = None,
+        num_transfers: int = NUM_TRANSFERS,
+        progress: Progress | None = None,
+    ) -> None:
+        if copy.marker is None:
+            raise TierError(errno.EINVAL, copy.reason, copy.url)
+        self.url = copy.url
+        """URL of the copy."""
+        self.manifest = manifest
+        """Manifest of the checkpoint on the drives of the store."""
+        self.is_recut = False
+        """Whether other ranks than the present ones made the checkpoint."""
+        self._objects = objects
+        self._marker = copy.marker
+        self._backend = backend
+        self._directory = directory
+        self._newest = newest
+        self._store: Store | None = None
+        self._slot: Slot | None = None
+        self._shares: list[_Share] = []
+        self._model: ModelObject | None = None
+        self._train_state = b""
+        self._is_told = False
+        """Whether others may know the references to the parts, and publish them."""
+        has_first = owners is None or 0 in owners
+        tables = [
+            (one, read_table(objects, copy, manifest, one))
+            for one in manifest.owners
+            if has_first or (owners is not None and one.owner in owners)
+        ]
+        self._parts = [
+            _Part(one, table) for one, table in tables if owners is None or one.owner in owners
+        ]
+        if has_first:
+            if tables:
+                check_cover(copy.url, manifest, [table for _, table in tables])
+            self._model = model_object(manifest, [table for _, table in tables])
+        self._filling = RangeFilling(objects, copy, manifest, backend, num_transfers, progress)
+
+    @property
+    def own_manifest(self) -> Manifest:
+        """The manifest, with the layout and the scalar state of a rank's own share.
+
+        If other ranks made the checkpoint, or this one has the first share, it is `manifest`.
+        """
+        if self.is_recut or not self._parts:
+            return self.manifest
+        table = self._parts[0].table
+        return replace(
+            self.manifest,
+            layout=table.layout,
+            scalars=table.scalars,
+            digests=table.digests,
+            model_boxes=table.model_boxes,
         )
 
+    @property
+    def bytes_fetched(self) -> int:
+        """Number of bytes that have been fetched from the tier."""
+        return self._filling.bytes_fetched
 
-def _older(objects: Objects, address: TierAddress, copy: TierCopy, step: int | None) -> str:
-    """Return advice to take the copy before a damaged one, if there is one and none was named."""
-    with suppress(TierError):
-        older = find_copy(objects, address, without=[copy.url])
-        if step is None and older.marker is not None:
-            return f". The copy before it is that of --step {older.marker.step}"
-    return ""
+    @property
+    def bytes_kept(self) -> int:
+        """Number of bytes that an earlier download had left."""
+        return self._filling.bytes_kept
+
+    def reserve(self, served: Store | OwnerStore) -> None:
+        """Reserve room for the shares, in a store that becomes one of this checkpoint's.
+
+        Args:
+            served: What the caller serves: the store with the first directory, or the parts of one
+                owner.
+
+        Raises:
+            StoreError: The store has checkpoints, and `newest` was given.
+            StoreFullError: There is no room. Nothing was fetched.
+        """
+        manifest = self.manifest
+        if self._newest is not None:
+            if isinstance(served, Store):
+                owners = [self._directory] * len(manifest.owners)
+                newest = max(manifest.generation, self._newest)
+                served.take_over(manifest.store_id, newest, owners)
+            else:
+                served.take_over(manifest.store_id)
+        for part in self._parts:  # locks them, so that nobody removes them before they are named
+            part.store = self._owner_store(part, served)
+        if isinstance(served, Store):
+            self._store = served
+            leftover = {*served.leftovers()[0]}
+            self._slot = slot = served.acquire(manifest.layout, len(manifest.groups))
+            slot.begin_generation(DigestContext(manifest.store_id, manifest.generation))
+            self._expect(_Share(manifest, self._model, slot, slot.path in leftover))
+        for part in self._parts:
+            if part.store is not None:
+                named = served.named_parts() if isinstance(served, Store) else NamedParts({})
+                table, before = part.table, {*part_names(self._backend, part.store.path)}
+                boxes = [(one.name, one.box) for one in table.model_boxes]
+                part.slot = part.store.ready(table.layout, table.generation, named, written=boxes)
+                may_hold_parts = part.slot.name in before
+                self._expect(_Share(table, shard_object(table), part.slot, may_hold_parts))
+        expected = [one.run.nbytes for one in (*self._model_ranges(), *self._state_ranges())]
+        train_state = 0 if self._slot is None else self._marker.sizes[TRAIN_STATE_NAME]
+        self._filling.expected = train_state + sum(expected)
+
+    def _expect(self, share: _Share) -> None:
+        """Note a share, and the digests that its state is going to have."""
+        for array, digests in share.sealed.digests.items():
+            share.into.digests[array][:] = digests
+        self._shares.append(share)
+
+    def _owner_store(self, part: _Part, served: Store | OwnerStore) -> OwnerStore:
+        """Return the store of a part; that of an owner whom nobody serves is opened."""
+        owner = part.reference.owner
+        part.is_served = isinstance(served, OwnerStore) and served.owner == owner
+        if isinstance(served, OwnerStore) and part.is_served:
+            return served
+        # The file system was accepted when the store was opened.
+        return OwnerStore(
+            self._backend,
+            self._directory,
+            owner,
+            store_id=self.manifest.store_id,
+            allow_volatile=True,
+            allow_remote=True,
+        )
+
+    @property
+    def slot(self) -> Slot | OwnerSlot:
+        """Slot or part with the only share that is fetched; it has been reserved."""
+        part = self._parts[0].slot if self._parts else None
+        return self.first_slot if part is None else part
+
+    @property
+    def first_slot(self) -> Slot:
+        """Slot with the share of owner 0.
+
+        Raises:
+            RuntimeError: None is reserved.
+        """
+        if self._slot is None:
+            raise RuntimeError("no slot has been reserved")
+        return self._slot
+
+    @property
+    def folder(self) -> str:
+        """Directory of the slot, which has the train state and the common model; else empty."""
+        return self._slot.path if self._slot is not None else ""
+
+    def fetch_train_state(self) -> None:
+        """Fetch the train state into the slot; see `RangeFilling.train_state` for the errors."""
+        if self._slot is not None:
+            size_bytes = self._slot.train_state.size_bytes
+            self._train_state = self._filling.train_state(self._marker, size_bytes)
+            self._slot.train_state.write_bytes(self._train_state, 0)
+
+    def fetch_model(self, require_going_on: GoingOn = go_on) -> None:
+        """Fetch parameters and buffers; see `RangeFilling.fill`."""
+        self._filling.fill([*self._model_ranges()], require_going_on=require_going_on)
+
+    def fetch_state(
+        self,
+        require_going_on: GoingOn = go_on,
+        order: Sequence[int] | None = None,
+        arrived: Callable[[int], object] = nothing,
+    ) -> None:
+        """Fetch the optimizer state; see `RangeFilling.fill`.
+
+        Args:
+            require_going_on: Function that raises an error to end early.
+            order: Chunks of the only share, in the order in which they are needed; None for that of
+                the files.
+            arrived: Called with the chunk of each piece that is here.
+        """
+        ranges = [*self._state_ranges()]
+        if order is not None:
+            places = {chunk: place for place, chunk in enumerate(order)}
+            ranges.sort(key=lambda one: places[one.run.chunks[0].index])
+        self._filling.fill(ranges, arrived, require_going_on)
+
+    def state_pieces(self) -> list[int]:
+        """Return the chunk of each piece of state: a chunk has one in each state array."""
+        return [chunk.index for one in self._state_ranges() for chunk in one.run.chunks]
+
+    def _model_ranges(self) -> Iterator[Range]:
+        for share in self._shares:
+            if share.model is not None:
+                for run in share.model.runs():
+                    into, name = share.into.model, share.model.name
+                    yield Range(into, run.offset, name, run, share.may_hold_parts)
+
+    def _state_ranges(self) -> Iterator[Range]:
+        for share in self._shares:
+            for wanted in state_objects(share.sealed, self._marker.object_bytes):
+                for start, chunk in wanted.starts():
+                    file = share.into.array(chunk.array, chunk.index)
+                    offset = file_offset(share.sealed.layout, chunk)
+                    run = ModelRun(start, (chunk,))
+                    yield Range(file, offset, wanted.name, run, share.may_hold_parts)
+
+    def seal_parts(self) -> None:
+        """Make the parts that have been fetched durable.
+
+        Raises:
+            StoreError: One has another table than was sealed with the checkpoint.
+            gds.StorageError: A part could not be made durable.
+        """
+        for part in self._parts:
+            if part.store is not None and part.slot is not None:
+                scalars, boxes = part.table.scalars, part.table.model_boxes
+                reference = part.store.prepare(part.slot, scalars, boxes)
+                if reference.digest != part.reference.digest:
+                    raise StoreError(
+                        errno.EIO,
+                        f"the table of owner {reference.owner} has the digest {reference.digest} "
+                        f"after the download, expected {part.reference.digest}: report this as a "
+                        "bug",
+                        part.slot.path,
+                    )
+                part.sealed = reference
+
+    def tell_references(self) -> list[OwnerReference]:
+        """Return the references to the parts that have been fetched.
+
+        From now on a checkpoint may name the parts, so `close` must not free them any more.
+        """
+        self._is_told = True
+        return [part.sealed for part in self._parts if part.sealed is not None]
+
+    def publish(self, references: Sequence[OwnerReference]) -> StoredCheckpoint | None:
+        """Make the slot and the parts one checkpoint; None without the share of owner 0.
+
+        Args:
+            references: References to the parts of all other owners, which are durable, by rising
+                number.
+
+        The errors are those of `offload.store.sealing.Sealing.seal`.
+        """
+        store, slot, manifest = self._store, self._slot, self.manifest
+        if slot is None or store is None:
+            return None
+        here = replace(manifest, owners=tuple(references))
+        store.sealing.begin(here)
+        try:
+            with store.sealing.prepare(
+                slot,
+                Composition(here, self._train_state),
+                manifest.model_digests,
+                owners=references,
+                model_boxes=manifest.model_boxes,
+            ) as prepared:
+                found = store.sealing.publish(prepared)
+        finally:
+            store.sealing.end()
+        self._slot = None  # it is a checkpoint now
+        return found
+
+    def published(self) -> None:
+        """Record that the checkpoint with the parts is durable."""
+        for part in self._parts:
+            slot, part.slot = part.slot, None
+            if part.store is not None and slot is not None:
+                part.store.published(slot)
+                part.store.release(slot)  # it is opened again as the source of the next step
+
+    def end(self) -> None:
+        """Write nothing more; on return no thread uses a slot or part. Idempotent.
+
+        A request that is not answered may keep its thread for long. What it brings is dropped.
+        """
+        self._filling.end()
+        self._objects.close()
+
+    def close(self) -> None:
+        """End the download, and give up what is not published. Idempotent.
+
+        The next download goes on from what has arrived, unless it may have been published.
+        """
+        store, slot = self._store, self._slot
+        self._slot = None
+        self.end()
+        if slot is not None and store is not None and store.checkpoint_of(slot) is None:
+            store.release(slot)
+        for part in self._parts:
+            self._close_part(part)
+
+    def _close_part(self, part: _Part) -> None:
+        owner, slot = part.store, part.slot
+        part.store = part.slot = None
+        if owner is None:
+            return
+        if slot is not None:
+            if slot.state is SlotState.IN_DOUBT and not self._is_told:
+                with suppress(StorageError):  # then the part is given up, and fetched again
+                    owner.aborted(slot)
+            owner.release(slot)
+        if not part.is_served:
+            owner.close()
 
 
 def on_drives(manifest: Manifest, num_drives: int, copy: TierCopy) -> Manifest:
@@ -207,151 +422,3 @@ def on_drives(manifest: Manifest, num_drives: int, copy: TierCopy) -> Manifest:
     if len(layout.shares) != num_drives:
         layout = replace(layout, shares=(1,) * num_drives)
     return replace(manifest, layout=layout, parts=())
-
-
-def _find_present(store: Store, manifest: Manifest) -> Checkpoint | None:
-    """Return the checkpoint if the store has it already, or None if it can be added."""
-    for path, reason in store.refused:
-        raise StoreError(
-            errno.EEXIST,
-            f"the store has a checkpoint that is not usable, {os.path.basename(path)} ({reason}), "
-            "so its order is not known: download into another directory",
-            store.directory,
-        )
-    if store.store_id != manifest.store_id:
-        raise StoreError(
-            errno.EEXIST,
-            f"these are checkpoints of another store ({store.store_id}, expected "
-            f"{manifest.store_id}): download into another directory",
-            store.directory,
-        )
-    for checkpoint in store.checkpoints:
-        found = checkpoint.manifest
-        if (found.generation, found.digests) == (manifest.generation, manifest.digests):
-            return store.reader_of(checkpoint)
-        if found.generation >= manifest.generation:
-            raise StoreError(
-                errno.EEXIST,
-                f"the store has a checkpoint that is newer, or of another run: "
-                f"{os.path.basename(checkpoint.path)} of generation {found.generation}, and this "
-                f"one is of generation {manifest.generation}: download into another directory",
-                store.directory,
-            )
-        if found.step == manifest.step:
-            raise StoreError(
-                errno.EEXIST,
-                f"the store has another checkpoint of step {manifest.step}: download into another "
-                "directory",
-                store.directory,
-            )
-    return None
-
-
-class _Owner(NamedTuple):
-    """An owner besides the first: its parts, the one that is filled, and what that will hold."""
-
-    store: OwnerStore
-    table: OwnerTable
-    part: OwnerSlot
-    share: Share
-
-
-class OwnersDownload:
-    """Download of a checkpoint of several ranks.
-
-    Args:
-        filling: Fetches ranges of the copy.
-        tables: Tables of the owners besides the first.
-        marker: Marker of the copy.
-        manifest: Manifest of the checkpoint.
-        backend: Storage backend of the store.
-    """
-
-    def __init__(
-        self,
-        filling: RangeFilling,
-        tables: Sequence[OwnerTable],
-        marker: Marker,
-        manifest: Manifest,
-        backend: Backend,
-    ) -> None:
-        self._filling = filling
-        self._tables = tables
-        self._marker = marker
-        self._manifest = manifest
-        self._backend = backend
-        filling.expect(marker.sizes[TRAIN_STATE_NAME])
-
-    def run(self, store: Store, *, allow_volatile: bool, allow_remote: bool) -> str:
-        """Fill a slot and a part for each owner, and publish them as one checkpoint.
-
-        Args:
-            store: Store of the first directory, which has been told of its owners.
-            allow_volatile: Accept a file system that loses its content at power-off.
-            allow_remote: Accept a file system that another machine or a program serves.
-
-        Returns:
-            Path of the checkpoint.
-
-        The errors are those of `offload.tiers.download.pull`.
-        """
-        manifest = self._manifest
-        with ExitStack() as resources:
-            slot, share = reserve_slot(store, manifest, model_object(manifest, self._tables))
-            try:
-                owners = [
-                    self._open(resources, store, table, allow_volatile, allow_remote)
-                    for table in self._tables
-                ]
-                train_state = self._filling.train_state(self._marker, slot.train_state.size_bytes)
-                shares = [share, *(one.share for one in owners)]
-                fill_shares(self._filling, shares, self._marker.object_bytes)
-                return self._publish(store, slot, owners, train_state)
-            except BaseException:
-                self._filling.end()
-                if store.checkpoint_of(slot) is None:
-                    store.release(slot)
-                raise
-
-    def _open(
-        self,
-        resources: ExitStack,
-        store: Store,
-        table: OwnerTable,
-        allow_volatile: bool,
-        allow_remote: bool,
-    ) -> _Owner:
-        """Reserve the part of an owner."""
-        opened = resources.enter_context(
-            closing(
-                OwnerStore(
-                    self._backend,
-                    store.directory,
-                    table.owner,
-                    store_id=self._manifest.store_id,
-                    allow_volatile=allow_volatile,
-                    allow_remote=allow_remote,
-                )
-            )
-        )
-        part, share = reserve_part(opened, table, shard_object(table), store.named_parts())
-        return _Owner(opened, table, part, share)
-
-    def _publish(
-        self, store: Store, slot: Slot, owners: Sequence[_Owner], train_state: bytes
-    ) -> str:
-        """Make everything durable, the parts of the owners first, and publish the checkpoint."""
-        references = [
-            seal_part(one.store, one.part, one.table, expected)
-            for one, expected in zip(owners, self._manifest.owners, strict=True)
-        ]
-        stored = publish(store, slot, self._manifest, references, train_state)
-        for one in owners:
-            one.store.published(one.part)
-        return stored.path
-
-
-def owners_in(manifest: Manifest, directory: str | os.PathLike[str]) -> dict[int, str]:
-    """Return the directory of each owner besides the first, if all are in one directory."""
-    path = os.path.abspath(os.fsdecode(directory))
-    return {reference.owner: path for reference in manifest.owners}

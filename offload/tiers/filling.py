@@ -1,156 +1,225 @@
-"""Filling of a slot with a checkpoint from a tier: the parameters first, then the state.
+"""Copying of ranges of a tier's objects into files of slots, compared before they are written.
 
-Every piece is compared with its digest before it is written. A slot that an earlier download has
-filled in part is compared first, and only the rest is asked for.
+The bytes that an earlier download has left in a file are compared first. Only the others are
+fetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import errno
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
+from gds import ALIGNMENT, Backend, Buffer, File, StorageError
+from gds.waiting import Monitor
+from offload.errors import TierError
 from offload.format.digests import DigestContext
 from offload.format.manifest import Manifest
-from offload.format.names import MODEL_NAME, TRAIN_STATE_NAME
-from offload.store.opening import StoredCheckpoint
-from offload.store.sealing import Composition
-from offload.store.slots.slot import Slot
-from offload.store.store import Store
-from offload.tiers.checking import nothing
-from offload.tiers.contents import Chunk, file_offset, state_objects
+from offload.format.names import TRAIN_STATE_NAME
+from offload.format.train_state import unpack_encoded
+from offload.store.sealing import pack_train_state
+from offload.tiers.catalog import TierCopy
+from offload.tiers.checking import Fetcher, nothing
+from offload.tiers.contents import ModelRun
 from offload.tiers.marker import Marker
-from offload.tiers.model_objects import ModelRun, model_object
-from offload.tiers.range_filling import GoingOn, Range, RangeFilling, go_on
+from offload.tiers.sending import Progress, Task, run_all
+from offload.tiers.services.objects import Objects
+
+GoingOn: TypeAlias = Callable[[], None]
+"""Function that is called again and again, and raises an error to end early."""
 
 
-class Download:
-    """Download of one checkpoint into a slot.
+class DownloadStoppedError(TierError):
+    """A download was told to end. Another one goes on from the parts that it has written."""
 
-    `run` does all of it. A caller that needs the parameters before the rest makes the same calls:
-    `reserve`, `fetch_parameters`, `fetch_state`, `publish`, and `end` if one of them failed.
+
+def go_on() -> None:
+    """Let the download go on."""
+
+
+class SlotUse:
+    """Use of slots by the threads of a download, some of which may outlive it.
+
+    A request that is not answered may keep its thread for long after the download has failed. By
+    then the slot may belong to another download, or to a step.
 
     Args:
-        filling: Fetches ranges of the copy.
-        marker: Marker of the copy.
-        manifest: Manifest of the checkpoint on the drives of the store.
+        url: URL of the copy, for messages.
     """
 
-    def __init__(self, filling: RangeFilling, marker: Marker, manifest: Manifest) -> None:
-        self.manifest = manifest
-        """Manifest of the checkpoint on the drives of the store."""
-        self.filling = filling
-        """What fetches ranges of the copy, and counts them."""
-        self._marker = marker
-        self._context = DigestContext(manifest.store_id, manifest.generation)
-        self._may_hold_parts = False
-        self._train_state = b""
-        filling.expect(
-            marker.sizes[TRAIN_STATE_NAME]
-            + sum(chunk.nbytes for chunk in (*self._model_pieces(), *self.state_pieces()))
-        )
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._changed = Monitor()
+        self._num_blocks = 0
+        self._has_ended = False
 
-    def run(self, store: Store) -> str:
-        """Fill a slot of the store and publish it; the errors are those of `pull`.
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Use files of slots in a block, which `end` waits for.
 
-        Returns:
-            Path of the checkpoint.
+        Raises:
+            DownloadStoppedError: The use has ended.
         """
-        slot = self.reserve(store)
+        with self._changed:
+            if self._has_ended:
+                raise DownloadStoppedError(errno.EINTR, "the download has ended", self._url)
+            self._num_blocks += 1
         try:
-            self.fetch_parameters(slot)
-            self.fetch_state(slot)
-            return self.publish(store, slot).path
-        except BaseException:
-            self.end()
-            store.release(slot)
-            raise
+            yield
+        finally:
+            with self._changed:
+                self._num_blocks -= 1
+                self._changed.notify_all()
 
-    def reserve(self, store: Store) -> Slot:
-        """Return a slot with room for the checkpoint. It may hold parts from an earlier download.
+    def end(self) -> None:
+        """Begin no further block, and wait until those that have begun have ended. Idempotent."""
+        with self._changed:
+            self._has_ended = True
+        self._changed.wait_until(lambda: not self._num_blocks)
 
-        Raises:
-            StoreFullError: There is no room. Nothing was fetched.
-        """
-        manifest = self.manifest
-        leftover = {*store.leftovers()[0]}
-        slot = store.acquire(manifest.layout, len(manifest.groups))
-        self._may_hold_parts = slot.path in leftover
-        slot.begin_generation(self._context)
-        for array, digests in manifest.digests.items():
-            slot.digests[array][:] = digests
-        return slot
 
-    def fetch_parameters(self, slot: Slot, require_going_on: GoingOn = go_on) -> None:
-        """Fetch the train state and ``model.safetensors``.
+class Range(NamedTuple):
+    """Consecutive bytes of a file here and of an object there."""
 
-        Args:
-            slot: Slot that `reserve` has returned.
-            require_going_on: Function that raises an error to end early.
+    file: File
+    offset: int
+    """First byte in the file."""
 
-        Raises:
-            TrainStateTooLargeError: The train state does not fit into the slot.
-            DamagedError: An object is missing, or has other bytes than were sent.
-            TierError: An object cannot be read.
-            gds.StorageError: The slot cannot be written.
-        """
-        self._train_state = self.filling.train_state(self._marker, slot.train_state.size_bytes)
-        slot.train_state.write_bytes(self._train_state, 0)
-        ranges = [
-            Range(slot.model, offset, MODEL_NAME, ModelRun(offset, (chunk,)), self._may_hold_parts)
-            for offset, chunk in model_object(self.manifest).pieces
-        ]
-        self.filling.fill(ranges, require_going_on=require_going_on)
+    name: str
+    """Name of the object."""
 
-    def fetch_state(
+    run: ModelRun
+    """The bytes in the object."""
+
+    may_be_there: bool
+    """Whether an earlier download may have written them."""
+
+
+class RangeFilling:
+    """Ranges of one copy that are fetched by several threads.
+
+    Args:
+        objects: Objects of the tier.
+        copy: Copy to fetch.
+        manifest: Manifest of the checkpoint.
+        backend: Storage backend that memory is allocated with.
+        num_transfers: Number of transfers at a time.
+        progress: Function that is called with the bytes done and the bytes that are expected.
+    """
+
+    def __init__(
         self,
-        slot: Slot,
-        order: Sequence[int] | None = None,
+        objects: Objects,
+        copy: TierCopy,
+        manifest: Manifest,
+        backend: Backend,
+        num_transfers: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self._manifest = manifest
+        self._backend = backend
+        self._num_transfers = num_transfers
+        self._progress = progress
+        self._fetcher = Fetcher(objects, copy.folder, manifest)
+        self._context = DigestContext(manifest.store_id, manifest.generation)
+        self._mutex = threading.Lock()
+        self._use = SlotUse(copy.url)
+        self.expected = 0
+        """Number of bytes that are going to be fetched or found, for the progress."""
+        self.bytes_fetched = 0
+        """Number of bytes fetched from the tier."""
+        self.bytes_kept = 0
+        """Number of bytes that the files held already."""
+
+    def fill(
+        self,
+        ranges: Sequence[Range],
         arrived: Callable[[int], object] = nothing,
         require_going_on: GoingOn = go_on,
     ) -> None:
-        """Fetch the optimizer state, chunk by chunk; the errors are those of `fetch_parameters`.
+        """Fetch ranges, in their order, and write them.
 
         Args:
-            slot: Slot that `reserve` has returned.
-            order: Chunks in the order in which they are needed; None for that of the files.
-            arrived: Called with the index of a chunk for each piece of it, one in each state array,
-                that has been compared with its digest and written.
-            require_going_on: Function that raises an error to end early.
-        """
-        found: list[Range] = []
-        for one in state_objects(self.manifest, self._marker.object_bytes):
-            for start, chunk in one.starts():
-                file = slot.array(chunk.array, chunk.index)
-                offset = file_offset(self.manifest.layout, chunk)
-                run = ModelRun(start, (chunk,))
-                found.append(Range(file, offset, one.name, run, self._may_hold_parts))
-        if order is not None:
-            places = {chunk: place for place, chunk in enumerate(order)}
-            found.sort(key=lambda one: places[one.run.chunks[0].index])
-        self.filling.fill(found, arrived, require_going_on)
+            ranges: The ranges.
+            arrived: Called with the index of each piece that has been compared with its digest and
+                is in its file.
+            require_going_on: Function that is called again and again, and raises an error to end
+                early.
 
-    def publish(self, store: Store, slot: Slot) -> StoredCheckpoint:
-        """Make the filled slot a checkpoint of the store; durable on return.
-
-        The errors are those of `offload.store.sealing.Sealing.seal`.
+        Raises:
+            DamagedError: An object is missing, or has other bytes than were sent.
+            TierError: An object cannot be read.
+            gds.StorageError: A file cannot be written.
         """
-        store.sealing.begin(self.manifest)
-        try:
-            composition = Composition(self.manifest, self._train_state)
-            return store.sealing.seal(slot, composition, self.manifest.model_digests)
-        finally:
-            store.sealing.end()
+        most = max((one.run.nbytes for one in ranges), default=0)
+        tasks: Iterator[Task] = (partial(self._fill_range, one, arrived) for one in ranges)
+        run_all(
+            tasks,
+            self._num_transfers,
+            lambda: self._backend.allocate(most + ALIGNMENT, "host"),
+            require_going_on,
+        )
+
+    def train_state(self, marker: Marker, size_bytes: int) -> bytes:
+        """Fetch the train state, packed for a slot.
+
+        Args:
+            marker: Marker of the copy.
+            size_bytes: Size that the slot reserves, which may be another one than in the copy.
+
+        Raises:
+            TrainStateTooLargeError: The train state does not fit into the slot.
+            DamagedError: The object is missing, or has other bytes than were sent.
+            TierError: The object cannot be read.
+        """
+        name = TRAIN_STATE_NAME
+        data = self._fetcher.whole(name, marker.sizes[name], marker.digests[name])
+        if len(data) != size_bytes:
+            data = pack_train_state(unpack_encoded(data)[0], self._manifest, size_bytes)
+        self._advance(marker.sizes[name], fetched=True)
+        return data
 
     def end(self) -> None:
-        """Write nothing more. On return no thread of this download uses the slot. Idempotent.
+        """Write nothing more. On return no thread uses a file of a range. Idempotent.
 
         A request that is not answered may keep its thread for long. What it brings is dropped.
         """
-        self.filling.end()
+        self._use.end()
 
-    def state_pieces(self) -> list[Chunk]:
-        """Return the pieces of state: each chunk once for each state array that has it."""
-        objects = state_objects(self.manifest, self._marker.object_bytes)
-        return [chunk for one in objects for chunk in one.chunks]
+    def _fill_range(self, one: Range, arrived: Callable[[int], object], buffer: Buffer) -> None:
+        """Fetch a range and write it, unless the file holds it."""
+        into = buffer.slice(one.offset % ALIGNMENT, one.run.nbytes)
+        with self._use.block():
+            kept = one.may_be_there and self._holds(one, into)
+        if not kept:
+            self._fetcher.run(one.name, one.run, into)
+            with self._use.block():
+                one.file.write(into, one.offset).result()
+        self._advance(one.run.nbytes, fetched=not kept)
+        for chunk in one.run.chunks:
+            arrived(chunk.index)
 
-    def _model_pieces(self) -> list[Chunk]:
-        return [chunk for _, chunk in model_object(self.manifest).pieces]
+    def _holds(self, one: Range, into: Buffer) -> bool:
+        try:
+            one.file.read(into, one.offset).result()
+        except StorageError:
+            return False  # a sector that cannot be read may well be written
+        start = 0
+        for chunk in one.run.chunks:
+            view = into.slice(start, chunk.nbytes).memoryview()
+            if self._context.digest(chunk.array, chunk.index, view) != chunk.digest:
+                return False
+            start += chunk.nbytes
+        return True
+
+    def _advance(self, nbytes: int, *, fetched: bool) -> None:
+        with self._mutex:
+            if fetched:
+                self.bytes_fetched += nbytes
+            else:
+                self.bytes_kept += nbytes
+            if self._progress is not None:
+                self._progress(self.bytes_fetched + self.bytes_kept, self.expected)

@@ -113,6 +113,30 @@ def decode_marker(data: bytes, place: str) -> Marker:
         raise DamagedError(f"{place}: damaged: {error}") from error
 
 
+def marker_of(
+    identity: Identity,
+    manifest: Manifest,
+    object_bytes: int,
+    sizes: Mapping[str, int],
+    digests: Mapping[str, str],
+    *,
+    parameters_only: bool = False,
+) -> Marker:
+    """Return the marker of a copy of a checkpoint; the arguments are fields of `Marker`."""
+    return Marker(
+        identity,
+        manifest.step,
+        manifest.created,
+        manifest.digest,
+        object_bytes,
+        dict(sizes),
+        dict(digests),
+        dict(manifest.metrics),
+        content_digest(manifest),
+        parameters_only,
+    )
+
+
 def content_digest(manifest: Manifest) -> str:
     """Return a digest of a manifest without its directories, drives and names of parts.
 

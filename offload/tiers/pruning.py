@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 from offload.errors import MetricError
 from offload.retention.policy import BestBy, Record, Retention, kept_generations
-from offload.tiers.catalog import TierCopy, list_copies
-from offload.tiers.choosing import whats_wrong
-from offload.tiers.contents import MARKER_NAME, PARAMETERS_NAME, is_own_name
+from offload.tiers.catalog import TierCopy, list_copies, remove_copy, whats_wrong
 from offload.tiers.services.address import parse_address
 from offload.tiers.services.objects import Objects
 from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
@@ -138,10 +136,3 @@ def _record(copy: TierCopy) -> Record:
     if marker is None:
         return Record(0, copy.identity.generation)
     return Record(marker.step, copy.identity.generation, marker.created, dict(marker.metrics))
-
-
-def remove_copy(objects: Objects, copy: TierCopy) -> None:
-    """Remove the objects of a copy that this library has written, its markers first."""
-    objects.delete(f"{copy.folder}/{name}" for name in (MARKER_NAME, PARAMETERS_NAME))
-    listed = objects.sizes_below(copy.folder)
-    objects.delete(name for name in listed if is_own_name(name.removeprefix(f"{copy.folder}/")))

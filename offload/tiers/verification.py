@@ -13,16 +13,20 @@ from offload.checkpoint.owner_parts import check_cover
 from offload.errors import CheckpointError, DamagedError
 from offload.format.manifest import Manifest
 from offload.format.shares.part_table import OwnerTable
-from offload.tiers.catalog import TierCopy, list_copies, read_manifest, read_tables
+from offload.tiers.catalog import (
+    TierCopy,
+    find_copy,
+    list_copies,
+    read_manifest,
+    read_tables,
+    whats_wrong,
+)
 from offload.tiers.checking import Advance, Fetcher, check_model, check_state, check_whole
-from offload.tiers.choosing import find_copy, whats_wrong
-from offload.tiers.contents import foreign_names, state_objects, wrong_sizes
-from offload.tiers.model_objects import model_objects
-from offload.tiers.sending import NUM_TRANSFERS, Progress
+from offload.tiers.contents import foreign_names, model_objects, state_objects, wrong_sizes
+from offload.tiers.sending import NUM_TRANSFERS, Progress, Task, run_all
 from offload.tiers.services.address import TierAddress, parse_address
 from offload.tiers.services.objects import Objects
 from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.workers import Task, run_all
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,7 +317,7 @@ MUTATIONS = (
         "parts that arrive are locked before a slot is taken, which removes unnamed parts",
         (
             Edit(
-                "offload/tiers/ranks/arriving_share.py",
+                "offload/tiers/download.py",
                 """\
             part.store = self._owner_store(part, served)
         if""",
@@ -326,7 +326,7 @@ MUTATIONS = (
         if""",
             ),
             Edit(
-                "offload/tiers/ranks/arriving_share.py",
+                "offload/tiers/download.py",
                 """\
         for part in self._parts:
             if part.store is not None:

@@ -47,7 +47,7 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests beside training that fail are given up soon."""
     monkeypatch.setattr(background, "RETRY_S", 0.2)
-    monkeypatch.setattr(arriving, "_RETRY_S", 0.2)
+    monkeypatch.setattr(arriving, "DEFAULT_RETRY_S", 0.2)
 
 
 @pytest.fixture(scope="session")

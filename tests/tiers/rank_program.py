@@ -26,8 +26,7 @@ from gds import Backend, PosixBackend
 from offload.distributed import node
 from offload.errors import OffloadError
 from offload.options import Tier
-from offload.tiers import list_tier
-from offload.tiers.ranks import arriving_share
+from offload.tiers import arriving, list_tier
 from tests.crash.fault_backend import FaultBackend
 from tests.hurry import hurry_after
 from tests.limits import AGREEMENT_S, HANG_S
@@ -164,8 +163,8 @@ def main(folder: str, case: dict[str, Any]) -> dict[str, Any]:
         if dist.get_rank() == 1:
             failing.fail_if(_Nth(2, "write", case["unwritten"]))
     if "tier_timeout_s" in case:
-        arriving_share.DEFAULT_TIMEOUT_S = case["tier_timeout_s"]
-        arriving_share.DEFAULT_RETRY_S = 0.5
+        arriving.DEFAULT_TIMEOUT_S = case["tier_timeout_s"]
+        arriving.DEFAULT_RETRY_S = 0.5
     model = make_model(case.get("kind", "ddp"), case.get("width", 96))
     tier = case["tier"] if rank not in case.get("without", []) else None
     optimizer = offload.AdamW(

@@ -8,16 +8,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from gds import Buffer
 from offload.errors import TierError, TierNotFoundError, TierUnavailableError
 from offload.tiers.services.address import TierAddress
-from offload.tiers.services.cloud_errors import is_conflict
-from offload.tiers.services.objects import Data
-from offload.tiers.services.requests import Requests, ReusedMemory, is_panic
+from offload.tiers.services.objects import Data, Objects
+from offload.tiers.services.requests import Requests, ReusedMemory, is_conflict, is_panic
 
 _T = TypeVar("_T")
 
@@ -48,8 +46,8 @@ _SWITCHES = ("allow_http", "allow_invalid_certificates")
 _TEXTS = ("proxy_url", "proxy_ca_certificate", "proxy_excludes")
 
 
-class CloudObjects:
-    """Objects of a bucket; implements `Objects`.
+class CloudObjects(Objects):
+    """Objects of a bucket.
 
     Credentials, the region and the endpoint come from the environment, by the names that the
     services' own tools use: ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
@@ -307,23 +305,6 @@ class CloudObjects:
     def _remove(self, paths: list[str]) -> None:
         self._obstore.delete(self._store, paths)
 
-    def drop_unfinished(self, folder: str) -> None:
-        """Do nothing: the library cannot list the parts of interrupted uploads."""
-
-    def close(self) -> None:
-        """Do nothing: the library closes its connections by itself."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _folder(self, folder: str) -> str | None:
         return (self._prefix + folder).rstrip("/") or None
 
@@ -331,13 +312,6 @@ class CloudObjects:
         self._call(
             "", "list it", lambda: self._obstore.list_with_delimiter(self._store, "no-such-folder")
         )
-
-    def drive(self) -> str:
-        """Return an empty text: nothing identifies a service."""
-        return ""
-
-    def require_place(self, store: str) -> None:
-        """Do nothing: what is written and read back was not taken by a page of a proxy."""
 
 
 def _first_of(names: Iterable[str]) -> str | None:

@@ -12,15 +12,14 @@ import shlex
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from gds import ALIGNMENT, Backend, Buffer, PosixBackend, StorageError
 from gds.contract import File
 from gds.errors import message_of
 from offload.errors import TierAccessError, TierError, TierNotFoundError
 from offload.tiers.services.address import TierAddress
-from offload.tiers.services.objects import TIER_NAME, Data
+from offload.tiers.services.objects import TIER_NAME, Data, Objects
 
 TEMPORARY: Final = ".new-"
 """Beginning of the names of files that are no objects yet."""
@@ -32,8 +31,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-class FolderObjects:
-    """Objects in a folder; implements `Objects`.
+class FolderObjects(Objects):
+    """Objects in a folder.
 
     The folder is made by the first write. Folders above it are not made: if they are missing, then
     its drive is probably not mounted.
@@ -288,17 +287,6 @@ class FolderObjects:
         """Close the backend, unless the caller has given it. Idempotent."""
         if self._owned:
             self._backend.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @contextmanager
     def _named(self, name: str, doing: str) -> Iterator[None]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Final, Protocol, Self, TypeAlias
+from typing import Final, Self, TypeAlias
 
 from gds import Buffer
 
@@ -15,33 +16,35 @@ TIER_NAME: Final = "TIER.json"
 """Name of the object that says that a tier is one."""
 
 
-class Objects(Protocol):
+class Objects(ABC):
     """Objects below the folder of a tier. Names are relative, with slashes.
 
     Methods may be called from several threads at once. They raise `TierError` or a subclass of it,
-    whose message names the object's URL and never contains credentials.
+    whose message names the object's URL and never contains credentials. A ``with`` block closes
+    what it is given.
     """
 
     @property
+    @abstractmethod
     def url(self) -> str:
         """URL of the tier, for messages."""
-        ...
 
+    @abstractmethod
     def put(self, name: str, data: Data) -> None:
         """Make an object with the given bytes, in the place of any object of that name.
 
         The object is durable on return, as far as the service makes anything durable.
         """
-        ...
 
+    @abstractmethod
     def put_new(self, name: str, data: Data) -> bool:
         """Make an object like `put`, unless one has the name and the service notices that."""
-        ...
 
+    @abstractmethod
     def put_stream(self, name: str, blocks: Iterator[Data], nbytes: int) -> None:
         """Make an object of any size from blocks in their order, like `put`."""
-        ...
 
+    @abstractmethod
     def get(self, name: str, most_bytes: int) -> bytes:
         """Return the bytes of a small object.
 
@@ -49,55 +52,46 @@ class Objects(Protocol):
             TierNotFoundError: No object has the name.
             TierError: The object has more than `most_bytes` bytes.
         """
-        ...
 
+    @abstractmethod
     def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
         """Return bytes of an object; fewer than asked for if it is shorter."""
-        ...
 
+    @abstractmethod
     def pieces(self, name: str, start: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield bytes of an object in their order; fewer than asked for if it is shorter.
+        """Yield at least one byte of an object in pieces; fewer than asked for if it is shorter.
 
-        This takes less processor time and memory than `get_range`.
-
-        Args:
-            name: Name of the object.
-            start: First byte.
-            nbytes: Number of bytes, at least 1.
-
-        Yields:
-            A piece of some size, which is valid until the next one is asked for.
+        A piece is valid until the next one is asked for. This takes less processor time and memory
+        than `get_range`.
 
         Raises:
             TierNotFoundError: No object has the name.
         """
-        ...
 
+    @abstractmethod
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes; None if no object has the name."""
-        ...
 
+    @abstractmethod
     def sizes_below(self, folder: str) -> dict[str, int]:
         """Return the size in bytes of every object in and below a folder, by name."""
-        ...
 
+    @abstractmethod
     def folders(self, folder: str) -> list[str]:
         """Return the names of the folders in a folder, without its own name, sorted."""
-        ...
 
+    @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects. Names without an object are skipped."""
-        ...
 
-    def drop_unfinished(self, folder: str) -> None:
+    def drop_unfinished(self, folder: str) -> None:  # noqa: B027  (a service may have nothing)
         """Remove what a writer of this folder that died has left, and that is no object yet."""
-        ...
 
     def drive(self) -> str:
         """Return what identifies the file system that has a folder; empty if it is not known."""
-        ...
+        return ""
 
-    def require_place(self, store: str) -> None:
+    def require_place(self, store: str) -> None:  # noqa: B027  (no page of a proxy takes writes)
         """Check that a new tier may be made here, because this is no place of a missing drive.
 
         Args:
@@ -106,22 +100,17 @@ class Objects(Protocol):
         Raises:
             TierNotFoundError: Its drive is probably not mounted.
         """
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (the library closes its connections by itself)
         """Release what the object holds. Idempotent."""
-        ...
 
     def __enter__(self) -> Self:
-        """Return this object; a ``with`` block closes it."""
-        ...
+        return self
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
-        /,
     ) -> None:
-        """Close this object."""
-        ...
+        self.close()
