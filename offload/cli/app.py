@@ -7,28 +7,32 @@ exit status is 0 for success, 1 for an error or for a checkpoint that is damaged
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
 from gds.errors import message_of
-from offload.cli import exchange, listing, retention, sizing, tiers, verify
-from offload.cli.options import Json, Parts, cell, make_console, one_line, tree_bytes
-from offload.cli.options import print_json as _print_json
+from offload.cli.exchange import export, import_
+from offload.cli.listing import ls, show
+from offload.cli.options import (
+    AllowVolatile,
+    Json,
+    make_console,
+    one_line,
+    print_json,
+    tree_bytes,
+)
+from offload.cli.retention import pin, prune, unpin
+from offload.cli.sizing import size_command
+from offload.cli.tiers import pull, push
+from offload.cli.verify import verify
 from offload.errors import OffloadError
-from offload.tiers.services.address import is_tier_url
 from offload.units import size
-
-if TYPE_CHECKING:
-    from offload.checkpoint.checkpoint import Checkpoint
 
 app = typer.Typer(
     name="offload",
@@ -77,9 +81,7 @@ def demo(
     steps: Annotated[
         int | None, typer.Option(min=4, help="Total number of optimizer steps.")
     ] = None,
-    allow_volatile: Annotated[
-        bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
-    ] = False,
+    allow_volatile: AllowVolatile = False,
     as_json: Json = False,
 ) -> None:
     """Train, be killed in the middle of a step, and resume.
@@ -99,7 +101,7 @@ def demo(
         quiet=as_json,
     )
     if as_json:
-        _print_json(report.to_json())
+        print_json(report.to_json())
         return
     report.show(console)
     console.print(
@@ -112,164 +114,21 @@ def demo(
     )
 
 
-@app.command("ls")
-def list_store(
-    store: Annotated[
-        str, typer.Argument(help="Directory of a store, or URL of a tier.", show_default=False)
-    ],
-    part: Parts = None,
-    wide: Annotated[
-        bool, typer.Option("--wide", help="Show all pins and metrics, however long the lines are.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """List the checkpoints of a store.
-
-    Each checkpoint has one line, with as many of its pins and metrics as fit. If training uploads
-    to a tier, its last decisions follow, with their reasons.
-
-    Checkpoints that are not usable are listed with the reason. Only names, sizes and manifests are
-    read; verify reads the content. The URL of a tier (s3://bucket/folder) lists the copies in it.
-    """
-    if is_tier_url(store):
-        tiers.list_url(store, as_json=as_json)
-        return
-    from offload.checkpoint.listing import list_checkpoints, list_unnamed_parts
-
-    found = list_checkpoints(store, parts=part or None)
-    if as_json:
-        _print_json([dataclasses.asdict(info) for info in found])
-    else:
-        listing.show_list(store, found, wide=wide)
-        listing.show_unnamed(list_unnamed_parts(store, parts=part or None))
-        tiers.show_decisions(store)
-    retention.show_lost_pins(store, found)
-
-
-@app.command()
-def show(
-    checkpoint: Annotated[
-        str, typer.Argument(help="Checkpoint, or store: its newest checkpoint.", show_default=False)
-    ],
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
-    part: Parts = None,
-    as_json: Json = False,
-) -> None:
-    """Describe a checkpoint: its optimizer, files and tensors."""
-    from offload.checkpoint.opening import open_checkpoint
-
-    with open_checkpoint(checkpoint, parts=part or None) as opened:
-        description = _describe(opened)
-    if as_json:
-        groups = description["hyperparameters"]
-        description["hyperparameters"] = _as_json(groups)
-        _print_json(description)
-    else:
-        _show_description(description, tensors=tensors)
-
-
-@contextmanager
-def _progress(path: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar on standard error, if that is a terminal."""
-    from rich import progress
-
-    console = make_console(stderr=True)
-    with progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    ) as bar:
-        task = bar.add_task(os.path.basename(path), total=None)
-
-        def update(done: int, total: int) -> None:
-            """Show the bytes done and the total."""
-            bar.update(task, completed=done, total=total)
-
-        yield update
-
-
-verify.register(app, _progress)
-exchange.register(app, _progress)
-
-
-def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return all that `show` prints, as JSON values; only hyper-parameters may be tensors."""
-    return {
-        "path": checkpoint.path,
-        "step": checkpoint.step,
-        "generation": checkpoint.generation,
-        "created": checkpoint.created,
-        "optimizer": checkpoint.optimizer,
-        "update_code": checkpoint.update_code,
-        "metrics": checkpoint.metrics,
-        "parts": checkpoint.parts,
-        "owners": [
-            {"owner": one.reference.owner, "path": one.path, "seen": one.table is not None}
-            for one in (checkpoint.owners if checkpoint.manifest.owners else [])
-        ],
-        "num_parameters": checkpoint.num_parameters,
-        "hyperparameters": checkpoint.hyperparameters,
-        "state_arrays": checkpoint.state_arrays,
-        "files": checkpoint.files,
-        "tensors": [
-            {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape)}
-            for entry in checkpoint.tensors
-        ],
-    }
-
-
-def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
-    from rich.table import Table
-
-    console = make_console()
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column(overflow="fold")
-    for key in ("path", "step", "generation", "created", "optimizer"):
-        table.add_row(key, cell(description[key]))
-    if description["update_code"]:
-        table.add_row("updated by", cell(description["update_code"]))
-    for index, part in enumerate(description["parts"], 1):
-        table.add_row(f"on drive {index}", cell(part))
-    for one in description["owners"]:
-        where = "" if one["seen"] else ", not seen here"
-        table.add_row(f"owner {one['owner']}{where}", cell(one["path"]))
-    for name, value in description["metrics"].items():
-        table.add_row(cell(f"metric {name}"), f"{value:g}")
-    table.add_row("parameters", f"{description['num_parameters']:,}")
-    for index, group in enumerate(description["hyperparameters"]):
-        values = ", ".join(f"{name}={value}" for name, value in group.items())
-        table.add_row(f"group {index}", cell(values))
-    for name, num_bytes in description["state_arrays"].items():
-        table.add_row(cell(f"state array {name}"), size(num_bytes))
-    for name, num_bytes in description["files"].items():
-        table.add_row(cell(name), size(num_bytes))
-    console.print(table)
-    if tensors:
-        for entry in description["tensors"]:
-            name = one_line(entry["name"])
-            typer.echo(f"{entry['dtype']:>5} {entry['shape']!s:<20} {name}")
-
-
-def _as_json(value: Any) -> Any:
-    """Return hyper-parameters as JSON values: lists, numbers, and text for non-finite numbers."""
-    if isinstance(value, dict):
-        return {key: _as_json(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_json(one) for one in value]
-    if hasattr(value, "item"):  # a tensor of one element
-        value = value.item()
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-retention.register(app, _progress)
-tiers.register(app, _progress)
-sizing.register(app)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "ls": ls,
+    "show": show,
+    "verify": verify,
+    "export": export,
+    "import": import_,
+    "prune": prune,
+    "pin": pin,
+    "unpin": unpin,
+    "push": push,
+    "pull": pull,
+    "size": size_command,
+}
+for name, command in _COMMANDS.items():
+    app.command(name)(command)
 
 
 def main() -> None:
@@ -277,22 +136,21 @@ def main() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always", RuntimeWarning)
         warnings.showwarning = _show_warning
-        _run()
+        try:
+            app()
+        except BrokenPipeError:
+            # The reader of our output has closed the pipe. Keep the interpreter from flushing.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        except (OffloadError, OSError) as error:
+            _fail(one_line(message_of(error)))
+        except MemoryError:
+            _fail("out of memory")
 
 
-def _run() -> None:
-    try:
-        app()
-    except BrokenPipeError:
-        # The reader of our output has closed the pipe. Keep the interpreter from flushing to it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except (OffloadError, OSError) as error:
-        typer.secho(f"error: {one_line(message_of(error))}", fg="red", err=True)
-        sys.exit(1)
-    except MemoryError:
-        typer.secho("error: out of memory", fg="red", err=True)
-        sys.exit(1)
+def _fail(text: str) -> None:
+    typer.secho(f"error: {text}", fg="red", err=True)
+    sys.exit(1)
 
 
 def _show_warning(

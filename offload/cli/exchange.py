@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from offload.cli.options import ProgressBar, tree_bytes
+from offload.cli.options import AllowVolatile, CheckpointPath, Quiet, progress_bar, tree_bytes
 from offload.units import size
 
 
@@ -47,194 +47,162 @@ class StateDtype(StrEnum):
     int8 = "int8"
 
 
-def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
-    """Add the commands ``export`` and ``import`` to the program."""
+def export(
+    checkpoint: CheckpointPath,
+    destination: Annotated[str, typer.Argument(help="File or directory to make.")],
+    to: Annotated[
+        Target,
+        typer.Option(
+            "--to",
+            help="hf: model.safetensors and optimizer.pt. pt: one file of torch.save. dcp: "
+            "torch.distributed.checkpoint.",
+        ),
+    ],
+    part: Annotated[
+        list[str] | None,
+        typer.Option("--part", help="Directory of the state on a further drive, as for show."),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            help="With --to hf: directory that has config.json, and the tokenizer, for "
+            "from_pretrained. By default, those beside the checkpoint are taken.",
+            metavar="DIR",
+        ),
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Write a checkpoint in another program's format.
 
-    @app.command("export")
-    def export(
-        checkpoint: Annotated[
-            str,
-            typer.Argument(help="Checkpoint, or store: its newest checkpoint.", show_default=False),
-        ],
-        destination: Annotated[
-            str, typer.Argument(help="File or directory to make.", show_default=False)
-        ],
-        to: Annotated[
-            Target,
-            typer.Option(
-                "--to",
-                help="hf: model.safetensors and optimizer.pt. pt: one file of torch.save. dcp: "
-                "torch.distributed.checkpoint.",
-                show_default=False,
-            ),
-        ],
-        part: Annotated[
-            list[str] | None,
-            typer.Option(
-                "--part",
-                help="Directory of the state on a further drive, as for show.",
-                show_default=False,
-            ),
-        ] = None,
-        config: Annotated[
-            str | None,
-            typer.Option(
-                help="With --to hf: directory that has config.json, and the tokenizer, for "
-                "from_pretrained. By default, those beside the checkpoint are taken.",
-                metavar="DIR",
-                show_default=False,
-            ),
-        ] = None,
-        quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-    ) -> None:
-        """Write a checkpoint in another program's format.
+    The optimizer state is written in FP32.
+    """
+    from offload import export_checkpoint, open_checkpoint
 
-        The optimizer state is written in FP32.
-        """
-        from offload import export_checkpoint, open_checkpoint
+    if config is not None and to is not Target.hf:
+        raise typer.BadParameter(f"--config goes with --to hf, got --to {to.value}")
+    with (
+        open_checkpoint(checkpoint, parts=part or None) as opened,
+        progress_bar(destination, quiet=quiet) as progress,
+    ):
+        export_checkpoint(opened, destination, to.value, config=config, progress=progress)
+        step, path, named = opened.step, opened.path, opened.has_model_names
+    written = size(tree_bytes(destination))
+    typer.echo(f"{destination}: step {step} of {path}, {written}")
+    typer.echo(f"next: {_next_call(destination, to, named=named)}")
 
-        if config is not None and to is not Target.hf:
-            raise typer.BadParameter(f"--config goes with --to hf, got --to {to.value}")
-        with (
-            open_checkpoint(checkpoint, parts=part or None) as opened,
-            progress_bar(destination, quiet=quiet) as progress,
-        ):
-            export_checkpoint(opened, destination, to.value, config=config, progress=progress)
-            step, path, named = opened.step, opened.path, opened.has_model_names
-        written = size(tree_bytes(destination))
-        typer.echo(f"{destination}: step {step} of {path}, {written}")
-        typer.echo(f"next: {_next_call(destination, to, named=named)}")
 
-    @app.command("import")
-    def import_(
-        source: Annotated[
-            str,
-            typer.Argument(
-                help="A file of torch.save, a Hugging Face checkpoint-<N> directory, or one of "
-                "torch.distributed.checkpoint.",
-                show_default=False,
-            ),
-        ],
-        store: Annotated[
-            list[str],
-            typer.Argument(
-                help="Directory of the new store, or several on different drives.",
-                show_default=False,
-            ),
-        ],
-        optimizer: Annotated[
-            str, typer.Option(help="Class in torch.optim that the state belongs to.")
-        ] = "AdamW",
-        model: Annotated[
-            str | None,
-            typer.Option(
-                help="File with the model, if it is not in the source.", show_default=False
-            ),
-        ] = None,
-        names: Annotated[
-            str | None,
-            typer.Option(
-                help="File with the name of each parameter on a line, in the optimizer's order, "
-                "if the source has only numbers.",
-                show_default=False,
-            ),
-        ] = None,
-        frozen: Annotated[
-            list[str] | None,
-            typer.Option(
-                help="A parameter of the optimizer that has requires_grad=False; may be repeated.",
-                show_default=False,
-            ),
-        ] = None,
-        tied: Annotated[
-            list[str] | None,
-            typer.Option(
-                help="ALIAS=NAME of a tied tensor that the source has twice, as distributed "
-                "checkpoints do; may be repeated.",
-                show_default=False,
-            ),
-        ] = None,
-        dtype: Annotated[
-            Dtype | None,
-            typer.Option(
-                help="Dtype of live parameters, if not that of the source.", show_default=False
-            ),
-        ] = None,
-        master: Annotated[
-            Master, typer.Option(help="Form of the masters, as in Options.")
-        ] = Master.float32,
-        state_dtype: Annotated[
-            StateDtype, typer.Option(help="Dtype of the other state, as in Options.")
-        ] = (StateDtype.float32),
-        step: Annotated[
-            int | None,
-            typer.Option(
-                min=0,
-                help="Number of steps taken, if the source does not record it.",
-                show_default=False,
-            ),
-        ] = None,
-        fresh: Annotated[
-            bool, typer.Option("--fresh", help="Replace the checkpoints of an existing store.")
-        ] = False,
-        allow_volatile: Annotated[
-            bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
-        ] = False,
-        allow_remote: Annotated[
-            bool,
-            typer.Option(
-                "--allow-remote",
-                help="Accept a directory that another machine or a program serves (NFS, FUSE).",
-            ),
-        ] = False,
-        quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-    ) -> None:
-        """Make a store from another program's checkpoint.
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A file of torch.save, a Hugging Face checkpoint-<N> directory, or one of "
+            "torch.distributed.checkpoint."
+        ),
+    ],
+    store: Annotated[
+        list[str],
+        typer.Argument(help="Directory of the new store, or several on different drives."),
+    ],
+    optimizer: Annotated[
+        str, typer.Option(help="Class in torch.optim that the state belongs to.")
+    ] = "AdamW",
+    model: Annotated[
+        str | None,
+        typer.Option(help="File with the model, if it is not in the source."),
+    ] = None,
+    names: Annotated[
+        str | None,
+        typer.Option(
+            help="File with the name of each parameter on a line, in the optimizer's order, "
+            "if the source has only numbers."
+        ),
+    ] = None,
+    frozen: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A parameter of the optimizer that has requires_grad=False; may be repeated."
+        ),
+    ] = None,
+    tied: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="ALIAS=NAME of a tied tensor that the source has twice, as distributed "
+            "checkpoints do; may be repeated."
+        ),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Dtype of live parameters, if not that of the source."),
+    ] = None,
+    master: Annotated[
+        Master, typer.Option(help="Form of the masters, as in Options.")
+    ] = Master.float32,
+    state_dtype: Annotated[
+        StateDtype, typer.Option(help="Dtype of the other state, as in Options.")
+    ] = (StateDtype.float32),
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, help="Number of steps taken, if the source does not record it."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Replace the checkpoints of an existing store.")
+    ] = False,
+    allow_volatile: AllowVolatile = False,
+    allow_remote: Annotated[
+        bool,
+        typer.Option(
+            "--allow-remote",
+            help="Accept a directory that another machine or a program serves (NFS, FUSE).",
+        ),
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a store from another program's checkpoint.
 
-        Training continues from it with restore().
-        """
-        import torch
+    Training continues from it with restore().
+    """
+    import torch
 
-        from offload import Options, UnsupportedOptimizerError, import_checkpoint
+    from offload import Options, UnsupportedOptimizerError, import_checkpoint
 
-        classes = {
-            name: cls
-            for name, cls in vars(torch.optim).items()
-            if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
-        }
-        del classes["Optimizer"]
-        if optimizer not in classes:
-            raise UnsupportedOptimizerError(
-                f"torch.optim has no class {optimizer!r}{_did_you_mean(optimizer, classes)}"
-            )
-        listed = None
-        if names is not None:
-            with open(names, encoding="utf-8") as file:
-                try:
-                    listed = file.read().split()
-                except UnicodeDecodeError as error:
-                    raise typer.BadParameter(f"{names} is not text in UTF-8") from error
-        with progress_bar(source, quiet=quiet) as progress:
-            made = import_checkpoint(
-                source,
-                store,
-                classes[optimizer],
-                model=model,
-                names=listed,
-                frozen=frozen or (),
-                tied=dict(_pair(text) for text in tied or ()),
-                dtype=None if dtype is None else getattr(torch, dtype.value),
-                options=Options(
-                    master=master.value,
-                    state_dtype=state_dtype.value,
-                    allow_volatile=allow_volatile,
-                    allow_remote=allow_remote,
-                ),
-                fresh=fresh,
-                step=step,
-                progress=progress,
-            )
-        typer.echo(f"{made.path}: step {made.step}, {made.num_parameters} parameters")
+    classes = {
+        name: cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    }
+    del classes["Optimizer"]
+    if optimizer not in classes:
+        raise UnsupportedOptimizerError(
+            f"torch.optim has no class {optimizer!r}{_did_you_mean(optimizer, classes)}"
+        )
+    listed = None
+    if names is not None:
+        with open(names, encoding="utf-8") as file:
+            try:
+                listed = file.read().split()
+            except UnicodeDecodeError as error:
+                raise typer.BadParameter(f"{names} is not text in UTF-8") from error
+    with progress_bar(source, quiet=quiet) as progress:
+        made = import_checkpoint(
+            source,
+            store,
+            classes[optimizer],
+            model=model,
+            names=listed,
+            frozen=frozen or (),
+            tied=dict(_pair(text) for text in tied or ()),
+            dtype=None if dtype is None else getattr(torch, dtype.value),
+            options=Options(
+                master=master.value,
+                state_dtype=state_dtype.value,
+                allow_volatile=allow_volatile,
+                allow_remote=allow_remote,
+            ),
+            fresh=fresh,
+            step=step,
+            progress=progress,
+        )
+    typer.echo(f"{made.path}: step {made.step}, {made.num_parameters} parameters")
 
 
 def _next_call(destination: str, to: Target, *, named: bool) -> str:

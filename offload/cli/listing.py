@@ -1,15 +1,35 @@
-"""The table of ``offload ls``: one line for each checkpoint, at any width of the terminal."""
+"""Commands ``offload ls`` and ``offload show``: what a store has, and what is in a checkpoint.
+
+The table of ``ls`` has one line for each checkpoint, at any width of the terminal.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.options import cell, make_console, one_line
+from offload.cli.options import (
+    CHECKPOINT_COLUMNS,
+    CheckpointPath,
+    Json,
+    Parts,
+    StorePath,
+    cell,
+    make_console,
+    moment,
+    one_line,
+    print_checkpoints,
+    print_json,
+)
+from offload.cli.tiers import list_url, show_decisions
+from offload.errors import CheckpointError
 from offload.format.metrics import describes_the_run
 from offload.format.names import part_number
+from offload.tiers.services.address import is_tier_url
 from offload.units import grouped, listed, size
 
 if TYPE_CHECKING:
@@ -17,7 +37,10 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
+    from gds import Backend
+    from offload.checkpoint.checkpoint import Checkpoint
     from offload.checkpoint.listing import CheckpointInfo
+    from offload.retention.pins import Pin
 
 _SHORTEST_PIN = 5
 """Least number of characters to which the name of a pin is cut, so that a metric fits beside it."""
@@ -34,7 +57,131 @@ _GAP = "  "
 """Space between columns of the table."""
 
 
-def show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
+def ls(
+    store: StorePath,
+    part: Parts = None,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="Show all pins and metrics, however long the lines are.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints of a store.
+
+    Each checkpoint has one line, with as many of its pins and metrics as fit. If training uploads
+    to a tier, its last decisions follow, with their reasons.
+
+    Checkpoints that are not usable are listed with the reason. Only names, sizes and manifests are
+    read; verify reads the content. The URL of a tier (s3://bucket/folder) lists the copies in it.
+    """
+    if is_tier_url(store):
+        list_url(store, as_json=as_json)
+        return
+    from offload.checkpoint.listing import list_checkpoints, list_unnamed_parts
+
+    found = list_checkpoints(store, parts=part or None)
+    if as_json:
+        print_json([dataclasses.asdict(info) for info in found])
+    else:
+        _show_list(store, found, wide=wide)
+        for path in list_unnamed_parts(store, parts=part or None):
+            typer.echo(
+                f"{one_line(path)}: named by no checkpoint; the next run of several ranks, or "
+                "`offload prune`, removes it"
+            )
+        show_decisions(store)
+    _show_lost_pins(store, found)
+
+
+def show(
+    checkpoint: CheckpointPath,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    part: Parts = None,
+    as_json: Json = False,
+) -> None:
+    """Describe a checkpoint: its optimizer, files and tensors."""
+    from offload.checkpoint.opening import open_checkpoint
+
+    with open_checkpoint(checkpoint, parts=part or None) as opened:
+        description = _describe(opened)
+    if as_json:
+        groups = description["hyperparameters"]
+        description["hyperparameters"] = _as_json(groups)
+        print_json(description)
+    else:
+        _show_description(description, tensors=tensors)
+
+
+def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return all that `show` prints, as JSON values; only hyper-parameters may be tensors."""
+    return {
+        "path": checkpoint.path,
+        "step": checkpoint.step,
+        "generation": checkpoint.generation,
+        "created": checkpoint.created,
+        "optimizer": checkpoint.optimizer,
+        "update_code": checkpoint.update_code,
+        "metrics": checkpoint.metrics,
+        "parts": checkpoint.parts,
+        "owners": [
+            {"owner": one.reference.owner, "path": one.path, "seen": one.table is not None}
+            for one in (checkpoint.owners if checkpoint.manifest.owners else [])
+        ],
+        "num_parameters": checkpoint.num_parameters,
+        "hyperparameters": checkpoint.hyperparameters,
+        "state_arrays": checkpoint.state_arrays,
+        "files": checkpoint.files,
+        "tensors": [
+            {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape)}
+            for entry in checkpoint.tensors
+        ],
+    }
+
+
+def _show_description(description: dict[str, Any], *, tensors: bool) -> None:
+    from rich.table import Table
+
+    console = make_console()
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for key in ("path", "step", "generation", "created", "optimizer"):
+        table.add_row(key, cell(description[key]))
+    if description["update_code"]:
+        table.add_row("updated by", cell(description["update_code"]))
+    for index, part in enumerate(description["parts"], 1):
+        table.add_row(f"on drive {index}", cell(part))
+    for one in description["owners"]:
+        where = "" if one["seen"] else ", not seen here"
+        table.add_row(f"owner {one['owner']}{where}", cell(one["path"]))
+    for name, value in description["metrics"].items():
+        table.add_row(cell(f"metric {name}"), f"{value:g}")
+    table.add_row("parameters", f"{description['num_parameters']:,}")
+    for index, group in enumerate(description["hyperparameters"]):
+        values = ", ".join(f"{name}={value}" for name, value in group.items())
+        table.add_row(f"group {index}", cell(values))
+    for name, num_bytes in description["state_arrays"].items():
+        table.add_row(cell(f"state array {name}"), size(num_bytes))
+    for name, num_bytes in description["files"].items():
+        table.add_row(cell(name), size(num_bytes))
+    console.print(table)
+    if tensors:
+        for entry in description["tensors"]:
+            name = one_line(entry["name"])
+            typer.echo(f"{entry['dtype']:>5} {entry['shape']!s:<20} {name}")
+
+
+def _as_json(value: Any) -> Any:
+    """Return hyper-parameters as JSON values: lists, numbers, and text for non-finite numbers."""
+    if isinstance(value, dict):
+        return {key: _as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(one) for one in value]
+    if hasattr(value, "item"):  # a tensor of one element
+        value = value.item()
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
     """Print the table, what its words mean, and why checkpoints are not usable."""
     if not found:
         further = any(part_number(name) is not None for name in os.listdir(store))
@@ -56,16 +203,44 @@ def show_list(store: str, found: list[CheckpointInfo], *, wide: bool) -> None:
         typer.secho(one_line(text), fg="red")
 
 
-def show_unnamed(paths: Sequence[str]) -> None:
-    """Print parts of owners that no checkpoint names, and that take space."""
-    for path in paths:
-        typer.echo(
-            f"{one_line(path)}: named by no checkpoint; the next run of several ranks, or `offload "
-            "prune`, removes it"
+def _show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
+    """Print on standard error the pins that belong to no checkpoint or cannot be read."""
+    from gds import PosixBackend
+    from offload.retention.pins import read_pins
+
+    directory = os.path.abspath(store)
+    shown = {name for info in found for name in info.pins}
+    with PosixBackend() as backend:
+        pins = read_pins(backend, directory)
+        # A pin may belong to a checkpoint that was sealed after the store was listed.
+        lost_pins = [
+            pin
+            for pin in pins.pins
+            if pin.name not in shown and not _is_there(backend, directory, pin)
+        ]
+    for reason in pins.unreadable:
+        typer.secho(reason, fg="red", err=True)
+    for lost in lost_pins:
+        typer.secho(
+            f"pin {lost.name}: its checkpoint {lost.checkpoint} of generation {lost.generation} "
+            f"no longer exists; remove the pin with offload unpin {directory} "
+            f"{lost.name}",
+            fg="red",
+            err=True,
         )
 
 
-def fit_notes(pins: Sequence[str], metrics: Mapping[str, float], room: int) -> str:
+def _is_there(backend: Backend, store: str, pin: Pin) -> bool:
+    from offload.checkpoint.reading import decode_manifest
+
+    path = f"{store}/{pin.checkpoint}"
+    try:
+        return pin.refers_to(path, decode_manifest(backend, path))
+    except (CheckpointError, OSError):
+        return False
+
+
+def _fit_notes(pins: Sequence[str], metrics: Mapping[str, float], room: int) -> str:
     """Return pins and metrics as one line: all of them, or those that matter most.
 
     If not all of them fit, the first pin and the first metric of the model come first. The name of
@@ -104,35 +279,24 @@ def _cut_middle(text: str, room: int) -> str:
 
 
 def _show_table(found: list[CheckpointInfo], *, wide: bool) -> None:
-    from rich import box
     from rich.cells import cell_len
-    from rich.table import Table
 
-    console = make_console(width=_LONGEST_LINE) if wide else make_console()
+    width = _LONGEST_LINE if wide else make_console().width
     rows = [_first_cells(info) for info in found]
-    headers = ["checkpoint", "created", "size", "state"]
+    head = ""
     if any(info.pins or info.metrics for info in found):
         widths = [
             max(cell_len(header), *(text.cell_len for text in column))
-            for header, column in zip(headers, zip(*rows, strict=True), strict=True)
+            for header, column in zip(CHECKPOINT_COLUMNS, zip(*rows, strict=True), strict=True)
         ]
-        room = console.width - sum(widths) - len(_GAP) * len(widths)
+        room = width - sum(widths) - len(_GAP) * len(widths)
         if room >= len(_NOTES):
-            headers.append(_NOTES)
+            head = _NOTES
             for info, row in zip(found, rows, strict=True):
-                row.append(_notes_cell(info, room))
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-    for header in headers:
-        table.add_column(header, no_wrap=True, justify="right" if header == "size" else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _notes_cell(info: CheckpointInfo, room: int) -> Text:
-    pins = [one_line(pin) for pin in info.pins]
-    metrics = {one_line(name): value for name, value in info.metrics.items()}
-    return cell(fit_notes(pins, metrics, room))
+                pins = [one_line(pin) for pin in info.pins]
+                metrics = {one_line(name): value for name, value in info.metrics.items()}
+                row.append(cell(_fit_notes(pins, metrics, room)))
+    print_checkpoints(rows, head, width=width)
 
 
 def _first_cells(info: CheckpointInfo) -> list[Text]:
@@ -141,5 +305,4 @@ def _first_cells(info: CheckpointInfo) -> list[Text]:
     name = cell(os.path.basename(info.path))
     if not info.valid:
         return [name, cell("-"), cell("-"), Text("not usable", style="red")]
-    created = cell(info.created[:16].replace("T", " "))
-    return [name, created, cell(size(info.bytes)), Text("complete", style="green")]
+    return [name, moment(info.created), cell(size(info.bytes)), Text("complete", style="green")]

@@ -1,35 +1,37 @@
-"""Options and output functions that several commands of ``offload`` share."""
+"""Options, arguments and output that several commands of ``offload`` share."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
     from rich.text import Text
 
-ProgressBar: TypeAlias = Callable[..., AbstractContextManager[Callable[[int, int], None]]]
-"""Function that shows a progress bar with a title, unless ``quiet=`` is true. It returns a context
-manager, which yields a function to call with the bytes done and the total."""
-
+CheckpointPath = Annotated[str, typer.Argument(help="Checkpoint, or store: its newest checkpoint.")]
+StorePath = Annotated[str, typer.Argument(help="Directory of a store, or URL of a tier.")]
 Parts = Annotated[
     list[str] | None,
     typer.Option(
         "--part",
         help="Present directory of the state on a further drive; one per drive, in order.",
-        show_default=False,
     ),
 ]
-"""Option for the present directories on further drives."""
-
+AllowVolatile = Annotated[
+    bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-"""Option for output as JSON."""
+
+CHECKPOINT_COLUMNS = ("checkpoint", "created", "size", "state")
 
 
 def print_json(value: object) -> None:
@@ -54,6 +56,54 @@ def cell(text: object) -> Text:
     from rich.text import Text
 
     return Text(one_line(text))
+
+
+def moment(created: str) -> Text:
+    """Return a cell with the date and the minute of an ISO time."""
+    return cell(created[:16].replace("T", " "))
+
+
+def print_checkpoints(
+    rows: Sequence[Sequence[Text]], notes: str = "", *, width: int | None = None
+) -> None:
+    """Print a table with a line for each checkpoint; `notes` is the head of a fifth column."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for header in (*CHECKPOINT_COLUMNS, *([notes] if notes else [])):
+        table.add_column(header, no_wrap=True, justify="right" if header == "size" else "left")
+    for row in rows:
+        table.add_row(*row)
+    make_console(width=width).print(table)
+
+
+@contextmanager
+def progress_bar(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on standard error, if that is a terminal.
+
+    Yields a function to call with the bytes done and the total.
+    """
+    from rich import progress
+
+    console = make_console(stderr=True)
+    with progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(os.path.basename(title), total=None)
+
+        def update(done: int, total: int) -> None:
+            """Show the bytes done and the total."""
+            bar.update(task, completed=done, total=total)
+
+        yield update
 
 
 def tree_bytes(path: str) -> int:

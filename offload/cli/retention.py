@@ -13,131 +13,109 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.options import Json, Parts, ProgressBar, print_json
+from offload.cli.options import CheckpointPath, Json, Parts, StorePath, print_json, progress_bar
 from offload.cli.tiers import prune_url
-from offload.errors import CheckpointError
 from offload.tiers.services.address import is_tier_url
 from offload.units import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gds import Backend
-    from offload.checkpoint.listing import CheckpointInfo
-    from offload.retention.pins import Pin
     from offload.retention.policy import Retention
     from offload.store.pruning import PruneReport
 
-Store = Annotated[str, typer.Argument(help="Directory of a store.", show_default=False)]
-"""Argument for the directory of a store."""
 
+def prune(
+    store: StorePath,
+    keep: Annotated[
+        int | None,
+        typer.Option(min=1, help="Keep this many of the newest checkpoints."),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Keep the first checkpoint at or after each multiple of this step number.",
+        ),
+    ] = None,
+    every_seconds: Annotated[
+        float | None,
+        typer.Option(help="Keep one checkpoint per this many seconds."),
+    ] = None,
+    best: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METRIC[:min|max[:K]]",
+            help="Keep the best checkpoint, or the best K, by a metric. The smallest value is "
+            "best, or with max the largest.",
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="First read every byte of the checkpoints that stay; remove nothing if one is "
+            "damaged. In a tier, damaged copies do not count as kept.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; show what would be removed.")
+    ] = False,
+    unfinished: Annotated[
+        bool,
+        typer.Option(
+            "--unfinished",
+            help="In a tier: remove copies that are not complete as well. No upload may run.",
+        ),
+    ] = False,
+    part: Parts = None,
+    as_json: Json = False,
+) -> None:
+    """Remove checkpoints that no option keeps.
 
-def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
-    """Add the commands ``prune``, ``pin`` and ``unpin`` to the program."""
+    Files that crashes have left behind are removed as well.
+    The newest checkpoint and pinned ones always stay. Without any option that keeps
+    checkpoints, all of them stay. A store does not record the keep= of the program that
+    trained in it: give the same policy here. A store on several drives needs --part for each
+    further directory, because the manifests of a copied store name directories of the original.
+    The command is refused while a process trains in the store.
+    The URL of a tier (s3://bucket/folder) removes copies from it by the same options.
+    """
+    policy = _policy(keep, every, every_seconds, best or [])
+    if is_tier_url(store):
+        if part:
+            raise typer.BadParameter("a tier has no --part")
+        prune_url(
+            store,
+            policy,
+            unfinished=unfinished,
+            verify=verify,
+            dry_run=dry_run,
+            as_json=as_json,
+        )
+        return
+    if unfinished:
+        raise typer.BadParameter("--unfinished is for tiers")
+    from offload.store.pruning import prune as run
 
-    @app.command()
-    def prune(
-        store: Annotated[
-            str, typer.Argument(help="Directory of a store, or URL of a tier.", show_default=False)
-        ],
-        keep: Annotated[
-            int | None,
-            typer.Option(
-                min=1, help="Keep this many of the newest checkpoints.", show_default=False
-            ),
-        ] = None,
-        every: Annotated[
-            int | None,
-            typer.Option(
-                min=1,
-                help="Keep the first checkpoint at or after each multiple of this step number.",
-                show_default=False,
-            ),
-        ] = None,
-        every_seconds: Annotated[
-            float | None,
-            typer.Option(help="Keep one checkpoint per this many seconds.", show_default=False),
-        ] = None,
-        best: Annotated[
-            list[str] | None,
-            typer.Option(
-                metavar="METRIC[:min|max[:K]]",
-                help="Keep the best checkpoint, or the best K, by a metric. The smallest value is "
-                "best, or with max the largest.",
-                show_default=False,
-            ),
-        ] = None,
-        verify: Annotated[
-            bool,
-            typer.Option(
-                "--verify",
-                help="First read every byte of the checkpoints that stay; remove nothing if one is "
-                "damaged. In a tier, damaged copies do not count as kept.",
-            ),
-        ] = False,
-        dry_run: Annotated[
-            bool, typer.Option("--dry-run", help="Change nothing; show what would be removed.")
-        ] = False,
-        unfinished: Annotated[
-            bool,
-            typer.Option(
-                "--unfinished",
-                help="In a tier: remove copies that are not complete as well. No upload may run.",
-            ),
-        ] = False,
-        part: Parts = None,
-        as_json: Json = False,
-    ) -> None:
-        """Remove checkpoints that no option keeps.
-
-        Files that crashes have left behind are removed as well.
-        The newest checkpoint and pinned ones always stay. Without any option that keeps
-        checkpoints, all of them stay. A store does not record the keep= of the program that
-        trained in it: give the same policy here. A store on several drives needs --part for each
-        further directory, because the manifests of a copied store name directories of the original.
-        The command is refused while a process trains in the store.
-        The URL of a tier (s3://bucket/folder) removes copies from it by the same options.
-        """
-        policy = _policy(keep, every, every_seconds, best or [])
-        if is_tier_url(store):
-            if part:
-                raise typer.BadParameter("a tier has no --part")
-            prune_url(
-                store,
-                policy,
-                unfinished=unfinished,
-                verify=verify,
-                dry_run=dry_run,
-                as_json=as_json,
-            )
-            return
-        if unfinished:
-            raise typer.BadParameter("--unfinished is for tiers")
-        from offload.store.pruning import prune as run
-
-        with progress_bar(store, quiet=as_json or not verify) as progress:
-            report = run(
-                store,
-                policy,
-                dry_run=dry_run,
-                verify=verify,
-                progress=progress,
-                parts=part or None,
-            )
-        if as_json:
-            print_json({"dry_run": dry_run, "bytes": report.bytes, **dataclasses.asdict(report)})
-            return
-        _show_pruned(report, dry_run=dry_run)
-
-    app.command()(pin)
-    app.command()(unpin)
+    with progress_bar(store, quiet=as_json or not verify) as progress:
+        report = run(
+            store,
+            policy,
+            dry_run=dry_run,
+            verify=verify,
+            progress=progress,
+            parts=part or None,
+        )
+    if as_json:
+        print_json({"dry_run": dry_run, "bytes": report.bytes, **dataclasses.asdict(report)})
+        return
+    _show_pruned(report, dry_run=dry_run)
 
 
 def pin(
-    checkpoint: Annotated[
-        str, typer.Argument(help="Checkpoint, or store: its newest checkpoint.", show_default=False)
-    ],
-    name: Annotated[str, typer.Argument(help="Name of the pin, such as best.", show_default=False)],
+    checkpoint: CheckpointPath,
+    name: Annotated[str, typer.Argument(help="Name of the pin, such as best.")],
 ) -> None:
     """Keep a checkpoint until it is unpinned.
 
@@ -149,51 +127,14 @@ def pin(
 
 
 def unpin(
-    store: Store,
-    name: Annotated[str, typer.Argument(help="Name of the pin.", show_default=False)],
+    store: Annotated[str, typer.Argument(help="Directory of a store.")],
+    name: Annotated[str, typer.Argument(help="Name of the pin.")],
 ) -> None:
     """Remove a pin. Retention then decides again whether its checkpoint stays."""
     from offload.store.pinning import unpin as run
 
     run(store, name)
     typer.echo(f"{store}: removed the pin {name}")
-
-
-def show_lost_pins(store: str, found: Sequence[CheckpointInfo]) -> None:
-    """Print on standard error the pins that belong to no checkpoint or cannot be read."""
-    from gds import PosixBackend
-    from offload.retention.pins import read_pins
-
-    directory = os.path.abspath(store)
-    shown = {name for info in found for name in info.pins}
-    with PosixBackend() as backend:
-        pins = read_pins(backend, directory)
-        # A pin may belong to a checkpoint that was sealed after the store was listed.
-        lost_pins = [
-            pin
-            for pin in pins.pins
-            if pin.name not in shown and not _is_there(backend, directory, pin)
-        ]
-    for reason in pins.unreadable:
-        typer.secho(reason, fg="red", err=True)
-    for lost in lost_pins:
-        typer.secho(
-            f"pin {lost.name}: its checkpoint {lost.checkpoint} of generation {lost.generation} "
-            f"no longer exists; remove the pin with offload unpin {directory} "
-            f"{lost.name}",
-            fg="red",
-            err=True,
-        )
-
-
-def _is_there(backend: Backend, store: str, pin: Pin) -> bool:
-    from offload.checkpoint.reading import decode_manifest
-
-    path = f"{store}/{pin.checkpoint}"
-    try:
-        return pin.refers_to(path, decode_manifest(backend, path))
-    except (CheckpointError, OSError):
-        return False
 
 
 def _policy(

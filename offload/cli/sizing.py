@@ -93,118 +93,106 @@ def _value(name: str, text: str, kind: str) -> Any:
 def _option(help_text: str, *, parser: Any = None) -> Any:
     """Return an option without a default, whose text `parser` reads."""
     kinds = {_seconds: "<time>", _bytes: "<size>"}
-    return typer.Option(
-        help=help_text, show_default=False, parser=parser, metavar=kinds.get(parser)
-    )
+    return typer.Option(help=help_text, parser=parser, metavar=kinds.get(parser))
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command ``size`` to the program."""
+def size_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Number of parameters (7B, 6.7e9), config.json, safetensors file, a directory "
+            "with either, or a store.",
+        ),
+    ],
+    optimizer: Annotated[
+        str,
+        typer.Option(help="Class of torch: AdamW, 'SGD momentum'. A store has its own."),
+    ] = "AdamW",
+    dtype: Annotated[str, typer.Option(help="Dtype of parameters and gradients.")] = "bfloat16",
+    master: Annotated[str, typer.Option(help="Options(master=).")] = "float32",
+    state_dtype: Annotated[str, typer.Option(help="Options(state_dtype=).")] = "float32",
+    drives_from: Annotated[
+        list[str] | None,
+        _option("Output of gds bench --json: rates of the drives. May be repeated."),
+    ] = None,
+    read: Annotated[float | None, _option("GB/s of reads from the drives of a rank.")] = None,
+    write: Annotated[float | None, _option("GB/s of writes to the drives of a rank.")] = None,
+    link: Annotated[float | None, _option("GB/s between GPU and host, each way.")] = None,
+    tbw: Annotated[
+        Any, _option("Bytes that all drives of a rank are rated for, as 7PB.", parser=_bytes)
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="Number of GPUs (ranks).")] = 1,
+    keep: Annotated[int, typer.Option(help="Number of checkpoints that are kept.")] = 2,
+    every: Annotated[
+        Any, _option("Time between checkpoints, as 30min or 4h.", parser=_seconds)
+    ] = None,
+    mttf: Annotated[Any, _option("Mean time to failure, as 8h.", parser=_seconds)] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Another field of offload.sizing, as tp=8. May be repeated.",
+            metavar="<name=value>",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compute what a run needs: disk, seconds, checkpoint intervals, drive life.
 
-    @app.command("size")
-    def size_command(
-        model: Annotated[
-            str,
-            typer.Argument(
-                help="Number of parameters (7B, 6.7e9), config.json, safetensors file, a directory "
-                "with either, or a store.",
-                show_default=False,
-            ),
-        ],
-        optimizer: Annotated[
-            str,
-            typer.Option(help="Class of torch: AdamW, 'SGD momentum'. A store has its own."),
-        ] = "AdamW",
-        dtype: Annotated[str, typer.Option(help="Dtype of parameters and gradients.")] = "bfloat16",
-        master: Annotated[str, typer.Option(help="Options(master=).")] = "float32",
-        state_dtype: Annotated[str, typer.Option(help="Options(state_dtype=).")] = "float32",
-        drives_from: Annotated[
-            list[str] | None,
-            _option("Output of gds bench --json: rates of the drives. May be repeated."),
-        ] = None,
-        read: Annotated[float | None, _option("GB/s of reads from the drives of a rank.")] = None,
-        write: Annotated[float | None, _option("GB/s of writes to the drives of a rank.")] = None,
-        link: Annotated[float | None, _option("GB/s between GPU and host, each way.")] = None,
-        tbw: Annotated[
-            Any, _option("Bytes that all drives of a rank are rated for, as 7PB.", parser=_bytes)
-        ] = None,
-        gpus: Annotated[int, typer.Option(help="Number of GPUs (ranks).")] = 1,
-        keep: Annotated[int, typer.Option(help="Number of checkpoints that are kept.")] = 2,
-        every: Annotated[
-            Any, _option("Time between checkpoints, as 30min or 4h.", parser=_seconds)
-        ] = None,
-        mttf: Annotated[Any, _option("Mean time to failure, as 8h.", parser=_seconds)] = None,
-        settings: Annotated[
-            list[str] | None,
-            typer.Option(
-                "--set",
-                help="Another field of offload.sizing, as tp=8. May be repeated.",
-                metavar="<name=value>",
-                show_default=False,
-            ),
-        ] = None,
-        as_json: Json = False,
-    ) -> None:
-        """Compute what a run needs: disk, seconds, checkpoint intervals, drive life.
+    Nothing is measured and nothing is written. Rates of drives can be measured with
+    gds bench DIRECTORY --sweep rw=read,write,mixed --json.
+    """
+    from offload.sizing import Cluster, Machine, Precision, Run, measured_drives, size
+    from offload.sizing.checks import FieldError
 
-        Nothing is measured and nothing is written. Rates of drives can be measured with
-        gds bench DIRECTORY --sweep rw=read,write,mixed --json.
-        """
-        from offload.sizing import Cluster, Machine, Precision, Run, measured_drives, size
-        from offload.sizing.checks import FieldError
+    named = {
+        "optimizer": optimizer,
+        "dtype": dtype,
+        "master": master,
+        "state_dtype": state_dtype,
+        "read_gbps": read,
+        "write_gbps": write,
+        "link_gbps": link,
+        "drive_tbw": tbw,
+        "gpus": gpus,
+        "keep": keep,
+        "interval_s": every,
+        "mttf_s": mttf,
+    }
+    options: dict[str, Any] = {name: one for name, one in named.items() if one is not None}
+    parts = (Precision, Machine, Cluster, Run)
+    of_part: dict[str, Any] = {field.name: part for part in parts for field in fields(part)}
+    types = {field.name: str(field.type) for part in parts for field in fields(part)}
+    types |= {"shares": "tuple", "checkpoint_bytes_per_parameter": "float"}
+    given = _settings(settings or (), {n: kind for n, kind in types.items() if n not in _OPTIONS})
+    measured = [measured_drives(path) for path in drives_from or ()]
+    rates: dict[str, Any] = {}
+    for one in measured:
+        rates |= {name: max(rate, rates.get(name, 0)) for name, rate in one.rates.items()}
+    doubts = [doubt for one in measured for doubt in one.doubts]
+    values = rates | options | given
 
-        options: dict[str, Any] = {
-            "optimizer": optimizer,
-            "dtype": dtype,
-            "master": master,
-            "state_dtype": state_dtype,
-            "gpus": gpus,
-            "keep": keep,
-        }
-        optional = {
-            "read_gbps": read,
-            "write_gbps": write,
-            "link_gbps": link,
-            "drive_tbw": tbw,
-            "interval_s": every,
-            "mttf_s": mttf,
-        }
-        options |= {name: value for name, value in optional.items() if value is not None}
-        parts = (Precision, Machine, Cluster, Run)
-        of_part: dict[str, Any] = {field.name: part for part in parts for field in fields(part)}
-        types = {field.name: str(field.type) for part in parts for field in fields(part)}
-        types |= {"shares": "tuple", "checkpoint_bytes_per_parameter": "float"}
-        given = _settings(
-            settings or (), {name: kind for name, kind in types.items() if name not in _OPTIONS}
+    def made(part: Any) -> Any:
+        """Return a part of the plan with the values that are given for it."""
+        return part(**{name: v for name, v in values.items() if of_part.get(name) is part})
+
+    try:
+        plan = size(
+            model,
+            precision=made(Precision),
+            machine=made(Machine),
+            cluster=made(Cluster),
+            run=made(Run),
+            **{name: value for name, value in given.items() if name not in of_part},
         )
-        measured = [measured_drives(path) for path in drives_from or ()]
-        rates: dict[str, Any] = {}
-        for one in measured:
-            rates |= {name: max(rate, rates.get(name, 0)) for name, rate in one.rates.items()}
-        doubts = [doubt for one in measured for doubt in one.doubts]
-        values = rates | options | given
-
-        def made(part: Any) -> Any:
-            """Return a part of the plan with the values that are given for it."""
-            return part(**{name: v for name, v in values.items() if of_part.get(name) is part})
-
-        try:
-            plan = size(
-                model,
-                precision=made(Precision),
-                machine=made(Machine),
-                cluster=made(Cluster),
-                run=made(Run),
-                **{name: value for name, value in given.items() if name not in of_part},
-            )
-        except FieldError as error:
-            unset = rates.keys() - options.keys() - given.keys()
-            raise error.naming(
-                {name: f"--set {name}" for name in types}
-                | _OPTIONS
-                | {name: f"{name} of --drives-from" for name in unset}
-            ) from None
-        if as_json:
-            print_json(plan.to_json() | {"doubts": doubts})
-        else:
-            typer.echo("\n".join(lines(plan, doubts)))
+    except FieldError as error:
+        unset = rates.keys() - options.keys() - given.keys()
+        raise error.naming(
+            {name: f"--set {name}" for name in types}
+            | _OPTIONS
+            | {name: f"{name} of --drives-from" for name in unset}
+        ) from None
+    if as_json:
+        print_json(plan.to_json() | {"doubts": doubts})
+    else:
+        typer.echo("\n".join(lines(plan, doubts)))

@@ -10,11 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.options import Json, Parts, ProgressBar, cell, make_console, one_line, print_json
+from offload.cli.options import (
+    AllowVolatile,
+    CheckpointPath,
+    Json,
+    Parts,
+    cell,
+    moment,
+    one_line,
+    print_checkpoints,
+    print_json,
+    progress_bar,
+)
 from offload.units import many, rate, size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from rich.text import Text
 
     from offload.retention.policy import Retention
     from offload.tiers.catalog import TierCopy
@@ -22,147 +33,124 @@ if TYPE_CHECKING:
 Url = Annotated[
     str,
     typer.Argument(
-        help="URL of the tier: s3://bucket/folder, gs://..., az://... or file:///folder.",
-        show_default=False,
+        help="URL of the tier: s3://bucket/folder, gs://..., az://... or file:///folder."
     ),
 ]
-"""Argument for the URL of a tier."""
-
 Transfers = Annotated[
     int, typer.Option("--transfers", min=1, max=64, help="Number of transfers at a time.")
 ]
-"""Option for the number of transfers at a time."""
-
 Timeout = Annotated[
     float, typer.Option("--timeout", min=1, help="Seconds after which one request is given up.")
 ]
-"""Option for the longest time that one request may take."""
-
 Retry = Annotated[
     float, typer.Option("--retry", min=0, help="Seconds for which a failed request is repeated.")
 ]
-"""Option for how long requests are repeated."""
 
 
-def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
-    """Add the commands ``push`` and ``pull`` to the program."""
+def push(
+    path: CheckpointPath,
+    url: Url,
+    size_only: Annotated[
+        bool,
+        typer.Option(
+            "--size-only",
+            help="Do not read objects back; compare only their sizes.",
+        ),
+    ] = False,
+    transfers: Transfers = 4,
+    timeout: Timeout = 600,
+    retry: Retry = 180,
+    part: Parts = None,
+    as_json: Json = False,
+) -> None:
+    """Upload a checkpoint to a tier.
 
-    @app.command()
-    def push(
-        path: Annotated[
-            str,
-            typer.Argument(help="Checkpoint, or store: its newest checkpoint.", show_default=False),
-        ],
-        url: Url,
-        size_only: Annotated[
-            bool,
-            typer.Option(
-                "--size-only",
-                help="Do not read objects back; compare only their sizes.",
-            ),
-        ] = False,
-        transfers: Transfers = 4,
-        timeout: Timeout = 600,
-        retry: Retry = 180,
-        part: Parts = None,
-        as_json: Json = False,
-    ) -> None:
-        """Upload a checkpoint to a tier.
+    Every object is read back and compared with the digests of the checkpoint. Until the last
+    one is right, nothing is offered. If the command is interrupted, repeat it: it goes on from
+    where it was. It may run beside training, which it never delays. If training recycles the
+    checkpoint meanwhile, the command ends with an error; offload pin keeps the checkpoint.
+    """
+    from offload.tiers.push import push as run
 
-        Every object is read back and compared with the digests of the checkpoint. Until the last
-        one is right, nothing is offered. If the command is interrupted, repeat it: it goes on from
-        where it was. It may run beside training, which it never delays. If training recycles the
-        checkpoint meanwhile, the command ends with an error; offload pin keeps the checkpoint.
-        """
-        from offload.tiers.push import push as run
-
-        with progress_bar(url, quiet=as_json) as progress:
-            report = run(
-                path,
-                url,
-                parts=part or None,
-                check="size" if size_only else "read",
-                num_transfers=transfers,
-                timeout_s=timeout,
-                retry_s=retry,
-                progress=progress,
-            )
-        if as_json:
-            print_json(dataclasses.asdict(report))
-            return
-        place = one_line(report.url)
-        if report.already_complete:
-            typer.echo(f"{place}: has a complete copy of step {report.step} already")
-            return
-        before = f"; {size(report.bytes_kept)} had been sent before" if report.bytes_kept else ""
-        speed = rate(report.bytes_sent / report.seconds) if report.seconds else ""
-        typer.echo(
-            f"{place}: step {report.step}, {many(report.num_sent, 'object')} sent with "
-            f"{size(report.bytes_sent)} ({speed}){before}"
+    with progress_bar(url, quiet=as_json) as progress:
+        report = run(
+            path,
+            url,
+            parts=part or None,
+            check="size" if size_only else "read",
+            num_transfers=transfers,
+            timeout_s=timeout,
+            retry_s=retry,
+            progress=progress,
         )
-
-    @app.command()
-    def pull(
-        url: Url,
-        directory: Annotated[
-            str,
-            typer.Argument(
-                help="Directory of the store: new, empty, or with older checkpoints of the same "
-                "store.",
-                show_default=False,
-            ),
-        ],
-        step: Annotated[
-            int | None,
-            typer.Option(help="Step of the checkpoint; the newest by default.", show_default=False),
-        ] = None,
-        transfers: Transfers = 4,
-        timeout: Timeout = 600,
-        retry: Retry = 180,
-        allow_volatile: Annotated[
-            bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
-        ] = False,
-        allow_remote: Annotated[
-            bool, typer.Option("--allow-remote", help="Accept a network file system.")
-        ] = False,
-        part: Parts = None,
-        as_json: Json = False,
-    ) -> None:
-        """Download a checkpoint from a tier into a store.
-
-        The newest checkpoint is taken, or the one of --step, or the one whose URL offload ls
-        prints. Every byte is compared with its digest. The checkpoint appears when it is complete
-        and durable. If the command is interrupted, repeat it: it goes on from where it was. With
-        --part the state is spread over further drives.
-        """
-        from offload.tiers.pull import pull as run
-
-        with progress_bar(url, quiet=as_json) as progress:
-            report = run(
-                url,
-                directory,
-                parts=part or (),
-                step=step,
-                num_transfers=transfers,
-                timeout_s=timeout,
-                retry_s=retry,
-                allow_volatile=allow_volatile,
-                allow_remote=allow_remote,
-                progress=progress,
-            )
-        if as_json:
-            print_json(dataclasses.asdict(report))
-            return
-        if report.already_there:
-            typer.echo(f"{report.path}: is there already")
-            return
-        before = f"; {size(report.bytes_kept)} were there" if report.bytes_kept else ""
-        speed = rate(report.bytes_fetched / report.seconds) if report.seconds else ""
-        typer.echo(f"{report.path}: fetched {size(report.bytes_fetched)} ({speed}){before}")
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return
+    place = one_line(report.url)
+    if report.already_complete:
+        typer.echo(f"{place}: has a complete copy of step {report.step} already")
+        return
+    before = f"; {size(report.bytes_kept)} had been sent before" if report.bytes_kept else ""
+    speed = rate(report.bytes_sent / report.seconds) if report.seconds else ""
+    typer.echo(
+        f"{place}: step {report.step}, {many(report.num_sent, 'object')} sent with "
+        f"{size(report.bytes_sent)} ({speed}){before}"
+    )
 
 
-_NUM_DECISIONS = 8
-"""Number of decisions that `show_decisions` prints for each tier."""
+def pull(
+    url: Url,
+    directory: Annotated[
+        str,
+        typer.Argument(
+            help="Directory of the store: new, empty, or with older checkpoints of the same store."
+        ),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(help="Step of the checkpoint; the newest by default."),
+    ] = None,
+    transfers: Transfers = 4,
+    timeout: Timeout = 600,
+    retry: Retry = 180,
+    allow_volatile: AllowVolatile = False,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Accept a network file system.")
+    ] = False,
+    part: Parts = None,
+    as_json: Json = False,
+) -> None:
+    """Download a checkpoint from a tier into a store.
+
+    The newest checkpoint is taken, or the one of --step, or the one whose URL offload ls
+    prints. Every byte is compared with its digest. The checkpoint appears when it is complete
+    and durable. If the command is interrupted, repeat it: it goes on from where it was. With
+    --part the state is spread over further drives.
+    """
+    from offload.tiers.pull import pull as run
+
+    with progress_bar(url, quiet=as_json) as progress:
+        report = run(
+            url,
+            directory,
+            parts=part or (),
+            step=step,
+            num_transfers=transfers,
+            timeout_s=timeout,
+            retry_s=retry,
+            allow_volatile=allow_volatile,
+            allow_remote=allow_remote,
+            progress=progress,
+        )
+    if as_json:
+        print_json(dataclasses.asdict(report))
+        return
+    if report.already_there:
+        typer.echo(f"{report.path}: is there already")
+        return
+    before = f"; {size(report.bytes_kept)} were there" if report.bytes_kept else ""
+    speed = rate(report.bytes_fetched / report.seconds) if report.seconds else ""
+    typer.echo(f"{report.path}: fetched {size(report.bytes_fetched)} ({speed}){before}")
 
 
 def show_decisions(store: str) -> None:
@@ -171,7 +159,7 @@ def show_decisions(store: str) -> None:
 
     for url, events in read_decisions(store).items():
         typer.echo(f"tier {one_line(url)}:")
-        for event in events[-_NUM_DECISIONS:]:
+        for event in events[-8:]:
             outcome = f" -> {event.outcome}" if event.outcome else ""
             typer.echo(one_line(f"  step {event.step}: {event.choice}{outcome} ({event.reason})"))
 
@@ -190,40 +178,29 @@ def list_url(url: str, *, as_json: bool) -> None:
             "mounted, and is this the right endpoint?"
         )
         return
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-    for header in ("checkpoint", "created", "size", "state"):
-        table.add_column(header, no_wrap=True, justify="right" if header == "size" else "left")
-    for copy in copies:
-        marker = copy.marker
-        if marker is None:
-            name = cell(f"generation {copy.identity.generation}")
-            if copy.parameters is None:
-                table.add_row(name, cell("-"), cell("-"), Text("not complete", style="yellow"))
-                continue
-            table.add_row(
-                cell(f"step {copy.parameters.step}"),
-                cell(copy.parameters.created[:16].replace("T", " ")),
-                cell(size(copy.parameters.nbytes)),
-                Text("parameters only", style="yellow"),
-            )
-        else:
-            table.add_row(
-                cell(f"step {marker.step}"),
-                cell(marker.created[:16].replace("T", " ")),
-                cell(size(marker.nbytes)),
-                Text("not whole", style="red") if copy.reason else Text("complete", style="green"),
-            )
-    make_console().print(table)
+    print_checkpoints([_cells(copy) for copy in copies])
     for copy in copies:
         typer.echo(one_line(f"{copy.url}{f': {copy.reason}' if copy.reason else ''}"))
     typer.echo(f"complete: every object was checked when it was sent (offload verify {url})")
 
 
-def verify_url(url: str, progress_bar: ProgressBar, *, as_json: bool) -> None:
+def _cells(copy: TierCopy) -> list[Text]:
+    from rich.text import Text
+
+    whole = copy.marker or copy.parameters
+    if whole is None:
+        state = Text("not complete", style="yellow")
+        return [cell(f"generation {copy.identity.generation}"), cell("-"), cell("-"), state]
+    if copy.marker is None:
+        state = Text("parameters only", style="yellow")
+    elif copy.reason:
+        state = Text("not whole", style="red")
+    else:
+        state = Text("complete", style="green")
+    return [cell(f"step {whole.step}"), moment(whole.created), cell(size(whole.nbytes)), state]
+
+
+def verify_url(url: str, *, as_json: bool) -> None:
     """Verify the complete copies in a tier; exit with status 1 if one is damaged."""
     from offload.tiers.verification import verify_tier
 
@@ -278,11 +255,8 @@ def prune_url(
         typer.secho(
             f"{one_line(copy.url)}: left alone: {one_line(copy.reason)}{remedy}", fg="yellow"
         )
-    typer.echo(f"kept: {_steps(report.kept)}")
-
-
-def _steps(copies: Iterable[TierCopy]) -> str:
-    return ", ".join(f"step {copy.marker.step}" for copy in copies if copy.marker) or "none"
+    kept = ", ".join(f"step {copy.marker.step}" for copy in report.kept if copy.marker)
+    typer.echo(f"kept: {kept or 'none'}")
 
 
 def _as_json(copy: TierCopy) -> dict[str, Any]:

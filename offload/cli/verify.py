@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.options import Json, Parts, ProgressBar, one_line, print_json
+from offload.cli.options import Json, Parts, one_line, print_json, progress_bar
 from offload.cli.tiers import verify_url
 from offload.errors import (
     CheckpointError,
@@ -67,86 +67,69 @@ class _Verified:
         return {"path": self.path, "ok": self.ok, **dataclasses.asdict(self)}
 
 
-def register(app: typer.Typer, progress_bar: ProgressBar) -> None:
-    """Add the command ``verify`` to the program."""
+def verify(
+    path: Annotated[
+        str,
+        typer.Argument(help="Checkpoint, or store or URL of a tier: all checkpoints in it."),
+    ],
+    below: Annotated[
+        bool, typer.Option("--all", help="Verify every store in this directory and below it.")
+    ] = False,
+    quarantine: Annotated[
+        bool,
+        typer.Option(
+            "--quarantine",
+            help="Mark damaged checkpoints, so that nothing uses them, and lift the marks of "
+            "whole ones.",
+        ),
+    ] = False,
+    part: Parts = None,
+    as_json: Json = False,
+) -> None:
+    """Compare every byte of checkpoints with digests.
 
-    @app.command()
-    def verify(
-        path: Annotated[
-            str,
-            typer.Argument(
-                help="Checkpoint, or store or URL of a tier: all checkpoints in it.",
-                show_default=False,
-            ),
-        ],
-        below: Annotated[
-            bool, typer.Option("--all", help="Verify every store in this directory and below it.")
-        ] = False,
-        quarantine: Annotated[
-            bool,
-            typer.Option(
-                "--quarantine",
-                help="Mark damaged checkpoints, so that nothing uses them, and lift the marks of "
-                "whole ones.",
-            ),
-        ] = False,
-        part: Parts = None,
-        as_json: Json = False,
-    ) -> None:
-        """Compare every byte of checkpoints with digests.
+    If a store is on several drives, --part names its further directories. Without --part, the
+    directories in the manifest are read. In a copy of a store, those still belong to the
+    original, so --quarantine marks nothing because of damage in them, and lifts no mark.
 
-        If a store is on several drives, --part names its further directories. Without --part, the
-        directories in the manifest are read. In a copy of a store, those still belong to the
-        original, so --quarantine marks nothing because of damage in them, and lifts no mark.
-
-        This command may run beside training. A checkpoint that training recycles in the meantime
-        does not count as damaged. The URL of a tier (s3://bucket/folder), or of one copy in it,
-        reads the complete copies there.
-        """
-        if is_tier_url(path):
-            if below or quarantine or part:
-                raise typer.BadParameter("a tier has no --all, --quarantine or --part")
-            verify_url(path, progress_bar, as_json=as_json)
-            return
-        work = _Work(part or None, quarantine, as_json, progress_bar)
-        if below:
-            work.verify_below(path)
-        else:
-            work.verify(path, may_be_empty=False)
-        work.results.sort(key=lambda result: result.path)
-        ok = all(result.ok for result in work.results)
-        if as_json:
-            found = [result.to_json() for result in work.results]
-            print_json({"ok": ok, "checkpoints": found, "recycled": work.recycled})
-        else:
-            unread = [r for r in work.results if r.problems and not r.bytes_checked]
-            for text in grouped([(r.path, problem) for r in unread for problem in r.problems]):
-                typer.secho(one_line(text), fg="red", err=True)
-            for result in work.results:
-                _show(result, mark=quarantine)
-            for name in work.recycled:
-                typer.echo(f"{one_line(name)}: recycled in the meantime, so it was not checked")
-        if not ok:
-            raise typer.Exit(1)
+    This command may run beside training. A checkpoint that training recycles in the meantime
+    does not count as damaged. The URL of a tier (s3://bucket/folder), or of one copy in it,
+    reads the complete copies there.
+    """
+    if is_tier_url(path):
+        if below or quarantine or part:
+            raise typer.BadParameter("a tier has no --all, --quarantine or --part")
+        verify_url(path, as_json=as_json)
+        return
+    work = _Work(part or None, mark=quarantine, quiet=as_json)
+    if below:
+        work.verify_below(path)
+    else:
+        work.verify(path, may_be_empty=False)
+    work.results.sort(key=lambda result: result.path)
+    ok = all(result.ok for result in work.results)
+    if as_json:
+        found = [result.to_json() for result in work.results]
+        print_json({"ok": ok, "checkpoints": found, "recycled": work.recycled})
+    else:
+        unread = [r for r in work.results if r.problems and not r.bytes_checked]
+        for text in grouped([(r.path, problem) for r in unread for problem in r.problems]):
+            typer.secho(one_line(text), fg="red", err=True)
+        for result in work.results:
+            _show(result, mark=quarantine)
+        for name in work.recycled:
+            typer.echo(f"{one_line(name)}: recycled in the meantime, so it was not checked")
+    if not ok:
+        raise typer.Exit(1)
 
 
 class _Work:
-    """Verifies paths one after the other, and collects the results.
+    """Verifies paths one after the other, and collects the results."""
 
-    Args:
-        parts: Directories on further drives; None for those in the manifests.
-        mark: Whether to mark damaged checkpoints, and to lift the marks of whole ones.
-        quiet: Whether to show no progress.
-        progress_bar: Function that shows the progress, unless `quiet`.
-    """
-
-    def __init__(
-        self, parts: list[str] | None, mark: bool, quiet: bool, progress_bar: ProgressBar
-    ) -> None:
+    def __init__(self, parts: list[str] | None, *, mark: bool, quiet: bool) -> None:
         self._parts = parts
         self._mark = mark
         self._quiet = quiet
-        self._progress_bar = progress_bar
         self.results: list[_Verified] = []
         self.recycled: list[str] = []
         """Paths of checkpoints that were recycled before they could be opened."""
@@ -167,18 +150,7 @@ class _Work:
                 self.results.append(_Verified(store, unreadable=[str(error)]))
 
     def verify(self, path: str, *, may_be_empty: bool) -> None:
-        """Verify a checkpoint, or all checkpoints of a store.
-
-        Args:
-            path: Directory of a checkpoint or of a store.
-            may_be_empty: Whether a store without checkpoints is accepted.
-
-        Raises:
-            CheckpointNotFoundError: Nothing exists at `path`.
-            CheckpointError: `path` is neither a checkpoint nor a store, or is a store without
-                checkpoints.
-            gds.StorageError: The directory cannot be read.
-        """
+        """Verify a checkpoint, or all checkpoints of a store."""
         from offload.format.names import MANIFEST_NAME, is_checkpoint_path
 
         # A directory with a manifest, or with the name of a checkpoint, is a checkpoint. Any other
@@ -221,7 +193,7 @@ class _Work:
             self.results.append(_Verified(name, [str(error)]))
             return
         recorded = opened.parts if opened.parts_are_only_recorded else []
-        with opened, self._progress_bar(name, quiet=self._quiet) as progress:
+        with opened, progress_bar(name, quiet=self._quiet) as progress:
             was_quarantined = bool(opened.quarantined)
             report = verify_and_mark(opened, progress) if self._mark else opened.verify(progress)
         self.results.append(

@@ -5,11 +5,9 @@ torch, and never writes.
 """
 
 from offload.errors import SizingError
-from offload.sizing.clusters import Cluster
 from offload.sizing.figures import Plan
-from offload.sizing.machine import Machine, measured_drives
+from offload.sizing.inputs import Cluster, Machine, Run, measured_drives
 from offload.sizing.plan import size
-from offload.sizing.runs import Run
 from offload.sizing.state import Precision
 
 __all__ = [

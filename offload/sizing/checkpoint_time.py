@@ -1,15 +1,21 @@
-"""Time of a seal and of a resume: bytes at the rate of the drives, and parts that do not grow.
+"""Times of checkpoints and restores: in place, and as copying systems make them. Pure arithmetic.
 
-While a block is transferred, the next one is copied and digested on one core. If the rate of both
-together has been measured, it counts for all blocks; otherwise the slower of both does. The faster
-one counts for the block that has nothing beside it: the copy of the first block of a seal, or of
-the last block of a resume. The first sync of a seal also flushes what the step before it has
-written, as far as the drives have it in a cache. The module is pure arithmetic.
+In place, a block is transferred while the next one is copied and digested on one core. If the rate
+of both together has been measured, it counts for all blocks; otherwise the slower of both does. The
+faster one counts for the block that has nothing beside it.
+
+Copying systems save 16-bit parameters, masters and moments as a whole (14 bytes per parameter with
+Adam). This library seals what is on its drives already, and writes the parameters alone.
 """
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from offload.format.manifest import MODEL_BLOCK_BYTES
+from offload.sizing.figures import Copies, Interval, Restores
+from offload.sizing.inputs import Cluster, Machine, Run
 
 SEAL_BEGIN_S = 0.002
 """Seconds until a seal copies its first byte: the hyper-parameters are copied, the manifest is
@@ -44,9 +50,24 @@ _PART_SYNCS = 3
 """Syncs on each further drive besides those of state arrays: of ``part.json`` and of its directory,
 and of the ``part.json`` of the oldest checkpoint."""
 
-
 _BEGIN = "beginning"
-_MEMORY = "new memory"
+
+
+class _Words(NamedTuple):
+    """Names of the parts of a transfer of blocks."""
+
+    moved: str
+    together: str
+    copied_alone: str
+    moved_alone: str
+
+
+_SEAL = _Words(
+    "writing", "copying and writing", "copying the first block", "writing the last block"
+)
+_RESUME = _Words(
+    "reading", "reading and copying", "copying the last block", "reading the first block"
+)
 
 
 def num_seal_syncs(num_arrays: int, num_drives: int) -> int:
@@ -56,73 +77,50 @@ def num_seal_syncs(num_arrays: int, num_drives: int) -> int:
 
 
 def seal_parts(
-    nbytes: float,
-    *,
-    drive_gbps: float | None,
-    copy_gbps: float | None,
-    staged_gbps: float | None = None,
-    sync_s: float | None,
-    num_syncs: int,
-    flush_gbps: float | None = None,
-    step_bytes: float = 0,
-) -> dict[str, float]:
-    """Return the seconds of each part of a seal; the parts follow each other.
+    nbytes: float, machine: Machine, *, num_syncs: int, step_bytes: float
+) -> dict[str, float] | None:
+    """Return the seconds of each part of a seal, one after the other; None without a rate.
+
+    The first sync also flushes what the step before has written, as far as drives cache it.
 
     Args:
         nbytes: Bytes of the parameters.
-        drive_gbps: Rate of writes to the drives in GB/s; not None if `staged_gbps` is None.
-        copy_gbps: Rate in GB/s at which one core copies and digests parameters; None leaves the
-            copies out.
-        staged_gbps: Rate in GB/s of copies, digests and writes at the same time; None to take the
-            slower of the other two rates.
-        sync_s: Seconds of one sync; None leaves the syncs out. If the copies are left out as well,
-            only writing is counted.
+        machine: Rates of the rank.
         num_syncs: Number of syncs.
-        flush_gbps: Rate in GB/s at which a sync makes durable what the drives have in a cache; None
-            if they have no cache that counts.
         step_bytes: Bytes that the step before the seal has written.
     """
     parts = _blocks(
         nbytes,
-        drive_gbps,
-        copy_gbps,
-        staged_gbps,
-        begin_s=SEAL_BEGIN_S,
-        moved="writing",
-        together="copying and writing",
-        copied_alone="copying the first block",
-        moved_alone="writing the last block",
+        machine.write_gbps,
+        machine.staged_write_gbps,
+        machine.copy_gbps,
+        SEAL_BEGIN_S,
+        _SEAL,
     )
-    if sync_s is not None:
-        parts |= {_BEGIN: SEAL_BEGIN_S, "syncs": num_syncs * sync_s}
-    if flush_gbps is not None:
-        parts["flushing the step's writes"] = step_bytes / 1e9 / flush_gbps
+    if parts is None:
+        return None
+    if machine.sync_s is not None:
+        parts |= {_BEGIN: SEAL_BEGIN_S, "syncs": num_syncs * machine.sync_s}
+    if machine.flush_gbps is not None:  # what the drives still have of the step in a cache
+        parts["flushing the step's writes"] = step_bytes / 1e9 / machine.flush_gbps
     return parts
 
 
-def resume_parts(
-    nbytes: float,
-    *,
-    drive_gbps: float | None,
-    copy_gbps: float | None,
-    staged_gbps: float | None = None,
-    new_memory_gbps: float | None = None,
-) -> dict[str, float]:
-    """Return the seconds of each part of a resume; the parts follow each other."""
+def resume_parts(nbytes: float, machine: Machine) -> dict[str, float] | None:
+    """Return the seconds of each part of a resume, one after the other; None without a rate."""
     parts = _blocks(
         nbytes,
-        drive_gbps,
-        copy_gbps,
-        staged_gbps,
-        begin_s=RESUME_BEGIN_S,
-        moved="reading",
-        together="reading and copying",
-        copied_alone="copying the last block",
-        moved_alone="reading the first block",
+        machine.read_gbps,
+        machine.staged_read_gbps,
+        machine.copy_gbps,
+        RESUME_BEGIN_S,
+        _RESUME,
     )
-    if new_memory_gbps is not None:
+    if parts is None:
+        return None
+    if machine.new_memory_gbps is not None:
         memory = min(nbytes, RESUME_BLOCKS * MODEL_BLOCK_BYTES) / 1e9
-        parts |= {_BEGIN: RESUME_BEGIN_S, _MEMORY: memory / new_memory_gbps}
+        parts |= {_BEGIN: RESUME_BEGIN_S, "new memory": memory / machine.new_memory_gbps}
     elif _BEGIN in parts:
         parts[_BEGIN] += FIRST_MEMORY_S
     return parts
@@ -131,28 +129,119 @@ def resume_parts(
 def _blocks(
     nbytes: float,
     drive_gbps: float | None,
-    copy_gbps: float | None,
     staged_gbps: float | None,
-    *,
+    copy_gbps: float | None,
     begin_s: float,
-    moved: str,
-    together: str,
-    copied_alone: str,
-    moved_alone: str,
-) -> dict[str, float]:
-    """Return the seconds of the slower of transfers and copies, and of a block without overlap."""
+    words: _Words,
+) -> dict[str, float] | None:
+    """Return the seconds of the slower of transfers and copies, and of a block without overlap.
+
+    Without a rate of copies, transfers alone are counted.
+    """
     block = min(nbytes, MODEL_BLOCK_BYTES)
     if staged_gbps is not None:
-        parts = {together: nbytes / 1e9 / staged_gbps}
+        parts = {words.together: nbytes / 1e9 / staged_gbps}
         if copy_gbps is not None:
-            parts[copied_alone] = block / 1e9 / copy_gbps
-        return parts | {_BEGIN: begin_s}
-    if drive_gbps is None:
-        raise ValueError("no rate of the drives is known")
-    if copy_gbps is None:
-        return {moved: nbytes / 1e9 / drive_gbps}
-    if drive_gbps <= copy_gbps:
-        parts = {moved: nbytes / 1e9 / drive_gbps, copied_alone: block / 1e9 / copy_gbps}
+            parts[words.copied_alone] = block / 1e9 / copy_gbps
+    elif drive_gbps is None:
+        return None
+    elif copy_gbps is None:
+        return {words.moved: nbytes / 1e9 / drive_gbps}
+    elif drive_gbps <= copy_gbps:
+        parts = {
+            words.moved: nbytes / 1e9 / drive_gbps,
+            words.copied_alone: block / 1e9 / copy_gbps,
+        }
     else:
-        parts = {"copying": nbytes / 1e9 / copy_gbps, moved_alone: block / 1e9 / drive_gbps}
+        parts = {
+            "copying": nbytes / 1e9 / copy_gbps,
+            words.moved_alone: block / 1e9 / drive_gbps,
+        }
     return parts | {_BEGIN: begin_s}
+
+
+def copies_of(
+    checkpoint_bytes: float,
+    parameter_bytes: float,
+    cluster: Cluster,
+    machine: Machine,
+    run: Run,
+    seal_s: float | None,
+) -> list[Copies]:
+    """Return the cost of a checkpoint made by full copy, asynchronously, by tiers, and in place.
+
+    Copies are made by the writers alone. In place, each rank seals its share on its own drives.
+    """
+    # The writers copy over their own links, and to their own drives, at the same time.
+    writers = cluster.writers
+    drives = machine.write_gbps and machine.write_gbps * writers
+    storage = cluster.write_gbps or drives
+    on_drives, on_storage = _seconds(checkpoint_bytes, drives), _seconds(checkpoint_bytes, storage)
+    copied = _seconds(checkpoint_bytes, machine.link_gbps and machine.link_gbps * writers)
+    fills = None
+    if run.interval_s is not None and storage is not None and machine.host_memory is not None:
+        growth = checkpoint_bytes / run.interval_s - storage * 1e9
+        fills = machine.host_memory * writers / growth if growth > 0 else math.inf
+    full = on_storage if on_storage is None or copied is None else max(on_storage, copied)
+    copy = checkpoint_bytes
+    return [
+        Copies("full copy", copy, copy, 0, full, full),
+        Copies("asynchronous copy", copy, copy, copy, copied, _sum(copied, on_storage), fills),
+        Copies(
+            "hierarchical copy", 2 * copy, copy, copy, copied, _sum(copied, on_drives, on_storage)
+        ),
+        Copies("in place (this library)", parameter_bytes, parameter_bytes, 0, run.stall_s, seal_s),
+    ]
+
+
+def restores_of(
+    checkpoint_bytes: float, parameter_bytes: float, cluster: Cluster, read_gbps: float | None
+) -> Restores:
+    """Return the cost of restoring all replicas; `read_gbps` is that of one rank's drives."""
+    shared = cluster.storage_read_gbps or cluster.storage_gbps
+    rate = shared or (read_gbps and read_gbps * cluster.writers)
+    in_place = shared if read_gbps is None else read_gbps * cluster.gpus
+    written = cluster.write_gbps
+    return Restores(
+        cluster.replicas,
+        cluster.replicas * checkpoint_bytes,
+        _seconds(cluster.replicas * checkpoint_bytes, rate),
+        _seconds(checkpoint_bytes, rate),
+        cluster.replicas * parameter_bytes,
+        _seconds(cluster.replicas * parameter_bytes, in_place),
+        _seconds(parameter_bytes, in_place),
+        written and written * cluster.replicas,
+    )
+
+
+def interval_of(name: str, stall_s: float, run: Run) -> Interval:
+    """Return the intervals of checkpoints that stop training for `stall_s` each.
+
+    The optimum is the first-order formula of Young ("A first order approximation to the optimum
+    checkpoint interval", 1974), which Daly's higher-order estimate (2006) approaches if checkpoints
+    are short beside the mean time to failure (MTTF). A failure undoes half an interval on average;
+    the time of restarts is not in it.
+    """
+    added = None if run.interval_s is None else stall_s / run.interval_s
+    optimal = waste = None
+    if run.mttf_s is not None:
+        optimal = math.sqrt(2 * stall_s * run.mttf_s)
+        waste = stall_s / optimal + optimal / (2 * run.mttf_s)
+    return Interval(
+        name,
+        stall_s,
+        added,
+        None if added is None else added / (1 + added),
+        None if run.budget is None else stall_s / run.budget,
+        optimal,
+        waste,
+    )
+
+
+def _seconds(nbytes: float, gbps: float | None) -> float | None:
+    return None if gbps is None else nbytes / 1e9 / gbps
+
+
+def _sum(*times: float | None) -> float | None:
+    known = [time for time in times if time is not None]
+    return sum(known) if len(known) == len(times) else None

@@ -37,11 +37,7 @@ class FieldError(SizingError):
         self._pieces = pieces
 
     def naming(self, options: Mapping[str, str]) -> Self:
-        """Return the error with the names of options in the message.
-
-        Args:
-            options: Name of the option for each field. A field without one keeps its name.
-        """
+        """Return the error with the names of the options for fields in the message."""
         return type(self)(*(options.get(p, p) if isinstance(p, Field) else p for p in self._pieces))
 
 
@@ -76,12 +72,9 @@ def shown(value: object) -> str:
 
 
 def open_regular(path: str) -> int:
-    """Return a descriptor to read a regular file; the caller closes it.
-
-    Anything else is refused before it is opened: opening a pipe could block, and reading a device
-    might never end.
-    """
+    """Return a descriptor to read a regular file; the caller closes it."""
     try:
+        # Opening a pipe could block, and reading a device might never end.
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise SizingError(f"{shown_path(path)}: a directory, expected a file")

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from offload.sizing.clusters import Copies, Restores
-from offload.sizing.machine import Machine
+from offload.sizing.inputs import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +82,53 @@ class StepTime:
     """Bytes that cross the link in a resume, over all ranks: parameters for every replica."""
 
     resume_link_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """One way of making checkpoints, and its cost for one checkpoint."""
+
+    name: str
+    written_bytes: float
+    """Bytes written to storage."""
+
+    link_bytes: float
+    """Bytes that cross the links between GPUs and hosts."""
+
+    host_bytes: float
+    """Bytes of host memory that hold the checkpoint until it is written."""
+
+    stall_s: float | None
+    """Seconds for which training stands still."""
+
+    durable_s: float | None
+    """Seconds until the checkpoint is on the storage that it is meant for."""
+
+    fills_memory_s: float | None = None
+    """Seconds until waiting copies fill the host memory; infinity if they never do. None if
+    interval, storage or memory is not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restores:
+    """Bytes and seconds of restoring all replicas of a model from storage."""
+
+    replicas: int
+    each_bytes: float
+    """Bytes read if every replica reads a whole checkpoint."""
+
+    each_s: float | None
+    once_s: float | None
+    """Seconds if one replica reads the checkpoint and sends it to the others."""
+
+    parameters_bytes: float
+    """Bytes read if every replica reads the 16-bit parameters alone, as this library does."""
+
+    parameters_s: float | None
+    parameters_once_s: float | None
+
+    equal_time_gbps: float | None
+    """Rate of reads in GB/s with which a restore by every replica takes as long as a write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from offload.errors import SizingError
@@ -50,7 +51,6 @@ class _Fields:
         self._path = path
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Return a field that is a whole number of at least 1."""
         value = self._config.get(name)
         if value is None and default is not None:
             return default
@@ -61,37 +61,10 @@ class _Fields:
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Return a field that is true or false."""
         value = self._config.get(name, default)
         if not isinstance(value, bool):
             raise SizingError(f"{self._path}: {name} is {shown(value)}, expected true or false")
         return value
-
-
-def _llama(fields: _Fields) -> Iterator[NamedShape]:
-    return _decoder(fields, attention_bias=fields.flag("attention_bias", default=False))
-
-
-def _mistral(fields: _Fields) -> Iterator[NamedShape]:
-    return _decoder(fields)
-
-
-def _qwen2(fields: _Fields) -> Iterator[NamedShape]:
-    return _decoder(fields, query_bias=True)
-
-
-def _qwen3(fields: _Fields) -> Iterator[NamedShape]:
-    bias = fields.flag("attention_bias", default=False)
-    return _decoder(fields, attention_bias=bias, head_norms=True, head_dim=128)
-
-
-def _gemma(fields: _Fields) -> Iterator[NamedShape]:
-    bias = fields.flag("attention_bias", default=False)
-    return _decoder(fields, attention_bias=bias, tied=True, head_dim=256)
-
-
-def _mixtral(fields: _Fields) -> Iterator[NamedShape]:
-    return _decoder(fields, mlp=_experts)
 
 
 def _dense_mlp(fields: _Fields, prefix: str, hidden: int) -> Iterator[NamedShape]:
@@ -115,7 +88,7 @@ def _experts(fields: _Fields, prefix: str, hidden: int) -> Iterator[NamedShape]:
 def _decoder(
     fields: _Fields,
     *,
-    attention_bias: bool = False,
+    may_have_bias: bool = False,
     query_bias: bool = False,
     head_norms: bool = False,
     tied: bool = False,
@@ -123,6 +96,7 @@ def _decoder(
     mlp: Callable[[_Fields, str, int], Iterator[NamedShape]] = _dense_mlp,
 ) -> Iterator[NamedShape]:
     """Return the tensors of a decoder with rotary positions and RMS norms, as LLaMA has them."""
+    bias = may_have_bias and fields.flag("attention_bias", default=False)
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", heads)
     width = fields.count("head_dim", head_dim or hidden // heads)
@@ -134,11 +108,9 @@ def _decoder(
             yield from _linear(
                 f"{prefix}.self_attn.{name}_proj",
                 (rows * width, hidden),
-                bias=attention_bias or query_bias,
+                bias=bias or query_bias,
             )
-        yield from _linear(
-            f"{prefix}.self_attn.o_proj", (hidden, heads * width), bias=attention_bias
-        )
+        yield from _linear(f"{prefix}.self_attn.o_proj", (hidden, heads * width), bias=bias)
         if head_norms:
             yield NamedShape(f"{prefix}.self_attn.q_norm.weight", (width,))
             yield NamedShape(f"{prefix}.self_attn.k_norm.weight", (width,))
@@ -207,12 +179,12 @@ def _norm(name: str, width: int) -> Iterator[NamedShape]:
 
 
 _FAMILIES: Mapping[str, Callable[[_Fields], Iterator[NamedShape]]] = {
-    "gemma": _gemma,
+    "gemma": partial(_decoder, may_have_bias=True, tied=True, head_dim=256),
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
-    "llama": _llama,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "llama": partial(_decoder, may_have_bias=True),
+    "mistral": _decoder,
+    "mixtral": partial(_decoder, mlp=_experts),
+    "qwen2": partial(_decoder, query_bias=True),
+    "qwen3": partial(_decoder, may_have_bias=True, head_norms=True, head_dim=128),
 }

@@ -6,13 +6,18 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from gds import StorageError
 from offload.checkpoint.checkpoint import require_one_owner
 from offload.checkpoint.opening import open_for_parameters
 from offload.errors import CheckpointError, SizingError
-from offload.format.header import DTYPE_BYTES, MAX_HEADER_BYTES, TensorFileError, read_header
+from offload.format.header import (
+    DTYPE_BYTES,
+    MAX_HEADER_BYTES,
+    Header,
+    TensorFileError,
+    read_header,
+)
 from offload.format.layout import (
     Layout,
     ModelTensor,
@@ -20,9 +25,7 @@ from offload.format.layout import (
     element_space_order,
     model_order,
 )
-from offload.format.manifest import slot_sizes
 from offload.format.names import LOCK_NAME, MANIFEST_NAME, TRAIN_STATE_NAME, step_of
-from offload.format.part_file import part_sizes
 from offload.format.strict_json import is_text, parse_json
 from offload.sizing.checks import open_regular, read_regular, shown, shown_path
 from offload.sizing.hf_config import MAX_TENSORS, NamedShape, tensors_of
@@ -123,19 +126,6 @@ def model_size(
     return _of_tensors(tensors, path, precision, chunk_elements, shares)
 
 
-def slot_bytes(layout: Layout, num_groups: int, train_state_bytes: int) -> list[int]:
-    """Return the bytes of all files of one slot on each drive, exactly as a store makes them.
-
-    Args:
-        layout: Layout of the store.
-        num_groups: Number of parameter groups.
-        train_state_bytes: Bytes that are reserved for the train state.
-    """
-    first = slot_sizes(layout, num_groups, train_state_bytes=train_state_bytes)
-    others = [part_sizes(layout, drive) for drive in range(1, len(layout.shares))]
-    return [sum(sizes.values()) for sizes in (first, *others)]
-
-
 def _number(model: object) -> int | None:
     """Return a number of parameters; None if the model is not given as one."""
     if isinstance(model, bool):
@@ -191,36 +181,35 @@ def _shards(index: str) -> list[str]:
 
 
 def _weights(paths: Iterable[str]) -> list[tuple[NamedShape, str]]:
-    """Return name, shape and dtype of every tensor in safetensors files; reads the headers only."""
+    """Return name, shape and dtype of every tensor in safetensors files."""
     found: list[tuple[NamedShape, str]] = []
     for path in paths:
-        with open(open_regular(path), "rb") as file:
-            number = file.fileno()
-            try:
-                nbytes = os.fstat(number).st_size
-                _require_small_header(os.pread(number, 8, 0), path)
-                header = read_header(partial(_read_at, number), nbytes, path)
-            except OSError as error:
-                raise SizingError(f"{path}: {error.strerror}") from error
-            except TensorFileError as error:
-                raise SizingError(str(error)) from error
-        if len(found) + len(header.entries) > MAX_TENSORS:
+        entries = _header(path).entries
+        if len(found) + len(entries) > MAX_TENSORS:
             raise SizingError(f"{path}: more than {MAX_TENSORS} tensors")
-        found += [(NamedShape(e.name, e.shape), e.dtype) for e in header.entries.values()]
+        found += [(NamedShape(e.name, e.shape), e.dtype) for e in entries.values()]
     return found
 
 
-def _require_small_header(prefix: bytes, path: str) -> None:
-    """Refuse a header that would take many seconds to read; `prefix` holds its length."""
-    num_bytes = int.from_bytes(prefix, "little")
-    if _MOST_HEADER_BYTES < num_bytes <= MAX_HEADER_BYTES:
-        raise SizingError(
-            f"{path}: a header of {num_bytes} bytes, at most {_MOST_HEADER_BYTES} are read"
-        )
-
-
-def _read_at(number: int, offset: int, length: int) -> bytes:
-    return os.pread(number, length, offset)
+def _header(path: str) -> Header:
+    """Read the header of a safetensors file, unless that would take many seconds."""
+    with open(open_regular(path), "rb") as file:
+        number = file.fileno()
+        try:
+            length = int.from_bytes(os.pread(number, 8, 0), "little")
+            if _MOST_HEADER_BYTES < length <= MAX_HEADER_BYTES:
+                raise SizingError(
+                    f"{path}: a header of {length} bytes, at most {_MOST_HEADER_BYTES} are read"
+                )
+            return read_header(
+                lambda offset, num_bytes: os.pread(number, num_bytes, offset),
+                os.fstat(number).st_size,
+                path,
+            )
+        except OSError as error:
+            raise SizingError(f"{path}: {error.strerror}") from error
+        except TensorFileError as error:
+            raise SizingError(str(error)) from error
 
 
 def _read_json(path: str) -> dict[str, object]:

@@ -1,6 +1,6 @@
-"""A plan: sizes, times and intervals of a training run on given hardware.
+"""Figures of a training run on given hardware.
 
-`size` composes it from the model, the precision, the machine and the cluster. docs/sizing.md has
+`size` composes them from the model, the precision, the machine and the cluster. docs/sizing.md has
 the formulas. A figure for which an input is missing is None.
 """
 
@@ -9,12 +9,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from gds import ALIGNMENT
-from offload.format.manifest import MAX_DIRECTORIES
+from offload.format.manifest import MAX_DIRECTORIES, slot_sizes
+from offload.format.part_file import part_sizes
 from offload.options import Options
-from offload.sizing.checkpoint_time import num_seal_syncs, resume_parts, seal_parts
+from offload.sizing.checkpoint_time import (
+    copies_of,
+    interval_of,
+    num_seal_syncs,
+    restores_of,
+    resume_parts,
+    seal_parts,
+)
 from offload.sizing.checks import (
     MAX_COUNT,
     Field,
@@ -23,19 +30,9 @@ from offload.sizing.checks import (
     require_positive,
     shown,
 )
-from offload.sizing.clusters import (
-    Cluster,
-    copies_of,
-    interval_for,
-    optimal_interval,
-    overhead,
-    restores_of,
-    waste,
-)
-from offload.sizing.figures import Disk, Interval, Memory, Plan, StepTime
-from offload.sizing.machine import Machine
-from offload.sizing.models import ModelSize, model_size, slot_bytes
-from offload.sizing.runs import Run
+from offload.sizing.figures import Disk, Memory, Plan, StepTime
+from offload.sizing.inputs import Cluster, Machine, Run
+from offload.sizing.models import ModelSize, model_size
 from offload.sizing.state import Precision
 from offload.sizing.step_time import StepBytes, device_parts, host_parts, storage_parts
 
@@ -95,50 +92,28 @@ def size(
     chunk_elements = Options(chunk_bytes=chunk_bytes).chunk_elements
     found = model_size(model, precision, chunk_elements=chunk_elements, shares=shares)
     number = found.num_parameters
-    if checkpoint_bytes_per_parameter is None:
-        saved = found.parameter_bytes + found.memory_state_bytes
-    else:
+    if found.layout is None:
+        arrays = precision.arrays
+    else:  # a store has shares and arrays of its own
+        shares, arrays = found.layout.shares, found.layout.array_names
+    saved = found.parameter_bytes + found.memory_state_bytes
+    if checkpoint_bytes_per_parameter is not None:
         saved = number * checkpoint_bytes_per_parameter
     steps = _steps(found, machine, cluster)
-    own = next((s.seconds for s in steps if s.place == "host"), None)
-    seal = resume = None
-    if machine.write_gbps is not None or machine.staged_write_gbps is not None:
-        seal = seal_parts(
-            found.parameter_bytes / cluster.gpus,
-            drive_gbps=machine.write_gbps,
-            copy_gbps=machine.copy_gbps,
-            staged_gbps=machine.staged_write_gbps,
-            sync_s=machine.sync_s,
-            num_syncs=_num_syncs(found, precision, shares),
-            flush_gbps=machine.flush_gbps,
-            step_bytes=found.state_bytes / cluster.gpus,
-        )
-    held = found.parameter_bytes / (cluster.tp * cluster.pp)
-    if machine.read_gbps is not None or machine.staged_read_gbps is not None:
-        resume = resume_parts(
-            held,
-            drive_gbps=machine.read_gbps,
-            copy_gbps=machine.copy_gbps,
-            staged_gbps=machine.staged_read_gbps,
-            new_memory_gbps=machine.new_memory_gbps,
-        )
-    copies = copies_of(
-        saved,
-        found.parameter_bytes,
-        cluster,
-        link_gbps=machine.link_gbps,
-        drive_gbps=machine.write_gbps,
-        seal_s=_sum(seal),
-        stall_s=run.stall_s,
-        interval_s=run.interval_s,
-        host_memory=machine.host_memory,
+    seal = seal_parts(
+        found.parameter_bytes / cluster.gpus,
+        machine,
+        num_syncs=num_seal_syncs(len(arrays), len(shares)),
+        step_bytes=found.state_bytes / cluster.gpus,
     )
-    rate = cluster.write_gbps
+    held = found.parameter_bytes / (cluster.tp * cluster.pp)
+    resume = resume_parts(held, machine)
+    copies = copies_of(saved, found.parameter_bytes, cluster, machine, run, _sum(seal))
     life = None
     if machine.drive_tbw is not None:
-        written = found.state_bytes + found.parameter_bytes
-        life = machine.drive_tbw * cluster.gpus / written
-    iteration = run.iteration_s or own
+        life = machine.drive_tbw * cluster.gpus / (found.state_bytes + found.parameter_bytes)
+    iteration = run.iteration_s or next(s.seconds for s in steps if s.place == "host")
+    rate = cluster.write_gbps
     hidden = [s for s in (run.forward_s, run.backward_s) if s is not None]
     return Plan(
         source=found.source,
@@ -147,7 +122,7 @@ def size(
         state_bytes=found.state_bytes,
         checkpoint_bytes=saved,
         memory=_memory(found, precision, machine),
-        disk=_disk(found, run, shares, num_groups, train_state_bytes, cluster),
+        disk=_disk(found, _num_slots(run), shares, num_groups, train_state_bytes, cluster.gpus),
         steps=steps,
         seal_s=_sum(seal),
         seal_parts_s=seal,
@@ -176,22 +151,14 @@ def size(
         ),
         machine=machine,
         copies=copies,
-        restores=restores_of(
-            saved, found.parameter_bytes, cluster, drive_read_gbps=machine.read_gbps
-        ),
-        intervals=[_interval(c.name, c.stall_s, run) for c in copies if c.stall_s is not None],
-        remarks=remarks(number),
+        restores=restores_of(saved, found.parameter_bytes, cluster, machine.read_gbps),
+        intervals=[interval_of(c.name, c.stall_s, run) for c in copies if c.stall_s is not None],
+        remarks=_remarks(number),
     )
 
 
 def _sum(parts: Mapping[str, float] | None) -> float | None:
     return None if parts is None else sum(parts.values())
-
-
-def _num_syncs(found: ModelSize, precision: Precision, shares: tuple[int, ...]) -> int:
-    if found.layout is None:
-        return num_seal_syncs(len(precision.arrays), len(shares))
-    return num_seal_syncs(len(found.layout.array_names), len(found.layout.shares))
 
 
 def _memory(found: ModelSize, precision: Precision, machine: Machine) -> Memory:
@@ -205,54 +172,58 @@ def _memory(found: ModelSize, precision: Precision, machine: Machine) -> Memory:
     )
 
 
+def _num_slots(run: Run) -> int:
+    """Return the number of slots: for what is kept, for one to write, and for running uploads."""
+    slots = run.keep + 1
+    if run.upload_s is None:
+        return slots
+    if run.interval_s is None:
+        raise FieldError(
+            Field("upload_s"),
+            " needs ",
+            Field("interval_s"),
+            ": the seconds between two checkpoints",
+        )
+    slots += math.ceil(run.upload_s / run.interval_s)
+    if slots > MAX_COUNT:
+        raise FieldError(
+            Field("upload_s"),
+            " is too many times ",
+            Field("interval_s"),
+            ": no disk holds the slots",
+        )
+    return slots
+
+
 def _disk(
     found: ModelSize,
-    run: Run,
+    slots: int,
     shares: tuple[int, ...],
     num_groups: int,
     train_state_bytes: int,
-    cluster: Cluster,
+    gpus: int,
 ) -> Disk:
     """Return the space for all slots. The sizes of files are exact for one rank only."""
-    slots = run.keep + 1
-    if run.upload_s is not None:
-        if run.interval_s is None:
-            raise FieldError(
-                Field("upload_s"),
-                " needs ",
-                Field("interval_s"),
-                ": the seconds between two checkpoints",
-            )
-        slots += math.ceil(run.upload_s / run.interval_s)
-        if slots > MAX_COUNT:
-            raise FieldError(
-                Field("upload_s"),
-                " is too many times ",
-                Field("interval_s"),
-                ": no disk holds the slots",
-            )
-    exact = found.layout is not None and cluster.gpus == 1
-    if found.layout is not None and exact:
-        if found.num_groups is not None:
-            num_groups = found.num_groups
-        if found.train_state_bytes is not None:
-            train_state_bytes = found.train_state_bytes
-        each: list[float] = [*slot_bytes(found.layout, num_groups, train_state_bytes)]
+    layout = found.layout
+    exact = layout is not None and gpus == 1
+    if layout is not None and exact:
+        first = slot_sizes(
+            layout,
+            found.num_groups or num_groups,
+            train_state_bytes=found.train_state_bytes or train_state_bytes,
+        )
+        others = [part_sizes(layout, drive) for drive in range(1, len(layout.shares))]
+        each: list[float] = [sum(sizes.values()) for sizes in (first, *others)]
     else:
-        shares = shares if found.layout is None else found.layout.shares
-        state = [found.state_bytes / cluster.gpus * share / sum(shares) for share in shares]
-        each = [state[0] + found.parameter_bytes / cluster.gpus, *state[1:]]
-    one = sum(each) * cluster.gpus
+        state = [found.state_bytes / gpus * share / sum(shares) for share in shares]
+        each = [state[0] + found.parameter_bytes / gpus, *state[1:]]
+    one = sum(each) * gpus
     return Disk(slots, one, slots * one, tuple(slots * nbytes for nbytes in each), exact)
 
 
 def _steps(found: ModelSize, machine: Machine, cluster: Cluster) -> list[StepTime]:
     """Return the time of a step in each place where the state can be updated."""
-    parameters, gradients, state = (
-        found.parameter_bytes,
-        found.gradient_bytes,
-        found.state_bytes,
-    )
+    parameters, gradients, state = found.parameter_bytes, found.gradient_bytes, found.state_bytes
     ranks = cluster.gpus
     one = StepBytes(
         state=round(state / ranks),
@@ -299,86 +270,57 @@ def _steps(found: ModelSize, machine: Machine, cluster: Cluster) -> list[StepTim
     ]
 
 
-def _interval(name: str, stall_s: float, run: Run) -> Interval:
-    optimal = None if run.mttf_s is None else optimal_interval(stall_s, run.mttf_s)
-    added = None if run.interval_s is None else overhead(stall_s, run.interval_s)
-    return Interval(
-        name,
-        stall_s,
-        added,
-        None if added is None else added / (1 + added),
-        None if run.budget is None else interval_for(stall_s, run.budget),
-        optimal,
-        None if optimal is None or run.mttf_s is None else waste(stall_s, optimal, run.mttf_s),
-    )
-
-
-class Contradiction(NamedTuple):
-    """Figures about models of one size that cannot all be right."""
-
-    least: float
-    """Smallest number of parameters that the figures are about."""
-
-    most: float
-    """Largest number of parameters that the figures are about."""
-
-    text: str
-
-
-CONTRADICTIONS = (
-    Contradiction(
-        174e9,
-        176e9,
-        'GPT-3 (175 B parameters): slides give both 350 GB and "more than 500 GB" for its '
-        "parameters. This tool takes 350 GB, which is 16 bits for each; no dtype gives the other.",
+_CONTRADICTIONS: dict[tuple[float, float], tuple[str, ...]] = {
+    (174e9, 176e9): (
+        (
+            'GPT-3 (175 B parameters): slides give both 350 GB and "more than 500 GB" for its '
+            "parameters. This tool takes 350 GB, which is 16 bits for each; no dtype gives the "
+            "other."
+        ),
+        (
+            'GPT-3 (175 B): "50 seconds" for a checkpoint at 273 GB/s is the time of 13.8 TB, '
+            "which is a model of 1 T parameters. This tool computes 8.8 s for 2.4 TB."
+        ),
+        (
+            'GPT-3 (175 B): "300 years on one A100" is Megatron\'s figure for a V100. This tool '
+            "computes 6 x parameters x tokens: 71 years at 140 TFLOPS, 95 with recomputation."
+        ),
+        (
+            "GPT-3 (175 B) on 1,024 GPUs: slides give TP 8 and PP 16 (128 writers, 8 replicas),"
+            " a blog TP 8 and PP 8 (64 writers, 16 replicas). Restores then read 19.6 TB or "
+            "39.2 TB; this tool takes the tp and pp that it is given."
+        ),
     ),
-    Contradiction(
-        174e9,
-        176e9,
-        'GPT-3 (175 B): "50 seconds" for a checkpoint at 273 GB/s is the time of 13.8 TB, which '
-        "is a model of 1 T parameters. This tool computes 8.8 s for 2.4 TB.",
+    (529e9, 545e9): (
+        (
+            "The row of 544 B parameters (1,088 GB) in slides is probably the model of 530 B "
+            "parameters. This tool takes the number that it is given."
+        ),
     ),
-    Contradiction(
-        174e9,
-        176e9,
-        'GPT-3 (175 B): "300 years on one A100" is Megatron\'s figure for a V100. This tool '
-        "computes 6 x parameters x tokens: 71 years at 140 TFLOPS, 95 with recomputation.",
+    (0.99e12, 1.01e12): (
+        (
+            "1 T parameters: 13.8 TB is published for a checkpoint, which is 13.77 bytes per "
+            "parameter. This tool takes 14 with Adam: 2 for parameters, 4 each for masters and "
+            "two moments. checkpoint_bytes_per_parameter=13.77 gives the published figure."
+        ),
+        (
+            '1 T parameters: "50 seconds" to restore cannot be at the cited 1 TB/s, at which 6 '
+            "replicas read for 82.8 s. This tool computes the time from the rate."
+        ),
+        (
+            '1 T parameters: "one pipeline group writes the checkpoint" holds only if the '
+            "optimizer is replicated. This tool counts one writer for each GPU if sharded is "
+            "set."
+        ),
     ),
-    Contradiction(
-        174e9,
-        176e9,
-        "GPT-3 (175 B) on 1,024 GPUs: slides give TP 8 and PP 16 (128 writers, 8 replicas), a blog "
-        "TP 8 and PP 8 (64 writers, 16 replicas). Restores then read 19.6 TB or 39.2 TB; this tool "
-        "takes the tp and pp that it is given.",
-    ),
-    Contradiction(
-        529e9,
-        545e9,
-        "The row of 544 B parameters (1,088 GB) in slides is probably the model of 530 B "
-        "parameters. This tool takes the number that it is given.",
-    ),
-    Contradiction(
-        0.99e12,
-        1.01e12,
-        "1 T parameters: 13.8 TB is published for a checkpoint, which is 13.77 bytes per "
-        "parameter. This tool takes 14 with Adam: 2 for parameters, 4 each for masters and two "
-        "moments. checkpoint_bytes_per_parameter=13.77 gives the published figure.",
-    ),
-    Contradiction(
-        0.99e12,
-        1.01e12,
-        '1 T parameters: "50 seconds" to restore cannot be at the cited 1 TB/s, at which 6 '
-        "replicas read for 82.8 s. This tool computes the time from the rate.",
-    ),
-    Contradiction(
-        0.99e12,
-        1.01e12,
-        '1 T parameters: "one pipeline group writes the checkpoint" holds only if the optimizer '
-        "is replicated. This tool counts one writer for each GPU if sharded is set.",
-    ),
-)
+}
+"""Published figures that cannot all be right, by the least and the most parameters of the model."""
 
 
-def remarks(num_parameters: float) -> list[str]:
-    """Return what is to be said about the published figures for a model of this size."""
-    return [c.text for c in CONTRADICTIONS if c.least <= num_parameters <= c.most]
+def _remarks(num_parameters: float) -> list[str]:
+    return [
+        text
+        for (least, most), texts in _CONTRADICTIONS.items()
+        if least <= num_parameters <= most
+        for text in texts
+    ]
