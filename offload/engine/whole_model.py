@@ -57,7 +57,8 @@ def load_whole(
     """Load all tensors of a checkpoint's model file in place; return the number of bytes read."""
     content = model_file(checkpoint.manifest)
     wanted = [LiveBox.whole(item.spec.name, item.tensor) for item in stored]
-    reading = ModelReading([StoredModel(slot.model, content, slot.model_leaves)], wanted)
+    file = StoredModel(slot.model, content, slot.model_leaves)
+    reading = ModelReading([file], wanted, batch_bytes=buffers.block_bytes)
     reading.read(buffers, slot.context)
     return reading.num_bytes
 

@@ -70,7 +70,8 @@ class BlockBuffers:
         self._backend = backend
         self._devices: list[torch.device] = []
         most = MODEL_BLOCK_BYTES if block_bytes is None else block_bytes
-        self._block_bytes = -(-max(min(most, data_bytes), 1) // ALIGNMENT) * ALIGNMENT
+        self.block_bytes = -(-max(min(most, data_bytes), 1) // ALIGNMENT) * ALIGNMENT
+        """Size of a block in bytes."""
         self._memory = [self._allocate() for _ in range(_KEPT)]
         self._spare: Buffer | None = None
 
@@ -116,7 +117,7 @@ class BlockBuffers:
             MemoryError: There is no memory left.
         """
         if self._spare is None:
-            self._spare = self._backend.allocate(self._block_bytes)
+            self._spare = self._backend.allocate(self.block_bytes)
         return self._spare.slice(0, nbytes)
 
     def _more(self, wanted: int) -> list[BlockMemory]:
@@ -128,7 +129,7 @@ class BlockBuffers:
         return found
 
     def _allocate(self) -> BlockMemory:
-        buffer = self._backend.allocate(self._block_bytes)
+        buffer = self._backend.allocate(self.block_bytes)
         tensor = torch.frombuffer(buffer.memoryview(), dtype=torch.uint8)
         locks = [boundary_of(device).lock_pages(tensor) for device in self._devices]
         return BlockMemory(buffer, tensor, locks)

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 import offload
+import offload.checkpoint.sealed_ranges
 import offload.format.manifest
 import offload.model.model_file
 from tests.eventually import TIMEOUT_S
@@ -47,7 +48,11 @@ def test_transfers_that_overtake_each_other(name, cut):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Let a seal copy 4 KiB of parameters at a time, so that it has many blocks to be amid."""
-    for module in (offload.format.manifest, offload.model.model_file):
+    for module in (
+        offload.format.manifest,
+        offload.model.model_file,
+        offload.checkpoint.sealed_ranges,
+    ):
         monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", 4096)
 
 
