@@ -157,7 +157,8 @@ def test_room_is_asked_for_at_construction_with_the_pins_counted() -> None:
 )
 def test_during_an_extra_pin_training_can_go_on(remedy: str, overlap: Any) -> None:
     size = slot_bytes()
-    backend = MemoryBackend(capacity_bytes=2 * size + 3000)
+    backend = MemoryBackend(capacity_bytes=3 * size + 3000)
+    backend.create("/other", size).close()
     run, reference = Run(backend, keep=1, overlap=overlap), Run(keep=1)
     for one in (run, reference):
         one.seal()
@@ -197,7 +198,7 @@ def test_during_an_extra_pin_training_can_go_on(remedy: str, overlap: Any) -> No
     if remedy == "unpin":
         run.optimizer.unpin("best")
     else:
-        backend._capacity_bytes = 3 * size + 3000
+        backend.remove("/other")
     try_to_step()
     reference.step()
     run.optimizer.synchronize()
