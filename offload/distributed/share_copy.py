@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from gds import Backend, File
-from offload.checkpoint.sealed_ranges import model_file
+from offload.checkpoint.sealed_slot import model_file
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.messages import Json

@@ -35,8 +35,7 @@ from offload.format.shares.model_blocks import (
     writes_of,
 )
 from offload.format.shares.model_shares import ModelShare, SharePiece
-from offload.model.model_file import BlockBuffers
-from offload.model.read_back import ReadBack, has_failed
+from offload.model.model_file import BlockBuffers, ReadBack, has_failed
 from offload.model.tensor_image import TensorImage
 from offload.update.dtypes import DTYPE_CODES
 
