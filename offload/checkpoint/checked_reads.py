@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 from gds import ALIGNMENT, Buffer, File, IOFuture
 from gds.buffers.host import HostBuffer
-from offload.checkpoint.sealed_ranges import SealedRange
+from offload.checkpoint.sealed_slot import SealedRange
 from offload.checkpoint.second_read import reread_and_check
 from offload.errors import DamagedError
 from offload.format.digests import LEAF_BYTES, DigestContext, leaf_digest

@@ -14,25 +14,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gds import Backend, StorageError
-from offload.checkpoint.file_check import PartDirectories
+from offload.checkpoint.file_check import (
+    PartDirectories,
+    is_quarantined,
+    read_quarantine,
+    read_train_state_file,
+)
 from offload.checkpoint.owner_parts import (
     OwnerPart,
-    check_cover,
-    find_owner_part,
     find_owner_parts,
 )
-from offload.checkpoint.quarantine_mark import is_quarantined, read_quarantine
 from offload.checkpoint.reader_lock import held, recycled, was_recycled
 from offload.checkpoint.reading import (
     are_only_recorded,
-    check_name,
-    check_parts,
     part_paths,
     read_manifest,
 )
 from offload.checkpoint.sealed_slot import SealedSlot
-from offload.checkpoint.train_state_reading import read_train_state_file
-from offload.checkpoint.verify import Findings, verify_tensors
+from offload.checkpoint.verify import Findings, verify_files
 from offload.checkpoint.verify import VerifyReport as VerifyReport
 from offload.errors import (
     CheckpointError,
@@ -54,8 +53,6 @@ from offload.format.train_state import (
 from offload.format.unreadable import reading
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from gds.contract import Lock
 
 _POSITION = re.compile(r"group[0-9]+\.param[0-9]+")
@@ -365,69 +362,9 @@ class Checkpoint:
                 self._decode_train_states()
             except (CheckpointError, StorageError) as error:
                 findings.add(error)
-            try:
-                check_name(self.path, self.manifest)
-            except CheckpointError as error:
-                findings.add(error, marks=False)  # renaming the directory mends this
-            # Parts that are known only from the manifest may belong to another copy of the store.
-            marks_parts = not self.parts_are_only_recorded
-            try:
-                check_parts(self._backend, self.path, self.manifest, self._part_directories)
-            except (CheckpointError, StorageError) as error:
-                findings.add(error, marks=marks_parts)
-            found_owners = self._find_each_owner(findings)
-            tables = [owner.table for owner in found_owners if owner.table is not None]
-            if tables and len(tables) == len(self.manifest.owners):
-                try:
-                    check_cover(self.path, self.manifest, tables)
-                except CheckpointError as error:
-                    findings.add(error)
-            with ExitStack() as opened:
-                slot = opened.enter_context(self.open_slot(tables))
-                owners = [
-                    opened.enter_context(SealedSlot(self._backend, owner.path, (), owner.table))
-                    for owner in found_owners
-                    if owner.table is not None
-                ]
-                checked = verify_tensors(
-                    self._backend, slot, progress, findings,
-                    marks_parts=marks_parts, owners=owners,
-                )  # fmt: skip
-            return VerifyReport(
-                tuple(findings.problems),
-                checked,
-                tuple(findings.unreadable),
-                self.quarantined,
-                tuple(findings.not_marked),
-                tuple(
-                    (path, "; ".join(found)) for path, found in findings.in_parts.items() if found
-                ),
-                tuple(
-                    owner.path
-                    for owner in found_owners
-                    if owner.table is not None and owner.path not in findings.in_parts
-                ),
-                tuple(owner.path for owner in found_owners if owner.table is None),
-            )
-
-    def _find_each_owner(self, findings: Findings) -> list[OwnerPart]:
-        """Return the parts of other owners, and record a fault for each that does not fit."""
-        found = []
-        for reference in self.manifest.owners:
-            try:
-                found.append(
-                    find_owner_part(
-                        self._backend,
-                        self.path,
-                        self.manifest,
-                        reference,
-                        self._part_directories,
-                        even_quarantined=True,
-                    )
-                )
-            except (CheckpointError, StorageError) as error:
-                findings.add(error, marks=False)  # the part has a mark of its own
-        return found
+            args = self._backend, self.path, self.manifest, self._part_directories
+            report = verify_files(*args, findings, progress)
+            return replace(report, quarantined=self.quarantined)
 
     def close(self) -> None:
         """Release the lock, so that a training process may recycle the checkpoint. Idempotent."""
@@ -455,12 +392,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ from gds import Backend
 from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.file_check import PartDirectories, kind_of
-from offload.checkpoint.nearby import owners_here, stores_below
+from offload.checkpoint.opening import owners_here, stores_below
 from offload.checkpoint.owner_parts import owner_directories, parts_of_owner
 from offload.checkpoint.reading import (
     checkpoint_paths,

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from gds import Backend, LockHeldError
 from gds.contract import Lock
-from offload.checkpoint.file_check import PartDirectories, check_header, kind_of
-from offload.checkpoint.quarantine_mark import read_quarantine
+from offload.checkpoint.file_check import PartDirectories, check_header, kind_of, read_quarantine
 from offload.checkpoint.second_read import read_document
 from offload.errors import CheckpointError, DamagedError, StoreBusyError
 from offload.format.layout import array_file_name

@@ -8,9 +8,8 @@ from contextlib import suppress
 
 from gds import Backend
 from gds.contract import Stat
-from offload.checkpoint.file_check import PartDirectories, check_header, kind_of
+from offload.checkpoint.file_check import PartDirectories, check_header, kind_of, read_quarantine
 from offload.checkpoint.owner_parts import find_owner_parts
-from offload.checkpoint.quarantine_mark import read_quarantine
 from offload.checkpoint.second_read import read_document
 from offload.errors import (
     CheckpointError,

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from gds import File
 from gds.buffers.host import HostBuffer
-from offload.checkpoint.sealed_ranges import SealedRange
+from offload.checkpoint.sealed_slot import SealedRange
 from offload.errors import DamagedError, UnreliableReadError
 from offload.format.digests import DigestContext, leaf_digests
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from gds import ALIGNMENT, Backend, Buffer, StorageError
-from offload.checkpoint.sealed_ranges import SealedRange
-from offload.checkpoint.sealed_slot import SealedSlot
+from offload.checkpoint.file_check import PartDirectories
+from offload.checkpoint.owner_parts import check_cover, find_owner_part
+from offload.checkpoint.reading import are_only_recorded, check_name, check_parts, part_paths
+from offload.checkpoint.sealed_slot import SealedRange, SealedSlot
 from offload.checkpoint.second_read import checked
 from offload.errors import CheckpointError, DamagedError
+from offload.format.manifest import Manifest
 from offload.format.unreadable import is_of_content
 
 
@@ -81,7 +85,65 @@ class Findings:
             self.in_parts.setdefault(part, []).extend([str(error)] if is_damage else [])
 
 
-def verify_tensors(
+def verify_files(
+    backend: Backend,
+    path: str,
+    manifest: Manifest,
+    part_directories: PartDirectories,
+    findings: Findings,
+    progress: Callable[[int, int], None] | None,
+) -> VerifyReport:
+    """Check the name and all parts of a checkpoint, and read all tensors; add to what was found."""
+    try:
+        check_name(path, manifest)
+    except CheckpointError as error:
+        findings.add(error, marks=False)  # renaming the directory mends this
+    # Parts that are known only from the manifest may belong to another copy of the store.
+    marks_parts = not are_only_recorded(manifest, part_directories)
+    try:
+        check_parts(backend, path, manifest, part_directories)
+    except (CheckpointError, StorageError) as error:
+        findings.add(error, marks=marks_parts)
+    found_owners = []
+    for reference in manifest.owners:
+        try:
+            found_owners.append(
+                find_owner_part(
+                    backend, path, manifest, reference, part_directories, even_quarantined=True
+                )
+            )
+        except (CheckpointError, StorageError) as error:
+            findings.add(error, marks=False)  # the part has a mark of its own
+    seen = [(owner.path, owner.table) for owner in found_owners if owner.table is not None]
+    tables = [table for _, table in seen]
+    if tables and len(tables) == len(manifest.owners):
+        try:
+            check_cover(path, manifest, tables)
+        except CheckpointError as error:
+            findings.add(error)
+    with ExitStack() as opened:
+        drives = part_paths(manifest, part_directories, path)
+        slot = opened.enter_context(SealedSlot(backend, path, drives, manifest, tables))
+        owners = [
+            opened.enter_context(SealedSlot(backend, place, (), table)) for place, table in seen
+        ]
+        checked = _verify_tensors(
+            backend, slot, progress, findings, marks_parts=marks_parts, owners=owners
+        )
+    return VerifyReport(
+        tuple(findings.problems),
+        checked,
+        tuple(findings.unreadable),
+        not_marked=tuple(findings.not_marked),
+        damaged_parts=tuple(
+            (place, "; ".join(texts)) for place, texts in findings.in_parts.items() if texts
+        ),
+        whole_parts=tuple(place for place, _ in seen if place not in findings.in_parts),
+        not_seen=tuple(owner.path for owner in found_owners if owner.table is None),
+    )
+
+
+def _verify_tensors(
     backend: Backend,
     slot: SealedSlot,
     progress: Callable[[int, int], None] | None,

@@ -11,14 +11,12 @@ This module does not import torch.
 from __future__ import annotations
 
 from collections import OrderedDict
-from types import TracebackType
 from typing import Final
 
 from offload.checkpoint.checked_reads import AT_ONCE, CheckedReads
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.layout import stretches
-from offload.checkpoint.sealed_ranges import ModelFile, model_file
-from offload.checkpoint.sealed_slot import SealedSlot
+from offload.checkpoint.sealed_slot import ModelFile, SealedSlot, model_file
 from offload.checkpoint.state_owners import StateOwner, stored_boxes
 from offload.errors import CheckpointError
 from offload.format._manifest_fields import ScalarValue
@@ -258,10 +256,5 @@ class WholeState:
     def __enter__(self) -> WholeState:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

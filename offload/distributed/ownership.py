@@ -323,15 +323,12 @@ def writers(
 def needs_shards(owned: Sequence[OwnedBox], plan: Plan) -> bool:
     """Return whether the model has to be in shard files of the owners.
 
-    It has to be if the ranks that see the first directory do not hold all of the model; and if
-    ranks are on several hosts and a box is not contiguous in its tensor, because such a box is
-    written through one page cache that all ranks share.
+    It has to be if the ranks that see the first directory do not hold all of the model, or if a box
+    is not contiguous in its tensor: in one file, its bytes would lie between those of other ranks.
     """
-    if all(plan.near):
-        return False
     return any(
         one.cut.box.num_elements
-        and (not _near_holders(one, plan) or one.cut.box.contiguous_range(one.cut.shape) is None)
+        and (one.cut.box.contiguous_range(one.cut.shape) is None or not _near_holders(one, plan))
         for one in owned
     )
 

@@ -39,7 +39,7 @@ from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.manifest import Manifest
 from offload.model.buffer_watch import BufferWatch
-from offload.model.model_copy import ModelCopy
+from offload.model.model_writing import ModelCopy
 from offload.model.new_values import Step, Values
 from offload.model.stored import Stored
 from offload.options import Options

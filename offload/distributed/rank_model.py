@@ -1,8 +1,8 @@
 """The model in checkpoints, as one rank copies, compares and loads its share of it.
 
-If ranks on the first directory's host hold the whole model, they write one ``model.safetensors``
-together. Otherwise the model is *sharded*: each rank writes the boxes that it owns into a shard
-file in its own part of the checkpoint, and reads them from there.
+If ranks on the first directory's host hold the whole model in ranges of one ``model.safetensors``,
+they write it together. Otherwise the model is *sharded*: each rank writes the boxes that it owns
+into a shard file in its own part of the checkpoint, and reads them from there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from offload.format.digests import Content, DigestContext
 from offload.format.header import Header
 from offload.format.layout import Layout
 from offload.format.model_shard import ModelShard
-from offload.format.shares.file_shares import FileShare, file_share
 from offload.format.shares.model_shares import (
     ModelShare,
     ModelShares,
@@ -76,8 +75,8 @@ class RankModel:
         self._progress = progress
         self._divided: dict[bool, tuple[bytes, ModelShares]] = {}
         """For a sharded model and for a common file: header of the whole model, and shares."""
-        self._file_share: tuple[ModelShares, FileShare] | None = None
-        self._shard_share: tuple[ModelShard, FileShare] | None = None
+        self._own: tuple[ModelShares | ModelShard, ModelShare] | None = None
+        """What this rank writes to a common file or to its shard file, and what that came from."""
         self._laid_out: tuple[Layout, Layout] | None = None
         """Layout that `lay_out` was given last, and what it has returned."""
         self._loaded: ModelShares | None = None
@@ -86,7 +85,7 @@ class RankModel:
     def forget(self) -> None:
         """Divide the model anew when it is next needed, because parameters have changed."""
         self._divided.clear()
-        self._file_share = self._shard_share = self._laid_out = None
+        self._own = self._laid_out = None
 
     def lay_out(self, layout: Layout) -> Layout:
         """Return a layout with the shard file that a new slot of this rank has, if it has one."""
@@ -97,8 +96,14 @@ class RankModel:
         return self._laid_out[1]
 
     def share_of(self, layout: Layout) -> ModelShare:
-        """Return the boxes of the model whose digests this rank has."""
-        return self._share(layout).digested
+        """Return the boxes of the model that this rank writes."""
+        if layout.shard is None:
+            shares = self._shares(layout.model_header, is_sharded=False)
+            if self._own is None or self._own[0] != shares:
+                self._own = shares, shares.share(self._rank)
+        elif self._own is None or self._own[0] != layout.shard:
+            self._own = layout.shard, shard_share(layout)
+        return self._own[1]
 
     def copy(
         self, store: RankStore, slot: StateSlot, stored: Sequence[Stored], marks: Marks
@@ -117,7 +122,7 @@ class RankModel:
             item.spec.name: item.parameter if item.memory is None else item.memory
             for item in stored
         }
-        share, known = self._share(slot.layout), store.sealing.known
+        share, known = self.share_of(slot.layout), store.sealing.known
 
         def forget() -> None:
             """Record that values may differ between ranks, and what the file has is unknown."""
@@ -151,13 +156,14 @@ class RankModel:
             return False  # a new checkpoint would have other files
         if layout.shard is None and not store.is_near:
             return True  # the ranks that see the file compare all of it
-        args = manifest.model_boxes, self._memory_of(stored)
-        share, context = self._share(layout), DigestContext(manifest.store_id, manifest.generation)
-        if layout.shard is not None:
-            file = store.slot_of(checkpoint).model
-            return is_same_share(share, *args, file, store.backend, context, self._traffic)
-        with store.model_of(checkpoint) as file:
-            return is_same_share(share, *args, file, store.backend, context, self._traffic)
+        return is_same_share(
+            self.share_of(layout),
+            manifest.model_boxes,
+            self._memory_of(stored),
+            store.backend,
+            DigestContext(manifest.store_id, manifest.generation),
+            self._traffic,
+        )
 
     def check(self, store: RankStore, checkpoint: StoredCheckpoint) -> None:
         """Check that this rank sees its share of a checkpoint's model. No collective.
@@ -206,16 +212,11 @@ class RankModel:
             )
         if not store.is_near and not is_sharded:
             return 0  # `share` brings it
-        share = None if is_sharded else self._share_in_one_file(shares)
-        if (
-            share is not None
-            and not share.through_cache
-            and is_own_share(share.copied, manifest.model_boxes)
-        ):
-            with store.model_of(checkpoint) as file:
-                return load_share(
-                    share.copied, manifest, memory, file, store.backend, self._traffic
-                )
+        if not is_sharded and not self._is_sharded:
+            share = self.share_of(layout)
+            if is_own_share(share, manifest.model_boxes):
+                with store.model_of(checkpoint) as file:
+                    return load_share(share, manifest, memory, file, store.backend, self._traffic)
         boxes = [(one.name, one.box) for one in shares.boxes[self._rank]]
         return read_model(
             store.backend,
@@ -289,18 +290,6 @@ class RankModel:
         """Return what this rank writes to a shard file."""
         shares = self._shares(header, is_sharded=True)
         return model_shard(shares, self._rank, self._plan.homes[self._rank])
-
-    def _share(self, layout: Layout) -> FileShare:
-        if layout.shard is None:
-            return self._share_in_one_file(self._shares(layout.model_header, is_sharded=False))
-        if self._shard_share is None or self._shard_share[0] != layout.shard:
-            self._shard_share = layout.shard, FileShare(shard_share(layout))
-        return self._shard_share[1]
-
-    def _share_in_one_file(self, shares: ModelShares) -> FileShare:
-        if self._file_share is None or self._file_share[0] is not shares:
-            self._file_share = shares, file_share(shares, self._rank)
-        return self._file_share[1]
 
     def _require_all_near(self, store: RankStore, checkpoint: StoredCheckpoint) -> None:
         """Check that all ranks see the first directory, for a model that is in one file there."""

@@ -15,8 +15,7 @@ from typing import Any
 
 from gds import Backend, File
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.recut.reencoding import Recode
-from offload.checkpoint.recut.source import RecutSource
+from offload.checkpoint.recut.source import Recode, RecutSource
 from offload.checkpoint.state_owners import Reach, names_with_state
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json

@@ -1,4 +1,4 @@
-"""Copies of a rank's share of the model between live tensors and a common ``model.safetensors``."""
+"""Copies of a rank's share of the model between live tensors and the file that it is in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from gds import Backend, File
-from offload.checkpoint.sealed_ranges import model_file
+from offload.checkpoint.sealed_slot import model_file
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.messages import Json
@@ -19,7 +19,6 @@ from offload.format.boxes import Box
 from offload.format.digests import Content, DigestContext, KnownLeaves
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
-from offload.format.shares.file_shares import FileShare
 from offload.format.shares.model_blocks import SharePlan
 from offload.format.shares.model_shares import ModelShare
 from offload.format.shares.owners import ModelBox
@@ -31,12 +30,6 @@ from offload.model.model_sharing import (
     digest_share,
     finish_share,
     write_share,
-)
-from offload.model.scattered_sharing import (
-    ScatteredImage,
-    digest_rows,
-    is_same_scattered,
-    write_scattered,
 )
 
 Memory = Callable[[str, Box], torch.Tensor]
@@ -66,9 +59,9 @@ class KnownShares:
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, tuple[FileShare, KnownLeaves]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[ModelShare, KnownLeaves]] = OrderedDict()
 
-    def of(self, content: Content, share: FileShare) -> KnownLeaves:
+    def of(self, content: Content, share: ModelShare) -> KnownLeaves:
         """Return what is known of a share in a file; the caller adds what it writes, by piece."""
         if not content.name:
             return KnownLeaves(readable=False)
@@ -110,7 +103,7 @@ class ShareCopy:
 
     def __init__(
         self,
-        share: FileShare,
+        share: ModelShare,
         memory: Memory,
         file: File | None,
         backend: Backend,
@@ -125,15 +118,12 @@ class ShareCopy:
         forget: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
-        plan = SharePlan(share.copied)
+        plan = SharePlan(share)
         self._share = share
         self._file = file
         self._context = context
         self._buffers = buffers_of(backend, plan.buffer_bytes, traffic)
-        self._image = ShareImage(plan, _tensors_of(share.copied, memory), marks, traffic)
-        self._scattered = ScatteredImage(
-            share.scattered, _scattered_of(share, memory), marks, traffic
-        )
+        self._image = ShareImage(plan, _tensors_of(share, memory), marks, traffic)
         self._written: WrittenShare | None = None
         self._progress = progress
         self._digests = digests
@@ -155,8 +145,7 @@ class ShareCopy:
     def write(self, copied: Callable[[int], None]) -> tuple[Sequence[str], int]:
         """Write the blocks that belong to this rank alone; `finish` writes the rest.
 
-        Bytes that the file is known to hold are left out. Scattered boxes are always written: the
-        digests of their rows are computed from the file, and must be of what was in live memory.
+        Bytes that the file is known to hold are left out.
         """
         self.replicas = self._digests()
         copied(1)
@@ -176,16 +165,11 @@ class ShareCopy:
             self._known,
             moved,
             changing=self._changing,
-            through_cache=self._share.through_cache,
         )
-        num_copied = self._share.copied.nbytes
-        scattered = write_scattered(
-            self._scattered, self._file, lambda nbytes: moved(num_copied + nbytes)
-        )
-        return written.digests, written.written_bytes + scattered
+        return written.digests, written.written_bytes
 
     def is_same(self, digests: Sequence[str]) -> bool:
-        """Compare the digests of all pieces, without writing. Scattered boxes are left out."""
+        """Compare the digests of all pieces, without writing."""
         return digest_share(self._image, self._buffers, self._context) == list(digests)
 
     def finish(self) -> tuple[ModelBox, ...]:
@@ -197,11 +181,8 @@ class ShareCopy:
             return ()
         if self._written is None:
             raise RuntimeError("the share has not been written yet")
-        rows = self._share.rows
-        of_rows = digest_rows(rows, self._file, self._context, self._progress)
         finish_share(self._file, self._written)
-        boxes = boxes_of(self._share.copied, self._written.digests)
-        return (*boxes, *boxes_of(rows, of_rows))
+        return boxes_of(self._share, self._written.digests)
 
 
 def buffers_of(backend: Backend, nbytes: int, traffic: Traffic) -> BlockBuffers:
@@ -223,34 +204,22 @@ def boxes_of(share: ModelShare, digests: Iterable[str]) -> tuple[ModelBox, ...]:
 
 
 def is_same_share(
-    share: FileShare,
+    share: ModelShare,
     boxes: Sequence[ModelBox],
     memory: Memory,
-    file: File,
     backend: Backend,
     context: DigestContext,
     traffic: Traffic,
 ) -> bool:
     """Return whether live tensors equal a rank's share of a checkpoint, bit for bit."""
-    plan = SharePlan(share.copied)
-    image = ShareImage(plan, _tensors_of(share.copied, memory), traffic=traffic)
+    plan = SharePlan(share)
+    image = ShareImage(plan, _tensors_of(share, memory), traffic=traffic)
     digests = digest_share(image, buffers_of(backend, plan.buffer_bytes, traffic), context)
-    written = {(one.name, one.box): one for one in boxes}
-    wanted = {(entry.name, entry.box) for entry in share.digested.entries}
-    if wanted != written.keys() or any(
-        written[one.name, one.box] != one for one in boxes_of(share.copied, digests)
-    ):
-        return False
-    scattered = ScatteredImage(share.scattered, _scattered_of(share, memory), traffic=traffic)
-    return is_same_scattered(scattered, file)
+    return set(boxes) == set(boxes_of(share, digests))
 
 
 def _tensors_of(share: ModelShare, memory: Memory) -> list[torch.Tensor]:
     return [memory(entry.name, entry.box) for entry in share.entries]
-
-
-def _scattered_of(share: FileShare, memory: Memory) -> list[torch.Tensor]:
-    return [memory(one.name, one.cut.box) for one in share.scattered]
 
 
 def is_own_share(share: ModelShare, boxes: Sequence[ModelBox]) -> bool:

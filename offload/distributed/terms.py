@@ -18,7 +18,7 @@ from offload.distributed.agreement.messages import Json
 from offload.errors import RanksError
 from offload.format._manifest_fields import NOT_HYPERPARAMETERS, encode_group
 from offload.format.strict_json import short
-from offload.model.names import unwrapped_names
+from offload.model.parameters import unwrapped_names
 from offload.options import Options
 from offload.retention.policy import Retention
 

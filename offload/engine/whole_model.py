@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from gds import StorageError
-from offload.checkpoint.sealed_ranges import model_file
+from offload.checkpoint.sealed_slot import model_file
 from offload.device.staging import Traffic
 from offload.engine.seal import Captured
-from offload.model.model_copy import WholeCopy
 from offload.model.model_file import BlockBuffers, ModelImage, digest_model
 from offload.model.model_reading import LiveBox, ModelReading, StoredModel, read_model
-from offload.model.model_writing import CloneSource, TensorRanges
+from offload.model.model_writing import CloneSource, TensorRanges, WholeCopy
 from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
 from offload.store.slots.slot import Slot

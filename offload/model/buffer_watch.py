@@ -16,7 +16,7 @@ import torch
 
 from offload.device.boundary import to_host
 from offload.format.digests import leaf_digest, leaf_digests
-from offload.model.names import unwrapped_names
+from offload.model.parameters import unwrapped_names
 from offload.model.shards import is_dtensor
 
 _LIBRARIES: Final = ("offload.", "torch.")

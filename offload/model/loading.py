@@ -53,7 +53,7 @@ def load_parameters(
 
     Only ``model.safetensors`` is read, block by block: 2 bytes per bf16 parameter. Parts on drives
     other than the first are not needed, unless several ranks made the checkpoint: their parts have
-    the digests, and shards over several hosts have the model in them.
+    the digests, or the model itself in shard files.
 
     Args:
         model: Model, changed in place. It is not changed if names, shapes or dtypes differ, unless

@@ -18,8 +18,7 @@ import torch
 from gds import ALIGNMENT, Backend, File, IOFuture
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.recut.layout import out_of_reach
-from offload.checkpoint.sealed_ranges import ModelFile, model_file
-from offload.checkpoint.sealed_slot import SealedSlot
+from offload.checkpoint.sealed_slot import ModelFile, SealedSlot, model_file
 from offload.checkpoint.second_read import checked
 from offload.checkpoint.state_owners import StateOwner, model_of_owners
 from offload.device.boundary import Event, boundary_of, is_on_device, marks_of
@@ -32,8 +31,7 @@ from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
 from offload.format.shares.model_blocks import Batch, cut_batches
 from offload.format.shares.model_shares import ShareEntry, SharePiece, TensorBox, divide
 from offload.format.shares.part_table import OwnerTable
-from offload.model.model_file import BlockBuffers
-from offload.model.read_back import has_failed
+from offload.model.model_file import BlockBuffers, has_failed
 from offload.model.tensor_image import bytes_of, copy_on_one_thread
 from offload.update.dtypes import DTYPE_CODES, DTYPES
 

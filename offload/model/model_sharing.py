@@ -35,8 +35,7 @@ from offload.format.shares.model_blocks import (
     writes_of,
 )
 from offload.format.shares.model_shares import ModelShare, SharePiece
-from offload.model.model_file import BlockBuffers
-from offload.model.read_back import ReadBack, has_failed
+from offload.model.model_file import BlockBuffers, ReadBack, has_failed
 from offload.model.tensor_image import TensorImage
 from offload.update.dtypes import DTYPE_CODES
 
@@ -104,7 +103,6 @@ def write_share(
     copied: Callable[[int], None],
     *,
     changing: Container[str] | None = None,
-    through_cache: bool = False,
 ) -> WrittenShare:
     """Write the blocks of a share whose bytes all belong to it. The file is not synced.
 
@@ -121,7 +119,6 @@ def write_share(
         copied: Function that is called after each batch with the number of bytes of the share that
             have been copied so far. Live tensors may change as far as `ModelShare.stop_of` allows.
         changing: Names of tensors that are never read back, because they change; None for all.
-        through_cache: Whether blocks are written through the page cache as well.
 
     Returns:
         Digests, and the edges that are still to be written by `finish_share`.
@@ -166,10 +163,7 @@ def write_share(
                 wanted = writes_of(segment, part)
                 for start, stop in wanted.blocks:
                     block = buffer.slice(segment.at + start - segment.start, stop - start)
-                    if through_cache:
-                        file.write_bytes(bytes(block.memoryview()), start)
-                    else:
-                        writes[index].append(file.write(block, start))
+                    writes[index].append(file.write(block, start))
                     found.written_bytes += stop - start
                 for start, stop in wanted.edges:
                     at = segment.at + start - segment.start

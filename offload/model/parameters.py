@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,6 @@ from offload.errors import (
 )
 from offload.format.arrays import StateFormat
 from offload.format.layout import ParameterSpec
-from offload.model.names import unwrapped_names
 from offload.model.process_groups import require_whole
 from offload.model.shards import Shard, Shards, cut_of
 from offload.update.dtypes import DTYPE_CODES
@@ -353,3 +353,43 @@ def _named(
         (names.get(parameter, name), parameter)
         for name, parameter in zip(given, group["params"], strict=True)
     ]
+
+
+_WRAPPED_AS = {
+    ("torch.nn.parallel", "DistributedDataParallel"): "module",
+    ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
+}
+"""Attribute that holds the wrapped module, by the module that defines the wrapper and its class. If
+a defining module is not imported, its class has no instances."""
+
+_CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."
+"""Prefix of modules whose activations are recomputed. Some methods of the wrapper remove it."""
+
+
+def unwrapped_names(model: torch.nn.Module) -> Callable[[str], str]:
+    """Return the function that removes wrappers from the names of a model's tensors."""
+    wrappers = [
+        (getattr(sys.modules[module], name), attribute)
+        for (module, name), attribute in _WRAPPED_AS.items()
+        if hasattr(sys.modules.get(module), name)
+    ]
+    prefixes = {
+        f"{prefix}.{attribute}" if prefix else attribute
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for kind, attribute in wrappers
+        if isinstance(module, kind)
+    }
+
+    def unwrapped(name: str) -> str:
+        """Return a name without the parts that wrappers have put into it."""
+        if prefixes:
+            parts = name.split(".")
+            kept = [
+                part
+                for number, part in enumerate(parts)
+                if ".".join(parts[: number + 1]) not in prefixes
+            ]
+            name = ".".join(kept)
+        return name.replace(_CHECKPOINT_WRAPPER, "")
+
+    return unwrapped

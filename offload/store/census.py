@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 
-from offload.checkpoint.quarantine_mark import is_quarantined
+from offload.checkpoint.file_check import is_quarantined
 from offload.checkpoint.reading import check_name, decode_manifest
 from offload.errors import CheckpointError
 from offload.format.manifest import Manifest

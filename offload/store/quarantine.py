@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gds import Backend, File, StorageError
-from offload.checkpoint.quarantine_mark import MAX_REASON_BYTES, is_quarantined
+from offload.checkpoint.file_check import MAX_REASON_BYTES, is_quarantined
 from offload.format.names import QUARANTINE_NAME
 from offload.store.store_errors import Poison
 

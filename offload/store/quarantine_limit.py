@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from gds import Backend, StorageError
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.quarantine_mark import read_quarantine
+from offload.checkpoint.file_check import read_quarantine
 from offload.checkpoint.reading import checkpoint_paths, decode_manifest
 from offload.checkpoint.verify import VerifyReport
 from offload.errors import CheckpointError, DamagedError

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from gds import StorageError
 from gds.contract import Lock
-from offload.checkpoint.train_state_reading import train_state_header
+from offload.checkpoint.file_check import train_state_header
 from offload.errors import StoreError
 from offload.format._manifest_fields import ScalarValue
 from offload.format.boxes import Box

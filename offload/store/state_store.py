@@ -11,8 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 from gds import Backend
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.recut.reencoding import Recode
-from offload.checkpoint.recut.source import RecutSource
+from offload.checkpoint.recut.source import Recode, RecutSource
 from offload.format.boxes import Cut
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest

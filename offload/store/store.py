@@ -28,8 +28,7 @@ from contextlib import suppress
 
 from gds import Backend, StorageError
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.recut.reencoding import Recode
-from offload.checkpoint.recut.source import RecutSource
+from offload.checkpoint.recut.source import Recode, RecutSource
 from offload.errors import StoreBusyError, StoreError
 from offload.format.boxes import Cut
 from offload.format.layout import Layout

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from offload.checkpoint.sealed_ranges import model_file
+from offload.checkpoint.sealed_slot import model_file
 from offload.errors import CheckpointError
 from offload.format.header import Header
 from offload.format.layout import Layout

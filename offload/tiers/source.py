@@ -22,8 +22,7 @@ from gds import ALIGNMENT, Backend, Buffer, File
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.owner_parts import OwnerPart, check_cover, read_table_header
 from offload.checkpoint.reader_lock import recycled
-from offload.checkpoint.sealed_ranges import SealedRange
-from offload.checkpoint.sealed_slot import SealedSlot
+from offload.checkpoint.sealed_slot import SealedRange, SealedSlot
 from offload.checkpoint.second_read import checked
 from offload.errors import CheckpointError, DamagedError, RecycledError, StoreError
 from offload.format.digests import DigestContext

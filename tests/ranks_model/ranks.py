@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from gds import Backend, File, MemoryBackend, PosixBackend
-from offload.checkpoint.sealed_ranges import ModelFile, SealedRange
+from offload.checkpoint.sealed_slot import ModelFile, SealedRange
 from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.header import Header, build_header
 from offload.format.shares.model_blocks import SharePlan, capacity_for

@@ -11,7 +11,6 @@ from offload.errors import MismatchError
 from offload.format.boxes import Box, Cut, uncovered
 from offload.format.header import build_header
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.format.shares.file_shares import file_share
 from offload.format.shares.model_shares import TensorBox, divide, model_shard
 from tests.ranks_model.cuts import divided, owner_of_bytes, random_tiling, rows
 
@@ -113,31 +112,6 @@ def test_a_cut_in_another_dimension_needs_shard_files_of_one_box_a_tensor() -> N
     owned = [[TensorBox("a", first), TensorBox("a", last)], [TensorBox("a", other)]]
     with pytest.raises(MismatchError, match=r"rank 0 writes several boxes of 'a'"):
         model_shard(divide(HEADER, owned), 0, 0)
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 7])
-def test_columns_are_copied_into_a_common_file_once_and_have_one_digest(num_ranks: int) -> None:
-    """A tensor may change when all of it that the rank owns has been copied, and not before."""
-    shapes = {"a": (5, 2 * num_ranks), "b": (num_ranks, 3), "c": (2,)}
-    header = build_header([("a", "F32", shapes["a"]), ("b", "BF16", shapes["b"]),
-                           ("c", "F32", shapes["c"])])  # fmt: skip
-    shares = divide(header, divided({"a": shapes["a"], "b": shapes["b"]}, num_ranks, {"a": 1}))
-    copied, digested = np.zeros(header.file_bytes, int), np.zeros(header.file_bytes, int)
-    for rank in range(num_ranks):
-        share = file_share(shares, rank)
-        for entry in share.copied.entries:
-            copied[entry.start : entry.start + entry.nbytes] += 1
-        for one in share.scattered:
-            for at, start, stop in one.runs(0, one.nbytes):
-                copied[at : at + stop - start] += 1
-        for piece in share.digested.pieces:
-            digested[piece.start : piece.stop] += 1
-        assert share.stop_of("a") == share.nbytes
-        assert share.stop_of("a", rows(shapes["a"], num_ranks, 1)[rank - 1]) == 0
-        assert share.stop_of("b") == share.copied.stop_of("b") <= share.copied.nbytes
-    for counts in (copied, digested):
-        assert not counts[: header.data_start].any()
-        assert (counts[header.data_start :] == 1).all()
 
 
 def test_a_step_waits_for_the_boxes_of_its_chunk_and_no_others() -> None:

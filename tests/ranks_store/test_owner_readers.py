@@ -59,7 +59,7 @@ def nodes(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the model have a digest for each KiB, as large models have one for each 16 MiB."""
-    for module in ("format.shares.owners", "checkpoint.sealed_ranges"):
+    for module in ("format.shares.owners", "checkpoint.sealed_slot"):
         monkeypatch.setattr(f"offload.{module}.MODEL_PIECE_BYTES", 1024)
 
 

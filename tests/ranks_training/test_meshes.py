@@ -21,5 +21,5 @@ from tests.ranks_training.rank_server import Jobs
 def test_a_stopped_and_resumed_run_has_the_bits_of_one_in_memory(
     jobs: Jobs, tmp_path: Path, num_ranks: int, trainings: Sequence[str]
 ) -> None:
-    """Layers are cut by columns as well; each checkpoint has one whole `model.safetensors`."""
+    """With tensor parallelism, layers are cut by columns as well, and are in shard files."""
     compare(jobs, tmp_path, [f"mesh_trainings:{one}" for one in trainings], num_ranks)

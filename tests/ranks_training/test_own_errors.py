@@ -82,7 +82,7 @@ WRITES: dict[str, tuple[int, str, Calls, int]] = {
         [["fail", "write_bytes", "model.safetensors", errno.ENOSPC]],
         errno.ENOSPC,
     ),
-    "columns": (1, "tp", [["fail", "write_bytes", "model.safetensors", errno.EIO]], errno.EIO),
+    "columns": (1, "tp", [["fail", "write_bytes", "shard-00002", errno.EIO]], errno.EIO),
     "sync": (1, "fsdp2", [["fail", "sync", "model.safetensors", errno.EIO]], errno.EIO),
 }
 

@@ -301,7 +301,11 @@ def _differences_in_file(model: Any, directory: Path, rank: int) -> list[Any]:
         }
     if rank:
         return []
-    path = max(directory.glob("step-*"))
+    with offload.open_checkpoint(directory) as checkpoint:
+        path = Path(checkpoint.path)
+        if checkpoint.manifest.layout.shard is not None:  # columns are joined by an export
+            path = directory.parent / "joined"
+            offload.export_checkpoint(checkpoint, path, "hf")
     file = load_file(path / "model.safetensors")
     plain = {_plain(name): tensor for name, tensor in live.items()}
     different = [["file", name] for name in sorted(file.keys() ^ plain.keys())]

@@ -1,7 +1,5 @@
-"""The state of a checkpoint in another cut than that in which its ranks stored it.
+"""State of a checkpoint in another cut: what each rank reads where, when other ranks go on.
 
-- `layout` says how the boxes of a rank lie in the boxes that were stored, and `places` in which
-  chunks.
-- `reencoding` encodes 8-bit values anew if the cut divides their blocks, and if that is allowed.
-- `source.RecutSource` puts these together: it is what a step reads, in place of a slot.
+`layout` says how the boxes of a rank lie in the boxes that were stored. `source` is what the next
+step reads; it encodes 8-bit values anew if the cut divides their blocks, and if that is allowed.
 """

@@ -5,28 +5,190 @@ copied as they are, and a step that reads this source computes what it would hav
 slot of its own cut.
 
 8-bit values are the exception: 32 of them have one scale, and are copied together. If the new cut
-divides them otherwise, they can only be encoded anew, with a rounding; see `reencoding`.
+divides them otherwise, they can only be encoded anew, with a rounding; see `Reencoder`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gds import Backend
 from offload.checkpoint.checked_reads import CheckedReads
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.recut.layout import Recut, recut, stretches
-from offload.checkpoint.recut.places import Place, places
-from offload.checkpoint.recut.reencoding import WINDOW_ELEMENTS, Recode, Reencoder
 from offload.checkpoint.sealed_slot import SlotFiles
-from offload.checkpoint.state_owners import Reach, open_owners
-from offload.format.arrays import MASTER, MASTER_LOW, scale_name
+from offload.checkpoint.state_owners import Reach, StoredBox, open_owners
+from offload.format.arrays import BLOCK_ELEMENTS, MASTER, MASTER_LOW, ArrayFormat, scale_name
 from offload.format.boxes import Cut, cut_range
 from offload.format.chunk_plan import ChunkPlan, Piece
 from offload.format.digests import DigestContext
+from offload.format.layout import Layout
 from offload.format.manifest import Manifest
+
+if TYPE_CHECKING:
+    import numpy as np  # at run time only where values are encoded: `offload ls` needs none
+
+
+Values: TypeAlias = "np.ndarray[Any, Any]"
+
+Recode: TypeAlias = Callable[[Values, Values], tuple[Values, Values]]
+"""Function that encodes 8-bit values anew, in blocks that begin at the first of them.
+
+It is given the codes (int8 for signed moments, uint8 for others) and the bits of the scale of each
+(uint16). It returns the new codes, and the bits of the scale of each new block."""
+
+WINDOW_ELEMENTS: Final = 64 << 10
+"""Number of elements that are encoded at a time, a multiple of 32. They take about 2 MiB."""
+
+
+class Reencoder:
+    """Puts 8-bit values of several stored blocks into new blocks.
+
+    A block of 32 elements has one scale. If all elements of a new block are from one stored block,
+    they are copied with its scale. Otherwise the block is decoded, and encoded anew with a scale of
+    its own.
+
+    Args:
+        recode: Encodes values anew.
+        leaves: Reader of stored values.
+    """
+
+    def __init__(self, recode: Recode, leaves: CheckedReads) -> None:
+        self._recode = recode
+        self._leaves = leaves
+
+    def fill(
+        self,
+        array: str,
+        layout: Layout,
+        num: int,
+        found: Iterable[tuple[int, Place]],
+        arrays: Mapping[str, memoryview],
+    ) -> None:
+        """Write new blocks of an 8-bit array and their scales.
+
+        Args:
+            array: Name of the array with the codes.
+            layout: Layout of the new blocks.
+            num: Number of elements. The first one begins a block.
+            found: Places of the elements, each with its position among the new elements. Elements
+                that have none become zeros.
+            arrays: Memory of the new codes and scales, by the names of their state arrays.
+
+        Raises:
+            DamagedError: A chunk of an owner is not as it was written.
+            gds.StorageError: A chunk of an owner cannot be read.
+        """
+        import numpy as np
+
+        is_signed = layout.formats[array].dtype == "I8"
+        codes = np.zeros(num, np.int8 if is_signed else np.uint8)
+        scales = np.zeros(num, np.uint16)
+        blocks = np.zeros(num, np.int64)
+        """For each element, a number of its stored block that no other block has."""
+        num_blocks = 1
+        for at, place in found:
+            here = slice(at, at + place.num)
+            if not place.read(array, self._leaves, codes[here].view(np.uint8).data):
+                continue
+            stored = np.empty(place.num_values(layout.formats[scale_name(array)]), np.uint16)
+            place.read(scale_name(array), self._leaves, stored.view(np.uint8).data)
+            numbers = (place.first + np.arange(place.num)) // BLOCK_ELEMENTS
+            numbers -= numbers[0]
+            scales[here], blocks[here] = stored[numbers], num_blocks + numbers
+            num_blocks += len(stored)
+        starts = np.arange(0, num, BLOCK_ELEMENTS)
+        is_one = np.minimum.reduceat(blocks, starts) == np.maximum.reduceat(blocks, starts)
+        new_codes, new_scales = self._recode(codes, scales)
+        new_codes = np.where(np.repeat(is_one, BLOCK_ELEMENTS)[:num], codes, new_codes)
+        new_scales = np.where(is_one, scales[starts], new_scales)
+        _copy(new_codes, arrays[array])
+        _copy(new_scales, arrays[scale_name(array)])
+
+
+def _copy(values: Values, out: memoryview) -> None:
+    import numpy as np
+
+    out[: values.nbytes] = np.ascontiguousarray(values).view(np.uint8).data
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Neighbouring elements of a stored box that are in one chunk."""
+
+    stored: StoredBox
+    """The stored box."""
+
+    chunk: int
+    """Index of the chunk in the layout of the box's owner."""
+
+    number: int
+    """Number of the box's piece in the chunk."""
+
+    first: int
+    """First element, counted from the first element of the piece."""
+
+    num: int
+    """Number of elements."""
+
+    @property
+    def plan(self) -> ChunkPlan:
+        """Plan of the chunk."""
+        return self.stored.owner.layout.plans[self.chunk]
+
+    def num_values(self, form: ArrayFormat) -> int:
+        """Return the number of values that stand for the elements."""
+        return -(-(self.first + self.num) // form.block) - self.first // form.block
+
+    def read(self, array: str, leaves: CheckedReads, out: memoryview) -> bool:
+        """Read the values of a state array that stand for the elements.
+
+        Args:
+            array: Name of the state array, which the parameter has.
+            leaves: Reader that compares all bytes with the digests.
+            out: Memory of `num_values` values.
+
+        Returns:
+            False if nothing has been read, because no parameter of the chunk has state.
+
+        Raises:
+            DamagedError: The chunk is not as it was written.
+            gds.StorageError: The chunk cannot be read.
+        """
+        layout, files = self.stored.owner.layout, self.stored.owner.files
+        sealed = files.state_range(array, self.chunk)
+        if sealed is None:
+            return False
+        form, share = layout.formats[array], self.plan.arrays[array]
+        start = (share.starts[self.number] + self.first // form.block) * form.nbytes
+        stop = start + self.num_values(form) * form.nbytes
+        leaves.copy(files.file(sealed), sealed, files.context, start, stop, out)
+        return True
+
+
+def places(stored: StoredBox, first: int, num: int) -> Iterator[Place]:
+    """Yield where neighbouring elements of a stored box are, in order.
+
+    Args:
+        stored: The stored box.
+        first: First element, counted from the first element of the box.
+        num: Number of elements.
+    """
+    layout, stop = stored.owner.layout, first + num
+    chunks = layout.chunks_of(stored.index)
+    while first < stop:
+        element = layout.starts[stored.index] + first
+        chunk = chunks[bisect_right(chunks, element, key=lambda one: layout.plans[one].first) - 1]
+        pieces = layout.plans[chunk].pieces
+        number = next(n for n, p in enumerate(pieces) if p.parameter == stored.index)
+        piece = pieces[number]
+        last = min(stop, piece.stop)
+        yield Place(stored, chunk, number, first - piece.start, last - first)
+        first = last
 
 
 class RecutSource(SlotFiles):
