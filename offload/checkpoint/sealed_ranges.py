@@ -9,11 +9,11 @@ from functools import cached_property
 from itertools import chain
 
 from offload.format.boxes import Box, Cut
-from offload.format.digests import MODEL_ARRAY
+from offload.format.digests import MODEL_ARRAY, MODEL_BLOCK_BYTES
 from offload.format.layout import Layout
-from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
+from offload.format.manifest import Manifest
 from offload.format.shares.model_shares import ShareEntry, shard_share
-from offload.format.shares.owners import MODEL_PIECE_BYTES, ModelBox
+from offload.format.shares.owners import ModelBox
 from offload.format.shares.part_table import OwnerTable
 
 
@@ -146,7 +146,7 @@ def _in_order(layout: Layout, boxes: Iterable[tuple[int, ModelBox]]) -> list[Sea
     for start, box in boxes:
         nbytes = box.num_bytes(tensors[box.name])
         for piece, digest in enumerate(box.digests):
-            first = piece * MODEL_PIECE_BYTES
-            num = min(MODEL_PIECE_BYTES, nbytes - first)
+            first = piece * MODEL_BLOCK_BYTES
+            num = min(MODEL_BLOCK_BYTES, nbytes - first)
             found.append(SealedRange(box.digest_array, piece, start + first, num, digest))
     return sorted(found, key=lambda one: one.offset)

@@ -36,11 +36,12 @@ from offload.format.digests import Content, DigestContext
 from offload.format.header import Header
 from offload.format.layout import Layout
 from offload.format.model_shard import ModelShard
-from offload.format.shares.file_shares import FileShare, file_share
 from offload.format.shares.model_shares import (
+    FileShare,
     ModelShare,
     ModelShares,
     divide,
+    file_share,
     model_shard,
     shard_share,
 )

@@ -19,9 +19,8 @@ from offload.format.boxes import Box
 from offload.format.digests import Content, DigestContext, KnownLeaves
 from offload.format.layout import Layout
 from offload.format.manifest import Manifest
-from offload.format.shares.file_shares import FileShare
 from offload.format.shares.model_blocks import SharePlan
-from offload.format.shares.model_shares import ModelShare
+from offload.format.shares.model_shares import FileShare, ModelShare
 from offload.format.shares.owners import ModelBox
 from offload.model.model_file import BlockBuffers
 from offload.model.model_reading import LiveBox, ModelReading, StoredModel
@@ -132,7 +131,7 @@ class ShareCopy:
         self._buffers = buffers_of(backend, plan.buffer_bytes, traffic)
         self._image = ShareImage(plan, _tensors_of(share.copied, memory), marks, traffic)
         self._scattered = ScatteredImage(
-            share.scattered, _scattered_of(share, memory), marks, traffic
+            share.scattered.entries, _tensors_of(share.scattered, memory), marks, traffic
         )
         self._written: WrittenShare | None = None
         self._progress = progress
@@ -241,16 +240,14 @@ def is_same_share(
         written[one.name, one.box] != one for one in boxes_of(share.copied, digests)
     ):
         return False
-    scattered = ScatteredImage(share.scattered, _scattered_of(share, memory), traffic=traffic)
+    scattered = ScatteredImage(
+        share.scattered.entries, _tensors_of(share.scattered, memory), traffic=traffic
+    )
     return is_same_scattered(scattered, file)
 
 
 def _tensors_of(share: ModelShare, memory: Memory) -> list[torch.Tensor]:
     return [memory(entry.name, entry.box) for entry in share.entries]
-
-
-def _scattered_of(share: FileShare, memory: Memory) -> list[torch.Tensor]:
-    return [memory(one.name, one.cut.box) for one in share.scattered]
 
 
 def is_own_share(share: ModelShare, boxes: Sequence[ModelBox]) -> bool:

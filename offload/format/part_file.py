@@ -93,12 +93,8 @@ def decode_part(data: bytes, path: str) -> SealedPart:
     Raises:
         CheckpointError: The part is not sealed, or the file is damaged or of another version.
     """
-    try:
+    with document.decoding(path, CheckpointError):
         body = document.read(data, "a part's file")
-    except document.InvalidDocumentError as error:
-        raise CheckpointError(f"{path}: not sealed: {error}") from error
-    except document.DocumentError as error:
-        raise CheckpointError(f"{path}: {error}") from error
     if {key: _kind(value) for key, value in body.items()} != _KINDS:
         raise CheckpointError(f"{path}: not a part's file: its body is {short(body)}")
     return SealedPart(**body)

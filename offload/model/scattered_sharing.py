@@ -2,7 +2,7 @@
 
 Each rank writes the runs of its boxes through the page cache, which all processes of a host share.
 When all ranks have written, each computes the digests of some whole rows from the cache. See
-`offload.format.shares.file_shares`.
+`offload.format.shares.model_shares.FileShare`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.errors import MismatchError
 from offload.format.digests import DigestContext, leaf_digests
-from offload.format.shares.file_shares import ScatteredBox
-from offload.format.shares.model_shares import ModelShare
+from offload.format.shares.model_shares import ModelShare, ShareEntry
 from offload.model.tensor_image import TensorImage
 from offload.update.dtypes import DTYPE_CODES
 
@@ -40,7 +39,7 @@ class ScatteredImage:
 
     def __init__(
         self,
-        boxes: Sequence[ScatteredBox],
+        boxes: Sequence[ShareEntry],
         tensors: Sequence[torch.Tensor],
         marks: Marks | None = None,
         traffic: Traffic | None = None,
@@ -48,17 +47,17 @@ class ScatteredImage:
         for one, tensor in zip(boxes, tensors, strict=True):
             if (DTYPE_CODES.get(tensor.dtype), tuple(tensor.shape)) != (
                 one.dtype,
-                one.cut.box.sizes,
+                one.box.sizes,
             ):
                 raise MismatchError(
-                    f"the box {one.cut.box.notation()} of {one.name!r} is {tensor.dtype} "
-                    f"{list(tensor.shape)} now, expected {one.dtype} {list(one.cut.box.sizes)}: "
+                    f"the box {one.box.notation()} of {one.name!r} is {tensor.dtype} "
+                    f"{list(tensor.shape)} now, expected {one.dtype} {list(one.box.sizes)}: "
                     "the parameter has been replaced or divided anew since the store was laid out"
                 )
         self._boxes = boxes
         self._image = TensorImage(tensors, marks, traffic, names=[one.name for one in boxes])
 
-    def batches(self) -> Iterator[tuple[ScatteredBox, int, memoryview]]:
+    def batches(self) -> Iterator[tuple[ShareEntry, int, memoryview]]:
         """Yield the boxes in parts: the box, the first byte of the part in it, and its bytes.
 
         The bytes are valid until the next part is asked for.

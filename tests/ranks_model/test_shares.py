@@ -11,8 +11,7 @@ from offload.errors import MismatchError
 from offload.format.boxes import Box, Cut, uncovered
 from offload.format.header import build_header
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
-from offload.format.shares.file_shares import file_share
-from offload.format.shares.model_shares import TensorBox, divide, model_shard
+from offload.format.shares.model_shares import TensorBox, divide, file_share, model_shard
 from tests.ranks_model.cuts import divided, owner_of_bytes, random_tiling, rows
 
 SHAPES = [(7,), (1,), (5, 3), (4, 1, 6), (1, 9), (3, 4, 5), (2, 3, 2, 3)]
@@ -105,10 +104,7 @@ def test_digests_of_boxes_are_bound_to_names_that_cannot_be_confused() -> None:
     assert "model/a[0:1,][0:1,]" in names
 
 
-def test_a_cut_in_another_dimension_needs_shard_files_of_one_box_a_tensor() -> None:
-    shares = divide(HEADER, divided({"a": (6, 5)}, 2, {"a": 1}))
-    with pytest.raises(MismatchError, match=r"\[0:6, 0:3\] of 'a' .* write shard files"):
-        shares.share(1)
+def test_a_shard_file_has_one_box_of_a_tensor() -> None:
     first, other, last = rows((6, 5), 3, 1)
     owned = [[TensorBox("a", first), TensorBox("a", last)], [TensorBox("a", other)]]
     with pytest.raises(MismatchError, match=r"rank 0 writes several boxes of 'a'"):
@@ -127,7 +123,7 @@ def test_columns_are_copied_into_a_common_file_once_and_have_one_digest(num_rank
         share = file_share(shares, rank)
         for entry in share.copied.entries:
             copied[entry.start : entry.start + entry.nbytes] += 1
-        for one in share.scattered:
+        for one in share.scattered.entries:
             for at, start, stop in one.runs(0, one.nbytes):
                 copied[at : at + stop - start] += 1
         for piece in share.digested.pieces:
@@ -144,7 +140,7 @@ def test_a_step_waits_for_the_boxes_of_its_chunk_and_no_others() -> None:
     shapes = {"a": (64, 64), "w": (64, 32)}
     header = build_header([("a", "F32", shapes["a"]), ("w", "BF16", shapes["w"])])
     boxes = divided(shapes, 2)
-    share = divide(header, boxes).share(1)
+    share = file_share(divide(header, boxes), 1)
     specs = tuple(
         ParameterSpec(
             one.name, dtype, one.box.sizes, 0, ("exp_avg",), Cut(shapes[one.name], one.box)

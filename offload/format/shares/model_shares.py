@@ -1,31 +1,23 @@
-"""Division of ``model.safetensors`` among ranks: which rank writes which bytes. Pure arithmetic.
+"""Division of the model's files among ranks: which rank writes which bytes. Pure arithmetic.
 
-A rank writes boxes of tensors. Every element of every tensor belongs to exactly one box of one
-rank. The part of the file that one rank writes is its share. The model's buffers, and all other
-tensors that no rank claims, belong to one rank, the writer.
-
-If every box is contiguous in its tensor, the ranks write one common file, and `ModelShares.share`
-says where in it each box lies. If a box is not contiguous, because a parameter is cut in another
-dimension than the first, each rank writes a shard file of its own: see `shard_share`.
-
-A box has digests of its own, one for each piece of at most `MODEL_BLOCK_BYTES`. A rank can
-therefore compute the digests of its share without the bytes of other ranks, and a reader can check
-one box without reading another one.
+A rank writes boxes of tensors, and every element of every tensor belongs to exactly one box of one
+rank. A box has digests of its own, so a rank computes those of its share without the bytes of
+others, and a reader checks one box without another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Final
 
 from offload.errors import MismatchError
-from offload.format.boxes import Box, Cut, hull, uncovered
-from offload.format.digests import MODEL_ARRAY
+from offload.format.boxes import Box, Cut, cut_range, hull, uncovered
+from offload.format.digests import MODEL_BLOCK_BYTES, model_box_array
 from offload.format.header import DTYPE_BYTES, Header, TensorEntry
 from offload.format.layout import Layout
-from offload.format.manifest import MODEL_BLOCK_BYTES
 from offload.format.model_shard import ModelShard
 
 
@@ -67,12 +59,26 @@ class ShareEntry:
 
     @property
     def digest_array(self) -> str:
-        """Array name that the digests of the box are bound to.
+        """Array name that the digests of the box are bound to."""
+        return model_box_array(self.name, self.box)
 
-        The box's notation contains no other opening bracket than its first character. So two boxes
-        never have the same array name, whatever the names of their tensors are.
+    def runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Cut a range of the box's bytes into contiguous ranges of the file.
+
+        Args:
+            first: First byte of the box, in row-major order of its elements.
+            last: One past the last byte.
+
+        Yields:
+            For each run that the range touches: its first byte in the file, and the first byte of
+            the box and one past the last that lie there.
         """
-        return f"{MODEL_ARRAY}/{self.name}{self.cut.box.notation()}"
+        size, shape = DTYPE_BYTES[self.dtype], self.cut.shape
+        origin = self.start - hull(Box.whole(shape), self.box)[0] * size
+        for part in cut_range(self.box.sizes, first // size, last // size):
+            for low, high in part.shifted(self.box.offsets).runs(shape):
+                yield origin + low * size, first, first + (high - low) * size
+                first += (high - low) * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,50 +171,8 @@ class ModelShare:
             default=0,
         )
 
-    def model_stops(self, layout: Layout) -> tuple[int, ...]:
-        """Return, for each chunk of a layout, how much of the share must be copied before its step.
 
-        This takes the place of `Layout.model_stops`, which counts bytes of a whole file.
-
-        A writer that has copied so many bytes of the share has copied all elements that it writes
-        of the chunk's parameters.
-
-        Args:
-            layout: Layout with the parameters, or boxes of parameters, that the rank steps.
-        """
-        stops = [self.stop_of(p.name, p.cut.box if p.cut else None) for p in layout.parameters]
-        return tuple(
-            max((stops[piece.parameter] for piece in plan.pieces), default=0)
-            for plan in layout.plans
-        )
-
-    def pieces_with(self, wanted: Iterable[TensorBox]) -> tuple[int, ...]:
-        """Return the indices of the pieces that hold elements of some boxes, in ascending order.
-
-        A digest covers a whole piece. So a reader has to read these pieces completely, even if it
-        needs only a few of their bytes. Pieces between the first and the last needed element of a
-        box are all returned.
-
-        Args:
-            wanted: Boxes that are needed.
-        """
-        ranges: dict[int, tuple[int, int]] = {}
-        for want in wanted:
-            for index in self.by_name.get(want.name, ()):
-                entry = self.entries[index]
-                common = entry.box.intersection(want.box)
-                if common is not None:
-                    first, last = hull(entry.box, common)
-                    known = ranges.get(index, (first, last))
-                    ranges[index] = min(first, known[0]), max(last, known[1])
-        found = []
-        for number, piece in enumerate(self.pieces):
-            if piece.entry in ranges:
-                entry = self.entries[piece.entry]
-                first, last = (n * DTYPE_BYTES[entry.dtype] for n in ranges[piece.entry])
-                if piece.start - entry.start < last and first < piece.stop - entry.start:
-                    found.append(number)
-        return tuple(found)
+_NOTHING: Final = ModelShare(())
 
 
 @dataclass(frozen=True)
@@ -222,44 +186,22 @@ class ModelShares:
     """For each rank, its boxes with elements, in the order of the header's tensors and, within a
     tensor, in the order of their offsets."""
 
-    writer: int = 0
-    """Index of the rank that writes the header, and all tensors that no rank has listed."""
-
     piece_bytes: int = MODEL_BLOCK_BYTES
     """Largest size of a piece with one digest, in bytes."""
 
     def share(self, rank: int) -> ModelShare:
-        """Return a rank's share of the common file.
+        """Return a rank's share of the common file, in which each of its boxes is contiguous."""
+        return self.share_of(self.boxes[rank])
 
-        Args:
-            rank: Index of the rank.
-
-        Raises:
-            MismatchError: A box is not contiguous in the file; names it.
-        """
-        if self._scattered is not None:
-            name, box = self._scattered
-            raise MismatchError(
-                f"the box {box.notation()} of {name!r} with shape "
-                f"{list(self.header.entries[name].shape)} is not contiguous in a common model "
-                "file: write shard files"
-            )
+    def share_of(self, boxes: Iterable[TensorBox]) -> ModelShare:
+        """Return boxes with elements as a share of the common file."""
         entries = []
-        for one in self.boxes[rank]:
+        for one in boxes:
             entry = self.header.entries[one.name]
-            first, _ = one.box.contiguous_range(entry.shape) or (0, 0)
+            first, _ = hull(Box.whole(entry.shape), one.box)
             start = self.header.data_start + entry.start + first * DTYPE_BYTES[entry.dtype]
             entries.append(ShareEntry(entry.name, entry.dtype, Cut(entry.shape, one.box), start))
         return ModelShare(tuple(entries), self.piece_bytes)
-
-    @cached_property
-    def _scattered(self) -> tuple[str, Box] | None:
-        """The first box that is not contiguous in its tensor; None if there is none."""
-        for boxes in self.boxes:
-            for one in boxes:
-                if one.box.contiguous_range(self.header.entries[one.name].shape) is None:
-                    return one.name, one.box
-        return None
 
 
 def divide(
@@ -314,7 +256,7 @@ def divide(
             checked.add(pattern)
         for rank, box in owners:
             found[rank].append(TensorBox(entry.name, box))
-    return ModelShares(header, tuple(map(tuple, found)), writer, piece_bytes)
+    return ModelShares(header, tuple(map(tuple, found)), piece_bytes)
 
 
 def _require_cover(entry: TensorEntry, owners: Sequence[tuple[int, Box]]) -> None:
@@ -372,3 +314,84 @@ def shard_share(layout: Layout, *, piece_bytes: int = MODEL_BLOCK_BYTES) -> Mode
         if entry.nbytes != box.num_elements * DTYPE_BYTES[entry.dtype]:
             raise RuntimeError(f"{name!r} has {entry.nbytes} bytes in the header of its shard file")
     return ModelShare(tuple(entries), piece_bytes)
+
+
+@dataclass(frozen=True)
+class FileShare:
+    """What one rank does for a model file.
+
+    Tensor parallelism cuts some parameters in another dimension than the first. A rank's box of
+    such a tensor is *scattered*: many short runs of the common file, between which are those of
+    other ranks. Every rank of a host writes its runs through the page cache, which all of them
+    share. When all have written, each rank computes the digests of some whole rows from there. So
+    all boxes with digests are contiguous, and readers need not know how the tensors were cut.
+    """
+
+    copied: ModelShare
+    """Contiguous boxes that the rank copies from its live memory, with their digests."""
+
+    scattered: ModelShare = _NOTHING
+    """Boxes that it copies run by run, after the contiguous ones; they have no digests."""
+
+    rows: ModelShare = _NOTHING
+    """Rows of tensors that the ranks have written together; the rank has their digests."""
+
+    through_cache: bool = False
+    """Whether all ranks write through the page cache, because a box of some rank is scattered. A
+    direct write must not touch a block in the cache that another rank has changed."""
+
+    @cached_property
+    def digested(self) -> ModelShare:
+        """All boxes whose digests the rank has."""
+        entries = sorted((*self.copied.entries, *self.rows.entries), key=lambda one: one.start)
+        return replace(self.copied, entries=tuple(entries))
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that the rank copies from live memory."""
+        return self.copied.nbytes + self.scattered.nbytes
+
+    def stop_of(self, name: str, box: Box | None = None) -> int:
+        """Return how much must have been copied before a tensor may change.
+
+        See `ModelShare.stop_of`. Scattered boxes are copied after all contiguous ones.
+        """
+        last = self.scattered.stop_of(name, box)
+        return self.copied.nbytes + last if last else self.copied.stop_of(name, box)
+
+    def model_stops(self, layout: Layout) -> tuple[int, ...]:
+        """Return, for each chunk of a layout, how much must have been copied before its step.
+
+        A writer that has copied so many bytes has copied all elements that it writes of the chunk's
+        parameters. This takes the place of `Layout.model_stops`, which counts bytes of a file.
+        """
+        stops = [self.stop_of(p.name, p.cut.box if p.cut else None) for p in layout.parameters]
+        return tuple(
+            max((stops[piece.parameter] for piece in plan.pieces), default=0)
+            for plan in layout.plans
+        )
+
+
+def file_share(shares: ModelShares, rank: int) -> FileShare:
+    """Return what a rank does for the common file, given the boxes of all ranks."""
+    entries = shares.header.entries
+    names = {
+        one.name
+        for boxes in shares.boxes
+        for one in boxes
+        if one.box.contiguous_range(entries[one.name].shape) is None
+    }
+    if not names:
+        return FileShare(shares.share(rank))
+    rows = []
+    for name in sorted(names, key=lambda name: entries[name].start):
+        num, *rest = entries[name].shape
+        first, last = (num * (rank + n) // len(shares.boxes) for n in (0, 1))
+        if first < last:
+            rows.append(TensorBox(name, Box((first, *(0 for _ in rest)), (last - first, *rest))))
+    return FileShare(
+        shares.share_of(one for one in shares.boxes[rank] if one.name not in names),
+        shares.share_of(one for one in shares.boxes[rank] if one.name in names),
+        shares.share_of(rows),
+        through_cache=True,
+    )

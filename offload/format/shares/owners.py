@@ -17,7 +17,7 @@ from typing import Any
 from offload.format import _manifest_fields as fields
 from offload.format._layout_fields import box, encode_box
 from offload.format.boxes import Box, first_overlap
-from offload.format.digests import MODEL_ARRAY
+from offload.format.digests import MODEL_BLOCK_BYTES, model_box_array
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor
 from offload.format.model_shard import ModelShard
@@ -26,9 +26,6 @@ from offload.format.strict_json import short
 
 MAX_OWNERS = 4096
 """Largest number of owners of a store, the first directory included."""
-
-MODEL_PIECE_BYTES = 16 << 20
-"""Number of bytes of a box of the model that one digest covers; the last piece may be shorter."""
 
 _REFERENCE_RESERVE_BYTES = 200
 """Bytes reserved in a manifest for a reference to an owner's part, without its directory."""
@@ -79,12 +76,12 @@ class ModelBox:
     in a shard file of the owner."""
 
     digests: tuple[str, ...]
-    """Digest of each `MODEL_PIECE_BYTES` of the box's bytes."""
+    """Digest of each `MODEL_BLOCK_BYTES` of the box's bytes."""
 
     @property
     def digest_array(self) -> str:
         """Name that stands for the box in the context of its digests; see `DigestContext`."""
-        return f"{MODEL_ARRAY}/{self.name}{self.box.notation()}"
+        return model_box_array(self.name, self.box)
 
     def num_bytes(self, tensor: ModelTensor) -> int:
         """Return the size of the box in bytes."""
@@ -108,7 +105,7 @@ class ModelBox:
 
 def num_pieces(nbytes: int) -> int:
     """Return the number of digests that cover a box of the model, given its size in bytes."""
-    return -(-nbytes // MODEL_PIECE_BYTES)
+    return -(-nbytes // MODEL_BLOCK_BYTES)
 
 
 def encode_references(references: Iterable[OwnerReference]) -> list[dict[str, Any]]:
@@ -184,7 +181,7 @@ def _decode_model_box(
     found = ModelBox(
         fields.text(name),
         box([offsets, sizes]),
-        tuple(fields.digest(digest) for digest in fields.items(digests)),
+        fields.each(fields.digest, digests),
     )
     tensor = tensors.get(found.name)
     if tensor is None:
