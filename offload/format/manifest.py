@@ -1,8 +1,7 @@
 """The manifest: everything about a checkpoint that its tensor files do not say themselves.
 
-A manifest is one JSON document. It is padded with spaces to a size that is reserved when the slot
-is made, so that writing it never needs disk space. People can read it, and it carries its own
-digest. Even with a valid digest it is not trusted: every field is validated before anything is
+It is padded to a size that is reserved when the slot is made, so that writing it never needs disk
+space. Even with a valid digest it is not trusted: every field is validated before anything is
 allocated from it.
 """
 
@@ -73,13 +72,11 @@ class Manifest:
     """Counter of the store; the checkpoint with the highest generation is the newest."""
 
     step: int
-    """Optimizer steps taken."""
 
     created: str
     """ISO 8601 time at which the seal began. Only `EverySeconds` bases decisions on it."""
 
     torch_version: str
-    """Version of torch in the process that sealed the checkpoint."""
 
     optimizer: str
     """Qualified name of the wrapped optimizer class."""
@@ -88,7 +85,6 @@ class Manifest:
     """Hyper-parameters of each parameter group, by name."""
 
     layout: Layout
-    """Position of every element of the state."""
 
     scalars: Scalars
     digests: Digests

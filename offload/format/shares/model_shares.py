@@ -26,7 +26,6 @@ class TensorBox:
     """A box of a tensor of the model file. A box that `Box.whole` returns is the whole tensor."""
 
     name: str
-    """Name of the tensor in the file."""
 
     box: Box
 
@@ -36,10 +35,8 @@ class ShareEntry:
     """A box that a rank writes, and its place in a file."""
 
     name: str
-    """Name of the tensor in the file."""
 
     dtype: str
-    """safetensors code of the tensor."""
 
     cut: Cut
     """Shape of the whole tensor, and the box."""

@@ -1,9 +1,7 @@
 """Owners of state: what a manifest says of them if several ranks write one store.
 
-Owner 0 is the first directory of the store: its slot has the manifest and the state of its own
-boxes. Each other owner has its state in a part of its own, with a table that describes it (see
-`part_table`). The manifest refers to each table by digest, so it does not grow with the
-number of ranks times the number of parameters.
+Owner 0 is the first directory: its slot has the manifest and the state of its own boxes. Each other
+owner has its state in a part, with a table (see `part_table`) whose digest the manifest has.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ class OwnerReference:
     """A manifest's reference to the part of its checkpoint that an owner holds."""
 
     owner: int
-    """Number of the owner. The first directory is owner 0 and has no reference."""
 
     directory: str
     """Absolute path of the store's directory on the owner's node when the part was sealed. The part
@@ -49,7 +46,6 @@ class OwnerReference:
     """Name of the part: ``part-<k>``."""
 
     generation: int
-    """Generation of the checkpoint that the part belongs to."""
 
     digest: str
     """Digest of the part's table, as 32 hexadecimal digits."""
@@ -69,7 +65,6 @@ class ModelBox:
     """A box of a tensor of the model that one owner writes, with its digests."""
 
     name: str
-    """Name of the tensor."""
 
     box: Box
     """Elements that the owner writes. They are one contiguous range of the tensor, unless they are

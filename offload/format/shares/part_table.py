@@ -1,9 +1,7 @@
 """``table.json``: the description of an owner's part of a checkpoint that several ranks have made.
 
-A table says which boxes of parameters are in the part, and has the digest of each of its chunks. It
-is written when the part is sealed, and overwritten before the part is rewritten. A manifest names
-each table by its digest. Like a manifest, a table is padded to a size that is reserved in advance,
-and is not trusted: every field is validated before anything is allocated from it.
+It says which boxes are in the part, and has the digest of each chunk. It is written when the part
+is sealed, overwritten before the part is rewritten, and no more trusted than a manifest.
 """
 
 from __future__ import annotations
@@ -47,13 +45,10 @@ class TableHeader:
     """What a table says of its part without the manifest of the checkpoint."""
 
     store_id: str
-    """Identifier of the store, 32 hexadecimal digits."""
 
     generation: int
-    """Generation of the checkpoint that the part was made for."""
 
     owner: int
-    """Number of the owner, from 1."""
 
     digest: str
     """Digest of the table, as 32 hexadecimal digits; `OwnerReference.digest` is the same."""
@@ -64,13 +59,10 @@ class OwnerTable:
     """Description of one owner's part of a checkpoint."""
 
     store_id: str
-    """Identifier of the store, 32 hexadecimal digits."""
 
     generation: int
-    """Generation of the checkpoint that the part was made for."""
 
     owner: int
-    """Number of the owner, from 1."""
 
     layout: Layout
     """Position of every element in the part. Its `Layout.model` is the whole model."""
