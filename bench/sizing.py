@@ -37,9 +37,8 @@ from bench._streamed import Streamed, exact_state_bytes
 from gds import ALIGNMENT, PosixBackend
 from gds.buffers.host import HostBuffer
 from gds.calibration import load_calibration
-from offload.format.digests import leaf_digests
+from offload.format.digests import MODEL_BLOCK_BYTES, leaf_digests
 from offload.format.header import build_header
-from offload.format.manifest import MODEL_BLOCK_BYTES
 from offload.format.names import CALIBRATION_NAME
 from offload.model.model_file import BlockBuffers, ModelImage
 from offload.sizing import Machine, Plan, Run, measured_drives

@@ -17,7 +17,7 @@ from offload.errors import (
     ManifestError,
 )
 from offload.format.layout import array_file_name
-from offload.format.manifest import MAX_CONTENT_BYTES, MAX_MANIFEST_BYTES, Manifest, decode
+from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode
 from offload.format.names import (
     MANIFEST_NAME,
     PART_FILE_NAME,
@@ -105,19 +105,9 @@ def _decode_manifest(backend: Backend, path: str) -> Manifest:
         return read_document(
             file,
             file.size_bytes,
-            lambda data: decode(_without_padding(data, manifest_path), manifest_path),
+            lambda data: decode(data, manifest_path),
             ManifestError,
         )
-
-
-def _without_padding(data: bytes, path: str) -> bytes:
-    """Return a manifest without the spaces and the line feed at its end."""
-    content = data.removesuffix(b"\n").rstrip(b" ")
-    if len(content) > MAX_CONTENT_BYTES:
-        raise ManifestError(
-            f"{path}: {len(content)} bytes of content, expected at most {MAX_CONTENT_BYTES}"
-        )
-    return content
 
 
 def _refuse_zeros(first: bytes, path: str) -> None:

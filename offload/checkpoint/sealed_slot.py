@@ -15,11 +15,11 @@ from typing import Self
 
 from gds import Backend, File
 from offload.format.boxes import Box, Cut
-from offload.format.digests import MODEL_ARRAY, DigestContext
+from offload.format.digests import MODEL_ARRAY, MODEL_BLOCK_BYTES, DigestContext
 from offload.format.layout import Layout, array_file_name
-from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
+from offload.format.manifest import Manifest
 from offload.format.shares.model_shares import ShareEntry, shard_share
-from offload.format.shares.owners import MODEL_PIECE_BYTES, ModelBox
+from offload.format.shares.owners import ModelBox
 from offload.format.shares.part_table import OwnerTable
 
 
@@ -152,8 +152,8 @@ def _in_order(layout: Layout, boxes: Iterable[tuple[int, ModelBox]]) -> list[Sea
     for start, box in boxes:
         nbytes = box.num_bytes(tensors[box.name])
         for piece, digest in enumerate(box.digests):
-            first = piece * MODEL_PIECE_BYTES
-            num = min(MODEL_PIECE_BYTES, nbytes - first)
+            first = piece * MODEL_BLOCK_BYTES
+            num = min(MODEL_BLOCK_BYTES, nbytes - first)
             found.append(SealedRange(box.digest_array, piece, start + first, num, digest))
     return sorted(found, key=lambda one: one.offset)
 

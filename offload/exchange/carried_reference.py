@@ -1,9 +1,8 @@
 """References in the form of torch's own state dicts, as `torch.distributed.checkpoint` takes them.
 
-`get_optimizer_state_dict` and `set_optimizer_state_dict`, by which libraries save and load FSDP2
-models, take only dicts with ``state`` and ``param_groups``. They number and name the parameters in
-both, flatten what they find, and drop all else. So the reference itself is a text in each group,
-and ``state`` has one small tensor for each parameter, which says nothing.
+Libraries save and load FSDP2 models by functions that take only dicts with ``state`` and
+``param_groups``, and drop all else. So the reference is a text in each group, and ``state`` has one
+small tensor for each parameter, which says nothing.
 """
 
 from __future__ import annotations

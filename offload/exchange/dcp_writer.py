@@ -99,10 +99,8 @@ class _Source:
     """Name of the state array, or of the tensor of the model."""
 
     shape: tuple[int, ...]
-    """Sizes of the dimensions."""
 
     dtype: torch.dtype
-    """Data type of the exported elements."""
 
 
 class _StreamingPlanner(DefaultSavePlanner):

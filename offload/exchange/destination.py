@@ -1,9 +1,7 @@
 """Destination of an export, which gets its name once it is complete, or is removed.
 
-If the destination obviously cannot be written, the export fails before it reads anything. torch's
-own writers report a full disk or a missing permission in words of their implementation and without
-an error number. This module turns those reports into errors that name the path and the next thing
-to do.
+What obviously cannot be written fails before anything is read. torch's own writers report a full
+disk without an error number; here such reports name the path and the next thing to do.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ class ForeignCheckpoint:
     """A checkpoint of another program; its tensors are read when they are needed."""
 
     path: str
-    """Path of the checkpoint, for messages."""
 
     model: Mapping[str, TensorSource]
     """Every tensor of the model's state dict, by name. Tied tensors are listed once."""

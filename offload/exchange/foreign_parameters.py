@@ -41,7 +41,6 @@ class ForeignParameter:
     """Description of the parameter in the new store's layout."""
 
     state: ParameterState
-    """State of the parameter in that checkpoint."""
 
     value: TensorSource
     """Values that the live parameter is rounded from."""

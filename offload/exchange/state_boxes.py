@@ -1,8 +1,6 @@
 """Reads of boxes of a checkpoint's tensors, decoded, into memory of any layout.
 
-A checkpoint of several ranks has its tensors in the boxes of its owners, and a reader may want
-other boxes. Everything that reads such boxes goes through this module. It takes chunk after chunk,
-so that each is read once however many boxes are wanted of it.
+Chunk after chunk is taken, so that each is read once however many boxes are wanted of it.
 """
 
 from __future__ import annotations

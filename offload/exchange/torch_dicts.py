@@ -80,7 +80,6 @@ class HeldParameter:
     """A parameter whose state is held in memory."""
 
     name: str
-    """Name in files."""
 
     parameter: torch.Tensor
 

@@ -1,9 +1,8 @@
 """Reader of `torch.save` files that leaves tensors on storage.
 
-torch's restricted loader (``weights_only=True``) reads the structure of a file, onto the device
-``meta``: it reads no data, and says where the data of each tensor lies. What it lets a file do is
-what `offload import` lets it do. This module checks that each tensor lies in a record of the
-archive which is stored as it is, because the data is read from there later.
+torch's restricted loader (``weights_only=True``) reads the structure of a file onto the device
+``meta``, and says where the data of each tensor lies. This module checks that each tensor lies in a
+record of the archive which is stored as it is, because the data is read from there later.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from gds import ALIGNMENT
@@ -80,8 +80,7 @@ def decode_state(
     if any(p.group >= num_groups for p in layout.parameters):
         raise ValueError("a parameter belongs to a group that does not exist")
     scalars = tuple(
-        None if s is None else tuple(fields.scalar(one) for one in fields.items(s))
-        for s in fields.items(body["scalars"])
+        None if s is None else fields.each(fields.scalar, s) for s in fields.items(body["scalars"])
     )
     if len(scalars) != len(layout.parameters):
         raise ValueError(f"{len(scalars)} scalar states for {len(layout.parameters)} parameters")
@@ -102,9 +101,7 @@ def decode_state(
 def _decode_layout(
     body: Mapping[str, Any], model: tuple[ModelTensor, ...], shares: tuple[int, ...]
 ) -> Layout:
-    parameters = tuple(
-        _decode_parameter(fields.items(value)) for value in fields.items(body["parameters"])
-    )
+    parameters = fields.each(_decode_parameter, body["parameters"])
     chunk_elements = fields.count(body["chunk_elements"])
     if chunk_elements == 0 or chunk_elements % (ALIGNMENT // 4):
         raise ValueError(f"chunk_elements is {chunk_elements}, not a positive multiple of 1024")
@@ -127,7 +124,8 @@ def _decode_layout(
     return layout
 
 
-def _decode_parameter(value: Sequence[Any]) -> ParameterSpec:
+def _decode_parameter(value: object) -> ParameterSpec:
+    value = fields.items(value)
     if len(value) not in (5, 6):
         raise ValueError(f"a parameter is described by {len(value)} values")
     name, dtype, shape, group, arrays, *rest = value

@@ -10,13 +10,15 @@ import datetime as dt
 import math
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from offload.format.header import DTYPE_BYTES
 from offload.format.names import part_number
 from offload.format.part_file import PartReference
 from offload.format.strict_json import is_text, short
+
+T = TypeVar("T")
 
 MAX_DEPTH = 8
 """Largest depth of tuples and lists within each other, in one hyper-parameter."""
@@ -86,6 +88,11 @@ def items(value: object) -> list[Any]:
     return value
 
 
+def each(check: Callable[[Any], T], value: object) -> tuple[T, ...]:
+    """Return what a function that checks a field returns for each item of a list."""
+    return tuple(map(check, items(value)))
+
+
 def mapping(value: object) -> dict[str, Any]:
     """Return the value if it is a JSON object."""
     if not isinstance(value, dict):
@@ -102,12 +109,12 @@ def dtype(value: object) -> str:
 
 def shape(value: object) -> tuple[int, ...]:
     """Return a list of sizes as a tuple."""
-    return tuple(count(size) for size in items(value))
+    return each(count, value)
 
 
 def names(value: object) -> tuple[str, ...]:
     """Return a list of distinct strings as a tuple."""
-    found = tuple(text(name) for name in items(value))
+    found = each(text, value)
     if len(set(found)) != len(found):
         raise ValueError(f"a name occurs twice in {short(value)}")
     return found
@@ -140,21 +147,20 @@ def scalar(value: object) -> ScalarValue:
     name, kind, written = items(value)
     if kind not in _SCALAR_KINDS:
         raise ValueError(f"unknown kind of scalar {short(kind)}")
-    if not isinstance(written, str) or len(written) > 32:
-        raise ValueError(f"expected a number as text, got {short(written)}")
+    _require_number(written)
     number = int(written) if kind == "int" else float(written)
     if repr(number) != written or (kind == "int" and abs(number) > MAX_COUNT):
         raise ValueError(f"{short(written)} is not a number in its canonical form")
     return text(name), kind, number
 
 
-def part(value: object, generation: int) -> PartReference:
-    """Return the reference to a part on another drive; the part must be of `generation`.
+def _require_number(written: object) -> None:
+    if not isinstance(written, str) or len(written) > 32:
+        raise ValueError(f"expected a number as text, got {short(written)}")
 
-    Raises:
-        ValueError: The value is not such a reference.
-        KeyError: A field is missing.
-    """
+
+def part(value: object, generation: int) -> PartReference:
+    """Return the reference to a part on another drive; the part must be of `generation`."""
     found = mapping(value)
     directory, name = found["directory"], text(found["name"])
     if not _is_absolute(directory) or part_number(name) is None:
@@ -274,8 +280,7 @@ def _decode_numpy(value: Mapping[str, Any]) -> Any:
     if value.keys() != {"numpy", "dtype"} or value["dtype"] not in NUMPY_DTYPES:
         raise ValueError(f"a hyper-parameter is an object with {short(sorted(value))}")
     written = value["numpy"]
-    if not isinstance(written, str) or len(written) > 32:
-        raise ValueError(f"expected a number as text, got {short(written)}")
+    _require_number(written)
     import numpy as np
 
     with np.errstate(over="ignore"):
@@ -294,8 +299,7 @@ def _decode_tensor(value: Mapping[str, Any]) -> Any:
     sizes, written = shape(value["shape"]), value["tensor"]
     if any(size != 1 for size in sizes) or len(sizes) > _MAX_DIMS:
         raise ValueError(f"a tensor of shape {short(value['shape'])}, expected one element")
-    if not isinstance(written, str) or len(written) > 32:
-        raise ValueError(f"expected a number as text, got {short(written)}")
+    _require_number(written)
     import torch
 
     from offload.ambient import neutral

@@ -1,11 +1,8 @@
 """Storage of the values of torch and numpy in a training state.
 
-`leaf_tag` turns such a value into a tag; the functions in `LEAF_SCALARS` and `LEAF_ARRAYS` turn a
-tag into the value. Each package is imported only when one of its values or tags occurs. A caller
-that has such a value has imported the package already.
-
-Bytes are always stored little-endian and in C order. Restored torch tensors are on the CPU,
-contiguous and without ``requires_grad``, and share their storage with no other tensor.
+Each package is imported only when one of its values or tags occurs. Bytes are always stored
+little-endian and in C order. Restored torch tensors are on the CPU, contiguous and without
+``requires_grad``, and share their storage with no other tensor.
 """
 
 from __future__ import annotations

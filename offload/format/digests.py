@@ -16,8 +16,14 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import xxhash
 
+from offload.format.boxes import Box
+
 MODEL_ARRAY = "model"
 """Name that stands for ``model.safetensors`` in the digests of its blocks."""
+
+MODEL_BLOCK_BYTES = 16 << 20
+"""Number of bytes of the model that one digest covers: of the data of ``model.safetensors``, or of
+the box of a tensor that one owner writes. The last block of each may be shorter."""
 
 LEAF_BYTES = 1 << 20
 """Size of a leaf in bytes; the last leaf of a chunk may be shorter."""
@@ -25,6 +31,15 @@ LEAF_BYTES = 1 << 20
 Run: TypeAlias = Callable[[Callable[[memoryview], bytes], Sequence[memoryview]], list[bytes]]
 """Function that calls another one for every item, perhaps on several threads, and returns the
 results in the order of the items."""
+
+
+def model_box_array(name: str, box: Box) -> str:
+    """Return the array name that the digests of a box of the model are bound to.
+
+    The box's notation contains no other opening bracket than its first character. So two boxes
+    never have the same array name, whatever the names of their tensors are.
+    """
+    return f"{MODEL_ARRAY}/{name}{box.notation()}"
 
 
 @dataclass(frozen=True, slots=True)

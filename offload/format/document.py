@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
-from offload.format.strict_json import parse_json, short
+from offload.errors import OffloadError
+from offload.format.strict_json import MAX_VALUES, num_marks, parse_json, short
 
 _VERSION: Final = 1
 """Version of the format of all documents, the only one that is read."""
+
+MAX_CONTENT_BYTES = 64 << 20
+"""Largest size of a manifest or a table in bytes, without its padding. With `MAX_VALUES` it bounds
+the memory that reading one takes. A model of 100,000 parameters needs a third of either limit."""
 
 
 class DocumentError(ValueError):
@@ -61,6 +67,33 @@ def padded(text: bytes, size_bytes: int) -> bytes:
     return text.ljust(size_bytes - 1) + b"\n"
 
 
+def encode(body: Mapping[str, Any], size_bytes: int, what: str, *, or_do: str, why: str) -> bytes:
+    """Return a long document, padded to its reserved size.
+
+    Args:
+        body: Content of the document.
+        size_bytes: Reserved size.
+        what: Name of the document, for messages: "the manifest".
+        or_do: Advice for a document that is too long for readers.
+        why: End of the message about a document that is too long for its reserved size.
+
+    Raises:
+        OffloadError: The document is larger than `size_bytes`, or than readers accept.
+    """
+    text = signed(body, compact=True)
+    if len(text) > MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
+        raise OffloadError(
+            f"{what} would have {len(text)} bytes and about {num_marks(text)} values, at most "
+            f"{MAX_CONTENT_BYTES} and {MAX_VALUES} are read: raise Options(chunk_bytes=), or "
+            f"{or_do}"
+        )
+    if len(text) + 1 > size_bytes:
+        raise OffloadError(
+            f"{what} needs {len(text) + 1} bytes, but {size_bytes} were reserved{why}"
+        )
+    return padded(text, size_bytes)
+
+
 def read(data: bytes, kind: str) -> dict[str, Any]:
     """Return the body of a document. The data is not trusted.
 
@@ -89,6 +122,37 @@ def read(data: bytes, kind: str) -> dict[str, Any]:
     if not isinstance(body, dict) or document.get("digest") != _digest_or_none(body):
         raise DocumentError("damaged: its content does not match its digest")
     return body
+
+
+def read_long(data: bytes, kind: str) -> dict[str, Any]:
+    """Return the body of a document whose padding is optional; see `read` and `encode`."""
+    content = data.removesuffix(b"\n").rstrip(b" ")
+    if len(content) > MAX_CONTENT_BYTES:
+        raise DocumentError(
+            f"{len(content)} bytes of content, expected at most {MAX_CONTENT_BYTES}"
+        )
+    return read(content, kind)
+
+
+@contextmanager
+def decoding(path: str, kind: type[OffloadError], unsealed: str = "not sealed") -> Iterator[None]:
+    """Turn the errors of reading a document and its fields into errors that name the file.
+
+    Args:
+        path: Path of the file.
+        kind: Class of the errors.
+        unsealed: What a document that says that it is invalid means.
+    """
+    try:
+        yield
+    except InvalidDocumentError as error:
+        raise kind(f"{path}: {unsealed}: {error}") from error
+    except DocumentError as error:
+        raise kind(f"{path}: {error}") from error
+    except KeyError as error:
+        raise kind(f"{path}: contradictory content: {error} is missing") from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise kind(f"{path}: contradictory content ({type(error).__name__}: {error})") from error
 
 
 def _digest_or_none(body: Mapping[str, Any]) -> str | None:

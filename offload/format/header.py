@@ -1,13 +1,9 @@
 """Headers of safetensors files: built byte-exact, parsed without trust.
 
-A safetensors file consists of an 8-byte little-endian length N, N bytes of JSON padded with spaces,
-and the data of all tensors end to end. This module handles the first 8 + N bytes only; it never
-reads, holds or moves data. Headers are built so that data begins at a multiple of `gds.ALIGNMENT`,
-which the format allows and direct I/O needs.
-
-There are two guarantees. Equal arguments of `build_header` give equal bytes. `parse_header` accepts
-a subset of what the safetensors library accepts: it also refuses repeated keys, unknown fields,
-leading white space, a null ``__metadata__``, and dtypes smaller than a byte.
+Only the first 8 + N bytes are handled, never data. Data begins at a multiple of `gds.ALIGNMENT`,
+which direct I/O needs. `parse_header` accepts a subset of what the safetensors library accepts: it
+also refuses repeated keys, unknown fields, leading white space, a null ``__metadata__``, and dtypes
+smaller than a byte.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Layout of a store: from parameters to element space, chunks and byte ranges in files.
 
-Element space is all trainable elements laid end to end, in an order fixed per store. It is cut into
-chunks of equal length (almost: see `Layout.plans`). The chunks are dealt out to the store's
-drives, usually one. On each drive a state array (``master``, ``exp_avg``, ...) is one file. The
-file lists, in element-space order, the elements of the drive's chunks whose parameters have that
-array. So a chunk's share of a file is always one contiguous range. A layout is pure arithmetic: no
-torch, no files.
+Element space is all trainable elements laid end to end. It is cut into chunks, which are dealt out
+to the store's drives. On each drive a state array is one file, with the elements of the drive's
+chunks in order. So a chunk's share of a file is always one contiguous range.
 """
 
 from __future__ import annotations

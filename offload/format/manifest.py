@@ -1,8 +1,7 @@
 """The manifest: everything about a checkpoint that its tensor files do not say themselves.
 
-A manifest is one JSON document. It is padded with spaces to a size that is reserved when the slot
-is made, so that writing it never needs disk space. People can read it, and it carries its own
-digest. Even with a valid digest it is not trusted: every field is validated before anything is
+It is padded to a size that is reserved when the slot is made, so that writing it never needs disk
+space. Even with a valid digest it is not trusted: every field is validated before anything is
 allocated from it.
 """
 
@@ -21,6 +20,7 @@ from offload.format._layout_fields import Digests, Scalars, decode_state, encode
 from offload.format._manifest_fields import decode_group as decode_group
 from offload.format._manifest_fields import encode_group as encode_group
 from offload.format.boxes import Box
+from offload.format.digests import MODEL_BLOCK_BYTES
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor, ParameterSpec
 from offload.format.metrics import check_metrics
@@ -37,19 +37,11 @@ from offload.format.shares.owners import (
     parameter_boxes,
     reference_bytes,
 )
-from offload.format.strict_json import MAX_VALUES, num_marks, short
+from offload.format.strict_json import MAX_VALUES, short
 
 MAX_MANIFEST_BYTES = 128 << 20
 """Largest size of a manifest in bytes, padding included. A larger file is refused unread, and none
 is written."""
-
-MAX_CONTENT_BYTES = 64 << 20
-"""Largest size of a manifest in bytes, without its padding. With `MAX_VALUES` it bounds the memory
-that reading a manifest takes. A model of 100,000 parameters needs a third of either limit."""
-
-MODEL_BLOCK_BYTES = 16 << 20
-"""Number of data bytes in ``model.safetensors`` that one digest covers; the last block may be
-shorter."""
 
 _MAX_SHARES = 1 << 16
 """Largest sum of the drives' shares. A larger sum would only take more time to deal out chunks."""
@@ -80,13 +72,11 @@ class Manifest:
     """Counter of the store; the checkpoint with the highest generation is the newest."""
 
     step: int
-    """Optimizer steps taken."""
 
     created: str
     """ISO 8601 time at which the seal began. Only `EverySeconds` bases decisions on it."""
 
     torch_version: str
-    """Version of torch in the process that sealed the checkpoint."""
 
     optimizer: str
     """Qualified name of the wrapped optimizer class."""
@@ -95,7 +85,6 @@ class Manifest:
     """Hyper-parameters of each parameter group, by name."""
 
     layout: Layout
-    """Position of every element of the state."""
 
     scalars: Scalars
     digests: Digests
@@ -146,20 +135,14 @@ class Manifest:
                 "store has such a number, so it is damaged or forged: remove it, and continue "
                 "from another one."
             )
-        text = document.signed(self._body(), compact=True)
-        if len(text) > MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
-            raise OffloadError(
-                f"the manifest would have {len(text)} bytes and about {num_marks(text)} values, at "
-                f"most {MAX_CONTENT_BYTES} and {MAX_VALUES} are read: raise Options(chunk_bytes=), "
-                "or train fewer and larger parameters"
-            )
-        if len(text) + 1 > reserved_bytes:
-            raise OffloadError(
-                f"the manifest needs {len(text) + 1} bytes, but {reserved_bytes} were reserved "
-                "when the store was laid out; parameter groups have gained large "
-                "hyper-parameters. Keep such values in train_state instead."
-            )
-        return document.padded(text, reserved_bytes)
+        return document.encode(
+            self._body(),
+            reserved_bytes,
+            "the manifest",
+            or_do="train fewer and larger parameters",
+            why=" when the store was laid out; parameter groups have gained large "
+            "hyper-parameters. Keep such values in train_state instead.",
+        )
 
     def _body(self) -> dict[str, Any]:
         layout = self.layout
@@ -274,23 +257,13 @@ def decode(data: bytes, path: str) -> Manifest:
     Raises:
         ManifestError: The data is not a manifest, is damaged, of another version, or contradictory.
     """
-    try:
-        return _decode_body(document.read(data, "a manifest"))
-    except document.InvalidDocumentError as error:
-        raise ManifestError(f"{path}: withdrawn: {error}") from error
-    except document.DocumentError as error:
-        raise ManifestError(f"{path}: {error}") from error
-    except KeyError as error:
-        raise ManifestError(f"{path}: contradictory content: {error} is missing") from error
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise ManifestError(
-            f"{path}: contradictory content ({type(error).__name__}: {error})"
-        ) from error
+    with document.decoding(path, ManifestError, "withdrawn"):
+        return _decode_body(document.read_long(data, "a manifest"))
 
 
 def _decode_body(body: Mapping[str, Any]) -> Manifest:
     store_id, generation = fields.store_id(body["store_id"]), fields.count(body["generation"])
-    groups = tuple(decode_group(fields.mapping(group)) for group in fields.items(body["groups"]))
+    groups = fields.each(lambda group: decode_group(fields.mapping(group)), body["groups"])
     shares = fields.shape(body["shares"])
     if not 1 <= len(shares) <= MAX_DIRECTORIES or 0 in shares or sum(shares) > _MAX_SHARES:
         raise ValueError(f"shares are {short(body['shares'])}")
@@ -308,10 +281,10 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
     elif "model_file" in body or any(p.cut is not None for p in layout.parameters):
         raise ValueError("it has boxes of parameters or a shard file, and 'owners' is missing")
     else:
-        model_digests = tuple(fields.digest(d) for d in fields.items(body["model_digests"]))
+        model_digests = fields.each(fields.digest, body["model_digests"])
         if len(model_digests) != num_model_blocks(layout):
             raise ValueError("there is not one digest for each block of the model file")
-    parts = tuple(fields.part(part, generation) for part in fields.items(body["parts"]))
+    parts = fields.each(lambda part: fields.part(part, generation), body["parts"])
     if len(parts) != len(layout.shares) - 1:
         raise ValueError(f"{len(parts)} parts for {len(layout.shares)} directories")
     expected = [
@@ -322,10 +295,7 @@ def _decode_body(body: Mapping[str, Any]) -> Manifest:
         raise ValueError("the parts on other drives are not those of its digests")
     order = body.get("order")
     if order is not None:
-        order = tuple(
-            tuple(fields.count(position) for position in fields.items(group))
-            for group in fields.items(order)
-        )
+        order = fields.each(fields.shape, order)
         if len(order) != len(groups) or any(
             position >= len(layout.model) for group in order for position in group
         ):

@@ -1,13 +1,9 @@
 """Shard file of one owner of state: a safetensors file with the owner's boxes of the model.
 
-Ranks on one host write one common ``model.safetensors``. If a rank on another host holds a box that
-no rank beside the store's first directory holds, there is no such file. Each owner then has a shard
-file in its own part of the checkpoint. A tensor in it is a box of the tensor with the same name,
-and the metadata has the box's offsets in the notation of torch.distributed.checkpoint.
-
-torch's `HuggingFaceStorageReader` takes every safetensors file of a directory for a part of the
-model. For this reason a shard file has a folder of its own, `SHARD_FOLDER`, with nothing else in
-it. The names of the shard files of all owners differ, so that they can be put into one folder.
+There are such files if a rank on another host holds a box that no rank beside the store's first
+directory holds. torch's `HuggingFaceStorageReader` takes every safetensors file of a directory for
+a part of the model. So a shard file has a folder of its own, `SHARD_FOLDER`, and the names of all
+shard files differ, so that they can be put into one folder.
 """
 
 from __future__ import annotations

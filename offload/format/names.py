@@ -1,11 +1,6 @@
 """The names of files and directories on storage: of a store, a checkpoint, a slot and a part.
 
-The first directory of a store holds ``LOCK``, ``store.json``, ``calibration.json``,
-``placement.json``, ``pins/``, ``tiers/``, checkpoints ``step-<n>/`` and slots ``.slot-<k>/``. Its
-other directories, on other drives, hold ``LOCK``, ``calibration.json`` and parts ``part-<k>/``. The
-directory ``owner-<i>/`` of an owner of state, if several ranks write the store, holds ``LOCK`` and
-parts ``part-<k>/``.
-docs/format.md describes the content of each.
+docs/format.md describes which of them lie where, and the content of each.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""``part.json``: the file that identifies a part on another drive.
+"""``part.json``: the file that identifies a part, the share of a slot on another drive.
 
-A store on several drives keeps most of a slot in its first directory. Each of the store's other
-directories has a *part* of the slot's state arrays. The manifest names every part. ``part.json`` is
-written when the part is sealed, and overwritten before the part is rewritten. Readers compare it
-with the manifest's reference to the part.
+It is written when the part is sealed, and overwritten before the part is rewritten. Readers compare
+it with the manifest's reference to the part.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ class PartReference:
     """Name of the part within that directory: ``part-<k>``."""
 
     generation: int
-    """Generation of the checkpoint that the part belongs to."""
 
     digest: str
     """`SealedPart.digest` of the content of ``part.json``."""
@@ -52,7 +49,6 @@ class SealedPart:
     store_id: str
     """Identifier of the store, 32 hexadecimal digits."""
     generation: int
-    """Generation of the checkpoint that the part belongs to."""
 
     drive: int
     """Position of the part's directory in the store's list. The first directory, 0, has no part."""
@@ -93,12 +89,8 @@ def decode_part(data: bytes, path: str) -> SealedPart:
     Raises:
         CheckpointError: The part is not sealed, or the file is damaged or of another version.
     """
-    try:
+    with document.decoding(path, CheckpointError):
         body = document.read(data, "a part's file")
-    except document.InvalidDocumentError as error:
-        raise CheckpointError(f"{path}: not sealed: {error}") from error
-    except document.DocumentError as error:
-        raise CheckpointError(f"{path}: {error}") from error
     if {key: _kind(value) for key, value in body.items()} != _KINDS:
         raise CheckpointError(f"{path}: not a part's file: its body is {short(body)}")
     return SealedPart(**body)

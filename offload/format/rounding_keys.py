@@ -11,7 +11,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -33,49 +33,14 @@ _MULTIPLIERS_64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _CACHED_NAMES = 1 << 16
 
 
-class Run(Protocol):
-    """A run of neighbouring values of one parameter, such as `offload.format.chunk_plan.Piece`."""
-
-    @property
-    def parameter(self) -> int:
-        """Index of the parameter among the names of the keys."""
-        ...
-
-    @property
-    def start(self) -> int:
-        """First element, counted from the parameter's first element; 64 bits."""
-        ...
-
-    @property
-    def stop(self) -> int:
-        """One past the last element, counted from the parameter's first element; 64 bits."""
-        ...
-
-
-def stream_of(array: str) -> int:
-    """Return the number that tells a state array from others with the same seed."""
-    return zlib.crc32(array.encode())
-
-
-def parameter_key(seed: int, stream: int, step: int, name: str, window: int) -> Key:
-    """Return the key of a window of a parameter."""
-    start = step_number(seed, stream, step) + name_number(name)
-    return _mixed_key(start + window * _GOLDEN_RATIO_64)
-
-
-def step_number(seed: int, stream: int, step: int) -> int:
-    """Return the 64-bit number that all keys of an array in one step have in common."""
-    return _digest_64(f"{seed},{stream},{step}".encode())
-
-
 @lru_cache(_CACHED_NAMES)
-def name_number(name: str) -> int:
+def _name_number(name: str) -> int:
     """Return the 64-bit number that all keys of a parameter have in common."""
     return _digest_64(name.encode("utf-8", "surrogatepass"))
 
 
 class ParameterKeys:
-    """Keys of all parameters for one array in one step; `parameter_key` gives the same keys.
+    """Keys of all parameters for one array in one step.
 
     Args:
         names: Result of `name_numbers` for the parameters' names.
@@ -85,7 +50,7 @@ class ParameterKeys:
     """
 
     def __init__(self, names: np.ndarray[Any, Any], seed: int, array: str, step: int) -> None:
-        self._start = np.uint64(step_number(seed, stream_of(array), step))
+        self._start = np.uint64(_digest_64(f"{seed},{zlib.crc32(array.encode())},{step}".encode()))
         self._names = names
 
     def of(self, parameter: int) -> KeyOf:
@@ -94,7 +59,7 @@ class ParameterKeys:
         return lambda window: _mixed_key(start + window * _GOLDEN_RATIO_64)
 
     def of_runs(self, runs: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return the key of each `Run` at its start, as uint64 of shape (n,).
+        """Return the key of each run of elements at its start, as uint64 of shape (n,).
 
         Args:
             runs: Parameter, start and stop of each run, as integers of shape (n, 3).
@@ -105,8 +70,8 @@ class ParameterKeys:
 
 
 def name_numbers(names: Sequence[str]) -> np.ndarray[Any, Any]:
-    """Return `name_number` of each name, as uint64 of shape (n,)."""
-    return np.array([name_number(name) for name in names], dtype=np.uint64)
+    """Return the number that all keys of each parameter have in common, as uint64 of shape (n,)."""
+    return np.array([_name_number(name) for name in names], dtype=np.uint64)
 
 
 def _digest_64(data: bytes) -> int:

@@ -35,11 +35,10 @@ from offload.errors import (
     TrainStateTooLargeError,
     TrainStateTypeError,
 )
-from offload.format._train_state_decode import decode_text
-from offload.format._train_state_encode import MAX_DEPTH as MAX_DEPTH
-from offload.format._train_state_encode import Encoder, dump_json
 from offload.format._train_state_leaves import TAG_KEY
 from offload.format._train_state_leaves import StoredTensor as StoredTensor
+from offload.format._train_state_tags import MAX_DEPTH as MAX_DEPTH
+from offload.format._train_state_tags import Encoder, decode_text, dump_json, parse_text
 from offload.format.header import (
     DTYPE_BYTES,
     MAX_HEADER_BYTES,
@@ -47,7 +46,7 @@ from offload.format.header import (
     build_header,
     parse_header,
 )
-from offload.format.strict_json import parse_json, short
+from offload.format.strict_json import short
 
 STATE_KEY = "train_state"
 """Metadata key of the JSON text."""
@@ -354,10 +353,7 @@ def split_ranks(encoded: EncodedState) -> tuple[EncodedState, ...]:
     """
     if not encoded.json.startswith(_OPENING):
         return (encoded,)
-    try:
-        tree = parse_json(encoded.json.encode(), max_values=None)
-    except ValueError as error:
-        raise TrainStateFormatError(f"train_state: not JSON: {error}") from error
+    tree = parse_text(encoded.json)
     items = tree["items"]
     if tree.keys() != {TAG_KEY, "items"} or not isinstance(items, list) or not items:
         raise TrainStateFormatError("train_state: not the states of several ranks")

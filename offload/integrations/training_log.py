@@ -55,7 +55,7 @@ class TrainingLog:
             stats: Statistics of the optimizer, which has been restored if it is to be.
             kept: Result of `totals` that was kept with the restored checkpoint. The first call
                 adds it to all later totals. It is ignored if it is something else, since
-                checkpoints of earlier versions have no totals.
+                a checkpoint may have been made without this log.
         """
         self._logged = stats
         if self._earlier is not None:

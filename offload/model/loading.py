@@ -135,8 +135,7 @@ def in_checkpoint(
     for key, item in copies.items():
         if item.spec.name != key:
             warnings.warn(
-                f"{path} has no {key!r}, because it was made by an earlier version, or the model "
-                "did not have it then: it stays as it is",
+                f"{path} has no {key!r}, because the model did not have it then: it stays as it is",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -18,9 +18,8 @@ import torch
 from gds import ALIGNMENT, Backend, Buffer, File, IOFuture, StorageError
 from offload.device.boundary import Marks, boundary_of
 from offload.device.staging import Traffic
-from offload.format.digests import MODEL_ARRAY, DigestContext
+from offload.format.digests import MODEL_ARRAY, MODEL_BLOCK_BYTES, DigestContext
 from offload.format.header import Header
-from offload.format.manifest import MODEL_BLOCK_BYTES
 from offload.model.tensor_image import TensorImage
 
 

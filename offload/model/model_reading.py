@@ -25,9 +25,9 @@ from offload.device.boundary import Event, boundary_of, is_on_device, marks_of
 from offload.device.staging import Traffic
 from offload.errors import CheckpointError, MismatchError
 from offload.format.boxes import Box, cut_range, hull, uncovered
-from offload.format.digests import DigestContext, KnownLeaves
+from offload.format.digests import MODEL_BLOCK_BYTES, DigestContext, KnownLeaves
 from offload.format.header import DTYPE_BYTES
-from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
+from offload.format.manifest import Manifest
 from offload.format.shares.model_blocks import Batch, cut_batches
 from offload.format.shares.model_shares import ShareEntry, SharePiece, TensorBox, divide
 from offload.format.shares.part_table import OwnerTable

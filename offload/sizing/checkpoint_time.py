@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from offload.format.manifest import MODEL_BLOCK_BYTES
+from offload.format.digests import MODEL_BLOCK_BYTES
 from offload.sizing.figures import Copies, Interval, Restores
 from offload.sizing.inputs import Cluster, Machine, Run
 

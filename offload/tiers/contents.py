@@ -19,9 +19,10 @@ from typing import Final
 
 from offload.checkpoint.sealed_slot import model_file
 from offload.errors import CheckpointError
+from offload.format.digests import MODEL_BLOCK_BYTES
 from offload.format.header import Header
 from offload.format.layout import Layout
-from offload.format.manifest import MODEL_BLOCK_BYTES, Manifest
+from offload.format.manifest import Manifest
 from offload.format.names import (
     MANIFEST_NAME,
     MODEL_NAME,

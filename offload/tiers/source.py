@@ -25,8 +25,8 @@ from offload.checkpoint.reader_lock import recycled
 from offload.checkpoint.sealed_slot import SealedRange, SealedSlot
 from offload.checkpoint.second_read import checked
 from offload.errors import CheckpointError, DamagedError, RecycledError, StoreError
-from offload.format.digests import DigestContext
-from offload.format.manifest import MAX_MANIFEST_BYTES, MODEL_BLOCK_BYTES, Manifest, decode
+from offload.format.digests import MODEL_BLOCK_BYTES, DigestContext
+from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode
 from offload.format.names import MANIFEST_NAME, TABLE_NAME, TRAIN_STATE_NAME
 from offload.format.shares.part_table import OwnerTable, decode_table_header
 from offload.tiers.contents import (

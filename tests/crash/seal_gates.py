@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gds.waiting
-import offload.checkpoint.sealed_ranges
+import offload.checkpoint.sealed_slot
 import offload.format.manifest
 import offload.model.model_file
 from gds import Buffer, IOFuture, MemoryBackend, StorageError, WrapperBackend
@@ -67,7 +67,7 @@ def make_blocks_small(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         offload.format.manifest,
         offload.model.model_file,
-        offload.checkpoint.sealed_ranges,
+        offload.checkpoint.sealed_slot,
     ):
         monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", BLOCK_BYTES)
 

@@ -14,7 +14,7 @@ import offload
 from gds import MemoryBackend, StorageError
 from offload import AdamW, LastK, load_parameters
 from offload.errors import BrokenOptimizerError, DamagedError, SealError, StoreError
-from offload.format.manifest import MODEL_BLOCK_BYTES
+from offload.format.digests import MODEL_BLOCK_BYTES
 from offload.store import prune
 from tests.crash.crash_backend import CrashBackend, Disk
 from tests.crash.fault_backend import FaultBackend, Kind

@@ -47,9 +47,11 @@ class DeviceBlock:
 def keys_of(parameters, arrays, seed: int, step: int):
     """Return the keys of pieces, given their parameters' names."""
 
+    numbers = rounding_keys.name_numbers(parameters)
+
     def key(array: str, piece: int, first: int) -> int:
-        stream, window = rounding_keys.stream_of(array), int(first) >> rounding_keys.WINDOW_BITS
-        low, high = rounding_keys.parameter_key(seed, stream, step, parameters[piece], window)
+        keys = rounding_keys.ParameterKeys(numbers, seed, array, step)
+        low, high = keys.of(piece)(int(first) >> rounding_keys.WINDOW_BITS)
         return low | high << 32
 
     def keys(pieces, firsts):

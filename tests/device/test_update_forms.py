@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import zlib
-from functools import partial
 
 import pytest
 import torch
@@ -127,8 +125,8 @@ def encoded(form: Form, plain: DeviceBlock, block: DeviceBlock) -> dict[str, tor
         found[name] = values
         if form.state == "bfloat16":
             found[name] = torch.empty(num, dtype=BF16)
-            stream = zlib.crc32(name.encode())
-            key = partial(rounding_keys.parameter_key, SEED, stream, STORE_STEP, block.parameter)
+            number = rounding_keys.name_numbers([block.parameter])
+            key = rounding_keys.ParameterKeys(number, SEED, name, STORE_STEP).of(0)
             rounding.round_stochastic(
                 values, found[name], key=key, first_element=block.first_element, scratch=scratch
             )

@@ -13,11 +13,11 @@ import torch
 
 import offload
 from offload.errors import CheckpointError, ManifestError, OffloadError, UnsupportedOptimizerError
-from offload.format import Layout, Manifest, ModelTensor, ParameterSpec, manifest
+from offload.format import Layout, Manifest, ModelTensor, ParameterSpec, document, manifest
 from offload.format._manifest_fields import TENSOR_DTYPES
 from offload.format.boxes import Box, Cut
+from offload.format.document import MAX_CONTENT_BYTES
 from offload.format.manifest import (
-    MAX_CONTENT_BYTES,
     MAX_MANIFEST_BYTES,
     decode,
     num_model_blocks,
@@ -246,13 +246,14 @@ def test_the_limits_are_those_of_the_page():
 
 @pytest.mark.parametrize("limit", ["MAX_CONTENT_BYTES", "MAX_VALUES"])
 def test_it_may_be_as_large_as_readers_accept(limit, monkeypatch):
-    text = a_manifest().encode(RESERVED).rstrip()
+    described = a_manifest()
+    text = described.encode(RESERVED).rstrip()
     size = len(text) if limit == "MAX_CONTENT_BYTES" else num_marks(text)
-    monkeypatch.setattr(manifest, limit, size)
-    assert a_manifest().encode(RESERVED).rstrip() == text
-    monkeypatch.setattr(manifest, limit, size - 1)
+    monkeypatch.setattr(document, limit, size)
+    assert described.encode(RESERVED).rstrip() == text
+    monkeypatch.setattr(document, limit, size - 1)
     with pytest.raises(OffloadError, match=r"at most .* are read: raise Options\(chunk_bytes"):
-        a_manifest().encode(RESERVED)
+        described.encode(RESERVED)
 
 
 def test_one_that_readers_would_refuse_gets_no_room(monkeypatch):

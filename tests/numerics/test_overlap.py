@@ -11,7 +11,7 @@ import threading
 import pytest
 
 import offload
-import offload.checkpoint.sealed_ranges
+import offload.checkpoint.sealed_slot
 import offload.format.manifest
 import offload.model.model_file
 from tests.eventually import TIMEOUT_S
@@ -51,7 +51,7 @@ def small_blocks(monkeypatch):
     for module in (
         offload.format.manifest,
         offload.model.model_file,
-        offload.checkpoint.sealed_ranges,
+        offload.checkpoint.sealed_slot,
     ):
         monkeypatch.setattr(module, "MODEL_BLOCK_BYTES", 4096)
 

@@ -7,9 +7,7 @@ chunks, blocks, rings, seals and resumes make no difference to what it is given.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,9 +121,9 @@ class Rounding(Reference):
         flat, scratch = value.reshape(-1).contiguous(), Scratch()
         if self.settings.get("state_dtype") == "bfloat16":
             out = torch.empty(flat.shape, dtype=torch.bfloat16)
-            stream = zlib.crc32(name.encode())
-            key = partial(rounding_keys.parameter_key, 3, stream, self.num_steps, self.names[live])
-            rounding.round_stochastic(flat, out, key=key, first_element=0, scratch=scratch)
+            number = rounding_keys.name_numbers([self.names[live]])
+            keys = rounding_keys.ParameterKeys(number, 3, name, self.num_steps)
+            rounding.round_stochastic(flat, out, key=keys.of(0), first_element=0, scratch=scratch)
             return out.float().view(value.shape)
         if self.settings.get("state_dtype") == "int8":
             signed = name in ("exp_avg", "momentum_buffer")

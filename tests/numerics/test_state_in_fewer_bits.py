@@ -10,7 +10,6 @@ import functools
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -381,11 +380,13 @@ def test_stochastic_rounding_is_the_formats(seed: int, set_threads: Any) -> None
 @pytest.mark.parametrize("first", [(1 << 33) - 10_001, (1 << 40) + 3])
 def test_parameters_of_many_elements_are_rounded_by_further_keys(first: int) -> None:
     """The function is called itself: nobody has a parameter of so many elements here."""
-    values, key = every_kind(20_000), (2**80, 7, 10**12)
+    values, seed, array, step = every_kind(20_000), 2**80, "exp_avg", 10**12
     out = torch.empty(20_000, dtype=torch.bfloat16)
-    keys = partial(rounding_keys.parameter_key, *key, "w")
-    round_stochastic(values, out, key=keys, first_element=first, scratch=Scratch())
-    assert np.array_equal(bits_of(out), rounded_by_oracle(values, *key, "w", first))
+    keys = rounding_keys.ParameterKeys(rounding_keys.name_numbers(["w"]), seed, array, step)
+    round_stochastic(values, out, key=keys.of(0), first_element=first, scratch=Scratch())
+    assert np.array_equal(
+        bits_of(out), rounded_by_oracle(values, seed, zlib.crc32(array.encode()), step, "w", first)
+    )
 
 
 def test_the_mean_is_the_value() -> None:

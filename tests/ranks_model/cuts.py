@@ -110,7 +110,7 @@ def owner_of_bytes(shares: ModelShares) -> np.ndarray:
     header = shares.header
     found = np.full(header.file_bytes, -1)
     for entry in header.entries.values():
-        owners = np.full(entry.shape, shares.writer)
+        owners = np.full(entry.shape, -1)
         for rank, boxes in enumerate(shares.boxes):
             for one in boxes:
                 if one.name == entry.name:

@@ -88,7 +88,7 @@ def write_model(slot: Slot, step: int) -> list[ModelBox]:
 
 def with_digests(slot: Slot | OwnerSlot, name: str, box: Box, data: bytes) -> ModelBox:
     """Return a box of the model with the digest of each piece of its bytes."""
-    one, size = ModelBox(name, box, ()), owners.MODEL_PIECE_BYTES
+    one, size = ModelBox(name, box, ()), owners.MODEL_BLOCK_BYTES
     pieces = enumerate(memoryview(data)[at : at + size] for at in range(0, len(data), size))
     digests = tuple(slot.context.digest(one.digest_array, *piece) for piece in pieces)
     return replace(one, digests=digests)

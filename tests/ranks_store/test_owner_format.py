@@ -22,7 +22,7 @@ from offload.format.boxes import Box, Cut
 from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode, reserved_bytes
 from offload.format.shares.owners import (
     MAX_OWNERS,
-    MODEL_PIECE_BYTES,
+    MODEL_BLOCK_BYTES,
     ModelBox,
     decode_model_boxes,
     encode_model_boxes,
@@ -129,7 +129,7 @@ def test_reserved_sizes_suffice_for_large_numbers(dims: int) -> None:
     model = (ModelTensor(name, "BF16", shape),)
     spec = ParameterSpec(name, "BF16", box.sizes, 0, ("master", "exp_avg"), Cut(shape, box))
     layout = Layout((spec,), model, 1024)
-    pieces = -(-2 * 4 // MODEL_PIECE_BYTES)
+    pieces = -(-2 * 4 // MODEL_BLOCK_BYTES)
     boxes = (ModelBox(name, box, ("f" * 16,) * pieces),)
     scalars = ((("step", "f32", 1e30), ("eta", "f64", -1.2345678901234567e-300)),)
     table = replace(table_of(1, layout), model_boxes=boxes, scalars=scalars)
@@ -286,12 +286,12 @@ def test_another_version_is_refused(kind: str, version: int) -> None:
 
 
 def test_a_box_of_many_pieces_has_a_digest_for_each() -> None:
-    tensor = ModelTensor("w", "F32", (3, MODEL_PIECE_BYTES // 4 + 1))
+    tensor = ModelTensor("w", "F32", (3, MODEL_BLOCK_BYTES // 4 + 1))
     box = Box((1, 0), (2, tensor.shape[1]))
     good = ModelBox("w", box, ("1" * 16,) * 3)
     layout, body = Layout((), (tensor,), 1024), {"model_boxes": encode_model_boxes([good])}
     assert decode_model_boxes(body, layout, 0) == (layout, (good,))
-    assert good.byte_range(tensor) == (MODEL_PIECE_BYTES + 4, 3 * (MODEL_PIECE_BYTES + 4))
+    assert good.byte_range(tensor) == (MODEL_BLOCK_BYTES + 4, 3 * (MODEL_BLOCK_BYTES + 4))
     assert good.digest_array == f"model/w[1:3, 0:{tensor.shape[1]}]"
 
 

@@ -60,7 +60,7 @@ def nodes(tmp_path: Path) -> tuple[Path, Path]:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the model have a digest for each KiB, as large models have one for each 16 MiB."""
     for module in ("format.shares.owners", "checkpoint.sealed_slot"):
-        monkeypatch.setattr(f"offload.{module}.MODEL_PIECE_BYTES", 1024)
+        monkeypatch.setattr(f"offload.{module}.MODEL_BLOCK_BYTES", 1024)
 
 
 def part_of(store: Path, step: int = 2) -> Path:

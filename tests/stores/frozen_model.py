@@ -17,7 +17,7 @@ import offload
 from gds import Backend, Buffer, File, IOFuture, StorageError, WrapperBackend
 from gds.backends.wrapper import WrapperFile
 from offload import AdamW, Checkpoint, Options
-from offload.checkpoint import checked_reads, sealed_ranges
+from offload.checkpoint import checked_reads, sealed_slot
 from offload.format import digests, manifest
 from offload.model import model_file, model_writing
 from tests.stores import small
@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def make_units_small(patch: pytest.MonkeyPatch) -> None:
-    for module in (manifest, model_file, sealed_ranges):
+    for module in (manifest, model_file, sealed_slot):
         patch.setattr(module, "MODEL_BLOCK_BYTES", BLOCK)
     for module in (checked_reads, digests, model_writing):
         patch.setattr(module, "LEAF_BYTES", LEAF)

@@ -1,11 +1,6 @@
 """Dealing of parameters to ranks: which box each rank steps. Pure arithmetic.
 
 Every rank computes the same result from the same input, so that no rank has to be told.
-
-- `deal_rows` is for ranks that all hold the whole model, such as those of DDP. It cuts the elements
-  of consecutive parameters into one contiguous range for each rank.
-- `own_boxes` is for ranks that hold boxes already, such as the shards of FSDP2. It finds boxes that
-  several ranks hold, and gives each distinct box one owner.
 """
 
 from __future__ import annotations
@@ -50,7 +45,6 @@ class OwnedBox:
     """A box of a parameter, with the ranks that hold it."""
 
     name: str
-    """Name of the parameter."""
 
     cut: Cut
     """Shape of the parameter, and the box. The box of a whole parameter is as large as the

@@ -1,12 +1,9 @@
 """Batches and blocks in which ranks write one model file together. Pure arithmetic.
 
-A rank gathers its bytes in memory, each at its file offset modulo 4096. A block of 4096 bytes of
-the file, all of whose bytes are the rank's own, is then written directly to the device. The other
-blocks are shared: their bytes belong to several ranks, or to a rank and the file's header, or the
-file ends in them. The rank's bytes of a shared block are an *edge*. Edges are written through the
-page cache, byte by byte. All processes of a host have the same page cache, so that no rank
-overwrites the bytes of another one with old ones, as reading, changing and writing a whole block
-would.
+A rank writes a block of 4096 bytes that is all its own directly to the device. Its bytes of any
+other block are an *edge*, written through the page cache byte by byte. All processes of a host have
+the same page cache, so no rank overwrites the bytes of another one with old ones, as reading,
+changing and writing a whole block would.
 """
 
 from __future__ import annotations

@@ -1,16 +1,8 @@
-"""Division of ``model.safetensors`` among ranks: which rank writes which bytes. Pure arithmetic.
+"""Division of the model's files among ranks: which rank writes which bytes. Pure arithmetic.
 
-A rank writes boxes of tensors. Every element of every tensor belongs to exactly one box of one
-rank. The part of the file that one rank writes is its share. The model's buffers, and all other
-tensors that no rank claims, belong to one rank, the writer.
-
-If every box is contiguous in its tensor, the ranks write one common file, and `ModelShares.share`
-says where in it each box lies. If a box is not contiguous, because a parameter is cut in another
-dimension than the first, each rank writes a shard file of its own: see `shard_share`.
-
-A box has digests of its own, one for each piece of at most `MODEL_BLOCK_BYTES`. A rank can
-therefore compute the digests of its share without the bytes of other ranks, and a reader can check
-one box without reading another one.
+A rank writes boxes of tensors, and every element of every tensor belongs to exactly one box of one
+rank. A box has digests of its own, so a rank computes those of its share without the bytes of
+others, and a reader checks one box without another.
 """
 
 from __future__ import annotations
@@ -21,11 +13,10 @@ from functools import cached_property
 from itertools import accumulate
 
 from offload.errors import MismatchError
-from offload.format.boxes import Box, Cut, hull, uncovered
-from offload.format.digests import MODEL_ARRAY
+from offload.format.boxes import Box, Cut, uncovered
+from offload.format.digests import MODEL_BLOCK_BYTES, model_box_array
 from offload.format.header import DTYPE_BYTES, Header, TensorEntry
 from offload.format.layout import Layout
-from offload.format.manifest import MODEL_BLOCK_BYTES
 from offload.format.model_shard import ModelShard
 
 
@@ -34,7 +25,6 @@ class TensorBox:
     """A box of a tensor of the model file. A box that `Box.whole` returns is the whole tensor."""
 
     name: str
-    """Name of the tensor in the file."""
 
     box: Box
 
@@ -44,10 +34,8 @@ class ShareEntry:
     """A box that a rank writes, and its place in a file."""
 
     name: str
-    """Name of the tensor in the file."""
 
     dtype: str
-    """safetensors code of the tensor."""
 
     cut: Cut
     """Shape of the whole tensor, and the box."""
@@ -67,12 +55,8 @@ class ShareEntry:
 
     @property
     def digest_array(self) -> str:
-        """Array name that the digests of the box are bound to.
-
-        The box's notation contains no other opening bracket than its first character. So two boxes
-        never have the same array name, whatever the names of their tensors are.
-        """
-        return f"{MODEL_ARRAY}/{self.name}{self.cut.box.notation()}"
+        """Array name that the digests of the box are bound to."""
+        return model_box_array(self.name, self.box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,46 +153,12 @@ class ModelShare:
         """Return, for each chunk of a layout, how much of the share must be copied before its step.
 
         This takes the place of `Layout.model_stops`, which counts bytes of a whole file.
-
-        A writer that has copied so many bytes of the share has copied all elements that it writes
-        of the chunk's parameters.
-
-        Args:
-            layout: Layout with the parameters, or boxes of parameters, that the rank steps.
         """
         stops = [self.stop_of(p.name, p.cut.box if p.cut else None) for p in layout.parameters]
         return tuple(
             max((stops[piece.parameter] for piece in plan.pieces), default=0)
             for plan in layout.plans
         )
-
-    def pieces_with(self, wanted: Iterable[TensorBox]) -> tuple[int, ...]:
-        """Return the indices of the pieces that hold elements of some boxes, in ascending order.
-
-        A digest covers a whole piece. So a reader has to read these pieces completely, even if it
-        needs only a few of their bytes. Pieces between the first and the last needed element of a
-        box are all returned.
-
-        Args:
-            wanted: Boxes that are needed.
-        """
-        ranges: dict[int, tuple[int, int]] = {}
-        for want in wanted:
-            for index in self.by_name.get(want.name, ()):
-                entry = self.entries[index]
-                common = entry.box.intersection(want.box)
-                if common is not None:
-                    first, last = hull(entry.box, common)
-                    known = ranges.get(index, (first, last))
-                    ranges[index] = min(first, known[0]), max(last, known[1])
-        found = []
-        for number, piece in enumerate(self.pieces):
-            if piece.entry in ranges:
-                entry = self.entries[piece.entry]
-                first, last = (n * DTYPE_BYTES[entry.dtype] for n in ranges[piece.entry])
-                if piece.start - entry.start < last and first < piece.stop - entry.start:
-                    found.append(number)
-        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -222,17 +172,11 @@ class ModelShares:
     """For each rank, its boxes with elements, in the order of the header's tensors and, within a
     tensor, in the order of their offsets."""
 
-    writer: int = 0
-    """Index of the rank that writes the header, and all tensors that no rank has listed."""
-
     piece_bytes: int = MODEL_BLOCK_BYTES
     """Largest size of a piece with one digest, in bytes."""
 
     def share(self, rank: int) -> ModelShare:
         """Return a rank's share of the common file.
-
-        Args:
-            rank: Index of the rank.
 
         Raises:
             MismatchError: A box is not contiguous in the file; names it.
@@ -314,7 +258,7 @@ def divide(
             checked.add(pattern)
         for rank, box in owners:
             found[rank].append(TensorBox(entry.name, box))
-    return ModelShares(header, tuple(map(tuple, found)), writer, piece_bytes)
+    return ModelShares(header, tuple(map(tuple, found)), piece_bytes)
 
 
 def _require_cover(entry: TensorEntry, owners: Sequence[tuple[int, Box]]) -> None:

@@ -1,9 +1,7 @@
 """Owners of state: what a manifest says of them if several ranks write one store.
 
-Owner 0 is the first directory of the store: its slot has the manifest and the state of its own
-boxes. Each other owner has its state in a part of its own, with a table that describes it (see
-`part_table`). The manifest refers to each table by digest, so it does not grow with the
-number of ranks times the number of parameters.
+Owner 0 is the first directory: its slot has the manifest and the state of its own boxes. Each other
+owner has its state in a part, with a table (see `part_table`) whose digest the manifest has.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 from offload.format import _manifest_fields as fields
 from offload.format._layout_fields import box, encode_box
 from offload.format.boxes import Box, first_overlap
-from offload.format.digests import MODEL_ARRAY
+from offload.format.digests import MODEL_BLOCK_BYTES, model_box_array
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor
 from offload.format.model_shard import ModelShard
@@ -26,9 +24,6 @@ from offload.format.strict_json import short
 
 MAX_OWNERS = 4096
 """Largest number of owners of a store, the first directory included."""
-
-MODEL_PIECE_BYTES = 16 << 20
-"""Number of bytes of a box of the model that one digest covers; the last piece may be shorter."""
 
 _REFERENCE_RESERVE_BYTES = 200
 """Bytes reserved in a manifest for a reference to an owner's part, without its directory."""
@@ -42,7 +37,6 @@ class OwnerReference:
     """A manifest's reference to the part of its checkpoint that an owner holds."""
 
     owner: int
-    """Number of the owner. The first directory is owner 0 and has no reference."""
 
     directory: str
     """Absolute path of the store's directory on the owner's node when the part was sealed. The part
@@ -52,7 +46,6 @@ class OwnerReference:
     """Name of the part: ``part-<k>``."""
 
     generation: int
-    """Generation of the checkpoint that the part belongs to."""
 
     digest: str
     """Digest of the part's table, as 32 hexadecimal digits."""
@@ -72,19 +65,18 @@ class ModelBox:
     """A box of a tensor of the model that one owner writes, with its digests."""
 
     name: str
-    """Name of the tensor."""
 
     box: Box
     """Elements that the owner writes. They are one contiguous range of the tensor, unless they are
     in a shard file of the owner."""
 
     digests: tuple[str, ...]
-    """Digest of each `MODEL_PIECE_BYTES` of the box's bytes."""
+    """Digest of each `MODEL_BLOCK_BYTES` of the box's bytes."""
 
     @property
     def digest_array(self) -> str:
         """Name that stands for the box in the context of its digests; see `DigestContext`."""
-        return f"{MODEL_ARRAY}/{self.name}{self.box.notation()}"
+        return model_box_array(self.name, self.box)
 
     def num_bytes(self, tensor: ModelTensor) -> int:
         """Return the size of the box in bytes."""
@@ -108,7 +100,7 @@ class ModelBox:
 
 def num_pieces(nbytes: int) -> int:
     """Return the number of digests that cover a box of the model, given its size in bytes."""
-    return -(-nbytes // MODEL_PIECE_BYTES)
+    return -(-nbytes // MODEL_BLOCK_BYTES)
 
 
 def encode_references(references: Iterable[OwnerReference]) -> list[dict[str, Any]]:
@@ -184,7 +176,7 @@ def _decode_model_box(
     found = ModelBox(
         fields.text(name),
         box([offsets, sizes]),
-        tuple(fields.digest(digest) for digest in fields.items(digests)),
+        fields.each(fields.digest, digests),
     )
     tensor = tensors.get(found.name)
     if tensor is None:

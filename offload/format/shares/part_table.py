@@ -1,9 +1,7 @@
 """``table.json``: the description of an owner's part of a checkpoint that several ranks have made.
 
-A table says which boxes of parameters are in the part, and has the digest of each of its chunks. It
-is written when the part is sealed, and overwritten before the part is rewritten. A manifest names
-each table by its digest. Like a manifest, a table is padded to a size that is reserved in advance,
-and is not trusted: every field is validated before anything is allocated from it.
+It says which boxes are in the part, and has the digest of each chunk. It is written when the part
+is sealed, overwritten before the part is rewritten, and no more trusted than a manifest.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from gds import ALIGNMENT
 from offload.errors import CheckpointError, OffloadError
 from offload.format import _manifest_fields as fields
 from offload.format import document
-from offload.format._layout_fields import decode_state, encode_state
-from offload.format._manifest_fields import ScalarValue
+from offload.format._layout_fields import Digests, Scalars, decode_state, encode_state
 from offload.format.boxes import Box
 from offload.format.header import DTYPE_BYTES
 from offload.format.layout import Layout, ModelTensor, array_file_name
@@ -31,14 +28,13 @@ from offload.format.shares.owners import (
     model_box_bytes,
     parameter_boxes,
 )
-from offload.format.strict_json import MAX_VALUES, num_marks, short
+from offload.format.strict_json import short
 
 MAX_TABLE_BYTES = 128 << 20
 """Largest size of a table in bytes, padding included. A larger file is refused unread, and none is
 written."""
 
-_MAX_CONTENT_BYTES = 64 << 20
-"""Largest size of a table in bytes, without its padding."""
+_KIND = f"an owner's {TABLE_NAME}"
 
 _RESERVE_BYTES = 2048
 """Bytes reserved for the fields that occur only once."""
@@ -49,13 +45,10 @@ class TableHeader:
     """What a table says of its part without the manifest of the checkpoint."""
 
     store_id: str
-    """Identifier of the store, 32 hexadecimal digits."""
 
     generation: int
-    """Generation of the checkpoint that the part was made for."""
 
     owner: int
-    """Number of the owner, from 1."""
 
     digest: str
     """Digest of the table, as 32 hexadecimal digits; `OwnerReference.digest` is the same."""
@@ -66,22 +59,16 @@ class OwnerTable:
     """Description of one owner's part of a checkpoint."""
 
     store_id: str
-    """Identifier of the store, 32 hexadecimal digits."""
 
     generation: int
-    """Generation of the checkpoint that the part was made for."""
 
     owner: int
-    """Number of the owner, from 1."""
 
     layout: Layout
     """Position of every element in the part. Its `Layout.model` is the whole model."""
 
-    scalars: tuple[tuple[ScalarValue, ...] | None, ...]
-    """For each parameter of the layout, its scalar state; None if it has no state yet."""
-
-    digests: Mapping[str, tuple[str | None, ...]]
-    """For each state array, the digest of each chunk; None for a chunk that holds no state."""
+    scalars: Scalars
+    digests: Digests
 
     model_boxes: tuple[ModelBox, ...] = ()
     """Boxes of the model's tensors that the owner has written."""
@@ -98,19 +85,13 @@ class OwnerTable:
         Raises:
             OffloadError: The content is larger than `size_bytes`, or than readers accept.
         """
-        text = document.signed(self._body(), compact=True)
-        if len(text) > _MAX_CONTENT_BYTES or num_marks(text) > MAX_VALUES:
-            raise OffloadError(
-                f"the table of owner {self.owner} would have {len(text)} bytes and about "
-                f"{num_marks(text)} values, at most {_MAX_CONTENT_BYTES} and {MAX_VALUES} are "
-                "read: raise Options(chunk_bytes=), or use more ranks"
-            )
-        if len(text) + 1 > size_bytes:
-            raise OffloadError(
-                f"the table of owner {self.owner} needs {len(text) + 1} bytes, but {size_bytes} "
-                "were reserved: the scalar state of its parameters has grown"
-            )
-        return document.padded(text, size_bytes)
+        return document.encode(
+            self._body(),
+            size_bytes,
+            f"the table of owner {self.owner}",
+            or_do="use more ranks",
+            why=": the scalar state of its parameters has grown",
+        )
 
     def _body(self) -> dict[str, Any]:
         named = {} if self.layout.shard is None else {"model_file": self.layout.model_name}
@@ -157,7 +138,8 @@ def decode_table_header(data: bytes, path: str) -> TableHeader:
     Raises:
         CheckpointError: The part is not sealed, or the file is damaged or of another version.
     """
-    return _header(_read(data, path), path)
+    with document.decoding(path, CheckpointError):
+        return _header(document.read_long(data, _KIND))
 
 
 def decode_table(
@@ -176,68 +158,35 @@ def decode_table(
         CheckpointError: The part is not sealed, or the file is damaged, of another version, or
             contradicts itself or the manifest.
     """
-    body = _read(data, path)
-    header = _header(body, path)
-    try:
-        return _decode_body(body, header, model, num_groups, state_dtype)
-    except KeyError as error:
-        raise CheckpointError(f"{path}: contradictory content: {error} is missing") from error
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: contradictory content ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _read(data: bytes, path: str) -> dict[str, Any]:
-    content = data.removesuffix(b"\n").rstrip(b" ")
-    if len(content) > _MAX_CONTENT_BYTES:
-        raise CheckpointError(
-            f"{path}: {len(content)} bytes of content, expected at most {_MAX_CONTENT_BYTES}"
+    with document.decoding(path, CheckpointError):
+        body = document.read_long(data, _KIND)
+        header = _header(body)
+        if body["state_dtype"] != state_dtype:
+            raise ValueError(
+                f"state_dtype is {short(body['state_dtype'])}, expected {state_dtype!r}"
+            )
+        layout, scalars, digests = decode_state(body, model, (1,), num_groups)
+        layout, boxes = decode_model_boxes(body, layout, header.owner)
+        return OwnerTable(
+            store_id=header.store_id,
+            generation=header.generation,
+            owner=header.owner,
+            layout=layout,
+            scalars=scalars,
+            digests=digests,
+            model_boxes=boxes,
         )
-    try:
-        return document.read(content, f"an owner's {TABLE_NAME}")
-    except document.InvalidDocumentError as error:
-        raise CheckpointError(f"{path}: not sealed: {error}") from error
-    except document.DocumentError as error:
-        raise CheckpointError(f"{path}: {error}") from error
 
 
-def _header(body: Mapping[str, Any], path: str) -> TableHeader:
-    try:
-        owner = fields.count(body["owner"])
-        if not 1 <= owner < MAX_OWNERS:
-            raise ValueError(f"owner {owner}, expected 1 to {MAX_OWNERS - 1}")
-        return TableHeader(
-            fields.store_id(body["store_id"]),
-            fields.count(body["generation"]),
-            owner,
-            document.digest_of(body),
-        )
-    except KeyError as error:
-        raise CheckpointError(f"{path}: contradictory content: {error} is missing") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: contradictory content ({error})") from error
-
-
-def _decode_body(
-    body: Mapping[str, Any],
-    header: TableHeader,
-    model: tuple[ModelTensor, ...],
-    num_groups: int,
-    state_dtype: str,
-) -> OwnerTable:
-    if body["state_dtype"] != state_dtype:
-        raise ValueError(f"state_dtype is {short(body['state_dtype'])}, expected {state_dtype!r}")
-    layout, scalars, digests = decode_state(body, model, (1,), num_groups)
-    layout, boxes = decode_model_boxes(body, layout, header.owner)
-    return OwnerTable(
-        store_id=header.store_id,
-        generation=header.generation,
-        owner=header.owner,
-        layout=layout,
-        scalars=scalars,
-        digests=digests,
-        model_boxes=boxes,
+def _header(body: Mapping[str, Any]) -> TableHeader:
+    owner = fields.count(body["owner"])
+    if not 1 <= owner < MAX_OWNERS:
+        raise ValueError(f"owner {owner}, expected 1 to {MAX_OWNERS - 1}")
+    return TableHeader(
+        fields.store_id(body["store_id"]),
+        fields.count(body["generation"]),
+        owner,
+        document.digest_of(body),
     )
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.format.rounding_keys import WINDOW_BITS, Key, KeyOf, ParameterKeys, Run
+from offload.format.chunk_plan import Piece
+from offload.format.rounding_keys import WINDOW_BITS, Key, KeyOf, ParameterKeys
 from offload.update.scratch import Scratch, constant
 
 LONG_ELEMENTS = 16 << 10
@@ -71,7 +72,7 @@ def round_stochastic(
 def round_runs(
     values: torch.Tensor,
     out: torch.Tensor,
-    runs: Sequence[Run],
+    runs: Sequence[Piece],
     *,
     keys: ParameterKeys,
     scratch: Scratch,
