@@ -1,15 +1,98 @@
-"""Results of the demo, as JSON for a script and as tables for people."""
+"""What the demo shows: its progress, and its results as JSON for a script and as tables for people.
+
+In a line of the progress, r and w are the rates at which the SSD was read and written. SSD and RAM
+are the sizes of the state on the SSD and in memory.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from offload.units import size
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+Event = dict[str, Any]
+"""One line that the training process printed; ``event["event"]`` is its kind."""
+
+
+class Progress:
+    """Display of one training process, from its first step to the last step of the run."""
+
+    def __init__(self, console: Console, title: str, *, steps: int, quiet: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        self._console = console
+        self._quiet = quiet
+        # On a terminal the bar stays below the lines. In a log there are only the lines.
+        self._bar = Bar(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=console,
+            transient=True,
+            disable=quiet or not console.is_terminal,
+        )
+        self._task = self._bar.add_task(title, total=steps, state="starting")
+        self._last: Event = {}
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line, unless the display is quiet."""
+        if not self._quiet:
+            self._console.print(text, highlight=False, soft_wrap=True)
+
+    def update(self, event: Event) -> None:
+        """Show an event of the training process."""
+        kind = event["event"]
+        if kind == "resumed":
+            self.say(
+                f"[bold]Resumed from step {event['step']}[/]: read "
+                f"{size(event['restore_bytes'])} in {event['restore_s']:.2f} s, the 16-bit "
+                "parameters and nothing else"
+            )
+            self._bar.update(self._task, completed=event["step"], state="resumed")
+        elif kind == "update":
+            self._bar.update(self._task, state=f"step {event['step']}: updating from SSD")
+        elif kind == "step":
+            self.say(self._line(event))
+            if event["checkpoint_call_s"] is not None:
+                call_ms = event["checkpoint_call_s"] * 1000
+                self.say(f"          [cyan]checkpoint of step {event['step']}: {call_ms:.0f} ms[/]")
+            self._bar.update(self._task, completed=event["step"], state=self._memory(event))
+            self._last = event
+
+    def _line(self, event: Event) -> str:
+        return (
+            f"step {event['step']:>3}  loss {float.fromhex(event['loss']):.4f}  "
+            f"{event['step_s']:.2f} s/step  r {self._rate(event, 'bytes_read', 'read_s')} "
+            f"w {self._rate(event, 'bytes_written', 'write_s')} GB/s  {self._memory(event)}"
+        )
+
+    def _rate(self, event: Event, amount: str, seconds: str) -> str:
+        """Return the rate since the last step in GB/s, as text.
+
+        Only the time in which transfers were in progress counts.
+        """
+        moved = event[amount] - self._last.get(amount, 0)
+        took = event[seconds] - self._last.get(seconds, 0.0)
+        return f"{moved / took / 1e9:.2f}" if moved > 0 and took > 0 else "-.--"
+
+    def _memory(self, event: Event) -> str:
+        in_memory = event["ring_bytes"] + event["resident_bytes"]
+        return f"SSD {size(event['state_bytes'])}  RAM {size(in_memory)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +109,7 @@ class Repeated:
     after: str
     """Loss after the resume, in the second process."""
 
-    @property
-    def equal(self) -> bool:
-        """Whether the two losses are the same number."""
-        return self.before == self.after
+    equal: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +188,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        plain = dataclasses.asdict(self)
-        for row, repeated in zip(plain["repeated"], self.repeated, strict=True):
-            row["equal"] = repeated.equal
-        return plain | {"equal": self.equal}
+        return dataclasses.asdict(self) | {"equal": self.equal}
 
     def show(self, console: Console) -> None:
         """Print a table of the repeated steps and a table of the costs."""
@@ -130,11 +207,12 @@ class Report:
         costs.add_column("")
         costs.add_column("offload", justify="right")
         costs.add_column("plain torch", justify="right")
+        in_memory = f"{size(self.ring_bytes)} + {size(self.resident_bytes)}"
         saved = size(self.torch_save_bytes)
         stalled = f"{self.torch_save_s * 1000:,.0f} ms"
         rows = (
             ("optimizer state on SSD", size(self.state_bytes), "-"),
-            ("... in memory (ring + resident)", self._memory(), size(self.state_bytes)),
+            ("... in memory (ring + resident)", in_memory, size(self.state_bytes)),
             ("one checkpoint writes", size(self.checkpoint_bytes), saved),
             ("... and stops training for", f"{self.checkpoint_stall_s * 1000:,.0f} ms", stalled),
             ("... and is durable after", f"{self.checkpoint_durable_s * 1000:,.0f} ms", stalled),
@@ -150,6 +228,3 @@ class Report:
             "from the page cache, without load_state_dict.",
             style="dim",
         )
-
-    def _memory(self) -> str:
-        return f"{size(self.ring_bytes)} + {size(self.resident_bytes)}"
