@@ -17,7 +17,6 @@ checkpoint, so it is withdrawn if the next fit continues from an older one.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,38 +33,26 @@ from offload import (
     Position,
     reference_of,
 )
-from offload.integrations.ckpt_files import (
-    PIN_PREFIX,
-    mend_pins,
-    name_of_file,
-    pin_name,
-    train_state,
-    why_in_use,
-)
 from offload.integrations.first_rank import decide
-from offload.integrations.lightning_ranks import (
-    RankFiles,
-    monitored,
+from offload.integrations.lightning_files import (
+    PIN_PREFIX,
+    SealedFiles,
+    mend_pins,
     offloaded,
+    optimizers_of_ended_fits,
     random_states,
     require_ranks_of,
     set_random_states,
+    why_in_use,
 )
-from offload.integrations.places import make_durable
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.plugins import CheckpointIO
 else:
     try:
         import lightning.pytorch as pl
-        from lightning.pytorch.plugins import CheckpointIO
     except ModuleNotFoundError:  # the older package has the same code under another name
         import pytorch_lightning as pl
-        from pytorch_lightning.plugins import CheckpointIO
-
-_optimizers_of_ended_fits: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
-"""Optimizers that are closed when the next fit of this process begins."""
 
 
 class OffloadCallback(pl.Callback):
@@ -96,7 +83,7 @@ class OffloadCallback(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Wrap the Trainer's file access, so that saving, loading and removing files is noticed.
+        """Wrap the strategy's methods, so that saving and removing files is noticed.
 
         Optimizers of earlier fits in this process are closed.
 
@@ -106,25 +93,22 @@ class OffloadCallback(pl.Callback):
         """
         if stage != "fit":
             return
-        several = trainer.world_size > 1
-        if several:
+        if trainer.world_size > 1:
             require_ranks_of(trainer)
         self._references, self._random = (), None
-        files = trainer.strategy.checkpoint_io
-        if not isinstance(files, _SealingIO):
-            if any(kind.__name__ == "AsyncCheckpointIO" for kind in type(files).__mro__):
-                raise OffloadError(
-                    "AsyncCheckpointIO may still write a .ckpt when the next one is requested, so "
-                    "the checkpoint that each .ckpt refers to cannot be determined: remove it. It "
-                    "gains little, because the .ckpt is small without the optimizer's state"
-                )
-            if several:
-                RankFiles.install(trainer, self.state_key)
-            else:
-                trainer.strategy.checkpoint_io = _SealingIO(files, trainer)
+        if any(
+            kind.__name__ == "AsyncCheckpointIO"
+            for kind in type(trainer.strategy.checkpoint_io).__mro__
+        ):
+            raise OffloadError(
+                "AsyncCheckpointIO may still write a .ckpt when the next one is requested, so "
+                "the checkpoint that each .ckpt refers to cannot be determined: remove it. It "
+                "gains little, because the .ckpt is small without the optimizer's state"
+            )
+        SealedFiles.install(trainer, self.state_key)
         # These optimizers hold their stores, however their fits ended, and this fit makes new ones.
-        while _optimizers_of_ended_fits:
-            _optimizers_of_ended_fits.pop().close()
+        while optimizers_of_ended_fits:
+            optimizers_of_ended_fits.pop().close()
 
     @override
     def on_load_checkpoint(
@@ -173,7 +157,7 @@ class OffloadCallback(pl.Callback):
             if checkpoint is not None:
                 _go_back(optimizer, checkpoint)
         for optimizer in optimizers.values():
-            optimizer.warn_unsealed = False  # `_SealingIO` seals before a file is written
+            optimizer.warn_unsealed = False  # `SealedFiles` seals before a file is written
             if not self._is_late:
                 mend_pins(optimizer, loaded)
             if _has_readers(trainer, pl_module):
@@ -228,12 +212,6 @@ class OffloadCallback(pl.Callback):
             scalars |= optimizer.stats().scalars(prefix)
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=step)
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Note that a fit has ended. Optimizers stay open, for ``Trainer.save_checkpoint``."""
-        if trainer.world_size > 1 and stage == "fit":
-            _optimizers_of_ended_fits.update(optimizer for _, optimizer in offloaded(trainer))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -306,69 +284,6 @@ class OffloadCallback(pl.Callback):
         found = self._find(optimizer, wanted, loaded)
         if found is not None:
             _go_back(optimizer, found)
-
-
-class _SealingIO(CheckpointIO):
-    """File access that seals the state before a file names it, and updates the pins of files.
-
-    Args:
-        inner: File access that writes, reads and removes the files.
-        trainer: Trainer whose optimizers the files name.
-    """
-
-    def __init__(self, inner: CheckpointIO, trainer: pl.Trainer) -> None:
-        super().__init__()
-        self._inner = inner
-        self._trainer = trainer
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        """Write a file. When this returns, the file and the checkpoint that it names are durable.
-
-        Raises:
-            SealError: The state could not be sealed. An existing file is unchanged.
-            OffloadError: This step has been sealed with a train state that is not a dict.
-        """
-        file = name_of_file(path)
-        states = checkpoint.get("optimizer_states")  # None if only parameters are saved
-        if states is None:
-            self._inner.save_checkpoint(checkpoint, path, storage_options)
-            return
-        optimizers = dict(offloaded(self._trainer))
-        metrics = monitored(self._trainer) or None
-        handles = {
-            index: optimizer.checkpoint(train_state(optimizer, file), metrics=metrics)
-            for index, optimizer in optimizers.items()
-        }
-        sealed = {index: handle.result() for index, handle in handles.items()}
-        for index, optimizer in optimizers.items():
-            states[index] = optimizer.state_dict()
-        self._inner.save_checkpoint(checkpoint, path, storage_options)
-        make_durable(file)
-        for index, optimizer in optimizers.items():
-            optimizer.pin(pin_name(file), sealed[index].path)
-
-    @override
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a file; see ``CheckpointIO``."""
-        return self._inner.load_checkpoint(path, *args, **kwargs)
-
-    @override
-    def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file, and then its pin."""
-        self._inner.remove_checkpoint(path)
-        name = pin_name(name_of_file(path))
-        for _, optimizer in offloaded(self._trainer):
-            if name in optimizer.pins():
-                optimizer.unpin(name)
-
-    @override
-    def teardown(self) -> None:
-        """Note that a fit has ended. Optimizers stay open, for ``Trainer.save_checkpoint``."""
-        _optimizers_of_ended_fits.update(optimizer for _, optimizer in offloaded(self._trainer))
-        self._inner.teardown()
 
 
 def _go_back(optimizer: OffloadedOptimizer, found: CheckpointInfo) -> None:
