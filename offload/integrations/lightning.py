@@ -33,7 +33,8 @@ from offload import (
     Position,
     reference_of,
 )
-from offload.integrations.first_rank import decide
+from offload.integrations.first_rank import decide, require_ranks
+from offload.integrations.folders import make_steps_wait
 from offload.integrations.lightning_files import (
     PIN_PREFIX,
     SealedFiles,
@@ -137,12 +138,7 @@ class OffloadCallback(pl.Callback):
         references, self._references = self._references, ()
         self._is_late = trainer.strategy.restore_checkpoint_after_setup
         for optimizer in optimizers.values():
-            if optimizer.num_ranks != trainer.world_size:
-                raise OffloadError(
-                    f"the Trainer has {trainer.world_size} processes, and the optimizer in "
-                    f"{optimizer.directories[0]} trains with {optimizer.num_ranks}: leave out "
-                    "process_group="
-                )
+            require_ranks(optimizer, trainer.world_size, trainer.num_nodes, "Lightning")
             if self._is_late:  # the strategy is about to load the file, with the optimizer
                 optimizer.torch_form = True
                 optimizer.register_load_state_dict_pre_hook(
@@ -161,7 +157,7 @@ class OffloadCallback(pl.Callback):
             if not self._is_late:
                 mend_pins(optimizer, loaded)
             if _has_readers(trainer, pl_module):
-                optimizer.register_step_post_hook(_make_steps_wait)
+                make_steps_wait(optimizer)
         if self._random is not None:
             set_random_states(self._random)
 
@@ -235,11 +231,6 @@ class OffloadCallback(pl.Callback):
     ) -> CheckpointInfo | None:
         """Return the checkpoint that a file names; None if it is the present state.
 
-        Args:
-            optimizer: Optimizer of the store.
-            wanted: Position of the optimizer's state that the file names.
-            loaded: Path of the file.
-
         Raises:
             MismatchError: The state was not sealed, or the checkpoint does not exist, or newer ones
                 that are still in use would be withdrawn. Nothing has been changed.
@@ -252,7 +243,7 @@ class OffloadCallback(pl.Callback):
     def _find_sealed(
         self, optimizer: OffloadedOptimizer, wanted: Position, loaded: str
     ) -> CheckpointInfo:
-        """Return the checkpoint that a file names, with the arguments and errors of `_find`."""
+        """Return the checkpoint that a file names, with the errors of `_find`."""
         if not wanted.sealed:
             raise MismatchError(
                 f"{loaded} names step {wanted.step}, which was not sealed when the file was "
@@ -324,7 +315,3 @@ def _has_readers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
         or any(kind.__name__ in _READING_CALLBACKS for kind in mro)
         for mro in classes
     )
-
-
-def _make_steps_wait(*_: object) -> None:
-    """Do nothing: a step with post hooks waits for its end, unless it can observe readers."""

@@ -30,9 +30,15 @@ from offload import (
     usable_metrics,
 )
 from offload.integrations.first_rank import decide, num_hosts_of_launcher, rank_of, require_one_host
-from offload.integrations.listed_folders import ListedFolders, log_kept, log_released
+from offload.integrations.listed_folders import (
+    ListedFolders,
+    change_pins,
+    is_sharded,
+    log_kept,
+    log_released,
+    reference_in,
+)
 from offload.integrations.places import inode_of_parent, is_remote, make_durable
-from offload.integrations.sharded_files import is_sharded, reference_in
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -55,13 +61,6 @@ def train_state(optimizer: OffloadedOptimizer, file: str) -> dict[str, Any]:
     """Return the train state to seal the present state with, as a checkpoint that a file names.
 
     If this step has been sealed already, its train state is kept, and the file is added to it.
-
-    Args:
-        optimizer: Optimizer of the state.
-        file: Path of the file, as from `name_of_file`.
-
-    Raises:
-        OffloadError: This step has been sealed with a train state that is not a dict.
     """
     optimizer.synchronize()
     if not is_remote(file):
@@ -104,9 +103,7 @@ def why_in_use(optimizer: OffloadedOptimizer, checkpoint: CheckpointInfo, loaded
 def _listed(loaded: str) -> ListedFolders:
     """Return the files that checkpoints list.
 
-    Args:
-        loaded: File that training resumes from; empty if there is none. The other files may have
-            been moved to its directory.
+    They may have been moved to the directory of the file that training resumes from, if any.
     """
     listed = ListedFolders(_FILES, positions_in)
     if loaded and not is_remote(loaded):
@@ -145,17 +142,9 @@ def mend_pins(optimizer: OffloadedOptimizer, loaded: str) -> None:
     """Pin the checkpoints that files name, and remove the pins of files that are gone.
 
     This is needed since users move and remove files by hand, and a process may be killed between
-    writing a file and pinning its checkpoint.
-
-    Args:
-        optimizer: Optimizer of the store.
-        loaded: File that training resumes from; empty if there is none.
+    writing a file and pinning its checkpoint. `loaded` is the file that training resumes from.
     """
-    for name, path in decide(optimizer, lambda: _wrong_pins(optimizer, loaded)).items():
-        if path is None:
-            optimizer.unpin(name)
-        else:
-            optimizer.pin(name, path)
+    change_pins(optimizer, lambda: _wrong_pins(optimizer, loaded))
 
 
 def _wrong_pins(optimizer: OffloadedOptimizer, loaded: str) -> dict[str, str | None]:
@@ -198,14 +187,7 @@ _OTHERS = ("FSDPStrategy", "DeepSpeedStrategy", "XLAStrategy")
 
 
 def require_ranks_of(trainer: pl.Trainer) -> None:
-    """Refuse strategies that are not supported, and several hosts.
-
-    Args:
-        trainer: Trainer of several processes.
-
-    Raises:
-        OffloadError: The message names the strategy.
-    """
+    """Refuse strategies that are not supported with several processes, and several hosts."""
     require_one_host(max(trainer.num_nodes, num_hosts_of_launcher()), "Lightning")
     names = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     if not {"DDPStrategy", "ModelParallelStrategy"} & {*names} or {*_OTHERS} & {*names}:
