@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from offload.demo import SCENARIOS, DemoError, Scenario, require_modules
-from offload.demo.report import Event, Killed, Progress, Repeated, Report, Resumed
+from offload.demo.report import Event, Progress, show
 from offload.units import size
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def run_demo(
     steps: int | None = None,
     allow_volatile: bool = False,
     quiet: bool = False,
-) -> Report:
-    """Run the whole demo and return its results.
+) -> dict[str, Any]:
+    """Run the whole demo and return its results, as `_report` lists them.
 
     Args:
         console: Console for the progress.
@@ -70,15 +70,15 @@ def run_demo(
         first = _train([*arguments, f"--kill={kill_step}"], log, progress)
         killed = _killed(store, first[-1], kill_step)
         progress.say(
-            f"[bold red]Killed[/] by SIGKILL in the middle of step {killed.step}; "
-            f"the newest checkpoint is of step {killed.checkpoint}"
+            f"[bold red]Killed[/] by SIGKILL in the middle of step {killed['step']}; "
+            f"the newest checkpoint is of step {killed['checkpoint']}"
         )
     with Progress(console, scenario.title, steps=total, quiet=quiet) as progress:
         second = _train(arguments, log, progress)
     report = _report(scenario, first, second, killed, store, total, every, began)
-    if not report.equal:
-        different = [row.step for row in report.repeated if not row.equal]
-        report.show(console)
+    if not report["equal"]:
+        different = [row["step"] for row in report["repeated"] if not row["equal"]]
+        show(report, console)
         raise DemoError(
             f"the losses of steps {different} differ after the resume: this is a bug of offload; "
             f"the store is kept at {store}, and the output of the processes is in {log}"
@@ -163,7 +163,7 @@ def _train(arguments: list[str], log: str, progress: Progress) -> list[Event]:
     return events
 
 
-def _killed(store: str, last: Event, kill_step: int) -> Killed:
+def _killed(store: str, last: Event, kill_step: int) -> dict[str, int]:
     """Return how the first process ended, given its last event."""
     from offload import list_checkpoints
 
@@ -179,29 +179,33 @@ def _killed(store: str, last: Event, kill_step: int) -> Killed:
             f"killed in step {step}, the training process should have left a checkpoint of an "
             f"earlier step; it left {steps or 'none'}"
         )
-    return Killed(signal=int(signal.SIGKILL), step=step, checkpoint=max(steps))
+    return {"signal": int(signal.SIGKILL), "step": step, "checkpoint": max(steps)}
 
 
 def _report(
     scenario: Scenario,
     first: list[Event],
     second: list[Event],
-    killed: Killed,
+    killed: dict[str, int],
     store: str,
     steps: int,
     every: int,
     began: float,
-) -> Report:
-    """Measure `torch.save` on the same state, and return the complete report."""
+) -> dict[str, Any]:
+    """Measure `torch.save` on the same state, and return the complete report, as JSON values.
+
+    Sizes are in bytes, durations in seconds, rates in GB/s. Losses of repeated steps are texts by
+    `float.hex`, and so exact to the last bit.
+    """
     from offload import open_checkpoint
 
     resumed = next((event for event in second if event["event"] == "resumed"), None)
     if resumed is None:
         raise DemoError("the second training process did not resume from the checkpoint")
-    if resumed["step"] != killed.checkpoint:
+    if resumed["step"] != killed["checkpoint"]:
         raise DemoError(
             f"resumed from step {resumed['step']}, and the newest checkpoint is of step "
-            f"{killed.checkpoint}"
+            f"{killed['checkpoint']}"
         )
     with open_checkpoint(store) as checkpoint:
         arrays = ["model", *checkpoint.state_arrays]
@@ -215,48 +219,52 @@ def _report(
     done = [event for event in first + second if event["event"] == "step"]
     calls = [event["checkpoint_call_s"] for event in second if event.get("checkpoint_call_s")]
     end = second[-1]
-    return Report(
-        model=scenario.name,
-        title=scenario.title,
-        num_parameters=end["num_parameters"],
-        steps=steps,
-        every=every,
-        killed=killed,
-        resumed=Resumed(
-            step=resumed["step"],
-            bytes=resumed["restore_bytes"],
-            kernel_bytes=resumed["kernel_read_bytes"],
-            seconds=resumed["wall_s"],
-        ),
-        repeated=[
-            Repeated(step, loss, after.get(step, "not reached"), loss == after.get(step))
-            for step, loss in before.items()
-            if step > resumed["step"]
-        ],
-        first_loss=evaluations[0],
-        last_loss=evaluations[-1],
-        step_s=statistics.median(event["step_s"] for event in done),
-        update_s=statistics.median(event["update_s"] for event in done),
-        read_gbps=end["bytes_read"] / end["read_s"] / 1e9 if end["read_s"] else 0.0,
-        write_gbps=end["bytes_written"] / end["write_s"] / 1e9 if end["write_s"] else 0.0,
-        state_bytes=end["state_bytes"],
-        ring_bytes=end["ring_bytes"],
-        resident_bytes=end["resident_bytes"],
-        checkpoint_bytes=end["seal_bytes"],
-        checkpoint_stall_s=(sum(calls) + end["wait_seal_s"]) / max(end["seals"], 1),
-        checkpoint_durable_s=end["seal_s"],
+    repeated = [
+        {"step": step, "before": loss, "after": again, "equal": loss == again}
+        for step, loss in before.items()
+        if step > resumed["step"]
+        for again in [after.get(step, "not reached")]
+    ]
+    return {
+        "model": scenario.name,
+        "title": scenario.title,
+        "num_parameters": end["num_parameters"],
+        "steps": steps,
+        "every": every,
+        "killed": killed,
+        "resumed": {
+            "step": resumed["step"],
+            "bytes": resumed["restore_bytes"],  # as the optimizer counts them
+            "kernel_bytes": resumed["kernel_read_bytes"],
+            "seconds": resumed["wall_s"],
+        },
+        "repeated": repeated,
+        "equal": bool(repeated) and all(row["equal"] for row in repeated),
+        "first_loss": evaluations[0],  # on held-out text, as the last one
+        "last_loss": evaluations[-1],
+        "step_s": statistics.median(event["step_s"] for event in done),
+        "update_s": statistics.median(event["update_s"] for event in done),
+        "read_gbps": end["bytes_read"] / end["read_s"] / 1e9 if end["read_s"] else 0.0,
+        "write_gbps": end["bytes_written"] / end["write_s"] / 1e9 if end["write_s"] else 0.0,
+        "state_bytes": end["state_bytes"],
+        "ring_bytes": end["ring_bytes"],
+        "resident_bytes": end["resident_bytes"],
+        "checkpoint_bytes": end["seal_bytes"],
+        # Training stands still in the call, and in steps that wait for the seal.
+        "checkpoint_stall_s": (sum(calls) + end["wait_seal_s"]) / max(end["seals"], 1),
+        "checkpoint_durable_s": end["seal_s"],
         **torch_save,
-        store=store,
-        elapsed_s=time.perf_counter() - began,
-    )
+        "store": store,
+        "elapsed_s": time.perf_counter() - began,
+    }
 
 
 def _measure_torch_save(checkpoint: str, arrays: list[str], scratch: str) -> dict[str, Any]:
     """Save the state of a checkpoint with `torch.save`, load it again, and remove the file.
 
     Returns:
-        Fields of `Report`, each time the faster of two runs: of saving with fsync, and of loading
-        from the disk, not from the page cache.
+        Entries of the report. Each time is the faster of two runs: of saving with fsync, and of
+        loading from the disk, not from the page cache.
 
     Args:
         checkpoint: Directory of a checkpoint; its files are read with `safetensors`.
