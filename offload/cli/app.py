@@ -88,6 +88,7 @@ def demo(
 
     Losses after the resume, and the time of checkpoints, are compared with torch.save.
     """
+    from offload.demo.report import show as show_demo
     from offload.demo.run import run_demo
 
     # With --json, standard output holds the JSON and nothing else.
@@ -101,14 +102,15 @@ def demo(
         quiet=as_json,
     )
     if as_json:
-        print_json(report.to_json())
+        print_json(report)
         return
-    report.show(console)
+    show_demo(report, console)
+    store = report["store"]
     console.print(
-        f"Loss on held-out text {report.first_loss:.3f} -> {report.last_loss:.3f} in "
-        f"{report.steps} steps; {report.elapsed_s:.0f} s in all.\n"
-        f"The checkpoints stay in {report.store} ({size(tree_bytes(report.store))}): look at them "
-        "with offload ls, show and verify, then remove them.",
+        f"Loss on held-out text {report['first_loss']:.3f} -> {report['last_loss']:.3f} in "
+        f"{report['steps']} steps; {report['elapsed_s']:.0f} s in all.\n"
+        f"The checkpoints stay in {store} ({size(tree_bytes(store))}): look at them with "
+        "offload ls, show and verify, then remove them.",
         highlight=False,
         soft_wrap=True,
     )

@@ -11,7 +11,15 @@ from typing import Annotated
 
 import typer
 
-from offload.cli.options import AllowVolatile, CheckpointPath, Quiet, progress_bar, tree_bytes
+from offload.cli.options import (
+    AllowRemote,
+    AllowVolatile,
+    CheckpointPath,
+    Parts,
+    Quiet,
+    progress_bar,
+    tree_bytes,
+)
 from offload.units import size
 
 
@@ -58,10 +66,7 @@ def export(
             "torch.distributed.checkpoint.",
         ),
     ],
-    part: Annotated[
-        list[str] | None,
-        typer.Option("--part", help="Directory of the state on a further drive, as for show."),
-    ] = None,
+    part: Parts = None,
     config: Annotated[
         str | None,
         typer.Option(
@@ -148,13 +153,7 @@ def import_(
         bool, typer.Option("--fresh", help="Replace the checkpoints of an existing store.")
     ] = False,
     allow_volatile: AllowVolatile = False,
-    allow_remote: Annotated[
-        bool,
-        typer.Option(
-            "--allow-remote",
-            help="Accept a directory that another machine or a program serves (NFS, FUSE).",
-        ),
-    ] = False,
+    allow_remote: AllowRemote = False,
     quiet: Quiet = False,
 ) -> None:
     """Make a store from another program's checkpoint.

@@ -28,6 +28,13 @@ Parts = Annotated[
 AllowVolatile = Annotated[
     bool, typer.Option("--allow-volatile", help="Accept a directory in memory (tmpfs).")
 ]
+AllowRemote = Annotated[
+    bool,
+    typer.Option(
+        "--allow-remote",
+        help="Accept a directory that another machine or a program serves (NFS, FUSE).",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 

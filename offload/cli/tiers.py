@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.options import (
+    AllowRemote,
     AllowVolatile,
     CheckpointPath,
     Json,
@@ -114,9 +115,7 @@ def pull(
     timeout: Timeout = 600,
     retry: Retry = 180,
     allow_volatile: AllowVolatile = False,
-    allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="Accept a network file system.")
-    ] = False,
+    allow_remote: AllowRemote = False,
     part: Parts = None,
     as_json: Json = False,
 ) -> None:

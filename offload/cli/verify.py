@@ -28,6 +28,7 @@ from offload.units import grouped, part_options, size
 
 if TYPE_CHECKING:
     from offload.checkpoint.checkpoint import Checkpoint
+    from offload.checkpoint.verify import VerifyReport
 
 _BUSY_S = 60.0
 """Longest wait in seconds for a checkpoint that a writer is about to recycle or to replace."""
@@ -43,28 +44,18 @@ class _Verified:
     """Result for one checkpoint, or for a store that could not be examined."""
 
     path: str
-    problems: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
-    bytes_checked: int = 0
-    quarantined: str = ""
-    """Reason why the checkpoint is marked as damaged at the end; empty if it is not marked."""
+    report: VerifyReport
     lifted: bool = False
     """Whether a mark was removed."""
-    not_marked: list[str] = field(default_factory=list)
-    """Problems for which the checkpoint is not marked; see `VerifyReport.not_marked`."""
-    not_seen: list[str] = field(default_factory=list)
-    """Parts of owners that are not seen on this node; see `VerifyReport.not_seen`."""
     recorded: list[str] = field(default_factory=list)
     """Directories on further drives that were read because the manifest names them."""
 
-    @property
-    def ok(self) -> bool:
-        """Whether everything is as it was written."""
-        return not self.problems and not self.unreadable
-
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        return {"path": self.path, "ok": self.ok, **dataclasses.asdict(self)}
+        found = dataclasses.asdict(self.report)
+        del found["damaged_parts"], found["whole_parts"]
+        own = {"lifted": self.lifted, "recorded": self.recorded}
+        return {"path": self.path, "ok": self.report.ok, **found, **own}
 
 
 def verify(
@@ -107,13 +98,13 @@ def verify(
     else:
         work.verify(path, may_be_empty=False)
     work.results.sort(key=lambda result: result.path)
-    ok = all(result.ok for result in work.results)
+    ok = all(result.report.ok for result in work.results)
     if as_json:
         found = [result.to_json() for result in work.results]
         print_json({"ok": ok, "checkpoints": found, "recycled": work.recycled})
     else:
-        unread = [r for r in work.results if r.problems and not r.bytes_checked]
-        for text in grouped([(r.path, problem) for r in unread for problem in r.problems]):
+        unread = [r for r in work.results if not r.report.bytes_checked]
+        for text in grouped([(r.path, problem) for r in unread for problem in r.report.problems]):
             typer.secho(one_line(text), fg="red", err=True)
         for result in work.results:
             _show(result, mark=quarantine)
@@ -142,12 +133,12 @@ class _Work:
             raise CheckpointError(f"{directory}: no store in this directory or below it")
         for error in unlisted:
             name = os.fsdecode(error.filename or directory)
-            self.results.append(_Verified(name, unreadable=[f"{name}: {error.strerror}"]))
+            self._add(name, unreadable=(f"{name}: {error.strerror}",))
         for store in stores:
             try:
                 self.verify(store, may_be_empty=True)
             except (OffloadError, OSError) as error:
-                self.results.append(_Verified(store, unreadable=[str(error)]))
+                self._add(store, unreadable=(str(error),))
 
     def verify(self, path: str, *, may_be_empty: bool) -> None:
         """Verify a checkpoint, or all checkpoints of a store."""
@@ -187,10 +178,10 @@ class _Work:
             self.recycled.append(name)
             return
         except StoreBusyError as error:
-            self.results.append(_Verified(name, unreadable=[f"{name}: {error.strerror}"]))
+            self._add(name, unreadable=(f"{name}: {error.strerror}",))
             return
         except CheckpointError as error:  # so damaged that it cannot even be opened
-            self.results.append(_Verified(name, [str(error)]))
+            self._add(name, problems=(str(error),))
             return
         recorded = opened.parts if opened.parts_are_only_recorded else []
         with opened, progress_bar(name, quiet=self._quiet) as progress:
@@ -199,16 +190,19 @@ class _Work:
         self.results.append(
             _Verified(
                 name,
-                list(report.problems),
-                list(report.unreadable),
-                report.bytes_checked,
-                report.quarantined,
+                report,
                 lifted=was_quarantined and not report.quarantined,
-                not_marked=list(report.not_marked),
-                not_seen=list(report.not_seen),
                 recorded=[os.path.dirname(part) for part in recorded],
             )
         )
+
+    def _add(
+        self, path: str, *, problems: tuple[str, ...] = (), unreadable: tuple[str, ...] = ()
+    ) -> None:
+        """Add the result for a checkpoint of which nothing was read, or for a store."""
+        from offload.checkpoint.verify import VerifyReport
+
+        self.results.append(_Verified(path, VerifyReport(problems, 0, unreadable)))
 
     def _open(self, name: str) -> Checkpoint:
         """Open a checkpoint. Wait if a writer is about to recycle or to replace it."""
@@ -253,19 +247,19 @@ def _stores_below(directory: str, unlisted: list[OSError]) -> Iterator[str]:
 
 
 def _show(result: _Verified, *, mark: bool) -> None:
-    name = one_line(result.path)
-    problems = result.problems if result.bytes_checked else ()  # others are printed in groups
-    for problem in (*problems, *result.unreadable):
+    name, report = one_line(result.path), result.report
+    problems = report.problems if report.bytes_checked else ()  # others are printed in groups
+    for problem in (*problems, *report.unreadable):
         typer.secho(one_line(problem), fg="red", err=True)
-    for path in result.not_seen:
+    for path in report.not_seen:
         typer.echo(
             f"{name}: not seen here, so not checked: {one_line(path)}. Verify it on its node, or "
             "give the directory of the store in which it is now with --part"
         )
     places = one_line(", ".join(result.recorded))
     options = one_line(part_options(result.recorded))
-    if result.problems:
-        marked = "; marked as damaged, so that no reader uses it" if result.quarantined else ""
+    if report.problems:
+        marked = "; marked as damaged, so that no reader uses it" if report.quarantined else ""
         if mark and not marked and places:
             marked = (
                 f"; not marked, because its other directories ({places}) are known from its "
@@ -274,14 +268,14 @@ def _show(result: _Verified, *, mark: bool) -> None:
                 "options with its own directories"
             )
         # Nothing is read of a checkpoint that cannot be opened, for example if a drive is missing.
-        found = "damaged" if result.bytes_checked else "not usable; its content was not read"
+        found = "damaged" if report.bytes_checked else "not usable; its content was not read"
         typer.secho(f"{name}: {found}{marked}", fg="red")
-    elif result.unreadable:
+    elif report.unreadable:
         typer.secho(f"{name}: not everything could be read", fg="red")
-    elif result.quarantined:
+    elif report.quarantined:
         lifting = f"offload verify --quarantine {options}".rstrip()
         typer.secho(
-            f"{name}: {size(result.bytes_checked)}, all as written, but still quarantined: "
+            f"{name}: {size(report.bytes_checked)}, all as written, but still quarantined: "
             f"{lifting} lifts the "
             f"quarantine{', if these directories are its own' if places else ''}",
             fg="yellow",
@@ -290,5 +284,5 @@ def _show(result: _Verified, *, mark: bool) -> None:
         lifted = "; its quarantine is lifted" if result.lifted else ""
         read = f" (read in {places} as well, which its manifest names)" if places else ""
         typer.secho(
-            f"{name}: {size(result.bytes_checked)}, all as written{read}{lifted}", fg="green"
+            f"{name}: {size(report.bytes_checked)}, all as written{read}{lifted}", fg="green"
         )

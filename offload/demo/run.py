@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offload.demo import SCENARIOS, DemoError, Scenario, require_modules
-from offload.demo.child import Child, Event
-from offload.demo.progress import Progress
-from offload.demo.report import Killed, Repeated, Report, Resumed
+from offload.demo.report import Event, Progress, show
 from offload.units import size
 
 if TYPE_CHECKING:
@@ -29,40 +29,6 @@ _BYTES_PER_PARAMETER = 14
 """Bytes per parameter: 16 bits of the parameter, its FP32 master and two FP32 moments."""
 
 
-@dataclass(slots=True)
-class RunLog:
-    """The events of one training process."""
-
-    losses: dict[int, str] = field(default_factory=dict)
-    """Loss before the update of a step, as text by `float.hex`, by number of the step."""
-
-    evaluations: dict[int, float] = field(default_factory=dict)
-    """Loss on held-out text, by step."""
-
-    steps: list[Event] = field(default_factory=list)
-    """Events of completed steps, in order."""
-
-    resumed: Event | None = None
-    """Event of the resume; None if the process did not resume."""
-
-    last: Event | None = None
-    """Event at the end of the run; None if the process did not reach it."""
-
-    def add(self, event: Event) -> None:
-        """Record an event."""
-        kind = event["event"]
-        if kind == "update":
-            self.losses[event["step"]] = event["loss"]
-        elif kind == "step":
-            self.steps.append(event)
-        elif kind == "evaluated":
-            self.evaluations[event["step"]] = event["loss"]
-        elif kind == "resumed":
-            self.resumed = event
-        elif kind == "end":
-            self.last = event
-
-
 def run_demo(
     console: Console,
     *,
@@ -71,8 +37,8 @@ def run_demo(
     steps: int | None = None,
     allow_volatile: bool = False,
     quiet: bool = False,
-) -> Report:
-    """Run the whole demo and return its results.
+) -> dict[str, Any]:
+    """Run the whole demo and return its results, as `_report` lists them.
 
     Args:
         console: Console for the progress.
@@ -89,11 +55,6 @@ def run_demo(
     began = time.perf_counter()
     scenario = SCENARIOS[model]
     total = scenario.steps if steps is None else steps
-    if total < 4:
-        raise DemoError(
-            f"--steps {total}: the demo needs at least 4, so that the training can be killed "
-            "between two checkpoints"
-        )
     every = min(scenario.every, total // 2)
     require_modules(scenario)
     store = _prepare(directory, scenario)
@@ -104,28 +65,20 @@ def run_demo(
 
     # Half-way between two checkpoints, near the middle of the run.
     kill_step = every * (total // (2 * every)) + (every + 1) // 2
-    with (
-        Child([*arguments, f"--hold={kill_step}"], log=log) as child,
-        Progress(console, scenario.title, steps=total, quiet=quiet) as progress,
-    ):
+    with Progress(console, scenario.title, steps=total, quiet=quiet) as progress:
         progress.say(f"Training {scenario.title} for {total} steps, a checkpoint every {every}")
-        first, killed = _train_and_kill(child, progress, store, kill_step)
+        first = _train([*arguments, f"--kill={kill_step}"], log, progress)
+        killed = _killed(store, first[-1], kill_step)
         progress.say(
-            f"[bold red]Killed[/] by SIGKILL in the middle of step {killed.step}; "
-            f"the newest checkpoint is of step {killed.checkpoint}"
+            f"[bold red]Killed[/] by SIGKILL in the middle of step {killed['step']}; "
+            f"the newest checkpoint is of step {killed['checkpoint']}"
         )
-    with (
-        Child(arguments, log=log) as child,
-        Progress(console, scenario.title, steps=total, quiet=quiet) as progress,
-    ):
-        second = RunLog()
-        for event in child.events():
-            second.add(event)
-            progress.update(event)
-    report = _report(scenario, first, second, killed, directory, total, every, began)
-    if not report.equal:
-        different = [row.step for row in report.repeated if not row.equal]
-        report.show(console)
+    with Progress(console, scenario.title, steps=total, quiet=quiet) as progress:
+        second = _train(arguments, log, progress)
+    report = _report(scenario, first, second, killed, store, total, every, began)
+    if not report["equal"]:
+        different = [row["step"] for row in report["repeated"] if not row["equal"]]
+        show(report, console)
         raise DemoError(
             f"the losses of steps {different} differ after the resume: this is a bug of offload; "
             f"the store is kept at {store}, and the output of the processes is in {log}"
@@ -164,108 +117,192 @@ def _prepare(directory: str, scenario: Scenario) -> str:
     return os.path.join(directory, "store")
 
 
-def _train_and_kill(
-    child: Child, progress: Progress, store: str, kill_step: int
-) -> tuple[RunLog, Killed]:
-    """Follow a training process until it stops within an update, and kill it.
+def _train(arguments: list[str], log: str, progress: Progress) -> list[Event]:
+    """Run a training process until it ends or kills itself, and return its events.
 
-    The update is that of step `kill_step` or of a later step.
+    Its standard error is appended to the file `log`. No process is left behind, whatever happens.
+
+    Raises:
+        DemoError: The process ended with another status, or by another signal.
     """
-    record = RunLog()
-    for event in child.events():
-        record.add(event)
-        progress.update(event)
-        if event["event"] != "held":
-            continue
-        child.wait_stopped()
-        status = child.kill()
-        if status != -signal.SIGKILL:
-            raise DemoError(f"the training process ended with status {status}, not by SIGKILL")
-        return record, _killed(store, event["step"])
-    raise DemoError(
-        "the training process finished before it could be killed in the middle of step "
-        f"{kill_step} or later; pass a larger --steps"
-    )
+    environment = {
+        # OpenMP threads that spin while they wait for each other make a step twenty times as
+        # long beside other programs. Sleeping costs next to nothing on an idle machine.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+        # The model comes from a package. A hub is never asked, not even for a newer version.
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    events: list[Event] = []
+    with (
+        open(log, "ab") as file,
+        subprocess.Popen(
+            [sys.executable, "-m", "offload.demo.train", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            env=environment,
+            text=True,
+        ) as process,
+    ):
+        try:
+            for line in process.stdout or ():
+                events.append(json.loads(line))
+                progress.update(events[-1])
+            status = process.wait()
+        finally:
+            process.kill()
+    kills_itself = bool(events) and events[-1]["event"] == "killing"
+    if status != (-signal.SIGKILL if kills_itself else 0):
+        with open(log, encoding="utf-8", errors="replace") as output:
+            last_words = "".join(output.readlines()[-12:]).rstrip()
+        raise DemoError(
+            f"the training process ended with status {status}; its last output:\n{last_words}"
+        )
+    return events
 
 
-def _killed(store: str, step: int) -> Killed:
+def _killed(store: str, last: Event, kill_step: int) -> dict[str, int]:
+    """Return how the first process ended, given its last event."""
     from offload import list_checkpoints
 
+    if last["event"] != "killing":
+        raise DemoError(
+            "the training process finished before it could be killed in the middle of step "
+            f"{kill_step} or later; pass a larger --steps"
+        )
+    step = last["step"]
     steps = [info.step for info in list_checkpoints(store) if info.valid]
     if not steps or max(steps) >= step:
         raise DemoError(
             f"killed in step {step}, the training process should have left a checkpoint of an "
             f"earlier step; it left {steps or 'none'}"
         )
-    return Killed(signal=int(signal.SIGKILL), step=step, checkpoint=max(steps))
+    return {"signal": int(signal.SIGKILL), "step": step, "checkpoint": max(steps)}
 
 
 def _report(
     scenario: Scenario,
-    first: RunLog,
-    second: RunLog,
-    killed: Killed,
-    directory: str,
+    first: list[Event],
+    second: list[Event],
+    killed: dict[str, int],
+    store: str,
     steps: int,
     every: int,
     began: float,
-) -> Report:
-    """Measure `torch.save` on the same state, and return the complete report."""
-    from offload import open_checkpoint
-    from offload.demo import baseline
+) -> dict[str, Any]:
+    """Measure `torch.save` on the same state, and return the complete report, as JSON values.
 
-    resumed, end = second.resumed, second.last
-    if resumed is None or end is None:
+    Sizes are in bytes, durations in seconds, rates in GB/s. Losses of repeated steps are texts by
+    `float.hex`, and so exact to the last bit.
+    """
+    from offload import open_checkpoint
+
+    resumed = next((event for event in second if event["event"] == "resumed"), None)
+    if resumed is None:
         raise DemoError("the second training process did not resume from the checkpoint")
-    if resumed["step"] != killed.checkpoint:
+    if resumed["step"] != killed["checkpoint"]:
         raise DemoError(
             f"resumed from step {resumed['step']}, and the newest checkpoint is of step "
-            f"{killed.checkpoint}"
+            f"{killed['checkpoint']}"
         )
-    store = os.path.join(directory, "store")
     with open_checkpoint(store) as checkpoint:
         arrays = ["model", *checkpoint.state_arrays]
-        saved = baseline.measure(checkpoint.path, arrays, os.path.join(directory, "torch_save.pt"))
-    both = first.steps + second.steps
-    calls = [
-        event["checkpoint_call_s"]
-        for event in second.steps
-        if event["checkpoint_call_s"] is not None
-    ]
-    seals = max(end["seals"], 1)
-    return Report(
-        model=scenario.name,
-        title=scenario.title,
-        num_parameters=end["num_parameters"],
-        steps=steps,
-        every=every,
-        killed=killed,
-        resumed=Resumed(
-            step=resumed["step"],
-            bytes=resumed["restore_bytes"],
-            kernel_bytes=resumed["kernel_read_bytes"],
-            seconds=resumed["wall_s"],
-        ),
-        repeated=[
-            Repeated(step, before, second.losses.get(step, "not reached"))
-            for step, before in sorted(first.losses.items())
-            if step > resumed["step"]
-        ],
-        first_loss=first.evaluations[0],
-        last_loss=second.evaluations[steps],
-        step_s=statistics.median(event["step_s"] for event in both),
-        update_s=statistics.median(event["update_s"] for event in both),
-        read_gbps=end["bytes_read"] / end["read_s"] / 1e9 if end["read_s"] else 0.0,
-        write_gbps=end["bytes_written"] / end["write_s"] / 1e9 if end["write_s"] else 0.0,
-        state_bytes=end["state_bytes"],
-        ring_bytes=end["ring_bytes"],
-        resident_bytes=end["resident_bytes"],
-        checkpoint_bytes=end["seal_bytes"],
-        checkpoint_stall_s=(sum(calls) + end["wait_seal_s"]) / seals,
-        checkpoint_durable_s=end["seal_s"],
-        torch_save_bytes=saved.bytes,
-        torch_save_s=saved.save_s,
-        torch_load_s=saved.load_s,
-        store=store,
-        elapsed_s=time.perf_counter() - began,
+        scratch = os.path.join(os.path.dirname(store), "torch_save.pt")
+        torch_save = _measure_torch_save(checkpoint.path, arrays, scratch)
+    before, after = (
+        {event["step"]: event["loss"] for event in events if event["event"] == "update"}
+        for events in (first, second)
     )
+    evaluations = [event["loss"] for event in first + second if event["event"] == "evaluated"]
+    done = [event for event in first + second if event["event"] == "step"]
+    calls = [event["checkpoint_call_s"] for event in second if event.get("checkpoint_call_s")]
+    end = second[-1]
+    repeated = [
+        {"step": step, "before": loss, "after": again, "equal": loss == again}
+        for step, loss in before.items()
+        if step > resumed["step"]
+        for again in [after.get(step, "not reached")]
+    ]
+    return {
+        "model": scenario.name,
+        "title": scenario.title,
+        "num_parameters": end["num_parameters"],
+        "steps": steps,
+        "every": every,
+        "killed": killed,
+        "resumed": {
+            "step": resumed["step"],
+            "bytes": resumed["restore_bytes"],  # as the optimizer counts them
+            "kernel_bytes": resumed["kernel_read_bytes"],
+            "seconds": resumed["wall_s"],
+        },
+        "repeated": repeated,
+        "equal": bool(repeated) and all(row["equal"] for row in repeated),
+        "first_loss": evaluations[0],  # on held-out text, as the last one
+        "last_loss": evaluations[-1],
+        "step_s": statistics.median(event["step_s"] for event in done),
+        "update_s": statistics.median(event["update_s"] for event in done),
+        "read_gbps": end["bytes_read"] / end["read_s"] / 1e9 if end["read_s"] else 0.0,
+        "write_gbps": end["bytes_written"] / end["write_s"] / 1e9 if end["write_s"] else 0.0,
+        "state_bytes": end["state_bytes"],
+        "ring_bytes": end["ring_bytes"],
+        "resident_bytes": end["resident_bytes"],
+        "checkpoint_bytes": end["seal_bytes"],
+        # Training stands still in the call, and in steps that wait for the seal.
+        "checkpoint_stall_s": (sum(calls) + end["wait_seal_s"]) / max(end["seals"], 1),
+        "checkpoint_durable_s": end["seal_s"],
+        **torch_save,
+        "store": store,
+        "elapsed_s": time.perf_counter() - began,
+    }
+
+
+def _measure_torch_save(checkpoint: str, arrays: list[str], scratch: str) -> dict[str, Any]:
+    """Save the state of a checkpoint with `torch.save`, load it again, and remove the file.
+
+    Returns:
+        Entries of the report. Each time is the faster of two runs: of saving with fsync, and of
+        loading from the disk, not from the page cache.
+
+    Args:
+        checkpoint: Directory of a checkpoint; its files are read with `safetensors`.
+        arrays: Names of the checkpoint's files to save, without ``.safetensors``.
+        scratch: Path of the file to write; it must be on the disk to be measured.
+    """
+    import torch
+    from safetensors.torch import load_file
+    from torch.serialization import get_crc32_options, set_crc32_options
+
+    state: dict[str, Any] = {
+        name: load_file(os.path.join(checkpoint, f"{name}.safetensors")) for name in arrays
+    }
+    saves: list[float] = []
+    loads: list[float] = []
+    checksums = get_crc32_options()
+    # Without its checksums torch.save takes half the time. The comparison is with the faster
+    # variant.
+    set_crc32_options(False)
+    fd = os.open(scratch, os.O_RDONLY | os.O_CREAT)
+    try:
+        for _ in range(2):
+            began = time.perf_counter()
+            torch.save(state, scratch)
+            os.fsync(fd)
+            saves.append(time.perf_counter() - began)
+        state.clear()
+        for _ in range(2):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            began = time.perf_counter()
+            torch.load(scratch, map_location="cpu", weights_only=True)
+            loads.append(time.perf_counter() - began)
+        return {
+            "torch_save_bytes": os.path.getsize(scratch),
+            "torch_save_s": min(saves),
+            "torch_load_s": min(loads),
+        }
+    finally:
+        set_crc32_options(checksums)
+        os.close(fd)
+        os.remove(scratch)

@@ -1,11 +1,7 @@
 """The training process of the demo: a plain loop, as a user would write it.
 
 Run as ``python -m offload.demo.train``. Each line it prints is one JSON object, so that the process
-that started it can show the progress. With ``--hold`` it stands still in the middle of a step, so
-that it can be killed there.
-
-A kill from outside may come too late for a short update, because nothing guarantees when another
-process gets a processor. So the training process stops itself, and waits to be killed.
+that started it can show the progress. With ``--kill`` it kills itself in the middle of a step.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from offload.demo.models import build
 
 
 def train(
-    scenario: Scenario, directory: str, *, steps: int, every: int, volatile: bool, hold: Hold
+    scenario: Scenario, directory: str, *, steps: int, every: int, volatile: bool, killing: Killing
 ) -> None:
     """Train up to step `steps`, from the newest checkpoint in `directory` if there is one."""
     model, encode = build(scenario.name)
@@ -57,11 +53,11 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         value = float(loss.item())
-        if handle is not None and hold.is_due(step):
+        if handle is not None and killing.is_due(step):
             handle.result()  # after the kill there must be a checkpoint to resume from
         say("update", step=step, loss=value.hex())
         updating = time.perf_counter()
-        with hold.amid(step):
+        with killing.amid(step):
             optimizer.step()
         update_s = time.perf_counter() - updating
         scheduler.step()
@@ -180,7 +176,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True)
     parser.add_argument("--allow-volatile", action="store_true")
-    parser.add_argument("--hold", type=int)
+    parser.add_argument("--kill", type=int)
     options = parser.parse_args()
     train(
         SCENARIOS[options.model],
@@ -188,7 +184,7 @@ def main() -> None:
         steps=options.steps,
         every=options.every,
         volatile=options.allow_volatile,
-        hold=Hold(options.hold, say),
+        killing=Killing(options.kill),
     )
 
 
@@ -228,32 +224,31 @@ class Batches:
         return self._held_out[starts[:, None] + torch.arange(tokens)]
 
 
-class Hold:
-    """Stops this process in the middle of an update, at whatever point the update has reached.
+class Killing:
+    """Kills this process in the middle of an update, at whatever point the update has reached.
 
-    If an update ends before the timer fires, the next update is stopped instead.
+    A kill from outside may come too late for a short update, because nothing guarantees when
+    another process gets a processor. If an update ends before the timer fires, the next update is
+    killed instead.
 
     Args:
-        step: First step whose update is to be stopped; None to stop no update.
-        say: Function that is called as ``say("held", step=...)`` just before the process stops.
+        step: First step whose update is to be killed; None to kill no update.
     """
 
-    def __init__(self, step: int | None, say: Callable[..., None]) -> None:
+    def __init__(self, step: int | None) -> None:
         self._step = math.inf if step is None else step
-        self._say = say
         self._fastest_s = math.inf
         self._within: int | None = None
-        """The step whose update is in progress and is to be stopped; None at all other times."""
-        if step is not None:
-            signal.signal(signal.SIGALRM, self._stand_still)
+        """The step whose update is in progress and is to be killed; None at all other times."""
+        signal.signal(signal.SIGALRM, self._kill)
 
     def is_due(self, step: int) -> bool:
-        """Return whether the update of a step is to be stopped."""
+        """Return whether the update of a step is to be killed."""
         return step >= self._step
 
     @contextmanager
     def amid(self, step: int) -> Iterator[None]:
-        """Run the block as the update of a step. If the step is due, the process stops in it."""
+        """Run the block as the update of a step. A step that is due ends the process."""
         began = time.perf_counter()
         if self.is_due(step):
             self._within = step
@@ -265,10 +260,10 @@ class Hold:
             self._within = None
         self._fastest_s = min(self._fastest_s, time.perf_counter() - began)
 
-    def _stand_still(self, *_: object) -> None:
+    def _kill(self, *_: object) -> None:
         if self._within is not None:
-            self._say("held", step=self._within)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            say("killing", step=self._within)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

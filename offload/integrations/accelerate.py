@@ -22,14 +22,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import OPTIMIZER_NAME, RNG_STATE_NAME, DistributedType
 
-from offload import MismatchError, OffloadError, Position
-from offload.integrations.first_rank import (
-    decide,
-    num_hosts_of_launcher,
-    require_ranks,
-)
+from offload import MismatchError, OffloadedOptimizer, OffloadError, Position
+from offload.integrations.first_rank import decide, num_hosts_of_launcher, require_ranks
 from offload.integrations.folders import Folders, unwrap
-from offload.integrations.sharded_files import positions_in_file
+from offload.integrations.listed_folders import positions_in_file
 
 REFERENCE_NAME = "offload_reference.bin"
 """File with the reference in a folder of FSDP2."""
@@ -41,22 +37,17 @@ _REMEDY = (
     "newest one"
 )
 
-_UNWRAP = "pass the one that was given to accelerator.prepare()"
 _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _ATTACH = "Call follow(accelerator, optimizer) before save_state()"
 
 
 class Following:
-    """Hooks that seal and pin checkpoints for an accelerator's folders until `stop`; see `follow`.
+    """Hooks that seal and pin checkpoints for folders of an accelerator until `stop`."""
 
-    Args:
-        accelerator: Accelerator that saves and loads the folders.
-        optimizer: Optimizer of this package, prepared or not.
-        discard_newer: Whether loading an older folder may withdraw newer checkpoints in use.
-    """
-
-    def __init__(self, accelerator: Accelerator, optimizer: object, *, discard_newer: bool) -> None:
-        self._optimizer = unwrap(optimizer, _UNWRAP)
+    def __init__(
+        self, accelerator: Accelerator, optimizer: OffloadedOptimizer, *, discard_newer: bool
+    ) -> None:
+        self._optimizer = optimizer
         self._folders = Folders(
             "accelerate",
             _positions_in,
@@ -199,7 +190,7 @@ def follow(
         OffloadError: The processes of the accelerator are not the optimizer's ranks, or are on
             several hosts; or the model is divided in a way that is not supported.
     """
-    inner = unwrap(optimizer, _UNWRAP)
+    inner = unwrap(optimizer, "pass the one that was given to accelerator.prepare()")
     require_ranks(inner, accelerator.num_processes, num_hosts_of_launcher(), "accelerate")
     kind = accelerator.distributed_type
     if kind not in _SUPPORTED and not accelerator.is_fsdp2:
@@ -207,7 +198,7 @@ def follow(
             f"follow(): accelerate trains with {kind.value}, which is not supported: use "
             "DistributedDataParallel, or FSDP2 by FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
-    return Following(accelerator, optimizer, discard_newer=discard_newer)
+    return Following(accelerator, inner, discard_newer=discard_newer)
 
 
 def _positions_in(folder: str) -> list[Position] | None:

@@ -54,10 +54,6 @@ def pack(checkpoint: Checkpoint, folder: str) -> dict[str, Any]:
 
     Files that a library needs for resuming come first. If these do not fit into the room that the
     train state has, a warning in the log says so, and the result is empty.
-
-    Args:
-        checkpoint: Checkpoint that the folder refers to.
-        folder: Folder without subfolders.
     """
     names = os.listdir(folder)
     if not _has_the_same_weights(checkpoint, folder, names):
@@ -125,7 +121,8 @@ def write_newest(
 ) -> tuple[str | None, str]:
     """Write the newest folder anew that a checkpoint carries the files of.
 
-    The folder appears complete, and is durable.
+    The folder appears complete, and is durable. Returned are its path, or None; and why the newest
+    checkpoint was skipped, or an empty text.
 
     Args:
         library: Key of the library in train states.
@@ -133,14 +130,6 @@ def write_newest(
         infos: Usable checkpoints of the store, the newest first.
         parts: Directories of the store on the other drives.
         name: Names that the folder may have.
-
-    Returns:
-        Path of the folder, or None; and why the newest checkpoint was skipped, or an empty text.
-
-    Raises:
-        DamagedError: A checkpoint is damaged, and a newer one is quarantined already.
-        StoreError: A checkpoint cannot be read.
-        OSError: The folder could not be written.
     """
     why = ""
     for info in infos:
@@ -167,10 +156,6 @@ def write_newest(
 
 def damage_of(path: str, parts: Sequence[str]) -> str:
     """Return the damage of a checkpoint, which is then quarantined; empty if it is whole.
-
-    Args:
-        path: Path of the checkpoint.
-        parts: Directories of the optimizer's store on the other drives.
 
     Raises:
         DamagedError: The checkpoint is damaged, and a newer one is quarantined already.

@@ -25,17 +25,9 @@ def rank_of(optimizer: OffloadedOptimizer) -> int:
 
 
 def decide(optimizer: OffloadedOptimizer, find: Callable[[], T]) -> T:
-    """Return on every rank what a function returns on the first one. Collective.
+    """Return on every rank what a function returns or raises on the first one. Collective.
 
-    The other ranks wait as long as the process group of the library does.
-
-    Args:
-        optimizer: Optimizer whose ranks take part.
-        find: Function that only the first rank calls. Its result can be pickled.
-
-    Raises:
-        Exception: The error of the function on the first rank. The other ranks raise one with the
-            same message, of the same class if it is one of this package.
+    The others raise an error with the same message, of the same class if it is one of this package.
     """
     if optimizer.num_ranks == 1:
         return find()
@@ -66,17 +58,7 @@ def all_arrived(optimizer: OffloadedOptimizer) -> None:
 def require_ranks(
     optimizer: OffloadedOptimizer, num_processes: int, num_hosts: int, library: str
 ) -> None:
-    """Refuse an optimizer that does not train with all processes of a library.
-
-    Args:
-        optimizer: Optimizer of this package.
-        num_processes: Number of processes that the library trains with.
-        num_hosts: Number of hosts that these are on.
-        library: Name of the library, for the message.
-
-    Raises:
-        OffloadError: The processes are not the optimizer's ranks, or are on several hosts.
-    """
+    """Refuse an optimizer that does not train with all processes of a library, or several hosts."""
     if optimizer.num_ranks != num_processes:
         raise OffloadError(
             f"{library} trains with {num_processes} processes, and the optimizer in "
@@ -87,15 +69,7 @@ def require_ranks(
 
 
 def require_one_host(num_hosts: int, library: str) -> None:
-    """Refuse several hosts.
-
-    Args:
-        num_hosts: Number of hosts that the processes are on.
-        library: Name of the library, for the message.
-
-    Raises:
-        OffloadError: There are several hosts.
-    """
+    """Refuse several hosts."""
     if num_hosts > 1:
         raise OffloadError(
             f"{library} trains on {num_hosts} hosts, and its folders have been tried with several "
@@ -113,11 +87,7 @@ def num_hosts_of_launcher() -> int:
 
 def _class_of(name: str) -> type[Exception]:
     """Return the class of this package with a name, if a message is all that it takes."""
-    found = getattr(offload, name, None)
-    if (
-        isinstance(found, type)
-        and issubclass(found, OffloadError)
-        and not issubclass(found, OSError)
-    ):
-        return found
-    return OffloadError
+    found = getattr(offload, name, OffloadError)
+    if issubclass(found, OSError) or not issubclass(found, OffloadError):
+        return OffloadError
+    return found

@@ -22,6 +22,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils.hooks import RemovableHandle
+
 from offload import (
     Checkpoint,
     CheckpointInfo,
@@ -38,6 +40,7 @@ from offload.integrations.listed_folders import (
     ListedFolders,
     Survey,
     Use,
+    change_pins,
     log_kept,
     log_released,
     read_train_state,
@@ -51,21 +54,20 @@ _Unfinished = tuple[str, Checkpoint, dict[Any, Any], Mapping[str, float] | None]
 
 
 def unwrap(optimizer: object, remedy: str) -> OffloadedOptimizer:
-    """Return the optimizer within the wrappers that libraries put around it.
-
-    Args:
-        optimizer: The optimizer, wrapped or not.
-        remedy: Advice for the user, for the message.
-
-    Raises:
-        TypeError: The optimizer is not one of this package. The message names its class.
-    """
+    """Return the optimizer within the wrappers that libraries put around it, or raise TypeError."""
     inner = optimizer
     while not isinstance(inner, OffloadedOptimizer):
         if not hasattr(inner, "optimizer"):
-            raise TypeError(f"expected an OffloadedOptimizer, got {_class_name(inner)}: {remedy}")
+            kind = type(inner)
+            found = "nothing" if inner is None else f"{kind.__module__}.{kind.__name__}"
+            raise TypeError(f"expected an OffloadedOptimizer, got {found}: {remedy}")
         inner = inner.optimizer
     return inner
+
+
+def make_steps_wait(optimizer: OffloadedOptimizer) -> RemovableHandle:
+    """Let each step wait for its end, as one with post hooks does if it cannot observe readers."""
+    return optimizer.register_step_post_hook(lambda *_: None)
 
 
 class Folders:
@@ -125,11 +127,6 @@ class Folders:
                 transfer is in flight.
             finishes: Whether `finish` is called when the library has written the folder. Until then
                 the checkpoint is not uploaded to a tier.
-
-        Raises:
-            SealError: The state could not be sealed.
-            PinError: Another checkpoint of this step has a pin that is not of this library.
-            gds.StorageError: The checkpoint or the pin could not be written durably.
         """
         optimizer.synchronize()  # a seal of this step may be in flight, with the caller's own state
         step = optimizer.num_steps
@@ -186,10 +183,6 @@ class Folders:
 
         Then the checkpoint is uploaded, if the optimizer has a tier. Pins follow what folders refer
         to now.
-
-        Raises:
-            SealError: The train state could not be written.
-            gds.StorageError: A pin could not be written or removed durably.
         """
         if self._unfinished is not None:
             (path, checkpoint, train_state, metrics), self._unfinished = self._unfinished, None
@@ -226,10 +219,7 @@ class Folders:
     def write_missing(self, optimizer: OffloadedOptimizer, parent: str, name: str) -> None:
         """Write a folder anew if a checkpoint carries its files, and otherwise do nothing.
 
-        Args:
-            optimizer: Optimizer of the store.
-            parent: Directory of the folder.
-            name: Name of the folder; empty for that of the newest checkpoint that carries files.
+        Without a name it is the folder of the newest checkpoint that carries files.
         """
 
         def write() -> None:
@@ -252,20 +242,12 @@ class Folders:
         return None
 
     def sync(self, optimizer: OffloadedOptimizer) -> None:
-        """Let pins follow what folders refer to now, between two saves.
+        """Let pins follow what folders refer to now, between two saves."""
+        change_pins(optimizer, lambda: self._changed_pins(optimizer))
 
-        Raises:
-            gds.StorageError: A pin could not be written or removed durably.
-        """
-        for name, path in decide(optimizer, lambda: self._changed_pins(optimizer)):
-            if path is None:
-                optimizer.unpin(name)
-            else:
-                optimizer.pin(name, path)
-
-    def _changed_pins(self, optimizer: OffloadedOptimizer) -> list[tuple[str, str | None]]:
+    def _changed_pins(self, optimizer: OffloadedOptimizer) -> dict[str, str | None]:
         """Return names of pins to add, with the checkpoint's path, and to remove, with None."""
-        changed: list[tuple[str, str | None]] = []
+        changed: dict[str, str | None] = {}
         survey = self._listed.survey(optimizer)
         for checkpoint in optimizer.checkpoints():
             uses = survey.uses.get(checkpoint.generation)
@@ -275,7 +257,7 @@ class Folders:
             is_pinned = name in checkpoint.pins
             is_used = any(use.status == "refers" for use in uses)
             if not is_pinned and is_used:
-                changed.append((name, checkpoint.path))
+                changed[name] = checkpoint.path
             elif is_pinned and all(use.status == "removed" for use in uses):
                 try:  # power loss must not bring back a folder whose checkpoint is gone
                     for use in uses:
@@ -284,7 +266,7 @@ class Folders:
                     _log.warning("%s stays pinned as %s: %s", checkpoint.path, name, error)
                     continue
                 log_released(checkpoint, name, uses)
-                changed.append((name, None))
+                changed[name] = None
             elif is_pinned and not is_used and name not in self._told:
                 self._told.add(name)
                 log_kept(checkpoint, name, uses, optimizer.directories[0])
@@ -295,11 +277,7 @@ class Folders:
 
         Call this before `load_state_dict`, which refuses references to any checkpoint but the
         newest. Newer checkpoints of folders that were never finished, or have been removed, are
-        withdrawn, with a warning.
-
-        Args:
-            optimizer: Optimizer of the store.
-            state_dict: State dict that is about to be loaded; ignored if it is not a reference.
+        withdrawn, with a warning. A state dict that is not a reference is ignored.
 
         Raises:
             MismatchError: Newer checkpoints are in use, or the checkpoint does not exist any more,
@@ -322,11 +300,7 @@ class Folders:
     def _way_back(
         self, optimizer: OffloadedOptimizer, wanted: Position, present: Position
     ) -> tuple[str, list[str]] | None:
-        """Return the checkpoint to restore, and the pins to remove before; None for neither.
-
-        Raises:
-            MismatchError: As in `go_back`.
-        """
+        """Return the checkpoint to restore, and the pins to remove before; None for neither."""
         if present.is_same_as(wanted):
             return None
         if not wanted.sealed:  # checked before the store: without checkpoints it has no lasting id
@@ -341,11 +315,12 @@ class Folders:
             return None
         newer = [c for c in optimizer.checkpoints() if c.generation > found.generation]
         survey = self._listed.survey(optimizer)
-        used = [use for c in newer if (use := self._describe_use(survey, c))]
+        store = optimizer.directories[0]
+        used = [use for c in newer if (use := self._describe_use(survey, c, store))]
         if used and not self._discard_newer:
             raise MismatchError(
                 f"continuing from step {wanted.step} would withdraw newer checkpoints of "
-                f"{optimizer.directories[0]}: {'; '.join(used)}. {self._remedy}"
+                f"{store}: {'; '.join(used)}. {self._remedy}"
             )
         return (found.path, self._given_up(found, newer)) if newer else None
 
@@ -369,11 +344,8 @@ class Folders:
     def _find(self, optimizer: OffloadedOptimizer, wanted: Position) -> CheckpointInfo | None:
         """Return the checkpoint that a reference names.
 
-        The result is None if the checkpoint is gone, and no complete folder has one either.
-
-        Raises:
-            MismatchError: The checkpoint does not exist any more. The message lists the folders
-                whose checkpoints exist.
+        The result is None if the checkpoint is gone, and no complete folder has one either. If one
+        has, the error names it.
         """
         for checkpoint in optimizer.checkpoints():
             if (checkpoint.step, checkpoint.generation) == (wanted.step, wanted.generation):
@@ -388,7 +360,7 @@ class Folders:
             )
         return None
 
-    def _describe_use(self, survey: Survey, checkpoint: CheckpointInfo) -> str:
+    def _describe_use(self, survey: Survey, checkpoint: CheckpointInfo, store: str) -> str:
         """Return the text that says which folders use a checkpoint; empty if it is not in use."""
         base = os.path.basename(checkpoint.path)
         uses = survey.uses.get(checkpoint.generation)
@@ -403,7 +375,7 @@ class Folders:
             return ""
         return (
             f"{base}, pinned as {name} for {gone[0]}, which is gone: if it was moved, continue "
-            f"from where it is; if it was removed: offload unpin {survey.store} {name}"
+            f"from where it is; if it was removed: offload unpin {store} {name}"
         )
 
     def _train_state(self, optimizer: OffloadedOptimizer, step: int) -> dict[Any, Any]:
@@ -438,7 +410,3 @@ def _add_hf_files(checkpoint: Checkpoint, folder: str) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _class_name(value: object) -> str:
-    return "nothing" if value is None else f"{type(value).__module__}.{type(value).__name__}"

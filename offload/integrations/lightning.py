@@ -17,7 +17,6 @@ checkpoint, so it is withdrawn if the next fit continues from an older one.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,38 +33,27 @@ from offload import (
     Position,
     reference_of,
 )
-from offload.integrations.ckpt_files import (
+from offload.integrations.first_rank import decide, require_ranks
+from offload.integrations.folders import make_steps_wait
+from offload.integrations.lightning_files import (
     PIN_PREFIX,
+    SealedFiles,
     mend_pins,
-    name_of_file,
-    pin_name,
-    train_state,
-    why_in_use,
-)
-from offload.integrations.first_rank import decide
-from offload.integrations.lightning_ranks import (
-    RankFiles,
-    monitored,
     offloaded,
+    optimizers_of_ended_fits,
     random_states,
     require_ranks_of,
     set_random_states,
+    why_in_use,
 )
-from offload.integrations.places import make_durable
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from lightning.pytorch.plugins import CheckpointIO
 else:
     try:
         import lightning.pytorch as pl
-        from lightning.pytorch.plugins import CheckpointIO
     except ModuleNotFoundError:  # the older package has the same code under another name
         import pytorch_lightning as pl
-        from pytorch_lightning.plugins import CheckpointIO
-
-_optimizers_of_ended_fits: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
-"""Optimizers that are closed when the next fit of this process begins."""
 
 
 class OffloadCallback(pl.Callback):
@@ -96,7 +84,7 @@ class OffloadCallback(pl.Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Wrap the Trainer's file access, so that saving, loading and removing files is noticed.
+        """Wrap the strategy's methods, so that saving and removing files is noticed.
 
         Optimizers of earlier fits in this process are closed.
 
@@ -106,25 +94,22 @@ class OffloadCallback(pl.Callback):
         """
         if stage != "fit":
             return
-        several = trainer.world_size > 1
-        if several:
+        if trainer.world_size > 1:
             require_ranks_of(trainer)
         self._references, self._random = (), None
-        files = trainer.strategy.checkpoint_io
-        if not isinstance(files, _SealingIO):
-            if any(kind.__name__ == "AsyncCheckpointIO" for kind in type(files).__mro__):
-                raise OffloadError(
-                    "AsyncCheckpointIO may still write a .ckpt when the next one is requested, so "
-                    "the checkpoint that each .ckpt refers to cannot be determined: remove it. It "
-                    "gains little, because the .ckpt is small without the optimizer's state"
-                )
-            if several:
-                RankFiles.install(trainer, self.state_key)
-            else:
-                trainer.strategy.checkpoint_io = _SealingIO(files, trainer)
+        if any(
+            kind.__name__ == "AsyncCheckpointIO"
+            for kind in type(trainer.strategy.checkpoint_io).__mro__
+        ):
+            raise OffloadError(
+                "AsyncCheckpointIO may still write a .ckpt when the next one is requested, so "
+                "the checkpoint that each .ckpt refers to cannot be determined: remove it. It "
+                "gains little, because the .ckpt is small without the optimizer's state"
+            )
+        SealedFiles.install(trainer, self.state_key)
         # These optimizers hold their stores, however their fits ended, and this fit makes new ones.
-        while _optimizers_of_ended_fits:
-            _optimizers_of_ended_fits.pop().close()
+        while optimizers_of_ended_fits:
+            optimizers_of_ended_fits.pop().close()
 
     @override
     def on_load_checkpoint(
@@ -153,12 +138,7 @@ class OffloadCallback(pl.Callback):
         references, self._references = self._references, ()
         self._is_late = trainer.strategy.restore_checkpoint_after_setup
         for optimizer in optimizers.values():
-            if optimizer.num_ranks != trainer.world_size:
-                raise OffloadError(
-                    f"the Trainer has {trainer.world_size} processes, and the optimizer in "
-                    f"{optimizer.directories[0]} trains with {optimizer.num_ranks}: leave out "
-                    "process_group="
-                )
+            require_ranks(optimizer, trainer.world_size, trainer.num_nodes, "Lightning")
             if self._is_late:  # the strategy is about to load the file, with the optimizer
                 optimizer.torch_form = True
                 optimizer.register_load_state_dict_pre_hook(
@@ -173,11 +153,11 @@ class OffloadCallback(pl.Callback):
             if checkpoint is not None:
                 _go_back(optimizer, checkpoint)
         for optimizer in optimizers.values():
-            optimizer.warn_unsealed = False  # `_SealingIO` seals before a file is written
+            optimizer.warn_unsealed = False  # `SealedFiles` seals before a file is written
             if not self._is_late:
                 mend_pins(optimizer, loaded)
             if _has_readers(trainer, pl_module):
-                optimizer.register_step_post_hook(_make_steps_wait)
+                make_steps_wait(optimizer)
         if self._random is not None:
             set_random_states(self._random)
 
@@ -230,12 +210,6 @@ class OffloadCallback(pl.Callback):
             logger.log_metrics(scalars, step=step)
 
     @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Note that a fit has ended. Optimizers stay open, for ``Trainer.save_checkpoint``."""
-        if trainer.world_size > 1 and stage == "fit":
-            _optimizers_of_ended_fits.update(optimizer for _, optimizer in offloaded(trainer))
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         """Return the random states, since Lightning does not save them."""
         return {"random": random_states()}
@@ -257,11 +231,6 @@ class OffloadCallback(pl.Callback):
     ) -> CheckpointInfo | None:
         """Return the checkpoint that a file names; None if it is the present state.
 
-        Args:
-            optimizer: Optimizer of the store.
-            wanted: Position of the optimizer's state that the file names.
-            loaded: Path of the file.
-
         Raises:
             MismatchError: The state was not sealed, or the checkpoint does not exist, or newer ones
                 that are still in use would be withdrawn. Nothing has been changed.
@@ -274,7 +243,7 @@ class OffloadCallback(pl.Callback):
     def _find_sealed(
         self, optimizer: OffloadedOptimizer, wanted: Position, loaded: str
     ) -> CheckpointInfo:
-        """Return the checkpoint that a file names, with the arguments and errors of `_find`."""
+        """Return the checkpoint that a file names, with the errors of `_find`."""
         if not wanted.sealed:
             raise MismatchError(
                 f"{loaded} names step {wanted.step}, which was not sealed when the file was "
@@ -306,69 +275,6 @@ class OffloadCallback(pl.Callback):
         found = self._find(optimizer, wanted, loaded)
         if found is not None:
             _go_back(optimizer, found)
-
-
-class _SealingIO(CheckpointIO):
-    """File access that seals the state before a file names it, and updates the pins of files.
-
-    Args:
-        inner: File access that writes, reads and removes the files.
-        trainer: Trainer whose optimizers the files name.
-    """
-
-    def __init__(self, inner: CheckpointIO, trainer: pl.Trainer) -> None:
-        super().__init__()
-        self._inner = inner
-        self._trainer = trainer
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        """Write a file. When this returns, the file and the checkpoint that it names are durable.
-
-        Raises:
-            SealError: The state could not be sealed. An existing file is unchanged.
-            OffloadError: This step has been sealed with a train state that is not a dict.
-        """
-        file = name_of_file(path)
-        states = checkpoint.get("optimizer_states")  # None if only parameters are saved
-        if states is None:
-            self._inner.save_checkpoint(checkpoint, path, storage_options)
-            return
-        optimizers = dict(offloaded(self._trainer))
-        metrics = monitored(self._trainer) or None
-        handles = {
-            index: optimizer.checkpoint(train_state(optimizer, file), metrics=metrics)
-            for index, optimizer in optimizers.items()
-        }
-        sealed = {index: handle.result() for index, handle in handles.items()}
-        for index, optimizer in optimizers.items():
-            states[index] = optimizer.state_dict()
-        self._inner.save_checkpoint(checkpoint, path, storage_options)
-        make_durable(file)
-        for index, optimizer in optimizers.items():
-            optimizer.pin(pin_name(file), sealed[index].path)
-
-    @override
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a file; see ``CheckpointIO``."""
-        return self._inner.load_checkpoint(path, *args, **kwargs)
-
-    @override
-    def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file, and then its pin."""
-        self._inner.remove_checkpoint(path)
-        name = pin_name(name_of_file(path))
-        for _, optimizer in offloaded(self._trainer):
-            if name in optimizer.pins():
-                optimizer.unpin(name)
-
-    @override
-    def teardown(self) -> None:
-        """Note that a fit has ended. Optimizers stay open, for ``Trainer.save_checkpoint``."""
-        _optimizers_of_ended_fits.update(optimizer for _, optimizer in offloaded(self._trainer))
-        self._inner.teardown()
 
 
 def _go_back(optimizer: OffloadedOptimizer, found: CheckpointInfo) -> None:
@@ -409,7 +315,3 @@ def _has_readers(trainer: pl.Trainer, pl_module: pl.LightningModule) -> bool:
         or any(kind.__name__ in _READING_CALLBACKS for kind in mro)
         for mro in classes
     )
-
-
-def _make_steps_wait(*_: object) -> None:
-    """Do nothing: a step with post hooks waits for its end, unless it can observe readers."""

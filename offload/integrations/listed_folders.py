@@ -1,14 +1,22 @@
-"""The files and folders that the checkpoints of a store list, and what each refers to now."""
+"""The files and folders that the checkpoints of a store list, and what each refers to now.
+
+References are read from the files that libraries write with torch, without any tensor.
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from offload import (
     Checkpoint,
@@ -17,7 +25,9 @@ from offload import (
     OffloadedOptimizer,
     Position,
     open_checkpoint,
+    reference_of,
 )
+from offload.integrations.first_rank import decide
 from offload.integrations.places import Places, is_remote
 
 _log = logging.getLogger("offload")
@@ -63,32 +73,24 @@ class Survey:
     known: frozenset[tuple[str, int]]
     """Directories with folders of this store, each with the inode that is listed for it."""
 
-    store: str
-    """First directory of the store."""
-
 
 class ListedFolders:
-    """Folders of one library, which may be files as well.
-
-    Args:
-        library: Key of the library in train states.
-        read: Function that returns the positions that a finished folder refers to; None if the
-            library has not finished it. `OSError` says that it cannot be read.
-    """
+    """Folders of one library, which may be files as well; the arguments are those of `Folders`."""
 
     def __init__(self, library: str, read: Callable[[str], list[Position] | None]) -> None:
         self._library = library
         self._read = read
         self._places: dict[str, Places] = {}
-        self._used: list[str] = []
+        self._used: dict[str, None] = {}
+        """Directories that the library has used in this process, in their order."""
         self._entries: dict[tuple[str, int], Mapping[str, Any]] = {}
         """The library's entry of train states, by store and generation of the checkpoint."""
         self._positions: dict[str, tuple[object, list[Position]]] = {}
         """Results of `read`, each with the times and sizes of the files that it was read from."""
 
     def use(self, directory: str) -> None:
-        """Note a directory that the library reads from or writes into."""
-        self._used.append(directory)
+        """Note a directory that the library reads from or writes into: files may be there, too."""
+        self._used[os.path.abspath(directory)] = None
 
     def sealed(self, checkpoint: Checkpoint, entry: Mapping[str, Any], folder: str) -> None:
         """Note that a checkpoint has been sealed for a folder, which is about to be written."""
@@ -98,9 +100,7 @@ class ListedFolders:
     def survey(self, optimizer: OffloadedOptimizer) -> Survey:
         """Look at all folders that the checkpoints of a store list."""
         store = optimizer.directories[0]
-        places = self._places.setdefault(store, Places(store))
-        for directory in self._used:
-            places.use(directory)
+        places = self._places.setdefault(store, Places(store, self._used))
         found: dict[str, list[Position] | OSError | None] = {}
         known: set[tuple[str, int]] = set()
         checkpoints = optimizer.checkpoints()
@@ -131,7 +131,7 @@ class ListedFolders:
                 if use.status == "removed" and not os.path.lexists(use.folder):
                     use = self._moved(use, checkpoint) or use
                 each.append(use)
-        return Survey(uses, frozenset(known), store)
+        return Survey(uses, frozenset(known))
 
     def _moved(self, use: Use, checkpoint: CheckpointInfo) -> Use | None:
         """Return where a folder is now, if it was moved to a place nearby; None if it was not."""
@@ -191,7 +191,7 @@ class ListedFolders:
 def _nearby(folder: str, used: Collection[str]) -> Iterator[str]:
     """Yield directories in those that are used, and beside a folder and its parent, two levels."""
     parent = os.path.dirname(folder)
-    for directory in dict.fromkeys(used):
+    for directory in used:
         yield from _directories(directory)
     for root in (parent, os.path.dirname(parent)):
         for each in _directories(root):
@@ -250,6 +250,20 @@ def _names(found: list[Position] | OSError | None, checkpoint: CheckpointInfo) -
     )
 
 
+def change_pins(
+    optimizer: OffloadedOptimizer, find: Callable[[], Mapping[str, str | None]]
+) -> None:
+    """Pin and unpin as a function says that the first rank calls. Collective.
+
+    It returns the path of the checkpoint for each pin to add, and None for each pin to remove.
+    """
+    for name, path in decide(optimizer, find).items():
+        if path is None:
+            optimizer.unpin(name)
+        else:
+            optimizer.pin(name, path)
+
+
 def log_released(checkpoint: CheckpointInfo, name: str, uses: Sequence[Use]) -> None:
     """Log that a pin is removed, and why; as a warning if a folder may have been moved far away."""
     is_in_doubt = any(use.is_in_doubt for use in uses)
@@ -286,3 +300,47 @@ def read_train_state(
     except CheckpointError:
         return {}  # the checkpoint is damaged, which a restore of it reports
     return train_state if isinstance(train_state, dict) else {}
+
+
+_CARRIED = "offload_reference"
+"""Key of the reference in the groups that are saved there."""
+
+
+def is_sharded(directory: str) -> bool:
+    """Return whether a directory was written by `torch.distributed.checkpoint`, to its end."""
+    return os.path.isfile(os.path.join(directory, ".metadata"))
+
+
+def reference_in(directory: str, optimizer: str) -> Position | None:
+    """Return the position that an optimizer's state dict in such a directory refers to, if any.
+
+    This process reads alone, a few hundred bytes.
+    """
+    group = {_CARRIED: ""}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that this process reads alone
+        try:
+            load({optimizer: {"param_groups": [group]}}, checkpoint_id=directory, no_dist=True)
+        except CheckpointException:
+            return None
+    return reference_of({"param_groups": [group]})
+
+
+def positions_in_file(path: str) -> list[Position] | None:
+    """Return the position that a saved state dict refers to; empty if it has the state itself.
+
+    None means that there is no such file, or that it is torn. No tensor is read.
+
+    Raises:
+        OSError: The file cannot be read, which says nothing about what it has.
+    """
+    try:
+        saved = torch.load(path, map_location="meta", mmap=True, weights_only=True)
+        position = reference_of(saved)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        raise
+    except Exception:  # noqa: BLE001  (a file may be damaged in any way)
+        return None
+    return [] if position is None else [position]

@@ -25,34 +25,26 @@ class Places:
 
     Args:
         store: First directory of the store.
+        used: Directories that the library reads from or writes into; more may be added later.
     """
 
-    def __init__(self, store: str) -> None:
-        self.store = store
+    def __init__(self, store: str, used: Collection[str]) -> None:
+        self._store = store
+        self._used = used
         self._seen: dict[str, tuple[int, int]] = {}
         """Device and inode of the parent directory of each path that this process has seen."""
-        self._used: dict[str, None] = {}
-        """Directories that the library has used in this process, in their order."""
-
-    def use(self, directory: str) -> None:
-        """Note a directory that the library reads from or writes into: files may be there, too."""
-        self._used[os.path.abspath(directory)] = None
 
     def of(self, path: str, store: str | None) -> dict[str, bool]:
-        """Return the paths at which something may be now, the likeliest first.
+        """Return where something may be now that had a path when the store was in a directory.
 
-        The value says whether everything that was beside it must be there as well. It need not be
-        in a directory that a single folder was copied to.
-
-        Args:
-            path: Path that it had.
-            store: Directory that the store had at that moment; None if that was not noted.
+        The likeliest comes first. The value says whether everything that was beside it must be
+        there as well. It need not be in a directory that a single folder was copied to.
         """
         if is_remote(path):
             return {path: True}
         found = [path]
-        if store is not None and not _is_same(store, self.store):
-            beside = os.path.join(self.store, os.path.relpath(path, store))
+        if store is not None and not _is_same(store, self._store):
+            beside = os.path.join(self._store, os.path.relpath(path, store))
             found = [os.path.normpath(beside)]
             if not os.path.lexists(store):  # the store has moved, and perhaps without its files
                 found.append(path)
@@ -72,27 +64,19 @@ class Places:
         return path in self._seen
 
     def is_removed(self, path: str, inode: int, known: Collection[tuple[str, int]]) -> bool:
-        """Return whether a path is known to have been removed.
-
-        An error says nothing about the path.
-
-        Args:
-            path: Path to look for.
-            inode: Inode that was listed for its parent directory.
-            known: Directories that are known, each with the inode that was listed for it.
-        """
+        """Return whether a path is known to have been removed; an error says nothing about it."""
         try:
             os.lstat(path)
         except FileNotFoundError:
             return self.is_known(path, inode, known)
         except OSError:
-            return False
+            pass
         return False
 
     def is_known(self, path: str, inode: int, known: Collection[tuple[str, int]]) -> bool:
-        """Return whether the parent directory of a path is the one that was listed.
+        """Return whether the parent directory of a path is the one that was listed with an inode.
 
-        The arguments are those of `is_removed`.
+        `known` has directories, each with the inode that was listed for it.
         """
         directory = os.path.dirname(path)
         if (directory, inode) in known:
@@ -113,14 +97,10 @@ def is_remote(path: str) -> bool:
 
 
 def inode_of_parent(path: str, known: Collection[tuple[str, int]]) -> int:
-    """Return the inode to list for the parent directory of a path.
+    """Return the inode to list for the parent directory of a path, which exists, or of a URL.
 
     A copy of a directory keeps the inode that was listed for the original, so that everything in it
     is listed with the same one.
-
-    Args:
-        path: Path whose parent directory exists, or a URL.
-        known: Directories that are known, each with the inode that was listed for it.
     """
     if is_remote(path):
         return 0

@@ -51,11 +51,8 @@ class TrainingLog:
     def start(self, stats: Stats, kept: object) -> None:
         """Note that training begins, or begins again.
 
-        Args:
-            stats: Statistics of the optimizer, which has been restored if it is to be.
-            kept: Result of `totals` that was kept with the restored checkpoint. The first call
-                adds it to all later totals. It is ignored if it is something else, since
-                a checkpoint may have been made without this log.
+        The first call adds the totals that were kept with the restored checkpoint to all later
+        ones. `kept` is ignored if it is something else.
         """
         self._logged = stats
         if self._earlier is not None:
@@ -68,11 +65,7 @@ class TrainingLog:
         }
 
     def totals(self, stats: Stats) -> dict[str, float]:
-        """Return the totals of all processes, to be kept with a checkpoint.
-
-        Args:
-            stats: Present statistics of the optimizer.
-        """
+        """Return the totals of all processes, to be kept with a checkpoint."""
         earlier = self._earlier or {}
         return {name: getattr(stats, name) + earlier.get(name, 0) for name in TOTALS}
 
@@ -87,9 +80,6 @@ class TrainingLog:
 
         The first four are about the time since the last call. They are left out if there was
         nothing to measure in that time.
-
-        Args:
-            stats: Present statistics of the optimizer.
         """
         before, self._logged = self._logged, stats
         passed = {name: getattr(stats, name) - getattr(before, name) for name in TOTALS}
@@ -107,9 +97,6 @@ class TrainingLog:
         """Return `main_numbers`, and every value of `Stats.scalars` that is not zero.
 
         Zeros belong to features that are not in use, or to events that have not happened yet.
-
-        Args:
-            stats: Present statistics of the optimizer.
         """
         totals: dict[str, Any] = self.totals(stats)
         every = replace(stats, **totals).scalars(PREFIX)

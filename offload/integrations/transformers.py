@@ -30,24 +30,21 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from offload import (
-    OffloadedOptimizer,
-    OffloadError,
-    Options,
-    Retention,
-    usable_metrics,
-)
+from offload import OffloadedOptimizer, OffloadError, Options, Retention, usable_metrics
 from offload.integrations.first_rank import num_hosts_of_launcher, require_ranks
-from offload.integrations.folders import Folders, unwrap
-from offload.integrations.trainer_calls import (
+from offload.integrations.folders import Folders, make_steps_wait, unwrap
+from offload.integrations.hf_trainer import (
+    ATTACH,
+    Directories,
+    folder_of,
     fsdp_version,
     has_readers,
+    positions_in,
     require_processes,
     resumed_from,
 )
-from offload.integrations.trainer_calls import handler as handler_of_call
-from offload.integrations.trainer_folders import ATTACH, Directories, folder_of, positions_in
-from offload.integrations.trainer_folders import latest_checkpoint as latest_checkpoint
+from offload.integrations.hf_trainer import handler as handler_of_call
+from offload.integrations.hf_trainer import latest_checkpoint as latest_checkpoint
 from offload.integrations.training_log import TrainingLog
 
 _REMEDY = (
@@ -113,9 +110,7 @@ class OffloadCallback(TrainerCallback):
         self._optimizer: OffloadedOptimizer | None = None
         self._created: OffloadedOptimizer | None = None
         self._load_hook: RemovableHandle | None = None
-        self._save_hook: RemovableHandle | None = None
-        self._finish_hook: RemovableHandle | None = None
-        self._wait_hook: RemovableHandle | None = None
+        self._save_hooks: list[RemovableHandle] = []
 
     def optimizer_cls_and_kwargs(
         self,
@@ -213,11 +208,13 @@ class OffloadCallback(TrainerCallback):
             if optimizer.num_ranks == 1 or self._sealed != folder:
                 self._seal(optimizer, folder, state, log)
 
-        self._save_hook = optimizer.register_state_dict_pre_hook(seal)
-        self._finish_hook = optimizer.register_step_pre_hook(self._before_step)
+        self._save_hooks = [
+            optimizer.register_state_dict_pre_hook(seal),
+            optimizer.register_step_pre_hook(self._before_step),
+        ]
         handler = handler_of_call()
         if has_readers(handler):
-            self._wait_hook = optimizer.register_step_post_hook(_make_steps_wait)
+            self._save_hooks.append(make_steps_wait(optimizer))
         if handler is not None and self in handler.callbacks:
             # Callbacks of `report_to` come first in the list, and get logs as they are then.
             others = [callback for callback in handler.callbacks if callback is not self]
@@ -336,10 +333,8 @@ class OffloadCallback(TrainerCallback):
             self._folders.finish(_unwrap(optimizer))
 
     def _remove_save_hooks(self) -> None:
-        for handle in (self._save_hook, self._finish_hook, self._wait_hook):
-            if handle is not None:
-                handle.remove()
-        self._save_hook = self._finish_hook = self._wait_hook = None
+        while self._save_hooks:
+            self._save_hooks.pop().remove()
 
 
 def create_optimizer(
@@ -400,10 +395,6 @@ def create_optimizer(
         options=options,
         **{**defaults, **hyper},
     )
-
-
-def _make_steps_wait(*_: object) -> None:
-    """Do nothing: a step with post hooks waits for its end, unless it can observe readers."""
 
 
 def _unwrap(optimizer: object) -> OffloadedOptimizer:

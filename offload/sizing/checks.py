@@ -19,26 +19,26 @@ MAX_COUNT = 1 << 30
 _LEAST, _MOST = 1e-30, 1e30
 
 
-class Field(str):
-    """Name of a field in a message, for which a program puts the name of its own option."""
-
-    __slots__ = ()
+class _Texts(dict[str, str]):
+    def __missing__(self, name: str) -> str:
+        return name
 
 
 class FieldError(SizingError):
     """A field has a value that is not possible.
 
     Args:
-        pieces: Pieces of the message in order. Those that name fields are `Field`.
+        template: Message with fields in braces, for which a program may put names of its own.
+        texts: Other texts that the message has in braces, such as the value.
     """
 
-    def __init__(self, *pieces: str) -> None:
-        super().__init__("".join(pieces))
-        self._pieces = pieces
+    def __init__(self, template: str, **texts: str) -> None:
+        super().__init__(template.format_map(_Texts(texts)))
+        self._template, self._texts = template, texts
 
     def naming(self, options: Mapping[str, str]) -> Self:
         """Return the error with the names of the options for fields in the message."""
-        return type(self)(*(options.get(p, p) if isinstance(p, Field) else p for p in self._pieces))
+        return type(self)(self._template, **{**options, **self._texts})
 
 
 def require_positive(name: str, value: object) -> None:
@@ -49,8 +49,8 @@ def require_positive(name: str, value: object) -> None:
         or not _LEAST <= value <= _MOST
     ):
         raise FieldError(
-            Field(name),
-            f" is {shown(value)}, expected a positive number, from {_LEAST:g} to {_MOST:g}",
+            f"{{{name}}} is {{value}}, expected a positive number, from {_LEAST:g} to {_MOST:g}",
+            value=shown(value),
         )
 
 
@@ -58,8 +58,8 @@ def require_count(name: str, value: object, *, least: int = 1, most: int = MAX_C
     """Refuse a value that is not a whole number in a range, with a `SizingError`."""
     if type(value) is not int or not least <= value <= most:
         raise FieldError(
-            Field(name),
-            f" is {shown(value)}, expected a whole number of at least {least}, at most {most}",
+            f"{{{name}}} is {{value}}, expected a whole number of at least {least}, at most {most}",
+            value=shown(value),
         )
 
 

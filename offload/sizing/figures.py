@@ -28,10 +28,8 @@ class Memory:
 
     largest_offloaded: float | None
 
-    @property
-    def ratio(self) -> float:
-        """How many times larger a model fits with the optimizer state on drives."""
-        return self.in_memory / self.offloaded
+    ratio: float
+    """How many times larger a model fits with the optimizer state on drives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +214,7 @@ class Plan:
     """Rate in GB/s at which one writer writes to the shared storage."""
 
     node_gbps: float | None
-    """Rate in GB/s at which the writers of one node write to the shared storage."""
+    """Rate in GB/s at which the writers of a node of 8 GPUs write to the shared storage."""
 
     efficiency: float
     """Share of the storage's peak rate that checkpoints reach."""
@@ -238,9 +236,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values; infinity becomes None."""
-        value: dict[str, Any] = _plain(
-            asdict(self) | {"memory": asdict(self.memory) | {"ratio": self.memory.ratio}}
-        )
+        value: dict[str, Any] = _plain(asdict(self))
         return value
 
 

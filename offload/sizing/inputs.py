@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 from offload.errors import SizingError
 from offload.format.strict_json import parse_json
 from offload.sizing.checks import (
-    Field,
     FieldError,
     read_regular,
     require_count,
     require_positive,
-    shown,
 )
 
 STALL_S = 0.02
@@ -137,33 +135,24 @@ class Cluster:
     efficiency: float = 1.0
     """Share of the storage's peak rate that checkpoints reach."""
 
-    gpus_per_node: int = 8
-
     def __post_init__(self) -> None:
         """Check the values."""
         _require_in_range(self)
         if self.efficiency > 1:
-            raise FieldError(
-                Field("efficiency"), f" is {shown(self.efficiency)}, expected at most 1"
-            )
+            raise FieldError(f"{{efficiency}} is {self.efficiency!r}, expected at most 1")
         for name, given in (
             ("writer_gbps", self.writer_gbps is not None),
             ("efficiency", self.efficiency < 1),
         ):
             if given and self.storage_gbps is None:
                 raise FieldError(
-                    Field(name),
-                    " is about shared storage and needs its rate: give ",
-                    Field("storage_gbps"),
-                    " as well",
+                    f"{{{name}}} is about shared storage and needs its rate: give {{storage_gbps}} "
+                    "as well"
                 )
         if self.gpus % (self.tp * self.pp):
             raise FieldError(
-                f"{self.gpus} GPUs cannot be divided into replicas of {self.tp} x {self.pp} GPUs (",
-                Field("tp"),
-                " x ",
-                Field("pp"),
-                ")",
+                f"{self.gpus} GPUs cannot be divided into replicas of {self.tp} x {self.pp} GPUs "
+                "({tp} x {pp})"
             )
 
     @property
@@ -230,10 +219,8 @@ class Run:
         _require_in_range(self)
         if self.backward_s is not None and self.forward_s is None:
             raise FieldError(
-                Field("backward_s"),
-                " needs ",
-                Field("forward_s"),
-                ": a step that runs beside backward runs beside the next forward too",
+                "{backward_s} needs {forward_s}: a step that runs beside backward runs beside the "
+                "next forward too"
             )
 
 

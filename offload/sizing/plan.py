@@ -24,7 +24,6 @@ from offload.sizing.checkpoint_time import (
 )
 from offload.sizing.checks import (
     MAX_COUNT,
-    Field,
     FieldError,
     require_count,
     require_positive,
@@ -38,6 +37,7 @@ from offload.sizing.step_time import StepBytes, device_parts, host_parts, storag
 
 _DEFAULTS = Options()
 _MAX_SHARES = 1024
+_GPUS_PER_NODE = 8
 
 
 def size(
@@ -82,9 +82,9 @@ def size(
         or sum(shares) > _MAX_SHARES
     ):
         raise FieldError(
-            Field("shares"),
-            f" is {shown(shares)}, expected up to {MAX_DIRECTORIES} whole numbers of at "
-            f"least 1, and at most {_MAX_SHARES} together",
+            f"{{shares}} is {{value}}, expected up to {MAX_DIRECTORIES} whole numbers of at least "
+            f"1, and at most {_MAX_SHARES} together",
+            value=shown(shares),
         )
     require_count("chunk_bytes", chunk_bytes, least=ALIGNMENT)
     require_count("num_groups", num_groups)
@@ -141,7 +141,7 @@ def size(
         writers=cluster.writers,
         writer_bytes=saved / cluster.writers,
         writer_gbps=rate and rate / cluster.writers,
-        node_gbps=rate and rate / cluster.writers * min(cluster.gpus_per_node, cluster.writers),
+        node_gbps=rate and rate / cluster.writers * min(_GPUS_PER_NODE, cluster.writers),
         efficiency=cluster.efficiency,
         peak_gbps=rate and rate / cluster.efficiency,
         least_gbps=(
@@ -168,7 +168,11 @@ def _memory(found: ModelSize, precision: Precision, machine: Machine) -> Memory:
     offloaded = (found.parameter_bytes + found.gradient_bytes) / found.num_parameters
     memory = machine.gpu_memory
     return Memory(
-        in_memory, offloaded, memory and memory / in_memory, memory and memory / offloaded
+        in_memory,
+        offloaded,
+        memory and memory / in_memory,
+        memory and memory / offloaded,
+        in_memory / offloaded,
     )
 
 
@@ -178,20 +182,10 @@ def _num_slots(run: Run) -> int:
     if run.upload_s is None:
         return slots
     if run.interval_s is None:
-        raise FieldError(
-            Field("upload_s"),
-            " needs ",
-            Field("interval_s"),
-            ": the seconds between two checkpoints",
-        )
+        raise FieldError("{upload_s} needs {interval_s}: the seconds between two checkpoints")
     slots += math.ceil(run.upload_s / run.interval_s)
     if slots > MAX_COUNT:
-        raise FieldError(
-            Field("upload_s"),
-            " is too many times ",
-            Field("interval_s"),
-            ": no disk holds the slots",
-        )
+        raise FieldError("{upload_s} is too many times {interval_s}: no disk holds the slots")
     return slots
 
 

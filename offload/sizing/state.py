@@ -13,7 +13,7 @@ from offload.format.arrays import (
     scale_name,
 )
 from offload.format.header import DTYPE_BYTES
-from offload.sizing.checks import Field, FieldError, shown
+from offload.sizing.checks import FieldError, shown
 
 OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
     "Adadelta": ("square_avg", "acc_delta"),
@@ -76,7 +76,7 @@ class Precision:
                 object.__setattr__(self, name, value)
             if value not in tuple(known):  # a dictionary would raise for a list
                 listed = ", ".join(map(str, known))
-                raise FieldError(Field(name), f" is {shown(value)}, known are {listed}")
+                raise FieldError(f"{{{name}}} is {{value}}, known are {listed}", value=shown(value))
 
     @property
     def code(self) -> str:

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import offload
 from offload.errors import OffloadError
-from offload.integrations.ckpt_files import pin_name, positions_in
-from offload.integrations.lightning_ranks import require_ranks_of
+from offload.integrations.lightning_files import pin_name, positions_in, require_ranks_of
 from tests.integrations import rank_jobs
 from tests.integrations.rank_jobs import RankJobs
 from tests.ranks_training.rank_server import Jobs

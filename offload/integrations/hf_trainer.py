@@ -1,23 +1,29 @@
-"""Folders that the Trainer of Hugging Face has written, and the newest that can be resumed."""
+"""The Trainer of Hugging Face: the folders it has written, and what its call says.
+
+A callback is given only a part of the latter.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
 
+from accelerate.state import AcceleratorState
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, TRAINER_STATE_NAME
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from offload import (
-    CheckpointError,
-    Position,
-    list_checkpoints,
-)
+from offload import CheckpointError, OffloadError, Position, list_checkpoints
 from offload.integrations.carried_files import damage_of, write_newest
-from offload.integrations.sharded_files import is_sharded, positions_in_file, reference_in
+from offload.integrations.first_rank import num_hosts_of_launcher, require_one_host
+from offload.integrations.listed_folders import is_sharded, positions_in_file, reference_in
 
 Directory = str | bytes | os.PathLike[str]
 Directories = Directory | Sequence[Directory]
@@ -151,3 +157,68 @@ def positions_in(folder: str) -> list[Position] | None:
         return None
     position = reference_in(os.path.join(folder, _SHARDS), "optimizer")
     return [] if position is None else [position]
+
+
+def handler() -> CallbackHandler | None:
+    """Return the object that calls the Trainer's callbacks, from within such a call.
+
+    The Trainer gives callbacks everything but itself and its list of callbacks.
+    """
+    found = (names.get("self") for names in _names_of_callers())
+    return next((one for one in found if isinstance(one, CallbackHandler)), None)
+
+
+def resumed_from() -> str:
+    """Return the folder that a Trainer is loading, from within its call; empty if it loads none."""
+    for names in _names_of_callers():
+        folder = names.get("resume_from_checkpoint")
+        if isinstance(folder, str) and isinstance(names.get("self"), Trainer):
+            return folder
+    return ""
+
+
+def _names_of_callers() -> Iterator[Mapping[str, Any]]:
+    """Yield the local variables of each function that is being called, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back
+
+
+def has_readers(handler: CallbackHandler | None) -> bool:
+    """Return whether callbacks may read parameters between a step and the next forward."""
+    return handler is None or not all(
+        type(callback).__module__.startswith(("transformers.", "offload."))
+        for callback in handler.callbacks
+    )
+
+
+def fsdp_version(args: TrainingArguments) -> int:
+    """Return the version of FSDP that the Trainer uses; 0 for none."""
+    plugin = AcceleratorState._shared_state.get("fsdp_plugin")
+    if plugin is not None:
+        return int(plugin.fsdp_version)
+    return int((args.fsdp_plugin_args or {}).get("fsdp_version", 0)) if args.fsdp else 0
+
+
+def require_processes(args: TrainingArguments) -> None:
+    """Refuse arguments that are not supported with several processes."""
+    if args.world_size == 1:
+        return
+    require_one_host(num_hosts_of_launcher(), "the Trainer")
+    if fsdp_version(args) == 1:
+        raise OffloadError(
+            "fsdp_config={'version': 1}: FSDP1 is not supported, because it puts parameters of its "
+            "own in the place of the model's: leave the version out, for FSDP2"
+        )
+    if args.deepspeed:
+        raise OffloadError(
+            "deepspeed=: DeepSpeed steps and saves by itself, with an optimizer of its own: leave "
+            "it out, and use DistributedDataParallel or FSDP2 (fsdp=True)"
+        )
+    if args.enable_jit_checkpoint:
+        raise OffloadError(
+            "enable_jit_checkpoint=True is not supported with several processes: the signal "
+            "reaches each of them in another step, so that they save different states. Use "
+            "save_steps="
+        )
