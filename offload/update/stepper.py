@@ -13,14 +13,9 @@ NOT_OPTIONS = ("params", "param_names")
 
 
 class Stepper:
-    """Runs an optimizer class's step on flat tensors. Not for two threads at a time.
+    """Runs an optimizer class's step without hooks on flat tensors. Not for two threads at a time.
 
-    Args:
-        optimizer_class: A torch optimizer class.
-        hyper: Keyword arguments of its constructor.
-        step: Step function of the class, without hooks.
-        keeps_groups: Whether the step is known not to change ``param_groups``. Otherwise each call
-            gets a copy of the group, and `options` has what the class left.
+    Unless the class `keeps_groups`, each call gets a copy of the group, which it may change.
     """
 
     def __init__(
