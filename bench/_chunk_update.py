@@ -1,4 +1,4 @@
-"""Update of one chunk in memory by `host_updater`, ready to be timed: no drive, no ring."""
+"""Update of one chunk in memory by `HostUpdater`, ready to be timed: no drive, no ring."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.update.kernel import UpdateKernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.step_keys import StepInputs
-from offload.update.updater import host_updater
+from offload.update.updater import HostUpdater
 
 FORMS = {
     "exact": StateFormat(),
@@ -86,7 +86,7 @@ class ChunkUpdate:
         self._pool.num_threads = threads
         found = ChunkDigests(self._views) if digests else None
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        updater = host_updater(self.rule, self._pool, inputs, kernel=kernel)
+        updater = HostUpdater(self.rule, self._pool, inputs, kernel=kernel)
         updater.update(0, self.arrays, found)
         (self._scalars,) = updater.finish()
         if found is not None:

@@ -21,7 +21,7 @@ from offload.update.kernel import UpdateKernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.step_keys import StepInputs
-from offload.update.updater import host_updater
+from offload.update.updater import HostUpdater
 
 
 def wide(num: int, generator: torch.Generator) -> torch.Tensor:
@@ -132,7 +132,7 @@ def by_torch(problem: Problem) -> Stepped:
 
 
 def by_updater(problem: Problem, kernel: UpdateKernel | None) -> Stepped:
-    """Return the same from `host_updater`, with a kernel or with torch's code."""
+    """Return the same from `HostUpdater`, with a kernel or with torch's code."""
     rule = UpdateRule(problem.optimizer, {})
     live = problem.live.clone()
     code = DTYPE_CODES[live.dtype]
@@ -140,10 +140,7 @@ def by_updater(problem: Problem, kernel: UpdateKernel | None) -> Stepped:
     spec = ParameterSpec("p", code, tuple(live.shape), 0, arrays)
     layout = Layout((spec,), (ModelTensor("p", code, tuple(live.shape)),), 1 << 24)
     scalars = tuple(
-        (name, kind, float(problem.step))
-        for name, kind in zip(
-            rule.rule(problem.group).scalars, rule.rule(problem.group).kinds, strict=True
-        )
+        (name, kind, float(problem.step)) for name, kind in rule.rule(problem.group).scalars.items()
     )
     inputs = StepInputs(
         layout=layout,
@@ -159,7 +156,7 @@ def by_updater(problem: Problem, kernel: UpdateKernel | None) -> Stepped:
         stored[MASTER] = problem.master.clone()
     pool = UpdatePool(rule)
     try:
-        updater = host_updater(rule, pool, inputs, kernel=kernel)
+        updater = HostUpdater(rule, pool, inputs, kernel=kernel)
         updater.update(0, stored)
         updater.finish()
     finally:

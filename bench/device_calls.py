@@ -30,7 +30,7 @@ from offload.update.dtypes import DTYPE_CODES, DTYPES
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.step_keys import StepInputs
-from offload.update.updater import device_updater
+from offload.update.updater import DeviceUpdater
 
 _BF16 = torch.bfloat16
 
@@ -79,8 +79,8 @@ class Chunk:
         self._layout = Layout(specs, model, num_tensors * length, state)
         self._parameters = [torch.zeros(length, dtype=_BF16) for _ in specs]
         self._gradients = [torch.zeros(length, dtype=_BF16) for _ in specs]
-        kinds = zip(found.scalars, found.kinds, strict=True)
-        self._scalars = [tuple((name, kind, 7.0) for name, kind in kinds)] * num_tensors
+        scalars = tuple((name, kind, 7.0) for name, kind in found.scalars.items())
+        self._scalars = [scalars] * num_tensors
         self._arrays: Mapping[str, torch.Tensor] = {
             name: torch.zeros(share.nbytes, dtype=torch.uint8).view(
                 DTYPES[self._layout.formats[name].dtype]
@@ -101,7 +101,7 @@ class Chunk:
             seed=1,
         )
         compute: Any = NoLaunches()
-        updater = device_updater(self._rule, self._pool, inputs, compute=compute)
+        updater = DeviceUpdater(self._rule, self._pool, inputs, compute=compute)
         updater.update(0, self._arrays)
 
 

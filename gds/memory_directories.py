@@ -50,10 +50,9 @@ class MemoryPlace:
 
 
 class MappedBuffer(HostBuffer):
-    """A buffer of zeroed memory of a `MemoryPlace`; a slice shares it and keeps it alive.
+    """A buffer of zeroed memory of a `MemoryPlace`, which gets it back after the last reference.
 
-    The memory returns to the directory when the last buffer, slice or view of it is collected, and
-    no forked child is left. A forked child shares it with its parent.
+    A forked child shares it with its parent.
     """
 
     __slots__ = ()

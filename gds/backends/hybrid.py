@@ -105,10 +105,7 @@ _RANDOM: Final = Choice("direct", "random")
 
 
 class Hybrid:
-    """State that all files of a backend share: the policy, the state of memory, and the counts.
-
-    All methods may be called from any thread.
-    """
+    """State that all files of a backend share: policy, state of memory, and counts. Thread-safe."""
 
     def __init__(
         self,
@@ -150,7 +147,7 @@ class Hybrid:
             return fits
 
     def release_memory(self, nbytes: int) -> None:
-        """Release a claim of `nbytes` bytes that `claim_memory` granted."""
+        """Release a claim that `claim_memory` granted."""
         with self._lock:
             self._claimed_bytes -= nbytes
 
@@ -169,10 +166,7 @@ class Hybrid:
 
 
 class WriteGate:
-    """Lets writes of one mode run only while no write of the other mode runs.
-
-    Both modes get their turn: a mode cannot keep the other one waiting for ever.
-    """
+    """Lets writes of one mode run only while none of the other mode runs; both get their turn."""
 
     def __init__(self) -> None:
         self._changed = Monitor()
@@ -252,10 +246,7 @@ class HybridFile:
         self._num_cached = 0  # cached reads in a row
 
     def mode(self, direction: Direction, fd: int, offset: int, nbytes: int) -> Mode:
-        """Return the mode for a request that could be direct, and count the decision.
-
-        `fd` is the descriptor of transfers through the page cache.
-        """
+        """Return the mode for a request that could be direct, and count it; `fd` is buffered."""
         choice = _SMALL_FILE if self.is_small else self._choice(direction, fd, offset, nbytes)
         self._hybrid.count(direction, choice)
         return choice.mode

@@ -14,16 +14,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
-from gds.backends.direct_storage import Streams, Way, direct_storage
 from gds.backends.hybrid import Direction, HybridPolicy
-from gds.backends.kvikio_file import (
-    Handles,
-    KvikioFile,
-    Mover,
-    Opened,
-    Used,
-)
-from gds.backends.kvikio_library import CompatibilityMode, Library
+from gds.backends.kvikio_file import Handles, KvikioFile, Opened, Used
+from gds.backends.kvikio_library import CompatibilityMode, Library, PlainCalls
 from gds.backends.names import reporting
 from gds.backends.posix import PosixBackend
 from gds.backends.posix_file import PosixFile
@@ -97,7 +90,6 @@ class KvikioBackend(PosixBackend):
         direct: bool | None = None,
         hybrid: bool | HybridPolicy = False,
         examine: Examine | None = None,
-        gds_calls: Way = "threads",
     ) -> None:
         """Import CuPy, and KvikIO if `path` needs it.
 
@@ -118,9 +110,6 @@ class KvikioBackend(PosixBackend):
             direct: Direct I/O of host memory; see `PosixBackend`.
             hybrid: Policy for host memory, also where device memory is copied through it.
             examine: Function that replaces the examination of a directory.
-            gds_calls: Way of transfers by GPUDirect Storage: ``"threads"`` calls cuFile on the
-                threads of the backend; ``"streams"`` queues KvikIO's stream-ordered calls, and
-                needs a configuration file of cuFile. Neither waits for the default stream.
 
         Raises:
             RefusedError: A library or the driver is missing; the message names the remedy.
@@ -137,8 +126,6 @@ class KvikioBackend(PosixBackend):
         )
         self._memory: BufferKind = memory
         self._path = path
-        self._gds_calls: Way = gds_calls
-        self._streams = Streams(self.cuda)
         self._examine = examine or _examined
         self._examined: dict[int, dict[Direction, Used]] = {}
         self._examining = threading.Lock()
@@ -296,7 +283,7 @@ class KvikioBackend(PosixBackend):
             self._require_path(found[direction], direction, path)
         return found
 
-    def _open_gds(self, path: str, fd: int, *, writable: bool) -> tuple[Mover | None, str]:
+    def _open_gds(self, path: str, fd: int, *, writable: bool) -> tuple[PlainCalls | None, str]:
         """Return a file of GPUDirect Storage and "", or None and the reason for its absence."""
         try:
             with self._registering:
@@ -304,11 +291,10 @@ class KvikioBackend(PosixBackend):
         except RefusedError as error:
             return None, str(error)
 
-        def open_here() -> Mover:
+        def open_here() -> PlainCalls:
             self.cuda.use()
-            return direct_storage(
-                library, self._streams, path, fd, writable=writable, way=self._gds_calls
-            )
+            with library.cufile():
+                return PlainCalls(library, path, fd, writable=writable)
 
         try:
             handle = self.cuda.here(open_here)
@@ -385,10 +371,7 @@ def _examined(directory: str) -> dict[Direction, Used]:
 
 
 def _examine(directory: str) -> dict[Direction, Used]:
-    """Examine a directory like `gds check`, and return the path of each direction.
-
-    cuFile is tried in a child process, with its fallback to a copy through the host switched off.
-    """
+    """Examine a directory like `gds check`, and return the path of each direction."""
     system = System()
     storage = examine_storage(system, directory)
     gpu = examine_gpu(system, storage, timeout_s=10.0)

@@ -9,7 +9,12 @@ from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from gds.backends.hybrid import Direction, Mode
-from gds.backends.kvikio_library import is_end_of_file, storage_error, whole_blocks
+from gds.backends.kvikio_library import (
+    CompatibilityMode,
+    PlainCalls,
+    is_end_of_file,
+    storage_error,
+)
 from gds.backends.posix_file import PosixFile, Transfers
 from gds.backends.threads import Part
 from gds.backends.transfer import Descriptors, cut, direct_part
@@ -30,16 +35,8 @@ class Used(NamedTuple):
     """Reason, for people, why the path is not GPUDirect Storage; empty if it is."""
 
 
-class Mover(Protocol):
-    """One open file, as a library moves device memory to it and from it."""
-
-    def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
-        """Transfer memory from `offset` (bytes), and return the bytes moved, maybe too few."""
-        ...
-
-    def close(self) -> None:
-        """Release the file. Idempotent."""
-        ...
+Mover: TypeAlias = PlainCalls | CompatibilityMode
+"""One open file, as a library moves device memory to it and from it."""
 
 
 class Opened(NamedTuple):
@@ -218,7 +215,7 @@ class _DeviceTransfer:
                 raise storage_error(error, str(self), self._file.path, self._offset) from error
             if moved < ALIGNMENT:
                 break
-            done += min(whole_blocks(moved), stop - done)
+            done += min(moved // ALIGNMENT * ALIGNMENT, stop - done)  # the rest stays aligned
         return done
 
     def _stage(self, first: int, last: int) -> None:

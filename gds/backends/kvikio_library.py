@@ -24,7 +24,6 @@ from gds.backends.hybrid import Direction
 from gds.buffers.cuda import is_lost, lost_error, require
 from gds.buffers.device import DeviceBuffer, DeviceBytes
 from gds.check.cuda_child import FD_HANDLE, Descriptor, Error, Handle
-from gds.contract import ALIGNMENT
 from gds.errors import StorageError
 
 SONAME: Final = "libcufile.so.0"
@@ -40,8 +39,8 @@ def load_cufile() -> Any:
 class CuFileLibrary:
     """The functions of cuFile that transfer files and wait for no stream, called through ctypes.
 
-    KvikIO loads the library and opens its driver; the calls here go to the same copy of it. ctypes
-    releases the GIL during a call, and keeps the error number that cuFile leaves in `errno`.
+    They are those of the copy that KvikIO has loaded. ctypes releases the GIL during a call, and
+    keeps the error number that cuFile leaves in `errno`.
     """
 
     def __init__(self) -> None:
@@ -66,11 +65,7 @@ class CuFileLibrary:
             _check("cuFileDriverOpen", opened)
 
     def register(self, fd: int) -> int:
-        """Return a handle for a file that is open for direct I/O; the descriptor must stay open.
-
-        Raises:
-            RuntimeError: cuFile does not take the file.
-        """
+        """Return a handle for a file that is open for direct I/O; the descriptor must stay open."""
         descriptor = Descriptor(type=FD_HANDLE, handle=Handle(fd=fd), fs_ops=None)
         handle = ctypes.c_void_p()
         _check(
@@ -90,10 +85,6 @@ class CuFileLibrary:
 
         The device must be current in the calling thread. The memory begins `start` bytes after
         `base`, the address by which its allocation is registered.
-
-        Raises:
-            OSError: The file system reported an error.
-            RuntimeError: cuFile reported an error.
         """
         call = self._library.cuFileRead if direction == "read" else self._library.cuFileWrite
         moved = int(call(handle, base, nbytes, offset, start))
@@ -131,11 +122,7 @@ class Library:
     """The imported KvikIO package."""
 
     def __init__(self) -> None:
-        """Import KvikIO.
-
-        Raises:
-            RefusedError: KvikIO or the CUDA driver is missing; the message names the remedy.
-        """
+        """Import KvikIO; raises `RefusedError` if it or the CUDA driver is missing."""
         self._kvikio = require("kvikio")
         self._defaults = require("kvikio.defaults")
 
@@ -145,10 +132,9 @@ class Library:
         return CuFileLibrary()
 
     def configure(self, *, num_threads: int) -> None:
-        """Set KvikIO's settings, for the whole process.
+        """Set KvikIO's settings for the process, with the sum of the threads that backends ask for.
 
-        KvikIO has one pool of threads. It gets the sum of the numbers that all backends ask for, so
-        that no backend takes the threads of another. A change waits for the running tasks.
+        A change waits for the running tasks.
         """
         with _settings:
             _num_threads[self] = num_threads
@@ -176,23 +162,16 @@ class Library:
         if changed:
             self._defaults.set(changed)
 
-    def open(self, path: str, fd: int, *, writable: bool, compat: bool) -> Any:
-        """Return a new `kvikio.CuFile` of the file of a descriptor, for device memory.
+    def open(self, path: str, fd: int, *, writable: bool) -> Any:
+        """Return a new `kvikio.CuFile` of the file of a descriptor, in compatibility mode.
 
-        Args:
-            path: Path of the file, for messages; also used to open the file if ``/proc`` is
-                missing.
-            fd: Descriptor of the file, which may have been renamed since it was opened.
-            writable: Whether to open the file for writing as well.
-            compat: True copies through the host. False requires cuFile. Pass False only if a child
-                process has shown that cuFile does not hang.
+        The file may have been renamed since it was opened. `path` opens it if ``/proc`` is missing.
 
         Raises:
-            StorageError: KvikIO or cuFile does not take the file, or `path` names another file
-                now (ESTALE).
+            StorageError: KvikIO does not take the file, or `path` names another file now (ESTALE).
         """
         name = _name_of(path, fd)
-        with _settings, self._mode(compat=compat):
+        with _settings, self._defaults.set("compat_mode", self._kvikio.CompatMode.ON):
             try:
                 handle = self._kvikio.CuFile(name, "r+" if writable else "r")
             except (RuntimeError, OSError) as error:
@@ -203,10 +182,7 @@ class Library:
         return handle
 
     def register(self, memory: DeviceBytes) -> None:
-        """Register an allocation with cuFile, so that cuFile does not copy it within the device.
-
-        A `RuntimeError` says that it refuses, for example because address space (BAR1) is short.
-        """
+        """Register an allocation with cuFile, so that it is not copied within the device."""
         with self.cufile():
             self._kvikio.memory_register(memory)
 
@@ -237,26 +213,60 @@ class Library:
     @contextlib.contextmanager
     def cufile(self) -> Iterator[None]:
         """Run the body with KvikIO's compatibility mode off, and with cuFile's environment set."""
-        with _settings, self._mode(compat=False):
-            yield
-
-    @contextlib.contextmanager
-    def _mode(self, *, compat: bool) -> Iterator[None]:
-        """Run the body with KvikIO's compatibility mode on or off."""
-        # AUTO is never used: it asks whether cuFile can be loaded, not whether it works.
-        mode = self._kvikio.CompatMode.ON if compat else self._kvikio.CompatMode.OFF
-        if not compat:
+        with _settings:
             _before_cufile()
-        with self._defaults.set("compat_mode", mode):
-            yield
+            # AUTO is never used: it asks whether cuFile can be loaded, not whether it works.
+            with self._defaults.set("compat_mode", self._kvikio.CompatMode.OFF):
+                yield
+
+
+class PlainCalls:
+    """One open file that cuFile's own plain calls move, on the calling thread.
+
+    KvikIO's plain calls (`CuFile.pread`) would first wait for the legacy default stream, on which
+    most training runs. Open it within a block of `Library.cufile`, and only if a child process has
+    shown that cuFile does not hang. It has not been run on a GPU.
+    """
+
+    def __init__(self, library: Library, path: str, fd: int, *, writable: bool) -> None:
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_DIRECT | os.O_CLOEXEC
+        opened = -1
+        try:
+            self._cufile = library.plain_calls
+            opened = open_again(path, fd, flags)
+            self._handle = self._cufile.register(opened)
+        except (RuntimeError, OSError) as error:
+            if opened >= 0:
+                os.close(opened)
+            raise storage_error(error, "open with cuFile", path) from error
+        self._release = weakref.finalize(
+            self, _release, self._cufile, self._handle, opened, os.getpid()
+        )
+        self._release.atexit = False
+
+    def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
+        """Transfer on the calling thread, and return the bytes moved, maybe too few."""
+        base = memory.region.base
+        start = memory.address - base
+        return self._cufile.move(direction, self._handle, base, start, memory.nbytes, offset)
+
+    def close(self) -> None:
+        """Release the handle, then the descriptor; no transfer may be running. Idempotent."""
+        self._release()
+
+
+def _release(cufile: CuFileLibrary, handle: int, fd: int, process: int) -> None:
+    """Release a handle of cuFile, unless this is a forked child, and its descriptor."""
+    if os.getpid() == process:
+        cufile.deregister(handle)
+    os.close(fd)
 
 
 class CompatibilityMode:
-    """One open file that KvikIO moves in compatibility mode.
+    """One open file that KvikIO moves in compatibility mode, to be measured, not for training.
 
-    KvikIO copies on blocking streams: a copy waits for all work that is queued on the legacy
-    default stream, which is torch's default stream, and work queued there later waits for the
-    copy. It is here to be measured (`gds bench --path compat`), not for training.
+    A copy waits for all work that is queued on the legacy default stream, which is torch's default
+    stream, and work queued there later waits for the copy.
     """
 
     def __init__(
@@ -269,7 +279,7 @@ class CompatibilityMode:
         task_bytes: Callable[[], int | None],
     ) -> None:
         self._task_bytes = task_bytes
-        self._handle = library.open(path, fd, writable=writable, compat=True)
+        self._handle = library.open(path, fd, writable=writable)
         self.bypasses_cache = self._handle.is_direct_io_supported()
 
     def move(self, direction: Direction, memory: DeviceBuffer, offset: int) -> int:
@@ -316,10 +326,7 @@ def _before_cufile() -> None:
 def storage_error(
     error: Exception, what: str, path: str, offset: int | None = None
 ) -> StorageError:
-    """Return a `StorageError` for an error of KvikIO, cuFile or CUDA.
-
-    The error number is that of an `OSError`, or the one whose text is in the message, or EIO.
-    """
+    """Return a `StorageError` for an error of KvikIO, cuFile or CUDA, if need be with EIO."""
     if isinstance(error, StorageError):
         return error
     if is_lost(error):
@@ -334,8 +341,3 @@ def storage_error(
 def is_end_of_file(error: Exception) -> bool:
     """Return whether an error of KvikIO means that a read reached the end of the file."""
     return "EOF" in str(error).replace(":", " ").split()
-
-
-def whole_blocks(nbytes: int) -> int:
-    """Return a count of bytes rounded down to whole blocks, so that the rest stays aligned."""
-    return nbytes // ALIGNMENT * ALIGNMENT

@@ -287,10 +287,7 @@ class Tree:
         return node
 
     def parent(self, what: str, path: str) -> tuple[DirectoryNode, str]:
-        """Return the parent directory of a path, and the last part of the path.
-
-        The path itself need not exist.
-        """
+        """Return the parent directory of a path, which need not exist, and the last part of it."""
         self.check(what, path)
         parts = parts_of(path)
         if not parts:

@@ -70,8 +70,7 @@ class TransferPool:
     def resize(self, num_threads: int) -> None:
         """Change the number of threads, without waiting.
 
-        Additional threads start at once. Excess threads end after all parts queued by now have
-        begun, each after the part that it is running.
+        Additional threads start at once. Excess threads end after all queued parts have begun.
         """
         check_threads(self._name, num_threads)
         with self._lock:
@@ -181,10 +180,7 @@ class Transfer(Pending[int]):
 
 
 def _work(queue: SimpleQueue[_Job | None], begin: Callable[[], object] | None) -> None:
-    """Run parts from the queue until it yields None.
-
-    A thread refers only to the queue, so that a backend that was not closed can be collected.
-    """
+    """Run parts from the queue until it yields None; keeps no backend from being collected."""
     if begin is not None:
         begin()
     while (job := queue.get()) is not None:

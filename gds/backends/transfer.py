@@ -71,10 +71,7 @@ def check_request(
     writable: bool,
     size_bytes: int,
 ) -> None:
-    """Refuse an invalid request before any byte is moved.
-
-    A read past the end of the file is not refused here.
-    """
+    """Refuse an invalid request, but not a read past the end, before any byte is moved."""
     if offset < 0:
         raise ValueError(f"{what} {path!r}: offset {offset} is negative")
     if what != "write":
@@ -123,18 +120,12 @@ class Descriptors:
         owner: OpenDescriptor | None = None,
         inode: int = 0,
     ) -> None:
-        """Take over two descriptors of one file.
+        """Take over two descriptors of one file; `direct_fd` is -1 if there is none.
 
-        Args:
-            buffered_fd: Descriptor of transfers through the page cache.
-            direct_fd: Descriptor of transfers that bypass the page cache; -1 for none.
-            memory_alignment: Alignment of memory for direct transfers.
-            refused: Called with a reason if the file system refuses a direct transfer that it
-                promised to take. It raises an error unless buffered transfers are acceptable.
-            hybrid: Decides which requests are direct; with None, all are that can be.
-            spared: Whether `direct_fd` is missing only because `hybrid` would never use it.
-            owner: Closes `buffered_fd`, if other code may have to close it as well.
-            inode: Number of the file; 0 if it is not used.
+        `refused` is called with a reason if the file system refuses a direct transfer that it
+        promised to take; it raises an error unless buffered transfers are acceptable. If `spared`,
+        `direct_fd` is missing only because `hybrid` would never use it. `owner` closes
+        `buffered_fd`, if other code may have to close it as well.
         """
         self.buffered_fd = buffered_fd
         self.inode = inode
@@ -160,17 +151,10 @@ class Descriptors:
     ) -> int:
         """Read a range of the file into `view`, or write `view` to it; blocks until it is moved.
 
-        Args:
-            direction: Whether to read or to write.
-            view: Memory of the request.
-            address: Address of the first byte of `view`.
-            offset: Start of the request in the file, in bytes.
-            path: Path of the file, for messages.
-            part: Start and stop, in bytes within `view`, of the part to move; None moves all of
-                it. Errors name the whole request. The result is the length of the part.
-            uncached_mode: Mode of a read that must come from the device and not from the page
-                cache; None for a usual transfer. A part that cannot be direct is buffered in both
-                modes.
+        `address` is that of the first byte of `view`. Only `part` of the request is moved, from a
+        start to a stop within `view`, and its length returned; errors name the whole request. A
+        read with an `uncached_mode` comes from the device and not from the page cache. A part that
+        cannot be direct is buffered in both modes.
         """
         first, last = part or (0, len(view))
         request = _Request(direction, view, offset, first, last)
@@ -256,10 +240,7 @@ class _EndOfFileError(OSError):
 
 
 class _Request:
-    """A transfer of ``view[first:last]``, which has reached the position `done` in `view`.
-
-    The first byte of `view` is that at `offset` of the file.
-    """
+    """A transfer of ``view[first:last]``, from `offset` of the file on, that has reached `done`."""
 
     def __init__(
         self, direction: Direction, view: memoryview, offset: int, first: int, last: int

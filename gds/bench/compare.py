@@ -32,11 +32,9 @@ class FioMissingError(FioError):
 
 
 class FioRunner:
-    """Runs fio in a directory, with the same kind of memory as `gds`.
+    """Runs fio in a directory, with memory on huge pages like that of `gds`, if the kernel agrees.
 
-    fio's memory comes from malloc, and glibc (2.35 and newer) asks the kernel to put it on huge
-    pages. `gds` does the same for its buffers; no reserved pages are needed. The kernel may refuse
-    huge pages, so their amount is read from ``/proc`` while fio runs.
+    The kernel may refuse huge pages, so their amount is read from ``/proc`` while fio runs.
     """
 
     def __init__(self, directory: str) -> None:
@@ -49,11 +47,7 @@ class FioRunner:
         self.engine = self._choose_engine()
 
     def run(self, arguments: Sequence[str]) -> tuple[dict[str, Any], int]:
-        """Run jobs of fio on files of the directory.
-
-        Returns:
-            Report of fio, and the largest number of bytes of its memory on huge pages.
-        """
+        """Run jobs of fio; return its report, and the most bytes of its memory on huge pages."""
         process = subprocess.Popen(
             [
                 self._path,
@@ -248,9 +242,8 @@ def compare(
 def fio_arguments(workload: Workload, name: str, engine: str) -> list[str]:
     """Return the arguments of the fio job that is equivalent to a workload.
 
-    fio keeps as many requests in the kernel as the backend would. Asynchronous engines are not
-    asynchronous through the page cache. So a buffered job has threads instead, each with its own
-    part of the file.
+    Asynchronous engines are not asynchronous through the page cache, so a buffered job has threads
+    instead, each with its own part of the file.
     """
     in_kernel = min(
         workload.in_flight, workload.threads * (2 if workload.reads and workload.writes else 1)

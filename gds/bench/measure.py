@@ -155,10 +155,7 @@ class _Collected:
 
 
 def _prepare_cache(workload: Workload, targets: Sequence[Target]) -> float | None:
-    """Bring the page cache into the state to measure; returns the share of the files that it holds.
-
-    The result is None if the share is not known.
-    """
+    """Bring the page cache into the state to measure; return the share that it holds, if known."""
     for target in targets:
         if workload.cache == "cold":
             target.sync()
@@ -193,10 +190,7 @@ _BYTES: Final = 1000
 
 
 class LinkUse(NamedTuple):
-    """Traffic that a GPU received and sent over PCIe, the mean of all samples.
-
-    The rates are in GB/s (1e9 bytes); None if they cannot be read, for a `reason`.
-    """
+    """Mean traffic that a GPU received and sent over PCIe, in GB/s; None for a `reason`."""
 
     rx_gbps: float | None
     tx_gbps: float | None
@@ -207,9 +201,8 @@ class LinkUse(NamedTuple):
 class LinkMeter:
     """Samples both directions of a GPU's link in turns through NVML, on its own thread.
 
-    NVML has no counter of copy engines. It has a counter of the traffic over PCIe, to which copy
-    engines and the DMA of GPUDirect Storage contribute alike. This counter includes packet headers
-    and the transfers of other programs.
+    The counter includes packet headers and the transfers of other programs. NVML has none of the
+    copy engines alone.
     """
 
     def __init__(
@@ -276,10 +269,7 @@ class LinkMeter:
 def link_meter(
     backend: object, load: Callable[[], Any] = lambda: ctypes.CDLL("libnvidia-ml.so.1")
 ) -> LinkMeter:
-    """Return a meter of the link of a backend's GPU.
-
-    If the traffic cannot be read, the meter reports the reason; this function does not raise.
-    """
+    """Return a meter of the link of a backend's GPU; if that cannot be read, it says why."""
     cuda = getattr(backend, "cuda", None)
     if cuda is None:
         return LinkMeter(reason="no memory of a GPU is moved")

@@ -34,11 +34,7 @@ _Request: TypeAlias = tuple[IOFuture, int, int, bool]
 
 
 class Lane:
-    """Files of one directory, with a backend and buffers of their own.
-
-    Blocks go round the files: block 0 is the first of the first file, block 1 the first of the
-    second one.
-    """
+    """Files of one directory, with a backend and buffers of its own; blocks go round the files."""
 
     def __init__(self, backend: Backend, workload: Workload, targets: Sequence[Target]) -> None:
         """Open the files, unless each request is to open its own."""
@@ -115,12 +111,9 @@ class Pass:
     def run(self, orders: Sequence[Order], *, limit_s: float = math.inf) -> float:
         """Run requests, and return the seconds until the end of the last one.
 
-        A lane goes on with its own requests as soon as one of its buffers is free, however slow the
-        other lanes are.
-
-        Args:
-            orders: For each lane the number of the block for each request, and whether to read it.
-            limit_s: Time in seconds after which no further request is started.
+        A lane goes on with its own requests, in the order given for it, as soon as one of its
+        buffers is free, however slow the other lanes are. After `limit_s` seconds no further one is
+        started.
         """
         lanes = zip(self._lanes, orders, strict=True)
         self._waiting = {id(lane): iter(order) for lane, order in lanes}
@@ -183,11 +176,10 @@ class Pass:
         future.add_done_callback(partial(self._ended, slot, begun_s, is_read))
 
     def _ended(self, slot: int, begun_s: float, is_read: bool, future: IOFuture) -> None:
-        """Record the end of a slot's request, on the thread of the transfer.
+        """Record the end of a slot's request, on the thread of the transfer, which starts the next.
 
-        The next request is started by this thread, which then finds it in the backend's queue. The
-        thread of `run` would first have to wake up, while the drive waits. It gets the slot after
-        an error, after the last request, and if data is verified.
+        The thread of `run` would first have to wake up, while the drive waits. It gets the slot
+        after an error, after the last request, and if data is verified.
         """
         self._records[slot].extend((begun_s, time.perf_counter(), is_read))
         # A request may be done before its callback is set, which then runs within `_start`.
@@ -280,13 +272,9 @@ def ordinary_memory(workload: Workload, target: Target) -> memoryview:
 class StagedPass(Pass):
     """One pass of a workload in one lane, through ordinary memory.
 
-    The data of a program rarely lies in memory that direct I/O can use, so it is copied. Copies,
-    digests and transfers use the same cores and the same memory: all of them together are slower
-    than the slowest of them alone. This pass measures them together.
-
-    The thread that calls `run` copies and digests the blocks, in order. All buffers but one are in
-    flight meanwhile. The time of a pass includes the copies: of the first block before its write,
-    and of the last block after its read.
+    The data of a program rarely lies in memory that direct I/O can use. Copies, digests and
+    transfers use the same cores and the same memory, so they are measured together: the thread that
+    calls `run` copies and digests the blocks in order, while all buffers but one are in flight.
     """
 
     def __init__(self, workload: Workload, lanes: Sequence[Lane], memory: memoryview) -> None:

@@ -44,10 +44,7 @@ class Interval:
 
 
 class Series:
-    """Collects the ends of requests into intervals.
-
-    The memory that it takes grows with the measured time, not with the number of requests.
-    """
+    """Collects the ends of requests into intervals, in memory that grows with the measured time."""
 
     def __init__(self, interval_s: float, request_bytes: int) -> None:
         self._interval_s = interval_s
@@ -60,10 +57,7 @@ class Series:
         latency_s: np.ndarray[Any, Any],
         is_read: np.ndarray[Any, Any],
     ) -> None:
-        """Add requests, all three arrays of shape (requests,), `is_read` of dtype bool.
-
-        The ends are in seconds on the time axis of the run.
-        """
+        """Add requests, all arrays of shape (requests,), with ends on the time axis of the run."""
         if not ended_s.size:
             return
         places = np.maximum(np.ceil(ended_s / self._interval_s).astype(np.int64) - 1, 0)

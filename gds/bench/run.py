@@ -239,8 +239,8 @@ def _measure_all(
 ) -> None:
     """Run every workload, as often as the plan says.
 
-    The workloads take turns in alternating order, to spread drift evenly. If runs are repeated
-    until they are steady, one workload is finished before the next begins, as steadiness requires.
+    The workloads take turns in alternating order, to spread drift evenly; but if runs are repeated
+    until they are steady, each is finished before the next.
     """
 
     def measure_once(point: Point) -> None:

@@ -90,10 +90,7 @@ def show(report: Report, console: Console, *, histograms: bool = False) -> None:
 
 
 def state_text(workload: Workload, runs: Sequence[Run]) -> str:
-    """Return the state of the page cache as text: its preparation, and its share of the file.
-
-    The share is the largest that the page cache held before a pass.
-    """
+    """Return the page cache's preparation and its largest share of the file before a pass."""
     known = [run.cached_before for run in runs if run.cached_before is not None]
     return f"{workload.cache}, held {max(known):.0%}" if known else f"{workload.cache}, not known"
 
@@ -157,8 +154,7 @@ def _settings(point: Point) -> dict[str, str]:
 def _varied(points: Sequence[Point]) -> list[str]:
     """Return the names of the settings that differ between workloads.
 
-    The mix differs only between workloads that have one. Shares of the page cache that differ under
-    the same setting do not count.
+    The mix differs only between workloads that have one.
     """
     varied = []
     for name in ("rw", "size", "path", "threads", "depth", "mix", "cache"):
@@ -268,8 +264,7 @@ def _link(point: Point, name: str) -> str:
 def _print_columns(console: Console, names: Sequence[Column], values: Sequence[Column]) -> None:
     """Print a table, in several parts if the console is too narrow for all columns.
 
-    Every part repeats the columns that name a row. If these take more than half of the width, they
-    are a part of their own, and rows are numbered.
+    Every part repeats the columns that name a row, or the number of the row if these are wide.
     """
     count = len(values[0][2])
     numbered: Column = ("row", "right", [str(number + 1) for number in range(count)])
@@ -285,10 +280,7 @@ def _print_columns(console: Console, names: Sequence[Column], values: Sequence[C
 
 
 def _packed(width: int, names: Sequence[Column], values: Sequence[Column]) -> list[list[Column]]:
-    """Divide columns into tables that are at most `width` characters wide.
-
-    Each table begins with the columns `names`.
-    """
+    """Divide columns into tables of at most `width` characters, each beginning with `names`."""
     tables = [list(names)]
     for column in values:
         used = sum(_width(each) for each in [*tables[-1], column]) - _GAP

@@ -30,10 +30,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return a bootstrap interval of the median, of 90 %, from percentiles of resampled medians.
-
-    Samples are drawn with replacement.
-    """
+    """Return a bootstrap interval of the median, of 90 %, from medians of resampled values."""
     if not values:
         raise ValueError("an interval needs at least one value")
     data = np.asarray(values, dtype=np.float64)
@@ -126,10 +123,7 @@ def range_share(values: Sequence[float]) -> float:
 
 
 def slope_share(values: Sequence[float]) -> float:
-    """Return the rise of the best linear fit over all values, as a share of their average.
-
-    The result is negative if the fit falls, and 0 for less than two values.
-    """
+    """Return the rise of the best linear fit over all values, as a share of their average."""
     mean = float(np.mean(values))
     if len(values) < 2 or not mean:
         return 0.0

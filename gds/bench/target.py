@@ -36,9 +36,7 @@ class Stamps:
     """Writes and checks the content of one file, to detect wrong, stale or damaged blocks.
 
     Every block of 4 KiB holds its offset, the number of times it has been rewritten (its
-    generation), and a number of the file. Each of the remaining 8-byte words depends on offset and
-    generation. So a block at a wrong place, or a block that a write did not reach, differs in
-    nearly all words. A flipped bit changes one word.
+    generation), and a number of the file, and all of its words depend on them.
     """
 
     def __init__(self, seed: int) -> None:
@@ -48,10 +46,7 @@ class Stamps:
         self._number = np.uint64(generator.integers(0, 1 << 64, dtype=np.uint64))
 
     def fill(self, view: memoryview, offset: int, generations: Words) -> None:
-        """Fill memory, in whole blocks of 4 KiB, with the data that belongs at `offset`.
-
-        `generations` has the generation of each block after the coming write.
-        """
+        """Fill memory, in whole blocks of 4 KiB, with the data that belongs at `offset`."""
         words = np.frombuffer(view, dtype=np.uint64).reshape(-1, _WORDS)
         offsets = np.arange(offset, offset + len(view), ALIGNMENT, dtype=np.uint64)
         key = offsets * _PLACE + generations * _AGE
@@ -61,11 +56,7 @@ class Stamps:
         words[:, 2] = self._number
 
     def check(self, view: memoryview, offset: int, generations: Words, path: str) -> None:
-        """Compare memory with what `fill` would write.
-
-        Raises:
-            WrongDataError: The data differs; the error describes the first wrong block.
-        """
+        """Compare memory with what `fill` would write; raises `WrongDataError` if it differs."""
         expected = bytearray(len(view))
         self.fill(memoryview(expected), offset, generations)
         if view == expected:  # compares single bytes, because both have the format "B"
@@ -225,9 +216,8 @@ def targets_at(
 ) -> Iterator[list[Target]]:
     """Yield the files to measure: an existing file, or scratch files that are removed afterwards.
 
-    A scratch file is written completely before it is measured. The first write to reserved space
-    costs about twice as much as a later one, and a read of space that was never written does not
-    reach the drive.
+    Scratch files are written completely: first writes cost twice as much as later ones, and reads
+    of space that was never written do not reach the drive.
     """
     fills_directory = is_directory(place)
     mount = probe.mount_of(place)
@@ -266,10 +256,7 @@ def targets_at(
 def _created(
     paths: list[str], directory: str, file_bytes: int, seed: int, say: Callable[[str], None]
 ) -> Iterator[list[Target]]:
-    """Make scratch files, fill them, and remove them at the end, also after an error or a signal.
-
-    The files have different seeds, so that data in the wrong file is noticed.
-    """
+    """Make scratch files of different seeds, fill them, and remove them in every case."""
     ours: list[str] = []
     with contextlib.ExitStack() as stack:
         try:

@@ -94,9 +94,8 @@ def choose(rounds: Sequence[Round]) -> Setting:
 def survivors(rounds: Sequence[Round]) -> list[Setting]:
     """Return the settings to measure in the next round, so that the time goes to close decisions.
 
-    After the first round these are one setting for each number of threads, and the fastest one.
-    After later rounds these are the fastest few. The setting that `choose` would return now is
-    always included.
+    These are the fastest one for each number of threads, later the fastest few, and the choice so
+    far.
     """
     scores = _scores(rounds)
     tolerance = _tolerance(rounds, scores)
@@ -132,8 +131,7 @@ def _in_all(rounds: Sequence[Round]) -> list[Setting]:
 def _relative(rounds: Sequence[Round]) -> dict[Setting, list[float]]:
     """Return each setting's rates, divided by the round's mean of the settings in every round.
 
-    A drive gets slower as its cache fills, and other programs may use it. So its rate changes from
-    round to round far more than settings differ. Within a round, it treats all settings alike.
+    A drive's rate changes from round to round far more than settings differ.
     """
     common = _in_all(rounds)
     relative: dict[Setting, list[float]] = {}
@@ -175,10 +173,7 @@ _MOST_ROUNDS: Final = 8
 
 
 class Trials:
-    """Trials on one file: reads from its first half, and writes to its second half.
-
-    Call `fill` first.
-    """
+    """Trials on one file, after `fill`: reads from its first half, writes to its second half."""
 
     def __init__(self, backend: PosixBackend, file: PosixFile) -> None:
         self._backend = backend
@@ -199,11 +194,7 @@ class Trials:
         """Rate of the last trial, in bytes per second, to estimate the time of the next one."""
 
     def fill(self, fd: int, seconds: float) -> None:
-        """Reserve and write the file, or as much of it as possible in the given time.
-
-        The first write to reserved space costs about twice as much as a later one. A read of space
-        that was never written does not reach the drive. `fd` is a descriptor of the same file.
-        """
+        """Reserve and write the file, or as much of it as possible in the given time."""
         self._backend.tune(read_threads=2, write_threads=2, request_bytes=None)
         memory = self._memory["write"]
         started_s = time.perf_counter()
@@ -230,18 +221,12 @@ class Trials:
         self.bytes_per_s = filled / (time.perf_counter() - started_s)
 
     def fitting_bytes(self, seconds: float) -> int:
-        """Return how many bytes each direction can move in `seconds`, within `half_bytes`.
-
-        The estimate uses the rate of the last trial. The result is a multiple of `UNIT_BYTES`.
-        """
+        """Return how many bytes each direction can move in `seconds`, by the last trial."""
         units = int(self.bytes_per_s * seconds) // UNIT_BYTES
         return min(max(units, 1) * UNIT_BYTES, self.half_bytes)
 
     def seconds(self, setting: Setting, directions: tuple[Direction, ...], nbytes: int) -> float:
-        """Move `nbytes` bytes in each direction at the same time, and return the seconds taken.
-
-        All transfers are queued at once, as by an optimizer that knows its next transfers.
-        """
+        """Move bytes in each direction, all queued at once, and return the seconds taken."""
         self._backend.tune(
             read_threads=setting.threads,
             write_threads=setting.threads,
@@ -268,8 +253,7 @@ class Trials:
     def compare(self, until_s: float) -> list[Round]:
         """Return the rates of as many settings as possible, measured as often as possible.
 
-        The rates are in bytes per second, reads and writes together. The list of rounds is empty if
-        the time was too short for a fair comparison of two settings.
+        They are in bytes per second; none if the time was too short to compare two settings.
         """
         self.seconds(DEFAULT, BOTH, self.fitting_bytes((until_s - time.perf_counter()) / 16))
         left_s = max(until_s - time.perf_counter(), 0.0)

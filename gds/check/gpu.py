@@ -49,10 +49,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Everything on the machine that matters for device memory.
-
-    Versions are empty if they are not known, or if nothing is installed.
-    """
+    """Everything on the machine that matters for device memory; versions are empty if not known."""
 
     no_driver: str
     """Reason why the CUDA driver cannot be used; empty if it can."""

@@ -53,10 +53,7 @@ class Storage:
 
     @property
     def gds_refusal(self) -> str:
-        """Reason why GPUDirect Storage cannot work in the directory; empty if none is known.
-
-        The reasons are those that can be found without a GPU.
-        """
+        """Reason, found without a GPU, why GPUDirect Storage cannot work here; empty if none is."""
         kind = self.mount.filesystem
         if not self.direct.found.supported:
             return f"direct I/O is not available: {self.direct.found.reason}"

@@ -167,9 +167,8 @@ class System:
     ) -> Child:
         """Run a Python script in a child process, and kill it if it takes too long.
 
-        The process runs in a temporary directory, which is removed with the logs that libraries
-        write into it. A process that is stuck in a driver and survives SIGKILL is left behind.
-        `environment` has variables to add to those of this process.
+        It runs in a temporary directory, which is removed with the logs that libraries write into
+        it. A process that is stuck in a driver and survives SIGKILL is left behind.
         """
         with (
             tempfile.TemporaryDirectory(prefix="gds-check-") as directory,

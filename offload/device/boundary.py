@@ -110,10 +110,7 @@ class Boundary:
         return pinned((nbytes,), torch.uint8, self._device)
 
     def held_bytes(self, nbytes: int) -> int:
-        """Return how much memory `allocate` takes for a number of bytes, at most.
-
-        That is the next power of two, unless torch is told not to round up larger blocks.
-        """
+        """Return how much memory `allocate` takes at most: the next power of two of the bytes."""
         return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
     def lock_pages(self, memory: torch.Tensor) -> object:

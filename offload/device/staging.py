@@ -62,16 +62,19 @@ class FlatTensors:
         return found
 
     def _flatten(self, index: int) -> torch.Tensor:
-        tensor = self._tensors[index]
-        if tensor is None:
-            raise RuntimeError(f"tensor {index} was requested, but this pass has no such tensor")
         # reshape returns a view if one exists, and a copy otherwise
-        flat = tensor.detach().reshape(-1)
+        flat = self._tensor(index).detach().reshape(-1)
         if self._writable:
             flat = flat.contiguous()
         self._flat[index] = flat
         self._num_left[index] = flat.numel()
         return flat
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        tensor = self._tensors[index]
+        if tensor is None:
+            raise RuntimeError(f"tensor {index} was requested, but this pass has no such tensor")
+        return tensor
 
     def tensor(self, index: int) -> torch.Tensor | None:
         """Return a tensor itself; None if it is missing or has been released."""
@@ -327,12 +330,6 @@ class StagedTensors(FlatTensors):
         if sent:
             batch.boundary.wait(batch.event)
         self._traffic.hold(-batch.held_bytes)
-
-    def _tensor(self, index: int) -> torch.Tensor:
-        tensor = self._tensors[index]
-        if tensor is None:
-            raise RuntimeError(f"tensor {index} was requested, but this pass has no such tensor")
-        return tensor
 
     def _flat_of(self, index: int) -> torch.Tensor:
         copy = self._copies.get(index)

@@ -25,7 +25,7 @@ from offload.stream.passes import RingPass
 from offload.stream.streamer import Streamer
 from offload.update.kept_state import Scalars
 from offload.update.step_keys import StepInputs
-from offload.update.updater import ChunkUpdater, device_updater, host_updater
+from offload.update.updater import ChunkUpdater, DeviceUpdater, HostUpdater
 
 STEP_THREAD = "offload-step"
 """Name of the threads that run a pass beside the model."""
@@ -295,10 +295,10 @@ def _updater(
     )
     if state.compute is None:
         kernel = state.kernel.kernel
-        host = host_updater(state.rule, state.pool, inputs, kernel=kernel, traffic=traffic)
+        host = HostUpdater(state.rule, state.pool, inputs, kernel=kernel, traffic=traffic)
         state.update_code = host.code(state.kernel.code)
         return host
-    updater = device_updater(state.rule, state.pool, inputs, compute=state.compute)
+    updater = DeviceUpdater(state.rule, state.pool, inputs, compute=state.compute)
     state.update_code = updater.code(f"kernels ({state.compute.device})")
     return updater
 

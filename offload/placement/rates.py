@@ -33,7 +33,7 @@ from offload.update.kernel_check import choose_kernel
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.step_keys import StepInputs
-from offload.update.updater import host_updater
+from offload.update.updater import HostUpdater
 
 _FORMAT_VERSION = 2
 _TRIAL_ELEMENTS = 8 << 20
@@ -145,10 +145,7 @@ def step_bytes(layout: Layout, *, kept_on_host: int = 0, kept_on_device: int = 0
 
 
 def find_rates(setup: MeasurementSetup, *, clock: Clock = time.perf_counter) -> Rates | str:
-    """Return the rates stored under the same conditions, or measure and store them.
-
-    A measurement waits for the work that is queued on the device's current stream.
-    """
+    """Return the rates stored under the same conditions, or measure and store them."""
     if reason := _why_not_measured(setup):
         return reason
     path = os.path.join(setup.directories[0], RATES_NAME)
@@ -166,11 +163,7 @@ def find_rates(setup: MeasurementSetup, *, clock: Clock = time.perf_counter) -> 
 
 
 def measure_rates(setup: MeasurementSetup, *, clock: Clock = time.perf_counter) -> Rates | str:
-    """Measure the link, the CPU and the host's memory, and find the path of device memory.
-
-    The search for the path tries cuFile in a child process, once for each file system, and can take
-    seconds.
-    """
+    """Measure the link, the CPU and the host's memory, and find the path of device memory."""
     if reason := _why_not_measured(setup):
         return reason
     try:
@@ -198,11 +191,7 @@ def measure_rates(setup: MeasurementSetup, *, clock: Clock = time.perf_counter) 
 
 
 def link_gbps(device: torch.device, *, clock: Clock = time.perf_counter) -> tuple[float, float]:
-    """Return GB/s of copies from a device to page-locked memory, and of copies to the device.
-
-    Each is the best of a few samples, to measure what the link can do rather than its momentary
-    load.
-    """
+    """Return GB/s of copies from a device to page-locked memory, and to the device."""
     boundary = boundary_of(device)
     on_host = boundary.allocate(_COPY_BYTES)
     on_device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
@@ -219,8 +208,7 @@ def memory_gbps(pool: UpdatePool, *, clock: Clock = time.perf_counter) -> float:
     """Return the rate of the host's memory in GB/s: bytes read and written by copies, added up.
 
     All threads of the pool copy at the same time. Drives and devices use the memory without the
-    CPU and may reach a higher rate, so this is a lower limit. The result is the best of a few
-    samples. Nothing else may use the pool meanwhile.
+    CPU and may reach a higher rate, so this is a lower limit.
     """
     source = torch.ones(_MEMORY_BYTES, dtype=torch.uint8, device="cpu")
     into = torch.zeros(_MEMORY_BYTES, dtype=torch.uint8, device="cpu")
@@ -245,8 +233,7 @@ def update_gbps(
     """Return the rate of updates on the CPU for a layout, in GB/s of state read and written.
 
     This times the step itself, with digests, on separate memory: up to `_TRIAL_ELEMENTS` elements
-    of a parameter like the layout's largest one. The result is the best of a few passes. Nothing
-    else may use the pool meanwhile.
+    of a parameter like the layout's largest one.
     """
     largest = max(layout.parameters, key=lambda p: (bool(p.arrays), p.num_elements))
     # The trial has the length of a chunk, since data that fits in a cache would be faster.
@@ -276,7 +263,7 @@ def update_gbps(
     with torch.no_grad():
         # The first pass creates the state, and touches memory and threads. It is not counted.
         for number in range(1 + _MAX_TRIALS):
-            updater = host_updater(
+            updater = HostUpdater(
                 rule,
                 pool,
                 StepInputs(
@@ -333,10 +320,7 @@ def save_rates(path: str, conditions: Mapping[str, Any], rates: Rates) -> None:
 
 
 def load_rates(path: str, conditions: Mapping[str, Any]) -> Rates | None:
-    """Return the rates in a file; None if it has none, or if they belong to other conditions.
-
-    Never raises: the remedy for any defect of the file is another measurement.
-    """
+    """Return the rates in a file; None if they are damaged, or belong to other conditions."""
     try:
         content = json.loads(read_small_file(path))
         if content["format_version"] != _FORMAT_VERSION or content["conditions"] != conditions:

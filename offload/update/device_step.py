@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,28 +34,16 @@ from offload.device.kernels.forms import (
 from offload.device.kernels.update import DeviceRun
 from offload.device.staging import FlatTensors
 from offload.errors import UnsupportedOptimizerError
-from offload.format import rounding_keys
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.chunk_plan import Piece
 from offload.update.dtypes import DTYPES
 from offload.update.pool import BlockContext
+from offload.update.probe import wide_values
 from offload.update.rules import UpdateRule
 from offload.update.step_code import Block, Call, LoadedChunk, PieceNumbers, StepCode, blocks, runs
 from offload.update.step_keys import StepInputs, StepKeys
 
 _Numbers = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceCall:
-    """The launches for one block."""
-
-    step: DeviceStep
-    block: Block
-
-    def run(self, _: BlockContext) -> None:
-        """Queue the launches."""
-        self.step.launch(self.block)
 
 
 class DeviceStep(StepCode):
@@ -78,19 +66,15 @@ class DeviceStep(StepCode):
         self._live = live
         self._gradients = gradients
         self._reasons = [why_not_by_kernel(rule, group, inputs.factors) for group in keys.groups]
-        self.doubts: list[str] = []
-        """How kernels differ from torch's own step that are used nevertheless, because torch's
-        step cannot take their place."""
+        self.doubts: list[str] = []  # of kernels that torch's own step cannot replace
         self._prepare(rule, inputs)
-        self._seed, self._rounding_step = inputs.seed, inputs.step
         self._factors = inputs.factors
-        self._moments = [n for n in moment_names(self._class) if n in layout.array_names]
+        self._is_rounded = layout.state_dtype == "bfloat16"
+        moments = [n for n in moment_names(self._class) if n in layout.array_names]
+        self._parameter_keys = inputs.rounding_keys(moments) if self._is_rounded else []
 
     def _prepare(self, rule: UpdateRule, inputs: StepInputs) -> None:
-        """Compile all forms that the step needs, and compare them with torch's own step.
-
-        So neither a compiler error nor a difference is found in the middle of a step.
-        """
+        """Compile all forms that the step needs, and compare them with torch's own step."""
         needed = {
             (
                 spec.group,
@@ -102,6 +86,7 @@ class DeviceStep(StepCode):
                 self._layout.parameters, inputs.parameters, inputs.gradients, strict=True
             )
         }
+        split = MASTER_LOW in self._layout.array_names
         for group, live, gradient, names in sorted(needed, key=str):
             if self._reasons[group]:
                 continue
@@ -114,15 +99,11 @@ class DeviceStep(StepCode):
             )
             self._compute.prepare(form)
             doubt = why_not_trusted(self._compute, rule, form)
-            if doubt and not self._why_not_torch(rule, group):
+            options, dtype = self._keys.groups[group], self._layout.state_dtype
+            if doubt and not why_not_by_torch(rule, options, dtype, split=split):
                 self._reasons[group] = doubt
             elif doubt and doubt not in self.doubts:
                 self.doubts.append(doubt)
-
-    def _why_not_torch(self, rule: UpdateRule, group: int) -> str:
-        split = MASTER_LOW in self._layout.array_names
-        options = self._keys.groups[group]
-        return why_not_by_torch(rule, options, self._layout.state_dtype, split=split)
 
     def why_not(self, group: int) -> str:
         """Return why no kernel can step a group; empty if one can."""
@@ -136,12 +117,12 @@ class DeviceStep(StepCode):
         others: list[int] = []
         for key, run in runs(self._layout, chunk.number, self._keys.of, numbers):
             if key.has_gradient and not self._reasons[key.group]:
-                calls += [DeviceCall(self, b) for b in blocks(self._layout, chunk, key, run)]
+                calls += [partial(self._launch, b) for b in blocks(self._layout, chunk, key, run)]
             else:
                 others += run
         return calls, np.array(others, dtype=np.int64)
 
-    def launch(self, block: Block) -> None:
+    def _launch(self, block: Block, _: BlockContext) -> None:
         """Queue the step of one block."""
         key, pieces = block.key, block.pieces
         after = self._keys.scalars_after(key)
@@ -174,7 +155,7 @@ class DeviceStep(StepCode):
                 gradients=gradients[first:last],
                 arrays=self._cut(block, pieces[first:last], ends),
                 first_elements=firsts[first:last],
-                keys=partial(self._rounding_keys, pieces[first:last]) if self._rounded else None,
+                keys=partial(self._rounding_keys, pieces[first:last]) if self._is_rounded else None,
                 is_new=is_new,
             )
 
@@ -192,18 +173,6 @@ class DeviceStep(StepCode):
             ends[name] += sum(-(-(piece.stop - piece.start) // of) for piece in pieces)
             arrays[name] = stored[start : ends[name]]
         return arrays
-
-    @property
-    def _rounded(self) -> bool:
-        return self._layout.state_dtype == "bfloat16"
-
-    @cached_property
-    def _parameter_keys(self) -> list[rounding_keys.ParameterKeys]:
-        names = rounding_keys.name_numbers(list(self._layout.rounding_names))
-        return [
-            rounding_keys.ParameterKeys(names, self._seed, array, self._rounding_step)
-            for array in self._moments
-        ]
 
     def _rounding_keys(
         self, pieces: Sequence[Piece], numbers: _Numbers, firsts: _Numbers
@@ -244,8 +213,7 @@ _found: WeakKeyDictionary[Compute, dict[tuple[Any, ...], str]] = WeakKeyDictiona
 def why_not_trusted(compute: Compute, rule: UpdateRule, form: Form) -> str:
     """Return how a form of the kernel differs from torch's own step; empty if it does not.
 
-    The first call for a form compiles it and waits for the device. It must be called outside of
-    `Compute.queue`.
+    It waits for the device, so it must be called outside of `Compute.queue`.
     """
     master = "own" if form.live == torch.float32 else "float32"
     checked = replace(form, master=master, state="float32")
@@ -304,10 +272,8 @@ def _num_different(compute: Compute, rule: UpdateRule, form: Form, group: Mappin
     generator = torch.Generator("cpu").manual_seed(20260101)
 
     def random(least: float, most: float) -> torch.Tensor:
-        """Return FP32 values of both signs with such logarithms, some of them zeros."""
-        out = torch.empty(2, _ELEMENTS, dtype=torch.float32, device="cpu")
-        size = out[0].uniform_(least, most, generator=generator).exp_()
-        values = out[1].normal_(generator=generator).mul_(size)
+        """Return FP32 values of such magnitudes, some of them zeros."""
+        values = wide_values(_ELEMENTS, generator, least, most)
         values[::7] = 0
         return values
 

@@ -72,13 +72,11 @@ def check_scalars(manifest: Manifest, rules: Sequence[Rule], path: str) -> None:
             continue
         rule = rules[spec.group]
         found = {name: kind in TENSOR_KINDS for name, kind, _ in scalars}
-        expected = dict(
-            zip(rule.scalars, (kind in TENSOR_KINDS for kind in rule.kinds), strict=True)
-        )
+        expected = {name: kind in TENSOR_KINDS for name, kind in rule.scalars.items()}
         if found != expected or len(scalars) != len(expected):
             raise CheckpointError(
                 f"{path}: the scalar state of {spec.name!r} is {short(scalars)}, expected "
-                f"{list(rule.scalars)} of the kinds {list(rule.kinds)}. {_REMEDY}"
+                f"{list(rule.scalars)} of the kinds {list(rule.scalars.values())}. {_REMEDY}"
             )
         for name, _, value in scalars:
             if name == "step" and not 0 <= value < math.inf:

@@ -29,11 +29,8 @@ class Rule:
     arrays: tuple[str, ...]
     """State arrays by torch's names, with one FP32 value per element; without masters."""
 
-    scalars: tuple[str, ...]
-    """Names of state with one value per parameter."""
-
-    kinds: tuple[str, ...]
-    """Kind of each of `scalars`, as in `ScalarValue`."""
+    scalars: Mapping[str, str]
+    """Kinds of state with one value per parameter, as in `ScalarValue`, by name."""
 
     changes: frozenset[str] = frozenset()
     """Hyper-parameters that the class itself changes in its group, such as a count of steps."""
@@ -115,7 +112,7 @@ def describe(name: str, shape: torch.Size, state: Mapping[str, Any]) -> Rule:
                 f"{name} cannot be offloaded: it keeps state of its own called {reserved!r}, the "
                 "name that this package gives to the FP32 copies of parameters."
             )
-    return Rule(tuple(arrays), tuple(scalars), tuple(scalars.values()))
+    return Rule(tuple(arrays), scalars)
 
 
 def _kind(value: torch.Tensor | float) -> str:

@@ -23,9 +23,10 @@ from offload.update.kernel import UpdateKernel, find_library, torchs_root
 from offload.update.kernel.forms import MOMENTS
 from offload.update.kernel.loading import TURNED_OFF, Library
 from offload.update.pool import UpdatePool
+from offload.update.probe import wide_values
 from offload.update.rules import UpdateRule
 from offload.update.step_keys import StepInputs
-from offload.update.updater import host_updater
+from offload.update.updater import HostUpdater
 
 _MAX_REASON = 300
 """Most characters of a reason, which is stored with each checkpoint."""
@@ -153,7 +154,7 @@ def _stepped(
     }
     pool = UpdatePool(rule)
     try:
-        updater = host_updater(rule, pool, inputs, kernel=kernel)
+        updater = HostUpdater(rule, pool, inputs, kernel=kernel)
         updater.update(0, stored)
         updater.finish()
     finally:
@@ -163,7 +164,7 @@ def _stepped(
 
 
 def _scalars(rule: Rule) -> Scalars:
-    return tuple((name, kind, 7.0) for name, kind in zip(rule.scalars, rule.kinds, strict=True))
+    return tuple((name, kind, 7.0) for name, kind in rule.scalars.items())
 
 
 class _Values:
@@ -174,9 +175,7 @@ class _Values:
 
     def wide(self, length: int) -> torch.Tensor:
         """Return FP32 values of many magnitudes, zeros among them; shape (length,)."""
-        out = torch.empty(2, length, dtype=torch.float32, device="cpu")
-        scale = out[0].uniform_(-16, 4, generator=self._generator).exp_()
-        values = out[1].normal_(generator=self._generator).mul_(scale)
+        values = wide_values(length, self._generator)
         values[::7] = 0
         return values
 

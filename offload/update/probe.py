@@ -71,9 +71,9 @@ class Probe:
         updated, given = [], []
         for _ in range(NUM_STEPS):
             values = torch.zeros(self.shape.numel(), dtype=torch.float32, device="cpu")
-            values[::4] = self._wide(generator)[::4]
+            values[::4] = wide_values(len(values), generator)[::4]
             updated.append(parameters(values))
-            given.append(gradients(self._wide(generator)))
+            given.append(gradients(wide_values(len(values), generator)))
         states = run(updated, given)
         return [flat(tensors) for tensors in updated], states
 
@@ -87,10 +87,14 @@ class Probe:
             start = stop
         return pieces
 
-    def _wide(self, generator: torch.Generator) -> torch.Tensor:
-        out = torch.empty(2, self.shape.numel(), dtype=torch.float32, device="cpu")
-        scale = out[0].uniform_(-16, 4, generator=generator).exp_()
-        return out[1].normal_(generator=generator).mul_(scale)
+
+def wide_values(
+    num: int, generator: torch.Generator, least: float = -16, most: float = 4
+) -> torch.Tensor:
+    """Return FP32 values of both signs, of magnitudes around e**`least` to e**`most`."""
+    out = torch.empty(2, num, dtype=torch.float32, device="cpu")
+    scale = out[0].uniform_(least, most, generator=generator).exp_()
+    return out[1].normal_(generator=generator).mul_(scale)
 
 
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

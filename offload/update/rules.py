@@ -23,7 +23,7 @@ from offload.format._manifest_fields import encode_group, without_numpy
 from offload.update.kept_state import Rule, describe, read_scalars, write_scalars
 from offload.update.probe import QUICK, THOROUGH, same_arrays, same_values
 from offload.update.stepper import NOT_OPTIONS, Stepper, first_options
-from offload.update.trial import TrialError, Tried, try_class
+from offload.update.trial import TrialError, try_class
 from offload.update.trial_inputs import NUM_STEPS, randomness_kept
 
 _REFUSED = {
@@ -271,8 +271,7 @@ class UpdateRule:
         with randomness_kept():
             rule = self._probe_alone(group)
             try:
-                tried = Tried(self.optimizer_class, self._hyper, self._step, group)
-                rule = try_class(tried, rule, self.stepper)
+                rule = try_class(self.stepper, group, rule)
             except TrialError as error:
                 name = self.optimizer_class.__name__
                 raise UnsupportedOptimizerError(f"{name} cannot be offloaded: {error}") from error

@@ -41,10 +41,7 @@ class Scratch:
         return view
 
     def rounders(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor full of `ROUNDER`.
-
-        torch vectorises an operation with one broadcast operand, but not with two.
-        """
+        """Return `ROUNDER`s; torch does not vectorise an operation with two broadcast operands."""
         return self.view("rounders", torch.float32, shape)
 
     def counter(self, num_elements: int) -> torch.Tensor:

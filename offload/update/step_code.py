@@ -8,10 +8,10 @@ the same key, and a run into blocks of a limited number of elements.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -47,20 +47,15 @@ class LoadedChunk:
     """Maximal number of elements that one call of torch's step works on."""
 
 
-class Call(Protocol):
-    """One call of some code, for some elements of a chunk."""
-
-    def run(self, context: BlockContext, /) -> None:
-        """Step the elements, and tell the chunk's digests of them."""
-        ...
+Call: TypeAlias = Callable[[BlockContext], object]
+"""Function that steps some elements of a chunk, and tells the chunk's digests of them."""
 
 
 class StepCode(ABC):
-    """Code that steps parameters of a chunk, for one step of the optimizer.
+    """Code that steps parameters: `calls` is asked once for each chunk, and `done` follows."""
 
-    Each chunk is offered to `calls` once. When all calls of the chunk have returned, `done` is
-    called.
-    """
+    doubts: Sequence[str] = ()
+    """How this code differs from torch's own step, although it is used."""
 
     def why_not(self, group: int) -> str:  # noqa: ARG002
         """Return why this code can step no parameter of a group; empty if it can."""
@@ -69,8 +64,7 @@ class StepCode(ABC):
     def add_gradient(self, index: int) -> None:  # noqa: B027
         """Note that a parameter has received a gradient, before any of its chunks is stepped.
 
-        The parameter's key says so already. This looks at no tensor: a backward pass may be in
-        progress, and may be watched.
+        This looks at no tensor: a backward pass may be in progress, and may be watched.
         """
 
     @abstractmethod
@@ -79,8 +73,7 @@ class StepCode(ABC):
     ) -> tuple[Sequence[Call], PieceNumbers]:
         """Take the pieces of a chunk that this code can step, out of those that are left.
 
-        Returns:
-            Calls that step the pieces taken, for any threads, in any order; and the other pieces.
+        The result is calls, for any threads in any order, and the numbers of the other pieces.
         """
 
     def done(self, chunk: LoadedChunk) -> None:  # noqa: B027

@@ -19,6 +19,7 @@ from offload.device.boundary import is_on_device, to_host
 from offload.errors import UnsupportedOptimizerError
 from offload.format._manifest_fields import without_numpy
 from offload.format.layout import Layout
+from offload.format.rounding_keys import ParameterKeys, name_numbers
 from offload.update.kept_state import Scalars, read_scalars, unknown_state, write_scalars
 from offload.update.pool import BlockContext, UpdatePool
 from offload.update.rules import FUSED_MULTIPLE, UpdateRule
@@ -57,6 +58,11 @@ class StepInputs:
 
     factors: Sequence[float] = ()
     """Factors that each gradient is multiplied by in turn, in FP32."""
+
+    def rounding_keys(self, arrays: Sequence[str]) -> list[ParameterKeys]:
+        """Return the keys by which this step rounds each of these state arrays."""
+        names = name_numbers(self.layout.rounding_names)
+        return [ParameterKeys(names, self.seed, array, self.step) for array in arrays]
 
 
 class Key(NamedTuple):
@@ -153,20 +159,16 @@ class StepKeys:
             )
 
     def scalars_after(self, key: Key) -> Scalars:
-        """Return the scalar state of a key after the step.
+        """Return the scalar state of a key after the step, while nothing else uses the pool.
 
-        If torch has stepped no element of the key yet, it counts the step now, on the calling
-        thread. Nothing else may use the pool meanwhile.
+        If torch has stepped no element of the key yet, it counts the step now.
         """
         if key not in self._after:
             self._count([key])
         return self._after[key]
 
     def finish(self) -> list[Scalars | None]:
-        """Return the scalar state of each parameter after the step.
-
-        Nothing else may use the pool meanwhile.
-        """
+        """Return the scalar state of each parameter after the step; nothing else uses the pool."""
         keys = {id(key): key for key in self.of}  # most parameters share theirs
         missing = {k for k in keys.values() if k.has_gradient and k not in self._after}
         if missing:  # only empty parameters have these keys: torch counts their steps all the same

@@ -13,14 +13,9 @@ NOT_OPTIONS = ("params", "param_names")
 
 
 class Stepper:
-    """Runs an optimizer class's step on flat tensors. Not for two threads at a time.
+    """Runs an optimizer class's step without hooks on flat tensors. Not for two threads at a time.
 
-    Args:
-        optimizer_class: A torch optimizer class.
-        hyper: Keyword arguments of its constructor.
-        step: Step function of the class, without hooks.
-        keeps_groups: Whether the step is known not to change ``param_groups``. Otherwise each call
-            gets a copy of the group, and `options` has what the class left.
+    Unless the class `keeps_groups`, each call gets a copy of the group, which it may change.
     """
 
     def __init__(
@@ -33,12 +28,22 @@ class Stepper:
     ) -> None:
         self._class = optimizer_class
         self._hyper = dict(hyper)
-        self._step = step
+        self.step = step
+        """Step function of the class, without hooks."""
         self._keeps_groups = keeps_groups
         placeholder = torch.zeros(1, dtype=torch.float32, device="cpu")
         self._instance = optimizer_class([placeholder], **self._hyper)
         self.options: dict[str, Any] = {}
         """Hyper-parameters as the last call left them."""
+
+    def instance(
+        self, groups: Sequence[Mapping[str, Any]], parameters: Sequence[Sequence[torch.Tensor]]
+    ) -> torch.optim.Optimizer:
+        """Return an optimizer of the class, for the parameters of each group."""
+        filled = [
+            {**options, "params": [*own]} for options, own in zip(groups, parameters, strict=True)
+        ]
+        return self._class(filled, **self._hyper)
 
     def create(
         self, parameter: torch.Tensor, gradient: torch.Tensor | None, group: Mapping[str, Any]
@@ -55,10 +60,10 @@ class Stepper:
     ) -> list[dict[str, Any]]:
         """Run the first step of several flat parameters in one call; see `create`."""
         own = self._own(group)
-        instance = self._class([{**own, "params": [*parameters]}], **self._hyper)
+        instance = self.instance([own], [parameters])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        self._step(instance)
+        self.step(instance)
         self._keep_options(instance)
         return [dict(instance.state[parameter]) for parameter in parameters]
 
@@ -88,7 +93,7 @@ class Stepper:
             parameter.grad = gradient
             instance.state[parameter] = state
         try:
-            self._step(instance)
+            self.step(instance)
             self._keep_options(instance)
             return [instance.state[parameter] for parameter in parameters]
         finally:

@@ -8,37 +8,19 @@ on one device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from offload.device.boundary import is_on_device
 from offload.device.staging import FlatTensors
 from offload.format.arrays import MASTER, MASTER_LOW
 from offload.format.digests import Digests
 from offload.update.coding import rounding
-from offload.update.coding.coder import StateCoder
+from offload.update.coding.coder import StateCoder, load_master
 from offload.update.pool import BlockContext
 from offload.update.step_code import Block, Call, LoadedChunk, PieceNumbers, StepCode, blocks, runs
 from offload.update.step_keys import StepInputs, StepKeys
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TorchCall:
-    """One call of torch's step, for one block."""
-
-    step: TorchStep
-    block: Block
-    digests: Digests | None
-
-    def run(self, context: BlockContext) -> None:
-        """Step the block, and report the bytes that are final."""
-        self.step.update(context, self.block)
-        if self.digests is not None:
-            for name, stored in self.block.stored.items():
-                start = self.block.starts[name] * stored.itemsize
-                self.digests.written(name, start, start + stored.nbytes)
 
 
 class TorchStep(StepCode):
@@ -59,19 +41,27 @@ class TorchStep(StepCode):
     ) -> tuple[Sequence[Call], PieceNumbers]:
         """Take all pieces. Those whose state does not change need no call."""
         calls = [
-            TorchCall(self, block, chunk.digests)
+            partial(self._step, block, chunk.digests)
             for key, run in runs(self._layout, chunk.number, self._keys.of, numbers)
             if key.is_updated  # otherwise, state that has been read is written back unchanged
             for block in blocks(self._layout, chunk, key, run)
         ]
         return calls, numbers[:0]
 
-    def update(self, context: BlockContext, block: Block) -> None:
+    def _step(self, block: Block, digests: Digests | None, context: BlockContext) -> None:
+        """Step one block, and report the bytes that are final."""
+        self._update(context, block)
+        if digests is not None:
+            for name, stored in block.stored.items():
+                start = block.starts[name] * stored.itemsize
+                digests.written(name, start, start + stored.nbytes)
+
+    def _update(self, context: BlockContext, block: Block) -> None:
         """Step one block, or create its state if it has no gradient."""
         key, stored = block.key, block.stored
         views = self._live.views(block.pieces)
         live = join(context, "live", views, key.dtype)
-        master = master_of(context, live, stored, is_new=key.is_new)
+        master = load_master(context, live, stored, new=key.is_new, in_place=True)
         if not key.has_gradient:  # no state yet: begins with the live parameter and zeros
             for name in stored.keys() - {MASTER}:
                 stored[name].zero_()
@@ -125,42 +115,3 @@ def join(
             return view
     out = context.buffer(name, dtype, sum([view.numel() for view in views]))
     return torch.cat(views, out=out)
-
-
-def master_of(
-    context: BlockContext,
-    live: torch.Tensor,
-    stored: Mapping[str, torch.Tensor],
-    *,
-    is_new: bool,
-) -> torch.Tensor:
-    """Return the FP32 parameter of a block, to be stepped in place."""
-    if MASTER_LOW in stored:
-        master = context.buffer(MASTER, torch.float32, len(live))
-        if is_new:
-            return master.copy_(live)
-        rounding.join_master(live, stored[MASTER_LOW], master, scratch=context.scratch)
-        return master
-    if MASTER not in stored:
-        return live  # an FP32 parameter is its own master
-    master = stored[MASTER]
-    if is_new:
-        return master.copy_(live)
-    rounded = context.buffer("rounded", live.dtype, len(live)).copy_(master)
-    take_edits(master, live, rounded)
-    return master
-
-
-def take_edits(master: torch.Tensor, live: torch.Tensor, rounded: torch.Tensor) -> None:
-    """Replace the values of a master whose live parameter has been edited since the last step."""
-    # Bits are compared: NaN equals itself, and 0.0 differs from -0.0. If the alignment allows it,
-    # eight bytes are compared at a time, which takes a third of the time of a cast.
-    if is_on_device(master):  # torch.equal would wait for the device
-        edited = rounded.view(torch.int16) != live.view(torch.int16)
-        master.copy_(torch.where(edited, live.float(), master))
-        return
-    wide = len(live) % 4 == 0 and live.data_ptr() % 8 == 0 and live.storage_offset() % 4 == 0
-    bits = torch.int64 if wide else torch.int16
-    if not torch.equal(rounded.view(bits), live.view(bits)):
-        edited = rounded.view(torch.int16) != live.view(torch.int16)
-        master.copy_(torch.where(edited, live.float(), master))

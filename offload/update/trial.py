@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import Any, Final
@@ -38,48 +38,20 @@ _PIECES: Final = (2500, 1, 997, 64, 3333, 7)
 
 _LR_OF_SECOND_GROUP: Final = 0.3
 
-Step = Callable[[torch.optim.Optimizer], Any]
-
 
 class TrialError(Exception):
     """The class cannot be trained in chunks; the message says why, as the end of a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A class to try, with the hyper-parameters of a group."""
+def try_class(stepper: Callable[[], Stepper], options: Mapping[str, Any], rule: Rule) -> Rule:
+    """Return the rule of a class, with what its step changes and reads, if chunks give its bits.
 
-    optimizer_class: type[torch.optim.Optimizer]
-    hyper: Mapping[str, Any]
-    """Keyword arguments of the constructor."""
-
-    step: Step
-    """Its step function, without hooks."""
-
-    options: Mapping[str, Any]
-    """Hyper-parameters of the group."""
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return the hyper-parameters of two groups that differ in their learning rates."""
-        lr = self.options.get("lr")
-        other = {"lr": lr * _LR_OF_SECOND_GROUP} if isinstance(lr, float) else {}
-        return [dict(self.options), {**self.options, **other}]
-
-    def instance(self, parameters: Sequence[Sequence[torch.Tensor]]) -> torch.optim.Optimizer:
-        """Return an optimizer of the class, for the parameters of each group."""
-        groups = [
-            {**options, "params": [*own]}
-            for options, own in zip(self.groups(), parameters, strict=True)
-        ]
-        return self.optimizer_class(groups, **self.hyper)
-
-
-def try_class(tried: Tried, rule: Rule, stepper: Callable[[], Stepper]) -> Rule:
-    """Return the rule of a class, with what its step changes and reads, if chunks give its bits."""
+    The class is that of the steppers, with the hyper-parameters of a group.
+    """
     left_out = set[Odd]()
     while True:
         try:
-            return _try(tried, rule, stepper(), left_out)
+            return _try(stepper(), options, rule, left_out)
         except _StepFailedError as error:
             # Some classes cannot take such gradients, whoever calls them.
             odd: Odd = "infinite" if error.number == NUM_STEPS - 1 else "missing"
@@ -99,25 +71,32 @@ class _StepFailedError(TrialError):
         self.number = number
 
 
-def _try(tried: Tried, rule: Rule, stepper: Stepper, left_out: Set[Odd]) -> Rule:
+def _two_groups(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the hyper-parameters of two groups that differ in their learning rates."""
+    lr = options.get("lr")
+    other = {"lr": lr * _LR_OF_SECOND_GROUP} if isinstance(lr, float) else {}
+    return [dict(options), {**options, **other}]
+
+
+def _try(stepper: Stepper, options: Mapping[str, Any], rule: Rule, left_out: Set[Odd]) -> Rule:
     AskedParameter.asked.clear()
     own = [[AskedParameter(p) for p in group] for group in first_parameters()]
     told = [[AskedParameter(p) for p in group] for group in first_parameters()]
-    itself = tried.instance(own)
-    misled: torch.optim.Optimizer | None = tried.instance(told)
+    itself = stepper.instance(_two_groups(options), own)
+    misled: torch.optim.Optimizer | None = stepper.instance(_two_groups(options), told)
     if itself._optimizer_step_pre_hooks or itself._optimizer_step_post_hooks:
         raise TrialError("it registers step hooks on itself, which would run once for each chunk")
-    misleading: Callable[..., Any] = tried.step
-    if "closure" in inspect.signature(tried.step).parameters:
+    misleading: Callable[..., Any] = stepper.step
+    if "closure" in inspect.signature(stepper.step).parameters:
         loss = torch.tensor(7.0, dtype=torch.float32, device="cpu")
         misleading = partial(misleading, closure=lambda: loss.clone())
     before, drawn = _attributes(itself), random_states()
-    chunks = _InChunks(stepper, rule, tried.groups())
+    chunks = _InChunks(stepper, rule, _two_groups(options))
     generator = torch.Generator("cpu").manual_seed(20260102)
     try:
         for number in range(NUM_STEPS):
             gradients = gradients_of(number, own, generator, left_out)
-            _run(tried.step, itself, own, gradients, number)
+            _run(stepper.step, itself, own, gradients, number)
             _require_gradients(own, gradients)
             if misled is not None:
                 try:
@@ -254,7 +233,7 @@ class _Piece:
 
 
 def _run(
-    step: Step,
+    step: Callable[[torch.optim.Optimizer], Any],
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[Sequence[torch.Tensor]],
     gradients: Sequence[Sequence[torch.Tensor | None]],

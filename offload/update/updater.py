@@ -1,7 +1,7 @@
 """The update of chunks: one order of calls, whichever place they run in and whichever code steps.
 
-`host_updater` and `device_updater` put a `ChunkUpdater` together, out of the `Place` where chunks
-are updated and the `StepCode` that steps elements. In one place, every code gives the same bits.
+A `HostUpdater` or a `DeviceUpdater` is the place where chunks are updated. Each has the `StepCode`s
+that step elements there. In one place, every code gives the same bits.
 
 The live parameter wins: where it differs from its rounded master, it has been edited since the last
 step, and replaces the master. If it *is* the upper half of the master (``master="split"``), an
@@ -33,144 +33,6 @@ from offload.update.step_code import Call, LoadedChunk, StepCode
 from offload.update.step_keys import StepInputs, StepKeys
 from offload.update.torch_step import TorchStep
 
-
-class ChunkUpdater:
-    """Updates the chunks of one step; made by `host_updater` and `device_updater`."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        keys: StepKeys,
-        place: Place,
-        codes: Sequence[StepCode],
-        *,
-        doubts: Sequence[str] = (),
-    ) -> None:
-        self._doubts = doubts
-        self._layout = layout
-        self._keys = keys
-        self._place = place
-        self._codes = codes
-        self.device = place.device
-        """Device on which chunks are updated."""
-
-    def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Set the gradient of a parameter that had none, before any of its chunks is updated.
-
-        If the gradient is on a device, its values are those that the work queued on the current
-        stream so far computes.
-        """
-        self._place.set_gradient(index, gradient)
-        self._keys.add_gradient(index)
-        for code in self._codes:
-            code.add_gradient(index)
-
-    def touched(self, chunk: int) -> bool:
-        """Return whether any parameter in the chunk has a gradient."""
-        pieces, keys = self._layout.plans[chunk].pieces, self._keys.of
-        return any(keys[piece.parameter].has_gradient for piece in pieces)
-
-    def prepare(self, chunk: int) -> bool:
-        """Begin to bring the data that a chunk needs to the place where the chunk is updated.
-
-        The caller then waits for the chunk's state, and then calls `arrive` and `update`.
-        """
-        return self._place.prepare(chunk)
-
-    def arrive(self, chunk: int) -> None:
-        """Wait until the data that `prepare` requested has arrived."""
-        self._place.arrive(chunk)
-
-    def update(
-        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
-    ) -> None:
-        """Step one chunk. On return, the memory of `arrays` is free for other uses."""
-        with self._place.loaded(chunk, arrays, digests) as loaded:
-            numbers = np.arange(len(self._layout.plans[chunk].pieces))
-            calls: list[Call] = []
-            asked = []
-            for code in self._codes:
-                taken, numbers = code.calls(loaded, numbers)
-                calls += taken
-                asked.append(code)
-                if not len(numbers):
-                    break
-            self._place.run(calls)
-            for code in asked:
-                code.done(loaded)
-
-    def fence(self) -> None:
-        """Make the calling thread's current streams wait for the parameters updated so far."""
-        self._place.fence()
-
-    def finish(self) -> list[Scalars | None]:
-        """Return the scalar state of each parameter after the step."""
-        return self._keys.finish()
-
-    def code(self, chosen: str) -> str:
-        """Return which code takes this step, in words."""
-        if self._doubts:
-            chosen = f"{chosen}, although {'; '.join(self._doubts)}"
-        found = [self._codes[0].why_not(group) for group in range(len(self._keys.groups))]
-        reasons = [reason for reason in found if reason]
-        if not reasons:
-            return chosen
-        torchs = f"torch ({'; '.join(dict.fromkeys(reasons))})"
-        return torchs if len(reasons) == len(found) else f"{chosen}, {torchs}"
-
-
-def host_updater(
-    rule: UpdateRule,
-    pool: UpdatePool,
-    inputs: StepInputs,
-    *,
-    kernel: UpdateKernel | None = None,
-    traffic: Traffic | None = None,
-) -> ChunkUpdater:
-    """Return an updater that updates chunks on the CPU: by the kernel, the rest by torch's code.
-
-    Args:
-        rule: Update rule of the optimizer.
-        pool: Threads that update.
-        inputs: Everything that the step computes with.
-        kernel: Kernel that steps the parameters that it can; None for torch's code only.
-        traffic: Counter of the bytes that cross between the host and the parameters' device.
-    """
-    # State that is stored exactly needs the bits of torch's default step; see `UpdateRule.fused`.
-    keys = StepKeys(rule, pool, inputs, may_fuse=inputs.layout.state_dtype != "float32")
-    place = HostPlace(pool, keys, inputs, traffic or Traffic())
-    codes: list[StepCode] = [TorchStep(keys, inputs, place.live, place.gradients)]
-    if kernel is not None:
-        codes.insert(0, KernelStep(kernel, keys, inputs, place.live, place.gradients))
-    return ChunkUpdater(inputs.layout, keys, place, codes)
-
-
-def device_updater(
-    rule: UpdateRule, pool: UpdatePool, inputs: StepInputs, *, compute: Compute
-) -> ChunkUpdater:
-    """Return an updater that updates chunks on a device: by its kernels, the rest by torch's code.
-
-    Args:
-        rule: Update rule of the optimizer.
-        pool: Pool whose stepper counts the steps of kernels.
-        inputs: Everything that the step computes with.
-        compute: Compute of the device that holds parameters, gradients and frames.
-
-    Raises:
-        UnsupportedOptimizerError: A parameter group cannot be stepped on a device; says why.
-        UnsupportedParameterError: A parameter or gradient is on another device by now; names the
-            parameter.
-    """
-    layout = inputs.layout
-    keys = StepKeys(rule, pool, inputs, may_fuse=False)
-    place = DevicePlace(compute, rule, inputs)
-    split = MASTER_LOW in layout.array_names
-    require_steppable(rule, keys.groups, layout.state_dtype, split=split)
-    kernels = DeviceStep(compute, rule, keys, inputs, place.live, place.gradients)
-    torchs = TorchStep(keys, inputs, place.live, place.gradients)
-    return ChunkUpdater(layout, keys, place, [kernels, torchs], doubts=kernels.doubts)
-
-
 HOT_ELEMENTS = 512 << 10
 """Maximal number of elements in one call of torch's step: about 15 MiB with temporary values.
 
@@ -182,65 +44,142 @@ HOT_ELEMENTS_ONE_THREAD = LEAF_BYTES // 4
 """Maximal number of elements in one call on one thread: a whole leaf of each FP32 array, so that
 the leaf is digested at once."""
 
+_RUN_ELEMENTS = 16 << 20
+"""Elements of one call of torch's own step on a device: few calls, and bounded temporary memory."""
 
-class Place(ABC):
-    """Where the chunks of one step are updated: in host memory, or in that of a device."""
+
+class ChunkUpdater(ABC):
+    """Updates the chunks of one step, in host memory or in that of a device."""
 
     device: torch.device
     """Device on which chunks are updated."""
 
-    live: FlatTensors
-    """Live parameters."""
+    _gradients: FlatTensors
+    _codes: Sequence[StepCode]
+    """Code that steps elements: each takes what it can, and the last one everything."""
 
-    gradients: FlatTensors
+    def __init__(self, layout: Layout, keys: StepKeys) -> None:
+        self._layout = layout
+        self._keys = keys
 
     def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        """Set the gradient of a parameter that had none; see `ChunkUpdater.set_gradient`."""
-        self.gradients.replace(index, gradient)
+        """Set the gradient of a parameter that had none, before any of its chunks is updated.
+
+        If the gradient is on a device, its values are those that the work queued on the current
+        stream so far computes.
+        """
+        self._gradients.replace(index, gradient)
+        self._keys.add_gradient(index)
+        for code in self._codes:
+            code.add_gradient(index)
+
+    def touched(self, chunk: int) -> bool:
+        """Return whether any parameter in the chunk has a gradient."""
+        pieces, keys = self._layout.plans[chunk].pieces, self._keys.of
+        return any(keys[piece.parameter].has_gradient for piece in pieces)
 
     def prepare(self, chunk: int) -> bool:  # noqa: ARG002
-        """Begin to bring a chunk's parameters and gradients here; see `ChunkUpdater.prepare`."""
+        """Begin to bring the data that a chunk needs to the place where the chunk is updated.
+
+        The caller then waits for the chunk's state, and then calls `arrive` and `update`.
+        """
         return False
 
     def arrive(self, chunk: int) -> None:  # noqa: B027
-        """Wait until the data that `prepare` requested is here."""
+        """Wait until the data that `prepare` requested has arrived."""
+
+    def update(
+        self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None = None
+    ) -> None:
+        """Step one chunk. On return, the memory of `arrays` is free for other uses."""
+        with self._loaded(chunk, arrays, digests) as loaded:
+            numbers = np.arange(len(self._layout.plans[chunk].pieces))
+            calls: list[Call] = []
+            asked = []
+            for code in self._codes:
+                taken, numbers = code.calls(loaded, numbers)
+                calls += taken
+                asked.append(code)
+                if not len(numbers):
+                    break
+            self._run(calls)
+            for code in asked:
+                code.done(loaded)
 
     @abstractmethod
-    def loaded(
+    def _loaded(
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None
     ) -> AbstractContextManager[LoadedChunk]:
-        """Return a block in which a chunk is updated. Its parameters are here within the block.
+        """Return a block in which a chunk is updated, with its parameters here.
 
-        After a block that raises nothing, the chunk's parameters are on their way back, and the
-        digests know of the chunk's bytes. In every case, the chunk's memory is free for other uses.
+        After a block that raises nothing, they are on their way back, and the digests know of the
+        chunk's bytes. In every case, the chunk's memory is free for other uses.
         """
 
     @abstractmethod
-    def run(self, calls: Sequence[Call]) -> None:
+    def _run(self, calls: Sequence[Call]) -> None:
         """Run all calls of the chunk that is loaded; none is in progress after an error."""
 
     def fence(self) -> None:  # noqa: B027
         """Make the calling thread's current streams wait for the parameters updated so far."""
 
+    def finish(self) -> list[Scalars | None]:
+        """Return the scalar state of each parameter after the step."""
+        return self._keys.finish()
 
-class HostPlace(Place):
-    """The CPU as the place of updates."""
+    def code(self, chosen: str) -> str:
+        """Return which code takes this step, in words."""
+        first = self._codes[0]
+        if first.doubts:
+            chosen = f"{chosen}, although {'; '.join(first.doubts)}"
+        found = [first.why_not(group) for group in range(len(self._keys.groups))]
+        reasons = [reason for reason in found if reason]
+        if not reasons:
+            return chosen
+        torchs = f"torch ({'; '.join(dict.fromkeys(reasons))})"
+        return torchs if len(reasons) == len(found) else f"{chosen}, {torchs}"
+
+
+class HostUpdater(ChunkUpdater):
+    """Updates chunks on the CPU: by the kernel, the rest by torch's code.
+
+    Args:
+        rule: Update rule of the optimizer.
+        pool: Threads that update.
+        inputs: Everything that the step computes with.
+        kernel: Kernel that steps the parameters that it can; None for torch's code only.
+        traffic: Counter of the bytes that cross between the host and the parameters' device.
+    """
 
     device = HOST
 
     def __init__(
-        self, pool: UpdatePool, keys: StepKeys, inputs: StepInputs, traffic: Traffic
+        self,
+        rule: UpdateRule,
+        pool: UpdatePool,
+        inputs: StepInputs,
+        *,
+        kernel: UpdateKernel | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
+        # State that is stored exactly needs the bits of torch's default step; see
+        # `UpdateRule.fused`.
+        may_fuse = inputs.layout.state_dtype != "float32"
+        keys = StepKeys(rule, pool, inputs, may_fuse=may_fuse)
+        super().__init__(inputs.layout, keys)
         self._pool = pool
-        self._keys = keys
-        self._layout = inputs.layout
-        self.live = flat_tensors(inputs.parameters, writable=True, traffic=traffic)
-        self.gradients = FlatTensors(inputs.gradients, writable=False)
+        traffic = traffic or Traffic()
+        live = flat_tensors(inputs.parameters, writable=True, traffic=traffic)
+        self._gradients = FlatTensors(inputs.gradients, writable=False)
         self._staged: list[StagedTensors] = []
-        if isinstance(self.live, StagedTensors):
+        if isinstance(live, StagedTensors):
             staged = StagedTensors(inputs.gradients, writable=False, traffic=traffic)
-            self.gradients = staged
-            self._staged = [self.live, staged]
+            self._gradients = staged
+            self._staged = [live, staged]
+        codes: list[StepCode] = [TorchStep(keys, inputs, live, self._gradients)]
+        if kernel is not None:
+            codes.insert(0, KernelStep(kernel, keys, inputs, live, self._gradients))
+        self._codes = codes
 
     def prepare(self, chunk: int) -> bool:
         """Begin to copy a chunk's parameters and gradients from their device to the host."""
@@ -258,7 +197,7 @@ class HostPlace(Place):
             tensors.arrive(chunk)
 
     @contextmanager
-    def loaded(
+    def _loaded(
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None
     ) -> Iterator[LoadedChunk]:
         """Begin to send the chunk's parameters back after the block."""
@@ -269,9 +208,9 @@ class HostPlace(Place):
         for tensors in self._staged:
             tensors.leave(chunk)
 
-    def run(self, calls: Sequence[Call]) -> None:
+    def _run(self, calls: Sequence[Call]) -> None:
         """Run the calls on the threads of the pool."""
-        self._pool.run(lambda context, call: call.run(context), calls)
+        self._pool.run(lambda context, call: call(context), calls)
 
     def fence(self) -> None:
         """Make the calling thread's current streams wait for the parameters sent back so far."""
@@ -279,21 +218,32 @@ class HostPlace(Place):
             tensors.fence()
 
 
-_RUN_ELEMENTS = 16 << 20
-"""Elements of one call of torch's own step: few calls, and bounded temporary memory."""
+class DeviceUpdater(ChunkUpdater):
+    """Updates chunks on the device where everything is: by its kernels, the rest by torch's code.
 
-
-class DevicePlace(Place):
-    """A device as the place of updates, where everything is already.
-
-    The block of `loaded` ends when the work that was queued in it has ended. The memory that it
+    The update of a chunk returns when the work that was queued for it has ended. The memory that it
     used is then free for other uses, and work that is launched afterwards, on any stream, sees the
     new parameters.
+
+    Args:
+        rule: Update rule of the optimizer.
+        pool: Pool whose stepper counts the steps of kernels.
+        inputs: Everything that the step computes with.
+        compute: Compute of the device that holds parameters, gradients and frames.
+
+    Raises:
+        UnsupportedOptimizerError: A parameter group cannot be stepped on a device; says why.
+        UnsupportedParameterError: A parameter or gradient is on another device by now; names the
+            parameter.
     """
 
-    def __init__(self, compute: Compute, rule: UpdateRule, inputs: StepInputs) -> None:
-        self.device = compute.device
+    def __init__(
+        self, rule: UpdateRule, pool: UpdatePool, inputs: StepInputs, *, compute: Compute
+    ) -> None:
         layout, parameters, gradients = inputs.layout, inputs.parameters, inputs.gradients
+        keys = StepKeys(rule, pool, inputs, may_fuse=False)
+        super().__init__(layout, keys)
+        self.device = compute.device
         for spec, *tensors in zip(layout.parameters, parameters, gradients, strict=True):
             for tensor in tensors:
                 if tensor is not None and tensor.device != self.device:
@@ -302,20 +252,25 @@ class DevicePlace(Place):
                         f"but its state was updated on {self.device} before: move it back"
                     )
         self._compute = compute
-        self._layout = layout
-        self.live = FlatTensors(parameters, writable=True)
-        self.gradients = FlatTensors(gradients, writable=False)
+        live = FlatTensors(parameters, writable=True)
+        self._gradients = FlatTensors(gradients, writable=False)
         self._begun = list(marks_of([*parameters, *gradients]).values())
         self._given: dict[int, Event] = {}
         self._context = BlockContext(rule, compute.empty)
+        split = MASTER_LOW in layout.array_names
+        require_steppable(rule, keys.groups, layout.state_dtype, split=split)
+        self._codes = [
+            DeviceStep(compute, rule, keys, inputs, live, self._gradients),
+            TorchStep(keys, inputs, live, self._gradients),
+        ]
 
     def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Set the gradient of a parameter that had none, in the current stream's order."""
-        super().set_gradient(index, gradient)
         self._given[index] = boundary_of(gradient.device).now()
+        super().set_gradient(index, gradient)
 
     @contextmanager
-    def loaded(
+    def _loaded(
         self, chunk: int, arrays: Mapping[str, torch.Tensor], digests: Digests | None
     ) -> Iterator[LoadedChunk]:
         """Queue the block's work, digest the chunk after it, and wait until both are done."""
@@ -324,7 +279,7 @@ class DevicePlace(Place):
         given = numbers & self._given.keys()
         # torch reuses freed memory at once for allocations on the training's stream. Gradients are
         # therefore referenced until this chunk's work has ended.
-        held = [self.gradients.tensor(number) for number in numbers]
+        held = [self._gradients.tensor(number) for number in numbers]
         with compute.queue([*self._begun, *(self._given[index] for index in given)]):
             try:
                 yield LoadedChunk(chunk, arrays, None, 1, _RUN_ELEMENTS)
@@ -336,7 +291,7 @@ class DevicePlace(Place):
                 compute.wait(done)
                 held.clear()
 
-    def run(self, calls: Sequence[Call]) -> None:
+    def _run(self, calls: Sequence[Call]) -> None:
         """Queue the work of all calls, in their order."""
         for call in calls:
-            call.run(self._context)
+            call(self._context)

@@ -177,8 +177,7 @@ GDS = {"read": Used("gds", ""), "write": Used("gds", "")}
 NO_GDS = {"read": Used("bounce", "no nvidia-fs"), "write": Used("bounce", "no nvidia-fs")}
 
 WAYS: dict[str, dict[str, str]] = {
-    "threads": {"path": "gds", "gds_calls": "threads"},
-    "streams": {"path": "gds", "gds_calls": "streams"},
+    "gds": {"path": "gds"},
     "compat": {"path": "compat"},
     "bounce": {"path": "bounce"},
 }

@@ -60,11 +60,10 @@ class TestBounce(FakeGpuContract, TransferContract):
 
 
 @pytest.mark.parametrize("memory", ["device", "pinned"])
-@pytest.mark.parametrize("way", ["streams", "compat"])
-def test_other_ways_move_the_right_bytes_too(make, gpu, directory, way, memory):
+def test_compatibility_mode_moves_the_right_bytes_too(make, gpu, directory, memory):
     gpu.gds = True
     shorten(gpu)
-    backend = make(memory=memory, **WAYS[way])
+    backend = make(memory=memory, **WAYS["compat"])
     contract = TestBounce()
     contract.test_any_mix_of_offsets_lengths_and_memory_moves_the_right_bytes(backend, directory, 1)
     contract.test_a_read_leaves_the_memory_around_it_alone(backend, directory)
@@ -151,11 +150,6 @@ def test_a_demand_that_cannot_be_met_says_why(make, gpu, directory):
     assert caught.value.errno == errno.EOPNOTSUPP
     file = backend.create(f"{directory}/file", ALIGNMENT)
     with pytest.raises(StorageError, match="no nvidia-fs"):
-        file.write(backend.allocate(ALIGNMENT), 0).result()
-    gpu.gds, gpu.has_stream_calls = True, False
-    backend = make(path="gds", gds_calls="streams")
-    file = backend.open(f"{directory}/file", writable=True)
-    with pytest.raises(StorageError, match="Missing the cuFile stream api or configuration"):
         file.write(backend.allocate(ALIGNMENT), 0).result()
 
 
@@ -278,10 +272,8 @@ def test_a_handle_is_of_the_file_that_was_opened(make, gpu, directory, monkeypat
         ("compat", "write", "POSIX error on pwrite: No space left on device", errno.ENOSPC),
         ("compat", "read", "POSIX error on pread: Input/output error at: io.hpp:80", errno.EIO),
         ("compat", "read", "CUDA error at: CUDA_ERROR_ILLEGAL_ADDRESS", errno.EIO),
-        ("threads", "write", "POSIX error: No space left on device", errno.ENOSPC),
-        ("threads", "read", "POSIX error: Input/output error", errno.EIO),
-        ("streams", "write", "internal error", errno.EIO),
-        ("streams", "read", "POSIX error: Input/output error", errno.EIO),
+        ("gds", "write", "POSIX error: No space left on device", errno.ENOSPC),
+        ("gds", "read", "POSIX error: Input/output error", errno.EIO),
     ],
 )
 def test_an_error_keeps_its_number_or_gets_one(make, gpu, directory, way, direction, text, number):

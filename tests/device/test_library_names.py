@@ -63,7 +63,7 @@ def test_kvikio_takes_the_settings_and_opens_the_file_of_a_descriptor(
     try:
         library.configure(num_threads=3)
         assert [defaults.get(name) for name in names] == [3, 0, True, True]
-        handle = library.open(str(path), fd, writable=writable, compat=True)
+        handle = library.open(str(path), fd, writable=writable)
         assert os.path.samestat(os.fstat(handle.fileno()), os.fstat(fd))
         assert handle.fileno() != fd
         assert handle.is_direct_io_supported() is direct_io(str(tmp_path)).supported
@@ -88,16 +88,10 @@ def test_kvikios_calls_take_what_they_are_given(kvikio):
             assert defaults.get("compat_mode") == mode
         assert defaults.get("compat_mode") == before
     buffered = ("self", "buf", "size", "file_offset", "task_size")
-    streamed = ("self", "buf", "raw_stream", "size", "file_offset", "dev_offset")
-    for names, calls in (
-        (buffered, ("pread", "pwrite")),
-        (streamed, ("raw_read_async", "raw_write_async")),
-    ):
-        for call in calls:
-            signature = inspect.signature(getattr(kvikio.CuFile, call))
-            assert tuple(signature.bind(*range(len(names))).arguments) == names
+    for call in ("pread", "pwrite"):
+        signature = inspect.signature(getattr(kvikio.CuFile, call))
+        assert tuple(signature.bind(*range(len(buffered))).arguments) == buffered
     cufile = importlib.import_module("kvikio.cufile")
-    inspect.signature(cufile.IOFutureStream.check_bytes_done).bind(None)
     inspect.signature(cufile.IOFuture.get).bind(None)
     for function in (kvikio.memory_register, kvikio.memory_deregister):
         inspect.signature(function).bind("memory")

@@ -1,8 +1,7 @@
 """Stored forms: the kernel's bytes are those of the codecs that a CPU uses.
 
-What is stored is decoded with `offload.update.coding` and `offload.update.torch_step`,
-stepped as plain FP32 arrays (`test_update_arithmetic.py` shows that that is torch's step), and
-encoded with the codecs again.
+What is stored is decoded with `offload.update.coding`, stepped as plain FP32 arrays
+(`test_update_arithmetic.py` shows that that is torch's step), and encoded with the codecs again.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from offload.device.kernels.update import (
 )
 from offload.format import rounding_keys
 from offload.update.coding import blocks8, rounding
+from offload.update.coding.coder import take_edits
 from offload.update.scratch import Scratch
-from offload.update.torch_step import take_edits
 from tests.device.blocks import (
     BF16,
     BLOCK,

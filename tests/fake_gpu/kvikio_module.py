@@ -7,7 +7,6 @@ import enum
 import errno
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -89,51 +88,6 @@ class CuFile:
     ) -> _Future:
         return self._start("write", buf, size, file_offset)
 
-    def raw_read_async(
-        self, buf: Any, raw_stream: int, size: int, file_offset: int = 0, dev_offset: int = 0
-    ) -> _StreamFuture:
-        return self._queue("read", buf, raw_stream, size, file_offset, dev_offset)
-
-    def raw_write_async(
-        self, buf: Any, raw_stream: int, size: int, file_offset: int = 0, dev_offset: int = 0
-    ) -> _StreamFuture:
-        return self._queue("write", buf, raw_stream, size, file_offset, dev_offset)
-
-    def _queue(
-        self, direction: str, buf: Any, stream: int, size: int, offset: int, start: int
-    ) -> _StreamFuture:
-        gpu, (base, nbytes) = self.gpu, range_of(buf)
-        if not gpu.has_stream_calls:
-            raise RuntimeError("KvikIO failure: Missing the cuFile stream api or configuration")
-        if start + size > nbytes:
-            gpu.violations.append("a stream call leaves its buffer")
-        gpu.calls.append((direction, "gds", offset, size))
-        note_alignment(gpu, direction, base, start, size, offset)
-        if stream == 0:
-            gpu.violations.append("a transfer is queued on the default stream")
-        if stream in gpu.transferring:
-            gpu.violations.append("a transfer is queued behind another")
-        gpu.transferring.add(stream)
-        task = Task(gpu, self._fd, "gds", self._in_flight)
-        future = _StreamFuture(gpu, stream)
-        result = weakref.ref(future)  # the memory for the result belongs to the future
-
-        def work() -> None:
-            gpu.transferring.discard(stream)
-            moved: int | Exception
-            try:
-                moved = task.move(direction, base + start, size, offset)
-            except RuntimeError as error:
-                moved = error
-            owner = result()
-            if owner is None:
-                gpu.violations.append("the result of a transfer was freed before it was written")
-            else:
-                owner.result = moved
-
-        gpu.streams.launch(stream, work)
-        return future
-
     def _start(self, direction: str, buf: Any, size: int, offset: int) -> _Future:
         gpu, (address, nbytes) = self.gpu, range_of(buf)
         gpu.calls.append((direction, self.mode, offset, size))
@@ -177,21 +131,6 @@ class Task:
             return done
         finally:
             self._in_flight.pop()
-
-
-class _StreamFuture:
-    """`kvikio.cufile.IOFutureStream`: the result of a transfer that a stream has not got to yet."""
-
-    def __init__(self, gpu: FakeGpu, stream: int) -> None:
-        self._gpu, self._stream = gpu, stream
-        self.result: int | Exception | None = None
-
-    def check_bytes_done(self) -> int:
-        self._gpu.streams.run(self._stream)
-        if isinstance(self.result, Exception):
-            raise self.result
-        assert self.result is not None
-        return self.result
 
 
 class _Future:

@@ -52,15 +52,11 @@ class FakeGpu:
         """Calls that waited for the legacy default stream, where the training runs."""
         self.compat_is_measured = False
         """Whether such calls are what a test is about."""
-        self.has_stream_calls = True
-        """Whether cuFile has a configuration file, without which there are no stream calls."""
         self.refuses: Callable[[str, int], str] = lambda _call, _nbytes: ""
         """The text of the error of a call of the runtime, if it is to fail."""
         self.copies: list[tuple[int, int]] = []
         """Kind and stream of every copy."""
         self.arrays: dict[int, Any] = {}
-        self.transferring: set[int] = set()
-        """Streams with a stream call of KvikIO that has not begun."""
         self.gds = False
         """Whether cuFile takes files."""
         self.copies_untold = False

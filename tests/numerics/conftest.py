@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+import offload.engine.state_passes
 import offload.update.pool
-import offload.update.updater
 from offload.update.pool import UpdatePool
-from offload.update.updater import HostPlace
+from offload.update.rules import UpdateRule
+from offload.update.updater import HostUpdater
 from tests.eventually import TIMEOUT_S
 from tests.numerics.delays import Held
 from tests.numerics.twins import Twins
@@ -23,13 +24,13 @@ UPDATE_THREADS = 2
 """Blocks are updated side by side in every test, however many cores there are."""
 
 
-class AlternatingPlace(HostPlace):
+class AlternatingUpdater(HostUpdater):
     """Updates on one thread and on all of them in turns, from step to step."""
 
-    def __init__(self, pool: UpdatePool, *args: Any) -> None:
+    def __init__(self, rule: UpdateRule, pool: UpdatePool, *args: Any, **options: Any) -> None:
         # The number of threads also changes where blocks are cut.
         pool.num_threads = UPDATE_THREADS if pool.num_threads == 1 else 1
-        super().__init__(pool, *args)
+        super().__init__(rule, pool, *args, **options)
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload.update.pool, "default_num_threads", lambda: UPDATE_THREADS)
-        patch.setattr(offload.update.updater, "HostPlace", AlternatingPlace)
+        patch.setattr(offload.engine.state_passes, "HostUpdater", AlternatingUpdater)
         yield
     torch.set_num_threads(before)
 

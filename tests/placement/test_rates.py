@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from offload.placement.rates import MeasurementSetup, Rates, find_rates, load_ra
 from offload.update.kernel import KernelCall
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
-from offload.update.torch_step import TorchCall
 from tests.fake_gpu.device import Event
 from tests.fake_gpu.machine import installed
 
@@ -97,10 +97,10 @@ class PacedPool(UpdatePool):
         super().run(function, items)
         moved = {UPDATE: 0.0, MEMORY: 0.0}
         for item in items:
-            if isinstance(item, TorchCall):
-                moved[UPDATE] += sum(array.nbytes for array in item.block.stored.values())
-            elif isinstance(item, KernelCall):
-                moved[UPDATE] += int(item.runs["num_elements"].sum()) * self.bytes_per_element
+            if isinstance(item, partial):  # a block that torch's code steps
+                moved[UPDATE] += sum(array.nbytes for array in item.args[0].stored.values())
+            elif isinstance(call := getattr(item, "__self__", None), KernelCall):
+                moved[UPDATE] += int(call.runs["num_elements"].sum()) * self.bytes_per_element
             elif isinstance(item, tuple):  # source and target of a copy
                 moved[MEMORY] += item[0].nbytes
         for gbps, nbytes in moved.items():

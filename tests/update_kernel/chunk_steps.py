@@ -1,4 +1,4 @@
-"""Steps of whole layouts by `host_updater`: many parameters, in chunks, on one thread or several.
+"""Steps of whole layouts by `HostUpdater`: many parameters, in chunks, on one thread or several.
 
 A layout steps twice from the same bytes, with the kernel and with torch's code. Nothing here knows
 how either computes.
@@ -28,7 +28,7 @@ from offload.update.kernel_check import ChosenCode
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
 from offload.update.step_keys import StepInputs
-from offload.update.updater import host_updater
+from offload.update.updater import HostUpdater
 
 
 @contextlib.contextmanager
@@ -101,9 +101,7 @@ class ChunkStep:
             self.live.append(self._values(parameter.num).to(parameter.dtype))
             given = parameter.gradient
             self.gradients.append(None if given is None else self._values(parameter.num).to(given))
-            scalars = tuple(
-                (n, k, float(self.step)) for n, k in zip(rule.scalars, rule.kinds, strict=True)
-            )
+            scalars = tuple((n, k, float(self.step)) for n, k in rule.scalars.items())
             self.scalars.append(None if parameter.is_new else scalars)
         model = tuple(ModelTensor(spec.name, spec.dtype, spec.shape) for spec in specs)
         self.layout = Layout(tuple(specs), model, self.chunk_elements, self.state_dtype)
@@ -135,7 +133,7 @@ class ChunkStep:
         setattr(offload.update.pool, name, before)
         try:
             with on_thread(flushes=flushes):
-                updater = host_updater(self.rule, pool, inputs, kernel=kernel)
+                updater = HostUpdater(self.rule, pool, inputs, kernel=kernel)
                 for chunk, arrays in enumerate(stored):
                     views = {n: memoryview(_as_bytes(a).numpy()) for n, a in arrays.items()}
                     updater.update(chunk, arrays, ChunkDigests(views))

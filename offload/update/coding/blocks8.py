@@ -189,10 +189,7 @@ def _largest(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _clear_codes(codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Set the codes of blocks whose scale is NaN to 0.
-
-    These codes have no meaning, and without this they would depend on the width of vectors.
-    """
+    """Set codes of blocks whose scale is NaN to 0: they would depend on the width of vectors."""
     codes.masked_fill_(scales.isnan().unsqueeze_(1), 0)
 
 

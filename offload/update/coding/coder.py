@@ -1,4 +1,4 @@
-"""Coder of one block's state: from its stored form to FP32, and back.
+"""Coder of one block's state and master: from their stored form to FP32, and back.
 
 The exact format is FP32 already, and is updated in place. Smaller formats are decoded into scratch
 memory that stays in cache, and are encoded again after torch's step.
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.device.boundary import is_on_device
 from offload.format import rounding_keys
-from offload.format.arrays import BLOCK_ELEMENTS, scale_name
+from offload.format.arrays import BLOCK_ELEMENTS, MASTER, MASTER_LOW, scale_name
 from offload.format.chunk_plan import Piece
 from offload.format.layout import Layout
 from offload.update.coding import blocks8, rounding
@@ -130,12 +131,54 @@ class StateCoder:
         return replace(piece, start=piece.start + start, stop=piece.stop + start)
 
 
-def _spans(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of elements, and of their blocks of 32, that one call can decode or encode.
+def load_master(
+    memory: BlockMemory,
+    live: torch.Tensor,
+    stored: Mapping[str, torch.Tensor],
+    *,
+    new: bool,
+    in_place: bool,
+) -> torch.Tensor:
+    """Return the FP32 parameter of a block, with the edits of its live parameter.
 
-    Blocks of 32 restart at each piece, so a call ends if a piece ends inside a block. Every piece
-    begins at a block of the layout, see `Layout.plans`.
+    If `in_place`, it is the stored master itself, or the live parameter if that is its own master.
     """
+    if in_place and MASTER not in stored and MASTER_LOW not in stored:
+        return live
+    if in_place and MASTER in stored:
+        out = stored[MASTER]
+    else:
+        out = memory.buffer(MASTER, torch.float32, len(live))
+    if new:
+        return out.copy_(live)
+    if MASTER_LOW in stored:
+        rounding.join_master(live, stored[MASTER_LOW], out, scratch=memory.scratch)
+        return out
+    rounded = memory.buffer("rounded", live.dtype, len(live)).copy_(stored[MASTER])
+    if not in_place:
+        out.copy_(stored[MASTER])
+    take_edits(out, live, rounded)
+    return out
+
+
+def take_edits(master: torch.Tensor, live: torch.Tensor, rounded: torch.Tensor) -> None:
+    """Replace the values of a master whose live parameter has been edited since the last step."""
+    # Bits are compared: NaN equals itself, and 0.0 differs from -0.0. If the alignment allows it,
+    # eight bytes are compared at a time, which takes a third of the time of a cast.
+    if is_on_device(master):  # torch.equal would wait for the device
+        edited = rounded.view(torch.int16) != live.view(torch.int16)
+        master.copy_(torch.where(edited, live.float(), master))
+        return
+    wide = len(live) % 4 == 0 and live.data_ptr() % 8 == 0 and live.storage_offset() % 4 == 0
+    wide = wide and live.is_contiguous()
+    bits = torch.int64 if wide else torch.int16
+    if not torch.equal(rounded.view(bits), live.view(bits)):
+        edited = rounded.view(torch.int16) != live.view(torch.int16)
+        master.copy_(torch.where(edited, live.float(), master))
+
+
+def _spans(pieces: Sequence[Piece]) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of elements, and of their blocks, which begin anew at each piece."""
     first_element = first_block = element = num_blocks = 0
     for piece in pieces:
         length = piece.stop - piece.start

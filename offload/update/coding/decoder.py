@@ -12,8 +12,7 @@ from offload.device.staging import on_host
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.chunk_plan import ChunkPlan, Piece, Span
 from offload.format.layout import Layout, ParameterSpec
-from offload.update.coding.coder import StateCoder
-from offload.update.coding.rounding import join_master
+from offload.update.coding.coder import StateCoder, load_master
 from offload.update.dtypes import DTYPES
 from offload.update.kept_state import Scalars
 from offload.update.pool import BlockMemory
@@ -150,38 +149,16 @@ class StateDecoder:
             stored: Stored values of the block, by state array; see `stored_arrays`.
             wanted: Names of the arrays to decode, as they are in the result; None for all.
         """
-        return piece.parameter, piece.start, self._decode(piece, stored, wanted)
-
-    def _decode(
-        self,
-        piece: Piece,
-        stored: Mapping[str, torch.Tensor],
-        wanted: Collection[str] | None = None,
-    ) -> dict[str, torch.Tensor]:
         spec = self._layout.parameters[piece.parameter]
         new = self._scalars[piece.parameter] is None
         out = {}
         if has_master(spec) and (wanted is None or MASTER in wanted):
             (live,) = self._live.views([piece])
-            out[MASTER] = self._master(live, stored, new=new)
+            out[MASTER] = load_master(self._memory, live, stored, new=new, in_place=False)
             self._live.finish([piece])
         if not new:
             names = kept_arrays(spec, self._layout)
             if wanted is not None:
                 names = tuple(name for name in names if name in wanted)
             out |= self._coder.load(self._memory, names, stored, [piece], new=False)
-        return out
-
-    def _master(
-        self, live: torch.Tensor, stored: Mapping[str, torch.Tensor], *, new: bool
-    ) -> torch.Tensor:
-        out = self._memory.buffer(MASTER, torch.float32, len(live))
-        if new:
-            return out.copy_(live)
-        if MASTER_LOW in stored:
-            join_master(live, stored[MASTER_LOW], out, scratch=self._memory.scratch)
-            return out
-        master = stored[MASTER]
-        rounded = self._memory.buffer("rounded", live.dtype, len(live)).copy_(master)
-        edited = rounded.view(torch.int16) != live.view(torch.int16)
-        return torch.where(edited, live.float(), master, out=out)
+        return piece.parameter, piece.start, out

@@ -77,10 +77,7 @@ def round_runs(
     keys: ParameterKeys,
     scratch: Scratch,
 ) -> None:
-    """Round runs of values that lie end to end, with the results of `round_stochastic`.
-
-    Many short runs take as many operations of torch as one run.
-    """
+    """Round runs that lie end to end as `round_stochastic` does, with few operations of torch."""
     if len(runs) == 1:
         (run,) = runs
         key = keys.of(run.parameter)
@@ -105,10 +102,7 @@ def round_runs(
 
 
 def _groups(table: np.ndarray[Any, Any], ends: np.ndarray[Any, Any]) -> Iterator[tuple[int, int]]:
-    """Cut runs into groups that are rounded together.
-
-    A group of more than one run has only short runs, and each of these has a single key.
-    """
+    """Cut runs into groups to be rounded together: one run, or short runs of one key each."""
     alone = table[:, 2] - table[:, 1] >= LONG_ELEMENTS
     alone |= table[:, 1] >> WINDOW_BITS != (table[:, 2] - 1) >> WINDOW_BITS
     edges = {

@@ -16,7 +16,6 @@ from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, Digests
 from offload.format.layout import Layout
-from offload.format.rounding_keys import ParameterKeys, name_numbers
 from offload.update.kernel.forms import (
     DTYPES,
     GROUP,
@@ -108,7 +107,10 @@ class KernelStep(StepCode):
         num = len(layout.parameters)
         self._kernel = kernel
         self._keys = keys
-        refusal = _why_not_step(inputs)
+        self._factors = list(inputs.factors)
+        refusal = ""
+        if len(self._factors) > MAX_FACTORS:
+            refusal = f"gradients are multiplied {len(self._factors)} times"
         self._reasons = [refusal or why_not(kernel.optimizer_class, group) for group in keys.groups]
         self._tables = kernel.tables(layout)
         self._parameters = inputs.parameters
@@ -120,14 +122,9 @@ class KernelStep(StepCode):
         self._group_numbers: dict[Key, int] = {}
         """Group of each key of a parameter that the kernel steps, as an index into `_groups`."""
         self._moments = [n for n in MOMENTS[kernel.optimizer_class] if n in layout.array_names]
-        self._rounding_keys: list[ParameterKeys] = []
-        if layout.state_dtype == "bfloat16" and not refusal:
-            names = name_numbers(layout.rounding_names)
-            self._rounding_keys = [
-                ParameterKeys(names, inputs.seed, name, inputs.step) for name in self._moments
-            ]
+        is_rounded = layout.state_dtype == "bfloat16" and not refusal
+        self._rounding_keys = inputs.rounding_keys(self._moments) if is_rounded else []
         self._state = STATES[layout.state_dtype]
-        self._factors = list(inputs.factors)
         for index, gradient in enumerate(inputs.gradients):
             if gradient is not None:
                 self.add_gradient(index)
@@ -145,10 +142,7 @@ class KernelStep(StepCode):
     def calls(
         self, chunk: LoadedChunk, numbers: PieceNumbers
     ) -> tuple[Sequence[Call], PieceNumbers]:
-        """Take the pieces that the kernel steps, and divide their elements among the threads.
-
-        This is the first time that the step looks at the tensors of the chunk.
-        """
+        """Take the pieces that the kernel steps, and divide their elements among the threads."""
         if not self._group_numbers:
             return [], numbers
         every = self._tables.pieces(chunk.number)
@@ -164,7 +158,7 @@ class KernelStep(StepCode):
             table = table.take(is_here)
         shares = -(-int(table.lengths.sum()) // (chunk.num_threads * PART_ELEMENTS))
         parts = table.parts(shares * PART_ELEMENTS, self._tables.formats)
-        return [self._call(part, chunk.arrays, chunk.digests) for part in parts], others
+        return [self._call(part, chunk.arrays, chunk.digests).run for part in parts], others
 
     def done(self, chunk: LoadedChunk) -> None:
         """Report that parameters have changed, and which tensors are not used any more."""
@@ -276,13 +270,6 @@ class KernelStep(StepCode):
         call.leaves[name] = leaves
         array.data, array.num_bytes = base, values.nbytes
         array.digests, array.is_known = (column.ctypes.data for column in leaves)
-
-
-def _why_not_step(inputs: StepInputs) -> str:
-    """Return why the kernel can step no group in this step; empty if it may step some."""
-    if len(inputs.factors) > MAX_FACTORS:
-        return f"gradients are multiplied {len(inputs.factors)} times"
-    return ""
 
 
 class Addresses:

@@ -41,10 +41,7 @@ class PieceTable:
         return PieceTable(self.parameters[rows], self.starts[rows], self.lengths[rows], offsets)
 
     def parts(self, most: int, formats: dict[str, tuple[int, int]]) -> list[PieceTable]:
-        """Cut the table into tables of at most `most` elements.
-
-        A piece is only cut at multiples of a block, counted from the piece's start.
-        """
+        """Cut the table into tables of at most `most` elements; pieces only between blocks."""
         ends = np.cumsum(self.lengths)
         if not len(ends):
             return []

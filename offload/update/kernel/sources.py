@@ -15,10 +15,7 @@ _DIGITS: Final = 16
 
 
 def source_digest(folder: Path) -> str:
-    """Return the digest of the C++ sources in a folder.
-
-    It is compiled into each library as the macro ``SOURCE_DIGEST``.
-    """
+    """Return the digest of the C++ sources in a folder: ``SOURCE_DIGEST`` of a library."""
     files = sorted((path for path in folder.iterdir() if path.suffix in _SUFFIXES), key=_name)
     if not files:
         raise FileNotFoundError(f"{folder}: no C++ sources (*.cpp, *.h) are in this folder")
