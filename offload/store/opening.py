@@ -36,12 +36,12 @@ from offload.format.names import (
 from offload.format.unreadable import as_unreadable
 from offload.journal import Journal
 from offload.retention.policy import Record
+from offload.store.claims import Claims
 from offload.store.directories import (
     check_directories,
     make_directories,
     require_number_of_directories,
 )
-from offload.store.owners.claims import Claims
 from offload.store.shared import SharedStore
 from offload.store.slots.folder import FileIds, ids_in
 from offload.store.slots.part_pool import PartPool

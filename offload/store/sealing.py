@@ -14,7 +14,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import errno
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -35,7 +36,6 @@ from offload.format.train_state import EncodedState, pack_encoded
 from offload.retention.policy import Record
 from offload.store.expiry import Keeping
 from offload.store.opening import StoreContent, StoredCheckpoint, record_of
-from offload.store.owners.claims import require_agreement
 from offload.store.slots.folder import lock_existing
 from offload.store.slots.free import FreeSlots
 from offload.store.slots.slot import Slot
@@ -267,7 +267,7 @@ class Sealing:
             gds.StorageError: A file could not be made durable.
         """
         expected = [reference.owner for reference in composition.manifest.owners]
-        require_agreement(owners, expected, slot.context.generation)
+        _require_agreement(owners, expected, slot.context.generation)
         slot.train_state.write_bytes(composition.train_state, 0)
         manifest = replace(
             composition.manifest,
@@ -358,3 +358,17 @@ class Sealing:
         self._claims.release(path)
         self._refused[:] = [(p, reason) for p, reason in self._refused if p != path]
         self._free.add(working)
+
+
+def _require_agreement(
+    references: Sequence[OwnerReference], expected: Collection[int], generation: int
+) -> None:
+    """Check that each owner has reported exactly one part, of the right generation."""
+    numbers = [reference.owner for reference in references]
+    if numbers != sorted(expected) or any(r.generation != generation for r in references):
+        found = [(r.owner, r.generation) for r in references]
+        raise StoreError(
+            errno.EINVAL,
+            f"owners and generations reported are {found}, expected owners {sorted(expected)} of "
+            f"generation {generation}: every rank must seal the same step",
+        )

@@ -23,7 +23,7 @@ from offload.journal import Journal
 from offload.retention.leaving import Leaving
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
-from offload.store.owners.store import OwnerStore
+from offload.store.owner_store import OwnerStore
 from offload.store.quarantine import quarantined_after, two_in_a_row_message
 from offload.store.sealing import Composition
 from offload.store.slots.slot import OwnerSlot, Slot
@@ -169,9 +169,6 @@ class StateStore(Protocol):
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
         """Return whether a checkpoint with open files is unchanged and not quarantined."""
-
-    def is_in_place(self, slot: Any) -> bool:
-        """Return whether a slot's open files are under its name."""
 
     def require_space(self, layout: Layout, num_groups: int) -> None:
         """Check that the drives have room for all slots that retention is sure to need."""

@@ -40,9 +40,10 @@ from offload.format.train_state import EncodedState
 from offload.retention.pins import drop_unfinished
 from offload.retention.policy import Retention
 from offload.store.census import Census
+from offload.store.claims import NamedParts
 from offload.store.expiry import Keeping
 from offload.store.opening import StoredCheckpoint, find_stored, open_directories, open_stored
-from offload.store.owners.claims import NamedParts
+from offload.store.owner_store import remove_parts_of_former_owners
 from offload.store.quarantine import try_to_mark
 from offload.store.sealing import Sealing, pack_train_state
 from offload.store.shared import SharedStore
@@ -52,7 +53,6 @@ from offload.store.slots.slot import Slot
 from offload.store.slots.supply import SlotSupply
 from offload.store.space import (
     available_bytes,
-    remove_parts_of_former_owners,
     require_on_drives,
 )
 from offload.store.withdrawal import Withdrawal
@@ -206,12 +206,6 @@ class Store:
             if checkpoint in self.checkpoints:
                 self._census.update([checkpoint])
             return checkpoint.slot is not None and checkpoint in self.checkpoints
-
-    def is_in_place(self, slot: Slot) -> bool:
-        """Return whether a slot's open files are under its name; False if that is unknown."""
-        with suppress(StorageError):
-            return slot.is_in_place()
-        return False
 
     def require_space(self, layout: Layout, num_groups: int) -> None:
         """Check that the drives have room for all slots that retention is sure to need.

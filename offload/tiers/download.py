@@ -23,9 +23,9 @@ from offload.format.manifest import Manifest
 from offload.format.names import TRAIN_STATE_NAME
 from offload.format.shares.owners import OwnerReference
 from offload.format.shares.part_table import OwnerTable
+from offload.store.claims import NamedParts
 from offload.store.opening import StoredCheckpoint
-from offload.store.owners.claims import NamedParts
-from offload.store.owners.store import OwnerStore
+from offload.store.owner_store import OwnerStore
 from offload.store.sealing import Composition
 from offload.store.slots.slot import OwnerSlot, Slot, SlotState
 from offload.store.store import Store

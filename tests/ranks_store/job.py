@@ -23,7 +23,7 @@ from offload.format.shares.owners import ModelBox, parameter_boxes
 from offload.format.train_state import encode
 from offload.retention import LastK
 from offload.store import Slot, Store, StoredCheckpoint
-from offload.store.owners.store import OwnerStore
+from offload.store.owner_store import OwnerStore
 from offload.store.sealing import Composition, Prepared, compose
 from offload.store.shared import SharedStore
 from offload.store.slots.slot import OwnerSlot

@@ -27,7 +27,7 @@ from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import PART_FILE_NAME, part_name, part_number
 from offload.format.part_file import SealedPart, part_sizes
-from offload.store.owners.claims import Claims
+from offload.store.claims import Claims
 from offload.store.slots.folder import (
     FileIds,
     Folder,

@@ -11,10 +11,11 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from typing import ClassVar
 
-from gds import Backend, File
+from gds import Backend, File, StorageError
 from gds.waiting import Monitor
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.errors import StoreError
@@ -120,6 +121,12 @@ class OpenSlot(SlotFiles):
     def is_in_place(self) -> bool:
         """Return whether the slot's files are under their names; see `Folder`."""
         return self.folder.is_in_place()
+
+    def is_surely_in_place(self) -> bool:
+        """Return whether the slot's files are under their names; False if that is unknown."""
+        with suppress(StorageError):
+            return self.is_in_place()
+        return False
 
     def require_in_place(self) -> None:
         """Check that the data written to the slot is under its name."""
