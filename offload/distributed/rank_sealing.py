@@ -275,7 +275,7 @@ class RankSealing:
             raise
         finally:
             for prepared in done:
-                prepared.release()
+                prepared.close()
         return stored[0]
 
     def _seal_part(

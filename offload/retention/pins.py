@@ -90,11 +90,7 @@ class FoundPins:
         return tuple(pin.name for pin in self.pins if pin.checkpoint == os.path.basename(path))
 
     def dangling(self, checkpoints: Sequence[tuple[str, Manifest]]) -> tuple[Pin, ...]:
-        """Return the pins that belong to none of these checkpoints.
-
-        Args:
-            checkpoints: Path and manifest of each checkpoint.
-        """
+        """Return the pins that belong to none of these checkpoints."""
         known = {_checkpoint(*found) for found in checkpoints}
         lost = {name for key, names in self._names.items() if key not in known for name in names}
         return tuple(pin for pin in self.pins if pin.name in lost)
@@ -105,11 +101,7 @@ def _checkpoint(path: str, manifest: Manifest) -> tuple[str, str, int]:
 
 
 def check_pin_name(name: object) -> str:
-    """Return the name if a pin may have it.
-
-    Raises:
-        PinError: A pin cannot have this name.
-    """
+    """Return the name if a pin may have it."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PinError(
             f"{name!r:.80} cannot be the name of a pin: use 1 to 64 letters, digits, '.', '_' and "
@@ -119,11 +111,7 @@ def check_pin_name(name: object) -> str:
 
 
 def read_pins(backend: Backend, store: str) -> FoundPins:
-    """Read the pins of a store. Entries of ``pins`` whose name no pin can have are ignored.
-
-    Raises:
-        gds.StorageError: The directory of pins cannot be read.
-    """
+    """Read the pins of a store. Entries of ``pins`` whose name no pin can have are ignored."""
     return PinReader(backend, store).read()
 
 
@@ -306,10 +294,7 @@ def sync_pins(backend: Backend, store: str) -> None:
 
 
 def drop_unfinished(backend: Backend, store: str) -> None:
-    """Remove the files of processes that died while they made a pin.
-
-    No process may be making a pin at the same time.
-    """
+    """Remove the files of processes that died while they made a pin; none may make one now."""
     directory = f"{store}/{PINS_NAME}"
     if backend.stat(directory) is not None:
         for name in backend.list_dir(directory):

@@ -139,14 +139,9 @@ def spread_directories(
             place = _look_at(backend, directory)
         if store_id in place.drives:
             known[directory] = sorted(place.drives[store_id])
-        elif paths and not is_spread and _has_unsealed_only(place):
+        elif paths and not is_spread and place.parts and not place.drives and not place.is_first:
             unsealed.append(directory)  # a process has ended before its first checkpoint
     return [*sorted(known, key=lambda directory: known[directory]), *unsealed]
-
-
-def _has_unsealed_only(place: _Place) -> bool:
-    """Return whether a directory has parts of one process, none of which is of a checkpoint."""
-    return bool(place.parts) and not place.drives and not place.is_first
 
 
 def check_further_directories(

@@ -187,8 +187,7 @@ class OwnerStore:
     ) -> OwnerReference:
         """Make a written part durable: its data, then its table, then its names.
 
-        The boxes of the model are not in the part. Whoever has written them makes them durable
-        before this call.
+        Whoever has written the boxes of the model has made them durable before.
 
         Args:
             slot: Result of `ready`, to which all chunks have been written.
@@ -196,8 +195,7 @@ class OwnerStore:
             model_boxes: Boxes of the model that the owner has written, with their digests.
 
         Returns:
-            Reference to the part, for the manifest. From now on the part must not be written before
-            the decision is known.
+            Reference to the part, which must not be written before the decision is known.
 
         Raises:
             OffloadError: The scalar state does not fit into the table.

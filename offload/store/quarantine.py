@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from gds import Backend, File, StorageError
+from gds import Backend, StorageError
 from offload.checkpoint.quarantine_mark import (
     MAX_REASON_BYTES,
     is_quarantined,
@@ -39,24 +39,18 @@ def write_quarantine(backend: Backend, path: str, reason: str, poison: Poison) -
     mark = f"{path}/{QUARANTINE_NAME}"
     if backend.stat(mark) is None:
         data = reason.encode(errors="replace")[:MAX_REASON_BYTES] + b"\n"
-        file = _create_mark(backend, mark, len(data))
-        if file is not None:
+        try:
+            file = backend.create(mark, len(data))
+        except StorageError as error:
+            if error.errno != errno.EEXIST:  # else another process has created it
+                raise
+        else:
             with file:
                 file.write_bytes(data, 0)
                 with poison.fatal(_NOT_MARKED):
                     file.sync()
     with poison.fatal(_NOT_MARKED):
         backend.sync_dir(path)
-
-
-def _create_mark(backend: Backend, mark: str, nbytes: int) -> File | None:
-    """Create the file of a mark; return None if another process has created it already."""
-    try:
-        return backend.create(mark, nbytes)
-    except StorageError as error:
-        if error.errno != errno.EEXIST:
-            raise
-        return None
 
 
 def try_to_mark(backend: Backend, path: str, reason: str, poison: Poison) -> None:

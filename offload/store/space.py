@@ -160,11 +160,7 @@ def require_on_drives(rooms: Iterable[tuple[str, int, int, int]]) -> None:
 
 
 def require_available(directory: str, needed_bytes: int, available: int) -> None:
-    """Check that a drive has room for the first slot of another cut, with the parts of all ranks.
-
-    Raises:
-        StoreFullError: There is no room. Nothing has been changed.
-    """
+    """Check that a drive has room for the first slot of another cut and the parts of ranks."""
     if needed_bytes > available:
         raise StoreFullError(
             errno.ENOSPC,

@@ -20,8 +20,8 @@ from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.train_state import EncodedState
 from offload.journal import Journal
-from offload.retention.leaving import Leaving
 from offload.retention.pins import FoundPins
+from offload.store.expiry import Leaving
 from offload.store.opening import StoredCheckpoint
 from offload.store.owner_store import OwnerStore
 from offload.store.quarantine import quarantined_after, two_in_a_row_message

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -353,13 +353,14 @@ class Download:
         here = replace(manifest, owners=tuple(references))
         store.sealing.begin(here)
         try:
-            with store.sealing.prepare(
+            prepared = store.sealing.prepare(
                 slot,
                 Composition(here, self._train_state),
                 manifest.model_digests,
                 owners=references,
                 model_boxes=manifest.model_boxes,
-            ) as prepared:
+            )
+            with closing(prepared):
                 found = store.sealing.publish(prepared)
         finally:
             store.sealing.end()

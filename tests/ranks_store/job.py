@@ -286,7 +286,7 @@ class Job:
 
     def abort(self, seal: InFlight) -> None:
         """Decide before the rename that there is no checkpoint, and tell rank 1 so."""
-        seal.prepared.release()
+        seal.prepared.close()
         self.store.sealing.end()
         self.owner.aborted(seal.slots[1])
 

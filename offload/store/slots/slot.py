@@ -184,10 +184,6 @@ class Slot(OpenSlot):
         self.parts = parts
         self._files_by_drive = (self.folder.files, *(part.files for part in parts))
 
-    def begin_publication(self) -> None:
-        """Record that a rename begins, after which the slot may be a checkpoint."""
-        self.state = SlotState.IN_DOUBT
-
     @property
     def part_references(self) -> tuple[PartReference, ...]:
         """References to the parts for the manifest, with the present digests."""
@@ -238,10 +234,7 @@ class Slot(OpenSlot):
         return file
 
     def replace(self, name: str, file: File) -> None:
-        """Put the result of `write_replacement` in the place of a file, atomically and durably.
-
-        If the replacement fails, `file` is closed.
-        """
+        """Put the result of `write_replacement` in the place of a file, atomically and durably."""
         backend, path, files = self.folder.backend, f"{self.path}/{name}", self.folder.files
         try:
             file.sync()
@@ -269,10 +262,7 @@ class Slot(OpenSlot):
         return any(has_other_names(one.backend, one.path) for one in (self.folder, *self.parts))
 
     def invalidate(self) -> None:
-        """Durably overwrite the manifest, so that nobody takes this slot for a checkpoint.
-
-        The parts are durably invalidated after the manifest. From now on the slot is free.
-        """
+        """Durably overwrite the manifest, then the documents of the parts: the slot is free."""
         self.state = SlotState.FREE
         self.folder.invalidate()
         for part in self.parts:
