@@ -119,10 +119,6 @@ class PinReader:
     """Reads the pins of a store again and again, and opens only those that have changed.
 
     Not thread-safe, except that two calls at the same time both read correctly.
-
-    Args:
-        backend: Storage backend of the store.
-        store: Directory of the store.
     """
 
     def __init__(self, backend: Backend, store: str) -> None:
@@ -135,15 +131,9 @@ class PinReader:
         """Pins by name, each with its file as it was when it was read."""
 
     def read(self, *, each: bool = True) -> FoundPins:
-        """Return the pins.
+        """Return the pins, each looked at anew; or if not `each`, those found last if none changed.
 
-        Args:
-            each: Whether every file is looked at. If not, and if no name in the directory has
-                changed, what was found last is returned. Every call that makes, moves or removes a
-                pin changes a name.
-
-        Raises:
-            gds.StorageError: The directory of pins cannot be read.
+        Every call that makes, moves or removes a pin changes a name in the directory.
         """
         stat = self._backend.stat(self._directory)
         if stat is None:
@@ -209,20 +199,8 @@ def write_pin(
 ) -> None:
     """Make or move a pin; durable on return.
 
-    The caller must keep the pinned checkpoint from being recycled meanwhile.
-
-    Args:
-        backend: Storage backend of the store.
-        store: Directory of the store.
-        pin: Pin to write.
-        guard: Context manager for the last steps. If one of them fails, it is unknown whether the
-            new pin exists.
-
-    Raises:
-        PinError: A pin cannot have this name.
-        UnwritableError: This user may not write to the store.
-        gds.StorageError: There is no space, in which case no pin has changed; or the pin could not
-            be made durable.
+    The caller must keep the pinned checkpoint from being recycled meanwhile. `guard` is a context
+    manager for the last steps: if one of them fails, it is unknown whether the new pin exists.
     """
     check_pin_name(pin.name)
     with writing(store):
@@ -265,16 +243,7 @@ def _write_pin(backend: Backend, store: str, pin: Pin, guard: AbstractContextMan
 def remove_pin(
     backend: Backend, store: str, name: str, guard: AbstractContextManager[None] | None = None
 ) -> None:
-    """Remove a pin, even one that cannot be read; durable on return.
-
-    The arguments are those of `write_pin`, with the pin's name instead of the pin.
-
-    Raises:
-        PinError: A pin cannot have this name.
-        CheckpointNotFoundError: There is no pin of this name. The message lists the pins.
-        UnwritableError: This user may not write to the store.
-        gds.StorageError: The pin could not be removed, or its removal could not be made durable.
-    """
+    """Remove a pin, even one that cannot be read; durable on return. See `write_pin`."""
     check_pin_name(name)
     path = f"{store}/{PINS_NAME}/{name}"
     if backend.stat(path) is None:

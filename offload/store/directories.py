@@ -149,14 +149,8 @@ def check_further_directories(
 ) -> None:
     """Refuse directories that cannot hold parts of owners. Nothing is written.
 
-    Args:
-        backend: Backend of the directories.
-        directories: Absolute paths of the directories that ranks were given besides the first.
-        spread: Those of `spread_directories`, which may therefore have other parts.
-
-    Raises:
-        StoreError: A directory holds other files, or belongs to a store of one process.
-        UnreadableError: A directory could not be read, so that its content is unknown.
+    They are those that ranks were given besides the first. Only those of `spread_directories` may
+    have parts of a store of one process.
     """
     for directory in directories:
         with as_store_errors(backend, directory):

@@ -184,18 +184,7 @@ class Keeping:
         return [c for c in checkpoints if not found.names_of(c.path, c.manifest)]
 
     def pin(self, name: str, which: int | str | None = None) -> None:
-        """Pin a checkpoint, by default the newest; durable on return.
-
-        Args:
-            name: Name of the pin.
-            which: Step number, or path or name of the checkpoint's directory; None for the newest.
-
-        Raises:
-            CheckpointNotFoundError: The checkpoint does not exist.
-            PinError: The name is not a valid name of a pin.
-            StoreError: This process may not write to the store any more.
-            gds.StorageError: The pin could not be made durable, or there is no space for it.
-        """
+        """Pin a checkpoint, by its step, path or name, or else the newest; durable on return."""
         with self._changed:  # prevents a withdrawal meanwhile
             self._lock.require()
             self._census.update()

@@ -77,12 +77,7 @@ class OwnerStore:
         allow_volatile: Accept a file system that loses its content at power-off.
         allow_remote: Accept a file system that another machine or a program serves.
 
-    Raises:
-        StoreLockedError: Another process serves the owner.
-        VolatileStoreError: The file system loses its content at power-off.
-        RemoteStoreError: Another machine or a program serves the file system.
-        UnreadableError: The directory could not be read. Nothing has been changed.
-        StoreError: The directory cannot be created or written.
+    The errors are those of `offload.store.store.Store`.
     """
 
     def __init__(

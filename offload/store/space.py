@@ -111,17 +111,8 @@ def available_bytes(
 ) -> int:
     """Return the bytes that the next slot may take on the drive of a store's directory.
 
-    They are the free space, and that of slots and parts which nobody needs any more.
-
-    Args:
-        backend: Backend of the directory.
-        directory: Directory of the store.
-        store_id: Identity of the store.
-        named: Parts that any checkpoint that stays names.
-        others: Paths of slots and checkpoints that nobody needs any more.
-
-    Raises:
-        UnreadableError: The drive could not be examined.
+    They are the free space, and that of what nobody needs any more: parts that are not `named` by a
+    checkpoint that stays, and the slots and checkpoints at the paths `others`.
     """
     with as_unreadable(NOTHING_CHANGED):
         paths = {*others, *unsealed_parts(backend, directory)}

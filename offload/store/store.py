@@ -236,7 +236,6 @@ class Store:
             SlotFullError: There is no space. Nothing has changed.
             UnwritableError: This user may not write to the store.
             StoreError: This process may not write to the store any more, or not at this moment.
-            gds.StorageError: Another operation on a file failed.
         """
         del is_new
         if self._is_shared and self._parts.directories:
