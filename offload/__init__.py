@@ -73,8 +73,7 @@ if TYPE_CHECKING:
     from offload.retention.policy import BestBy, EverySeconds, EverySteps, LastK, Retention
     from offload.sizing.plan import size
     from offload.store.pinning import pin, unpin
-    from offload.store.quarantine import verify_and_mark
-    from offload.store.quarantine_limit import verify_before_resume
+    from offload.store.quarantine import verify_and_mark, verify_before_resume
 
 if not sys.platform.startswith("linux"):
     importlib.import_module("gds")  # raises, and says which platform is needed
@@ -204,10 +203,9 @@ _MODULES = {
     "offload.model.loading": ("load_parameters",),
     "offload.optimizer": ("OffloadedOptimizer",),
     "offload.options": ("DriveTuning", "MemoryDirectory", "Options", "Tier"),
-    "offload.store.quarantine_limit": ("verify_before_resume",),
     "offload.store.pinning": ("pin", "unpin"),
     "offload.model.process_groups": ("SEPARATE",),
-    "offload.store.quarantine": ("verify_and_mark",),
+    "offload.store.quarantine": ("verify_and_mark", "verify_before_resume"),
     "offload.retention.policy": ("BestBy", "EverySeconds", "EverySteps", "LastK", "Retention"),
     "offload.grad_scaler": ("GradScaler",),
     "offload.engine.seal_handle": ("SealHandle",),

@@ -22,7 +22,7 @@ from offload.format.names import MANIFEST_NAME, part_name
 from offload.format.shares.owners import OwnerReference
 from offload.format.train_state import EncodedState
 from offload.store.opening import StoredCheckpoint
-from offload.store.owners.store import OwnerStore
+from offload.store.owner_store import OwnerStore
 from offload.store.quarantine import write_quarantine
 from offload.store.slots.slot import OwnerSlot
 from offload.store.state_store import StateSlot

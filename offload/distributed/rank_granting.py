@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
-from gds import StorageError
 from offload.distributed.agreement.grant import NO_SEAL, Offer
 from offload.distributed.agreement.messages import Json
 from offload.distributed.rank_checkpoints import RankCheckpoints
@@ -19,10 +18,9 @@ from offload.format.digests import Content
 from offload.format.layout import Layout
 from offload.format.shares.model_shares import ModelShare
 from offload.model.buffer_watch import BufferWatch, differ, in_words, say
-from offload.store.owners.claims import NamedParts
-from offload.store.owners.store import OwnerStore
+from offload.store.claims import NamedParts
+from offload.store.owner_store import OwnerStore, remove_parts_of_former_owners
 from offload.store.slots.slot import SlotState
-from offload.store.space import remove_parts_of_former_owners
 from offload.store.state_store import StateSlot
 
 _UNKNOWN: Final = -1
@@ -154,7 +152,7 @@ class RankGranting:
             return None
         if store.poisoned:
             raise RanksError(f"{self._opened.agreement.peers.name(0)}: {_LOST}")
-        if last.slot.state is not SlotState.WORKING or not is_in_place(last.slot):
+        if last.slot.state is not SlotState.WORKING or not last.slot.is_surely_in_place():
             return None
         self._granted = last.slot
         content = last.slot.model_leaves.content
@@ -225,14 +223,6 @@ class RankGranting:
             remove_parts_of_former_owners(
                 part.backend, directory, part.store_id, named, {*self._opened.plan.homes}
             )
-
-
-def is_in_place(slot: Any) -> bool:
-    """Return whether a slot's open files are under its name."""
-    try:
-        return bool(slot.is_in_place())
-    except StorageError:
-        return False
 
 
 def _nothing() -> None:

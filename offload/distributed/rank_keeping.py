@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from gds import Backend
 from offload.distributed.agreement.agreement import Agreement
 from offload.errors import RanksError
-from offload.retention.leaving import Leaving
 from offload.retention.pins import FoundPins, read_pins
+from offload.store.expiry import Leaving
 from offload.store.opening import StoredCheckpoint
 from offload.store.store import Store
 

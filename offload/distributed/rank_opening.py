@@ -27,7 +27,7 @@ from offload.format.names import owner_name, step_of
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.directories import check_further_directories, spread_directories
-from offload.store.owners.store import OwnerStore
+from offload.store.owner_store import OwnerStore
 from offload.store.shared import SharedStore
 from offload.store.store import Store
 from offload.store.store_id import read_store_id

@@ -31,7 +31,7 @@ from offload.format.train_state import (
     unpack_encoded,
 )
 from offload.store.opening import StoredCheckpoint
-from offload.store.owners.store import OwnerStore
+from offload.store.owner_store import OwnerStore
 from offload.store.sealing import Composition, Prepared, pack_train_state
 from offload.store.slots.slot import OwnerSlot
 from offload.store.state_store import StateSlot
@@ -275,7 +275,7 @@ class RankSealing:
             raise
         finally:
             for prepared in done:
-                prepared.release()
+                prepared.close()
         return stored[0]
 
     def _seal_part(

@@ -21,7 +21,7 @@ from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.opening import Plan
 from offload.distributed.rank_checkpoints import RankCheckpoints
-from offload.distributed.rank_granting import RankGranting, is_in_place
+from offload.distributed.rank_granting import RankGranting
 from offload.distributed.rank_keeping import RankKeeping
 from offload.distributed.rank_opening import open_first
 from offload.distributed.rank_sealing import RankSealing, from_message, to_message
@@ -38,7 +38,7 @@ from offload.model.buffer_watch import BufferWatch
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.store.opening import StoredCheckpoint, find_stored
-from offload.store.owners.store import OwnerStore
+from offload.store.owner_store import OwnerStore
 from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSlot
 from offload.store.store import Store
@@ -235,10 +235,6 @@ class RankStore:
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
         """Return whether a checkpoint with open files is unchanged and not quarantined."""
         return self._known.is_usable(checkpoint)
-
-    def is_in_place(self, slot: Any) -> bool:
-        """Return whether a slot's open files are under its name."""
-        return is_in_place(slot)
 
     def require_space(self, layout: Layout, num_groups: int) -> None:
         """Check, on the writer, that the drive has room for all slots."""

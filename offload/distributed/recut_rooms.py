@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from offload.distributed.agreement.messages import Json
 from offload.distributed.node import drive_of
 from offload.distributed.rank_opening import Opened
-from offload.store.owners.claims import NamedParts
+from offload.store.claims import NamedParts
 from offload.store.space import available_bytes, require_available
 
 

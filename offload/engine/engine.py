@@ -27,9 +27,8 @@ from offload.format.layout import Layout
 from offload.format.manifest import encode_group
 from offload.format.train_state import EncodedState, encode
 from offload.format.unreadable import as_unreadable
-from offload.store.frozen_space import FrozenSpace
 from offload.store.opening import StoredCheckpoint
-from offload.store.state_store import StateSlot, StateStore
+from offload.store.state_store import FrozenSpace, StateSlot, StateStore
 from offload.store.store_errors import NOTHING_CHANGED
 from offload.units import size
 

@@ -26,9 +26,8 @@ from offload.model.loading import must_give_back
 from offload.model.parameters import Trainable
 from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
-from offload.store.quarantine_limit import try_to_quarantine
 from offload.store.slots.slot import Slot
-from offload.store.state_store import StateSource, StateStore
+from offload.store.state_store import StateSource, StateStore, try_to_quarantine
 from offload.stream.passes import check_state
 from offload.units import duration, grouped, many, seen_from, size
 from offload.update.coding.blocks8 import BlockRecoder

@@ -32,7 +32,7 @@ from offload.format.layout import Layout
 from offload.model.parameters import Trainable, group_names, memories
 from offload.model.shards import Shard
 from offload.store.opening import StoredCheckpoint
-from offload.store.quarantine_limit import try_to_quarantine
+from offload.store.state_store import try_to_quarantine
 from offload.stream.passes import RingPass
 from offload.update.coding.decoder import StateDecoder, kept_arrays
 from offload.update.coding.filler import ParameterState, StateFiller

@@ -17,8 +17,7 @@ from offload.format.digests import Digests, Run
 from offload.model.new_values import NoValues, Step, Values
 from offload.model.parameters import memories
 from offload.model.watch import announce_uses
-from offload.store.quarantine_limit import try_to_quarantine
-from offload.store.state_store import StateSlot, StateSource
+from offload.store.state_store import StateSlot, StateSource, try_to_quarantine
 from offload.stream.frame import Frame
 from offload.stream.meter import Meter
 from offload.stream.passes import RingPass

@@ -381,7 +381,7 @@ class TrainingState:
                 lifecycle.broken = f"the state of step {self.num_steps} could not be made durable"
                 slots.is_working = self.ranks.size > 1  # as on the other ranks
             else:  # if files of the slot were replaced, the state moves to another slot
-                slots.is_working = self.store.is_in_place(seal.slot)
+                slots.is_working = seal.slot.is_surely_in_place()
             if errors and self._was_raised(seal, error, alone=alone):
                 return
             if errors:

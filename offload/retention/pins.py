@@ -90,11 +90,7 @@ class FoundPins:
         return tuple(pin.name for pin in self.pins if pin.checkpoint == os.path.basename(path))
 
     def dangling(self, checkpoints: Sequence[tuple[str, Manifest]]) -> tuple[Pin, ...]:
-        """Return the pins that belong to none of these checkpoints.
-
-        Args:
-            checkpoints: Path and manifest of each checkpoint.
-        """
+        """Return the pins that belong to none of these checkpoints."""
         known = {_checkpoint(*found) for found in checkpoints}
         lost = {name for key, names in self._names.items() if key not in known for name in names}
         return tuple(pin for pin in self.pins if pin.name in lost)
@@ -105,11 +101,7 @@ def _checkpoint(path: str, manifest: Manifest) -> tuple[str, str, int]:
 
 
 def check_pin_name(name: object) -> str:
-    """Return the name if a pin may have it.
-
-    Raises:
-        PinError: A pin cannot have this name.
-    """
+    """Return the name if a pin may have it."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise PinError(
             f"{name!r:.80} cannot be the name of a pin: use 1 to 64 letters, digits, '.', '_' and "
@@ -119,11 +111,7 @@ def check_pin_name(name: object) -> str:
 
 
 def read_pins(backend: Backend, store: str) -> FoundPins:
-    """Read the pins of a store. Entries of ``pins`` whose name no pin can have are ignored.
-
-    Raises:
-        gds.StorageError: The directory of pins cannot be read.
-    """
+    """Read the pins of a store. Entries of ``pins`` whose name no pin can have are ignored."""
     return PinReader(backend, store).read()
 
 
@@ -131,10 +119,6 @@ class PinReader:
     """Reads the pins of a store again and again, and opens only those that have changed.
 
     Not thread-safe, except that two calls at the same time both read correctly.
-
-    Args:
-        backend: Storage backend of the store.
-        store: Directory of the store.
     """
 
     def __init__(self, backend: Backend, store: str) -> None:
@@ -147,15 +131,9 @@ class PinReader:
         """Pins by name, each with its file as it was when it was read."""
 
     def read(self, *, each: bool = True) -> FoundPins:
-        """Return the pins.
+        """Return the pins, each looked at anew; or if not `each`, those found last if none changed.
 
-        Args:
-            each: Whether every file is looked at. If not, and if no name in the directory has
-                changed, what was found last is returned. Every call that makes, moves or removes a
-                pin changes a name.
-
-        Raises:
-            gds.StorageError: The directory of pins cannot be read.
+        Every call that makes, moves or removes a pin changes a name in the directory.
         """
         stat = self._backend.stat(self._directory)
         if stat is None:
@@ -221,20 +199,8 @@ def write_pin(
 ) -> None:
     """Make or move a pin; durable on return.
 
-    The caller must keep the pinned checkpoint from being recycled meanwhile.
-
-    Args:
-        backend: Storage backend of the store.
-        store: Directory of the store.
-        pin: Pin to write.
-        guard: Context manager for the last steps. If one of them fails, it is unknown whether the
-            new pin exists.
-
-    Raises:
-        PinError: A pin cannot have this name.
-        UnwritableError: This user may not write to the store.
-        gds.StorageError: There is no space, in which case no pin has changed; or the pin could not
-            be made durable.
+    The caller must keep the pinned checkpoint from being recycled meanwhile. `guard` is a context
+    manager for the last steps: if one of them fails, it is unknown whether the new pin exists.
     """
     check_pin_name(pin.name)
     with writing(store):
@@ -277,16 +243,7 @@ def _write_pin(backend: Backend, store: str, pin: Pin, guard: AbstractContextMan
 def remove_pin(
     backend: Backend, store: str, name: str, guard: AbstractContextManager[None] | None = None
 ) -> None:
-    """Remove a pin, even one that cannot be read; durable on return.
-
-    The arguments are those of `write_pin`, with the pin's name instead of the pin.
-
-    Raises:
-        PinError: A pin cannot have this name.
-        CheckpointNotFoundError: There is no pin of this name. The message lists the pins.
-        UnwritableError: This user may not write to the store.
-        gds.StorageError: The pin could not be removed, or its removal could not be made durable.
-    """
+    """Remove a pin, even one that cannot be read; durable on return. See `write_pin`."""
     check_pin_name(name)
     path = f"{store}/{PINS_NAME}/{name}"
     if backend.stat(path) is None:
@@ -306,10 +263,7 @@ def sync_pins(backend: Backend, store: str) -> None:
 
 
 def drop_unfinished(backend: Backend, store: str) -> None:
-    """Remove the files of processes that died while they made a pin.
-
-    No process may be making a pin at the same time.
-    """
+    """Remove the files of processes that died while they made a pin; none may make one now."""
     directory = f"{store}/{PINS_NAME}"
     if backend.stat(directory) is not None:
         for name in backend.list_dir(directory):

@@ -54,12 +54,8 @@ class Census:
         self._unreported: list[tuple[str, str]] = []
         """Paths of checkpoints removed from the list, each with a warning that is not given yet."""
 
-    def is_unchanged(self, checkpoint: StoredCheckpoint) -> bool:
-        """Return whether a checkpoint is unchanged and not quarantined.
-
-        It is unchanged if its directory, and the directories of its parts, hold the same files with
-        the same sizes as when this process last examined or wrote them.
-        """
+    def _is_unchanged(self, checkpoint: StoredCheckpoint) -> bool:
+        """Return whether a checkpoint has the same files as before, and is not quarantined."""
         if is_quarantined(self._backend, checkpoint.path):
             return False
         found = ids_at(self._backend, checkpoint.path, checkpoint.manifest, self._parts)
@@ -75,7 +71,7 @@ class Census:
         known = self._checkpoints if checkpoints is None else checkpoints
         for checkpoint in [c for c in known if not c.superseded]:
             times = self._folder_times(checkpoint)  # before its files: a later change shows
-            if self.is_unchanged(checkpoint):
+            if self._is_unchanged(checkpoint):
                 checkpoint.folder_times = times
             else:
                 checkpoint.folder_times = {}

@@ -139,14 +139,9 @@ def spread_directories(
             place = _look_at(backend, directory)
         if store_id in place.drives:
             known[directory] = sorted(place.drives[store_id])
-        elif paths and not is_spread and _has_unsealed_only(place):
+        elif paths and not is_spread and place.parts and not place.drives and not place.is_first:
             unsealed.append(directory)  # a process has ended before its first checkpoint
     return [*sorted(known, key=lambda directory: known[directory]), *unsealed]
-
-
-def _has_unsealed_only(place: _Place) -> bool:
-    """Return whether a directory has parts of one process, none of which is of a checkpoint."""
-    return bool(place.parts) and not place.drives and not place.is_first
 
 
 def check_further_directories(
@@ -154,14 +149,8 @@ def check_further_directories(
 ) -> None:
     """Refuse directories that cannot hold parts of owners. Nothing is written.
 
-    Args:
-        backend: Backend of the directories.
-        directories: Absolute paths of the directories that ranks were given besides the first.
-        spread: Those of `spread_directories`, which may therefore have other parts.
-
-    Raises:
-        StoreError: A directory holds other files, or belongs to a store of one process.
-        UnreadableError: A directory could not be read, so that its content is unknown.
+    They are those that ranks were given besides the first. Only those of `spread_directories` may
+    have parts of a store of one process.
     """
     for directory in directories:
         with as_store_errors(backend, directory):

@@ -1,17 +1,23 @@
-"""Expiry of checkpoints, which a store's retention policy and pins decide."""
+"""Expiry of checkpoints, which a store's retention policy and pins decide.
+
+Retention keeps a checkpoint that is leaving for a tier, although its policy would let it go, as
+long as there is room for another slot. If there is none and the next step needs a slot, the
+checkpoint is recycled, and its copy is given up. An upload never holds up a step.
+"""
 
 from __future__ import annotations
 
 import errno
 import shlex
+import threading
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from offload.errors import CheckpointNotFoundError, PinError
 from offload.format.manifest import Manifest
 from offload.format.unreadable import as_unreadable
-from offload.retention.leaving import Leaving
 from offload.retention.pins import FoundPins, Pin, PinReader, remove_pin, sync_pins, write_pin
 from offload.retention.policy import (
     BestBy,
@@ -25,6 +31,44 @@ from offload.retention.policy import (
 from offload.store.census import Census
 from offload.store.opening import StoreContent, StoredCheckpoint, find_stored
 from offload.store.store_errors import NOTHING_CHANGED
+
+Stage = Literal["sending", "waiting"]
+"""What happens to a checkpoint that is leaving: it is being sent, or waits until it can be."""
+
+
+class Leaving:
+    """The checkpoints of one store that are leaving. Methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stages: dict[int, Stage] = {}
+        self._has_room: bool | None = None
+
+    def begin(self, generation: int, stage: Stage) -> None:
+        """Record that a checkpoint is leaving, or that it has come to another stage."""
+        with self._lock:
+            self._stages[generation] = stage
+
+    def end(self, generation: int) -> None:
+        """Record that a checkpoint is not leaving any more: its copy is verified, or given up."""
+        with self._lock:
+            self._stages.pop(generation, None)
+
+    def stage_of(self, generation: int) -> Stage | None:
+        """Return what happens to a checkpoint; None if it is not leaving."""
+        with self._lock:
+            return self._stages.get(generation)
+
+    def found_room(self, has_room: bool) -> None:
+        """Record whether there was room for another slot, so that nothing had to give way."""
+        with self._lock:
+            self._has_room = has_room
+
+    @property
+    def has_room(self) -> bool | None:
+        """Whether there was room when it was last needed; None if it has not been needed."""
+        with self._lock:
+            return self._has_room
 
 
 class Keeping:
@@ -44,7 +88,8 @@ class Keeping:
         self._lock = opened.lock
         self._census = census
         self._pins = PinReader(opened.backend, opened.directory)
-        self._leaving = Leaving()
+        self.leaving = Leaving()
+        """Checkpoints that are being copied to a tier, or wait for it."""
         self._ranked: set[str] = set()
         """Metrics of the policy that need no warning: a checkpoint has had the metric, or a warning
         has been given."""
@@ -55,11 +100,6 @@ class Keeping:
     def current(self) -> list[StoredCheckpoint]:
         """All checkpoints except superseded ones, oldest first."""
         return [c for c in self._checkpoints if not c.superseded]
-
-    @property
-    def leaving(self) -> Leaving:
-        """Checkpoints that are being copied to a tier, or wait for it."""
-        return self._leaving
 
     @property
     def newest(self) -> StoredCheckpoint | None:
@@ -144,18 +184,7 @@ class Keeping:
         return [c for c in checkpoints if not found.names_of(c.path, c.manifest)]
 
     def pin(self, name: str, which: int | str | None = None) -> None:
-        """Pin a checkpoint, by default the newest; durable on return.
-
-        Args:
-            name: Name of the pin.
-            which: Step number, or path or name of the checkpoint's directory; None for the newest.
-
-        Raises:
-            CheckpointNotFoundError: The checkpoint does not exist.
-            PinError: The name is not a valid name of a pin.
-            StoreError: This process may not write to the store any more.
-            gds.StorageError: The pin could not be made durable, or there is no space for it.
-        """
+        """Pin a checkpoint, by its step, path or name, or else the newest; durable on return."""
         with self._changed:  # prevents a withdrawal meanwhile
             self._lock.require()
             self._census.update()
@@ -172,14 +201,7 @@ class Keeping:
             write_pin(self._backend, self._directory, pin, guard)
 
     def unpin(self, name: str) -> None:
-        """Remove a pin; durable on return.
-
-        Raises:
-            CheckpointNotFoundError: The pin does not exist.
-            PinError: The name is not a valid name of a pin.
-            StoreError: This process may not write to the store any more.
-            gds.StorageError: The pin could not be removed durably.
-        """
+        """Remove a pin; durable on return."""
         with self._changed:
             self._lock.require()
             guard = self._poison.fatal("a pin could not be removed")
@@ -193,25 +215,13 @@ class Keeping:
         self._require_unpinned(self._checkpoints, what)
 
     def require_no_newer_pins(self, checkpoint: StoredCheckpoint) -> None:
-        """Check that no checkpoint newer than the given one is pinned.
-
-        Raises:
-            PinError: A newer checkpoint is pinned, or a pin is unreadable, so that it is unknown
-                which checkpoint it keeps.
-        """
+        """Check that no checkpoint newer than the given one is pinned."""
         generation = checkpoint.manifest.generation
         newer = [c for c in self._checkpoints if c.manifest.generation > generation]
         self._require_unpinned(newer, f"going back to step {checkpoint.manifest.step}")
 
     def require_replaceable(self, path: str) -> None:
-        """Check that no pin keeps the checkpoint at a path, usable or not, from being replaced.
-
-        Nothing is checked if the path does not exist. If it does, the caller holds its lock.
-
-        Raises:
-            PinError: The checkpoint is pinned; or a pin is unreadable, so that this is not known.
-            gds.StorageError: The pins could not be synced or read.
-        """
+        """Check that no pin keeps the checkpoint at a path, which the caller has locked."""
         if self._backend.stat(path) is None:
             return
         found = self._durable_pins()

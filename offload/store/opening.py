@@ -36,12 +36,12 @@ from offload.format.names import (
 from offload.format.unreadable import as_unreadable
 from offload.journal import Journal
 from offload.retention.policy import Record
+from offload.store.claims import Claims
 from offload.store.directories import (
     check_directories,
     make_directories,
     require_number_of_directories,
 )
-from offload.store.owners.claims import Claims
 from offload.store.shared import SharedStore
 from offload.store.slots.folder import FileIds, ids_in
 from offload.store.slots.part_pool import PartPool
@@ -201,11 +201,7 @@ def open_directories(
 def find_stored(
     checkpoints: Sequence[StoredCheckpoint], which: int | str, directory: str
 ) -> StoredCheckpoint:
-    """Return the checkpoint with a step number, or a path or directory name; not a superseded one.
-
-    Raises:
-        CheckpointNotFoundError: No checkpoint matches. The message names the present checkpoints.
-    """
+    """Return the checkpoint with a step number, or a path or name; not a superseded one."""
     usable = [c for c in checkpoints if not c.superseded]
     for checkpoint in usable:
         if isinstance(which, int):
@@ -226,11 +222,7 @@ def find_stored(
 def open_stored(
     backend: Backend, checkpoint: StoredCheckpoint, parts: PartPool, *, writable: bool
 ) -> Slot:
-    """Open a checkpoint's files if they are not open already, and keep them open.
-
-    A checkpoint that this process has sealed is open for writing. A checkpoint that it has restored
-    from is open for reading only.
-    """
+    """Open a checkpoint's files if they are not open already, and keep them open."""
     if checkpoint.slot is not None and (checkpoint.slot.writable or not writable):
         return checkpoint.slot
     checkpoint.close()

@@ -40,8 +40,8 @@ from offload.format.names import LOCK_NAME
 from offload.format.unreadable import as_unreadable
 from offload.retention.pins import read_pins
 from offload.retention.policy import BestBy, Record, Retention
-from offload.store.owners.free_parts import unnamed_parts
-from offload.store.owners.store import remove_unnamed_parts
+from offload.store.claims import unnamed_parts
+from offload.store.owner_store import remove_unnamed_parts
 from offload.store.shared import SharedStore
 from offload.store.slots.part_pool import PartLeftovers
 from offload.store.space import file_bytes

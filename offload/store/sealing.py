@@ -14,11 +14,11 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import errno
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from gds import StorageError
@@ -35,10 +35,9 @@ from offload.format.train_state import EncodedState, pack_encoded
 from offload.retention.policy import Record
 from offload.store.expiry import Keeping
 from offload.store.opening import StoreContent, StoredCheckpoint, record_of
-from offload.store.owners.claims import require_agreement
 from offload.store.slots.folder import lock_existing
 from offload.store.slots.free import FreeSlots
-from offload.store.slots.slot import Slot
+from offload.store.slots.slot import Slot, SlotState
 from offload.store.withdrawal import Withdrawal
 
 _NO_DIGEST = "0" * 16
@@ -141,19 +140,15 @@ def _placeholder_boxes(layout: Layout, boxes: Iterable[tuple[str, Box]]) -> tupl
 
 
 def pack_train_state(state: EncodedState, manifest: Manifest, size_bytes: int) -> bytes:
-    """Return the content of ``train_state.safetensors``, whose metadata names its checkpoint.
-
-    Raises:
-        offload.errors.TrainStateTooLargeError: The train state does not fit.
-    """
+    """Return the content of ``train_state.safetensors``, whose metadata names its checkpoint."""
     return pack_encoded(state, capacity_bytes=size_bytes, header=train_state_header(manifest))
 
 
 class Prepared:
     """A durable slot, with its parts, that `Sealing.publish` can make a checkpoint.
 
-    If its ``with`` block ends without `Sealing.publish`, the slot is not a checkpoint. Until then
-    the checkpoint of the same step that has the path now, if there is one, stays locked.
+    Until it is closed, the checkpoint of the same step that has the path, if there is one, stays
+    locked. If that is before `Sealing.publish`, the slot is not a checkpoint.
     """
 
     def __init__(self, slot: Slot, path: str, manifest: Manifest, replaced: Lock | None) -> None:
@@ -162,22 +157,11 @@ class Prepared:
         self.manifest = manifest
         self._replaced_lock = replaced
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Release the lock on the checkpoint that has the path. Idempotent."""
         replaced, self._replaced_lock = self._replaced_lock, None
         if replaced is not None:
             replaced.release()
-
-    def __enter__(self) -> Prepared:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.release()
 
 
 class Sealing:
@@ -233,7 +217,7 @@ class Sealing:
         self, slot: Slot, composition: Composition, model_digests: Sequence[str]
     ) -> StoredCheckpoint:
         """Make a written slot the newest checkpoint, durably: `prepare`, then `publish`."""
-        with self.prepare(slot, composition, model_digests) as prepared:
+        with closing(self.prepare(slot, composition, model_digests)) as prepared:
             return self.publish(prepared)
 
     def prepare(
@@ -257,7 +241,7 @@ class Sealing:
             model_boxes: Boxes of the model that this process has written, with their digests.
 
         Returns:
-            The slot, for `publish`, in a ``with`` block.
+            The slot, for `publish`; it is closed by that call, or by the caller.
 
         Raises:
             StoreBusyError: Readers hold an older checkpoint of the same step.
@@ -267,7 +251,7 @@ class Sealing:
             gds.StorageError: A file could not be made durable.
         """
         expected = [reference.owner for reference in composition.manifest.owners]
-        require_agreement(owners, expected, slot.context.generation)
+        _require_agreement(owners, expected, slot.context.generation)
         slot.train_state.write_bytes(composition.train_state, 0)
         manifest = replace(
             composition.manifest,
@@ -293,7 +277,7 @@ class Sealing:
                 slot.manifest.sync()
                 slot.folder.sync_names()
         except BaseException:
-            prepared.release()
+            prepared.close()
             raise
         return prepared
 
@@ -305,11 +289,7 @@ class Sealing:
     def publish(self, prepared: Prepared) -> StoredCheckpoint:
         """Make a prepared slot the newest checkpoint; durable on return.
 
-        Raises:
-            StoreError: Files of the slot have been replaced, or this process may not write to the
-                store.
-            gds.StorageError: The name could not be made durable. If only the last sync failed, a
-                later process may find the checkpoint all the same.
+        If only the last sync failed, a later process may find the checkpoint all the same.
         """
         slot, path = prepared.slot, prepared.path
         try:
@@ -323,7 +303,7 @@ class Sealing:
                 checkpoint = StoredCheckpoint(path, prepared.manifest, slot)
                 self._checkpoints.append(checkpoint)
         finally:
-            prepared.release()
+            prepared.close()
         with self._changed:
             self.incoming = None
             for old in self._checkpoints[:-_MAX_OPEN]:
@@ -336,7 +316,7 @@ class Sealing:
     def _rename_into_place(self, slot: Slot, path: str, *, exchange: bool) -> None:
         """Rename a prepared slot to its name as a checkpoint, durably."""
         working = slot.path
-        slot.begin_publication()
+        slot.state = SlotState.IN_DOUBT
         if not exchange:
             self._backend.rename(working, path)
             slot.folder.renamed(path)
@@ -358,3 +338,17 @@ class Sealing:
         self._claims.release(path)
         self._refused[:] = [(p, reason) for p, reason in self._refused if p != path]
         self._free.add(working)
+
+
+def _require_agreement(
+    references: Sequence[OwnerReference], expected: Collection[int], generation: int
+) -> None:
+    """Check that each owner has reported exactly one part, of the right generation."""
+    numbers = [reference.owner for reference in references]
+    if numbers != sorted(expected) or any(r.generation != generation for r in references):
+        found = [(r.owner, r.generation) for r in references]
+        raise StoreError(
+            errno.EINVAL,
+            f"owners and generations reported are {found}, expected owners {sorted(expected)} of "
+            f"generation {generation}: every rank must seal the same step",
+        )

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gds import Backend, StorageError
 from offload.checkpoint.owner_parts import owner_directories, part_names
 from offload.checkpoint.reading import read_part
-from offload.errors import CheckpointError, OffloadError, SlotFullError, StoreFullError
+from offload.errors import CheckpointError, SlotFullError, StoreFullError
 from offload.format.unreadable import as_unreadable
+from offload.store.claims import NamedParts, unnamed_parts
 from offload.store.expiry import Keeping
 from offload.store.opening import StoredCheckpoint
-from offload.store.owners.claims import NamedParts
-from offload.store.owners.free_parts import unnamed_parts
-from offload.store.owners.store import remove_unnamed_parts
 from offload.store.slots.folder import directories_in, files_in
 from offload.store.store_errors import NOTHING_CHANGED
 from offload.units import many, size
@@ -114,17 +111,8 @@ def available_bytes(
 ) -> int:
     """Return the bytes that the next slot may take on the drive of a store's directory.
 
-    They are the free space, and that of slots and parts which nobody needs any more.
-
-    Args:
-        backend: Backend of the directory.
-        directory: Directory of the store.
-        store_id: Identity of the store.
-        named: Parts that any checkpoint that stays names.
-        others: Paths of slots and checkpoints that nobody needs any more.
-
-    Raises:
-        UnreadableError: The drive could not be examined.
+    They are the free space, and that of what nobody needs any more: parts that are not `named` by a
+    checkpoint that stays, and the slots and checkpoints at the paths `others`.
     """
     with as_unreadable(NOTHING_CHANGED):
         paths = {*others, *unsealed_parts(backend, directory)}
@@ -163,11 +151,7 @@ def require_on_drives(rooms: Iterable[tuple[str, int, int, int]]) -> None:
 
 
 def require_available(directory: str, needed_bytes: int, available: int) -> None:
-    """Check that a drive has room for the first slot of another cut, with the parts of all ranks.
-
-    Raises:
-        StoreFullError: There is no room. Nothing has been changed.
-    """
+    """Check that a drive has room for the first slot of another cut and the parts of ranks."""
     if needed_bytes > available:
         raise StoreFullError(
             errno.ENOSPC,
@@ -176,20 +160,3 @@ def require_available(directory: str, needed_bytes: int, available: int) -> None
             f"for {size(available)}. Nothing has been changed: make room, or resume as before",
             directory,
         )
-
-
-def remove_parts_of_former_owners(
-    backend: Backend,
-    directory: str,
-    store_id: str,
-    named: NamedParts,
-    served: Collection[int] = (),
-) -> None:
-    """Remove the parts of owners that no rank serves any more, and that no checkpoint names.
-
-    Parts that cannot be removed now stay; the next call tries it again.
-    """
-    with suppress(StorageError, OffloadError):
-        former = {*owner_directories(backend, directory)} - {*served}
-        if former:
-            remove_unnamed_parts(backend, directory, store_id=store_id, named=named, served=served)

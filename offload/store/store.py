@@ -39,9 +39,10 @@ from offload.format.train_state import EncodedState
 from offload.retention.pins import drop_unfinished
 from offload.retention.policy import Retention
 from offload.store.census import Census
+from offload.store.claims import NamedParts
 from offload.store.expiry import Keeping
 from offload.store.opening import StoredCheckpoint, find_stored, open_directories, open_stored
-from offload.store.owners.claims import NamedParts
+from offload.store.owner_store import remove_parts_of_former_owners
 from offload.store.quarantine import try_to_mark
 from offload.store.sealing import Sealing, pack_train_state
 from offload.store.shared import SharedStore
@@ -51,7 +52,6 @@ from offload.store.slots.slot import Slot
 from offload.store.slots.supply import SlotSupply
 from offload.store.space import (
     available_bytes,
-    remove_parts_of_former_owners,
     require_on_drives,
 )
 from offload.store.withdrawal import Withdrawal
@@ -171,11 +171,7 @@ class Store:
         return bool(self._poison)
 
     def find(self, which: int | str) -> StoredCheckpoint:
-        """Return the checkpoint with a step number, or with a path or directory name.
-
-        Raises:
-            CheckpointNotFoundError: No checkpoint matches. The message names the present ones.
-        """
+        """Return the checkpoint with a step number, or with a path or directory name."""
         return find_stored(self.checkpoints, which, self.directory)
 
     def warn_of_lost(self) -> None:
@@ -183,41 +179,20 @@ class Store:
         self._census.warn(refused=True)
 
     def refresh(self, *, warn_of_refused: bool = True) -> None:
-        """Compare `checkpoints` with the drives, and warn of those that others made unusable.
-
-        Unusable checkpoints are removed from the list. Nothing on the drives is changed. There is a
-        warning of those that are in `refused` now only if `warn_of_refused`.
-
-        Raises:
-            gds.StorageError: A checkpoint cannot be examined at this moment.
-        """
+        """Compare `checkpoints` with the drives, and warn of those that others made unusable."""
         with self._changed:
             self._census.update()
         self._census.warn(refused=warn_of_refused)
 
     def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
-        """Return whether a checkpoint with open files is unchanged and not quarantined.
-
-        Raises:
-            gds.StorageError: A checkpoint cannot be examined at this moment.
-        """
+        """Return whether a checkpoint with open files is unchanged and not quarantined."""
         with self._changed:
             if checkpoint in self.checkpoints:
                 self._census.update([checkpoint])
             return checkpoint.slot is not None and checkpoint in self.checkpoints
 
-    def is_in_place(self, slot: Slot) -> bool:
-        """Return whether a slot's open files are under its name; False if that is unknown."""
-        with suppress(StorageError):
-            return slot.is_in_place()
-        return False
-
     def require_space(self, layout: Layout, num_groups: int) -> None:
-        """Check that the drives have room for all slots that retention is sure to need.
-
-        Raises:
-            StoreFullError: There is no room. The message says how much space is missing.
-        """
+        """Check that the drives have room for all slots that retention is sure to need."""
         self._supply.require_space(layout, num_groups)
 
     @property
@@ -234,9 +209,6 @@ class Store:
             store_id: Identity of that store.
             generation: Generation of its checkpoint.
             owners: For each owner that made it, but the first, the directory that gets its part.
-
-        Raises:
-            StoreError: This store has checkpoints of its own.
         """
         with self._changed:
             if self.checkpoints or self.refused:
@@ -250,7 +222,7 @@ class Store:
             self._supply.take_over(store_id, generation, owners)
 
     def acquire(self, layout: Layout, num_groups: int, *, is_new: bool = False) -> Slot:
-        """Return a slot to write the next generation into; `is_new` matters only among ranks.
+        """Return a slot to write the next generation into.
 
         The call waits for a seal in flight if the seal will free a slot, and up to a second for
         readers of expired checkpoints. If the readers stay, the store takes one slot more than
@@ -263,7 +235,6 @@ class Store:
             SlotFullError: There is no space. Nothing has changed.
             UnwritableError: This user may not write to the store.
             StoreError: This process may not write to the store any more, or not at this moment.
-            gds.StorageError: Another operation on a file failed.
         """
         del is_new
         if self._is_shared and self._parts.directories:
@@ -287,11 +258,7 @@ class Store:
             return self.named_parts(leaving_out=expired)
 
     def available_bytes(self) -> int:
-        """Return the bytes that the next slot may take on the drive of the first directory.
-
-        Raises:
-            UnreadableError: The drive could not be examined.
-        """
+        """Return the bytes that the next slot may take on the drive of the first directory."""
         with self._changed:
             expired = [checkpoint.path for checkpoint in self.keeping.expired()]
             return available_bytes(
@@ -329,11 +296,7 @@ class Store:
         )
 
     def require_recut_room(self, layout: Layout, num_groups: int) -> None:
-        """Check that there is room for the first slot of another cut.
-
-        Raises:
-            StoreFullError: There is no room. Nothing has been changed.
-        """
+        """Check that there is room for the first slot of another cut."""
         named, rooms = self.lasting_parts(), []
         for drive, (backend, directory) in enumerate(self._drives):
             if drive:
@@ -362,33 +325,20 @@ class Store:
             self._changed.notify_all()
 
     def expire(self) -> None:
-        """Free a slot for the next step if none is free: withdraw an expired checkpoint.
-
-        The newest checkpoint is never withdrawn.
-        """
+        """Free a slot for the next step if none is free: withdraw an expired checkpoint."""
         with self._changed:
             if not self._free:
                 self._withdrawal.withdraw_expired(self.sealing.incoming)
             self._changed.notify_all()
 
     def replace_train_state(self, checkpoint: StoredCheckpoint, train_state: EncodedState) -> None:
-        """Replace a checkpoint's train state atomically; durable on return.
-
-        Raises:
-            TrainStateTooLargeError: The train state does not fit.
-            StoreError: This process may not write to the store any more, or not at this moment.
-            gds.StorageError: There is no space, and the old train state remains; or the new one
-                could not be made durable.
-        """
+        """Replace a checkpoint's train state atomically; durable on return."""
         size_bytes = self.slot_of(checkpoint).train_state.size_bytes
         packed = pack_train_state(train_state, checkpoint.manifest, size_bytes)
         self._replace(checkpoint, TRAIN_STATE_NAME, packed)
 
     def replace_manifest(self, checkpoint: StoredCheckpoint, manifest: Manifest) -> None:
-        """Replace a checkpoint's manifest by one of the same tensors atomically; durable on return.
-
-        The errors are those of `replace_train_state`.
-        """
+        """Replace a checkpoint's manifest by one of the same tensors, atomically and durably."""
         size_bytes = self.slot_of(checkpoint).manifest.size_bytes
         self._replace(checkpoint, MANIFEST_NAME, manifest.encode(size_bytes))
         checkpoint.manifest = manifest
@@ -408,9 +358,8 @@ class Store:
     def named_parts(self, *, leaving_out: Collection[str] = ()) -> NamedParts:
         """Return the parts of other owners that any checkpoint of the store names at this moment.
 
-        They include the parts of unusable checkpoints, and those of checkpoints whose publication
-        or withdrawal has begun and is not known to be durable. Every other part of an owner may be
-        rewritten. For a forecast, the checkpoints at the paths `leaving_out` do not count.
+        Every other part of an owner may be rewritten. For a forecast, the checkpoints at the paths
+        `leaving_out` do not count.
         """
         with self._changed:
             kept = [c for c in self.checkpoints if c.path not in leaving_out]
@@ -423,13 +372,7 @@ class Store:
             return self._free.paths(), self._parts.leftovers()
 
     def prune(self) -> None:
-        """Withdraw expired checkpoints without readers, and remove leftovers; durable on return.
-
-        Raises:
-            StoreError: This process may not write to the store any more, or not at this moment.
-            gds.StorageError: A file could not be removed, or a checkpoint could not be withdrawn
-                durably.
-        """
+        """Withdraw expired checkpoints without readers, and remove leftovers; durable on return."""
         with self._changed:
             self._lock.require()
             self._withdrawal.withdraw_all_expired(self.sealing.incoming)
@@ -458,12 +401,8 @@ class Store:
     def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
         """Exclude a damaged checkpoint from use, by this process and by later ones.
 
-        The checkpoint is marked durably, no longer counts as a checkpoint, and is otherwise left as
-        it is. If it cannot be marked, there is a warning: a later process may then have to find the
-        damage again.
-
-        Raises:
-            StoreError: This process may not write to the store any more, or not at this moment.
+        It is marked durably, and otherwise left as it is. If it cannot be marked, there is a
+        warning: a later process may then have to find the damage again.
         """
         with self._changed:
             self._lock.require()
@@ -472,10 +411,7 @@ class Store:
             try_to_mark(self.backend, checkpoint.path, reason, self._poison)
 
     def refuse(self, checkpoint: StoredCheckpoint, reason: str) -> None:
-        """Exclude a checkpoint from use by this process, because a rank cannot use its part of it.
-
-        Nothing is written: the rank marks its own part, if that is what is damaged.
-        """
+        """Exclude a checkpoint from use by this process, as a rank cannot use its part of it."""
         with self._changed:
             self._exclude(checkpoint, reason)
             checkpoint.close()
@@ -487,15 +423,7 @@ class Store:
         self._parts.claim(checkpoint.path, checkpoint.manifest)
 
     def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
-        """Withdraw, durably, every checkpoint that is newer than the given one.
-
-        Raises:
-            PinError: A newer checkpoint is pinned.
-            StoreBusyError: A newer checkpoint is being read.
-            StoreError: A rename or sync has failed before in this process, or this process may not
-                write to the store any more.
-            gds.StorageError: A checkpoint could not be withdrawn durably.
-        """
+        """Withdraw, durably, every checkpoint that is newer than the given one."""
         with self._changed:
             newest_first = sorted(self.checkpoints, key=lambda c: -c.manifest.generation)
             self.keeping.require_no_newer_pins(checkpoint)

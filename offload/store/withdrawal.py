@@ -100,7 +100,11 @@ class Withdrawal:
                 if slot is None:
                     self.forget(checkpoint)
                 self._free.add(slot or name)
-                self._note(path, checkpoint, seconds / len(going))
+                self._journal.note(
+                    f"{path}: recycled step {checkpoint.manifest.step} in "
+                    f"{duration(seconds / len(going))}, "
+                    f"{size(checkpoint.tensor_bytes)} for a later step"
+                )
         return len(removed) + len(going)
 
     def _is_locked(self, checkpoint: StoredCheckpoint, locks: ExitStack) -> bool:
@@ -204,13 +208,6 @@ class Withdrawal:
     def _surplus(self, most: int) -> int:
         """Return by how much the slots and checkpoints exceed the largest number of slots."""
         return len(self._free) + len(self._checkpoints) - most
-
-    def _note(self, path: str, checkpoint: StoredCheckpoint, seconds: float) -> None:
-        """Note that the checkpoint that had `path` has become a free slot."""
-        self._journal.note(
-            f"{path}: recycled step {checkpoint.manifest.step} in {duration(seconds)}, "
-            f"{size(checkpoint.tensor_bytes)} for a later step"
-        )
 
     def forget(self, checkpoint: StoredCheckpoint) -> None:
         """Close the files of a former checkpoint, and mark its parts as free."""

@@ -20,7 +20,7 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import OffloadError, RecycledError
 from offload.format.manifest import Manifest
 from offload.journal import log_event
-from offload.retention.leaving import Leaving
+from offload.store.expiry import Leaving
 from offload.store.shared import Mailbox, Serving
 from offload.tiers.contents import OBJECT_BYTES
 from offload.tiers.policy import Decision, Situation, decide, parameters_due

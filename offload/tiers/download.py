@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -23,9 +23,9 @@ from offload.format.manifest import Manifest
 from offload.format.names import TRAIN_STATE_NAME
 from offload.format.shares.owners import OwnerReference
 from offload.format.shares.part_table import OwnerTable
+from offload.store.claims import NamedParts
 from offload.store.opening import StoredCheckpoint
-from offload.store.owners.claims import NamedParts
-from offload.store.owners.store import OwnerStore
+from offload.store.owner_store import OwnerStore
 from offload.store.sealing import Composition
 from offload.store.slots.slot import OwnerSlot, Slot, SlotState
 from offload.store.store import Store
@@ -353,13 +353,14 @@ class Download:
         here = replace(manifest, owners=tuple(references))
         store.sealing.begin(here)
         try:
-            with store.sealing.prepare(
+            prepared = store.sealing.prepare(
                 slot,
                 Composition(here, self._train_state),
                 manifest.model_digests,
                 owners=references,
                 model_boxes=manifest.model_boxes,
-            ) as prepared:
+            )
+            with closing(prepared):
                 found = store.sealing.publish(prepared)
         finally:
             store.sealing.end()

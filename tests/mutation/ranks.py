@@ -106,7 +106,7 @@ MUTATIONS = (
         "the lock of the rank that serves an owner",
         (
             Edit(
-                "offload/store/owners/store.py",
+                "offload/store/owner_store.py",
                 """\
                 self._lock.take(backend, self.path)
 """,
@@ -122,7 +122,7 @@ MUTATIONS = (
         "poison after a part could not be made durable",
         (
             Edit(
-                "offload/store/owners/store.py",
+                "offload/store/owner_store.py",
                 """\
             with self._poison.fatal(_NOT_DURABLE):
 """,
@@ -138,7 +138,7 @@ MUTATIONS = (
         "the parts of a checkpoint are free only when its withdrawal is durable",
         (
             Edit(
-                "offload/store/owners/claims.py",
+                "offload/store/claims.py",
                 """\
         self._leaving.append(manifest)
         yield
@@ -174,7 +174,7 @@ MUTATIONS = (
             Edit(
                 "offload/store/sealing.py",
                 """\
-        require_agreement(owners, expected, slot.context.generation)
+        _require_agreement(owners, expected, slot.context.generation)
 """,
                 "",
             ),

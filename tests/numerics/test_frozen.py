@@ -13,7 +13,7 @@ from gds import MemoryBackend
 from offload import AdamW
 from offload.errors import SealError
 from offload.format.names import QUARANTINE_NAME
-from offload.store import frozen_space
+from offload.store import state_store
 from tests.stores import frozen_model
 from tests.stores.frozen_model import (
     BLOCK,
@@ -299,7 +299,7 @@ def test_a_warning_names_the_space_of_what_is_frozen_once_and_its_advice_helps(m
         run.close()
 
     assert warned(lambda: train(Recorded(MemoryBackend()))) == []
-    monkeypatch.setattr(frozen_space, "_LEAST_BYTES", 100_000)
+    monkeypatch.setattr(state_store, "_LEAST_BYTES", 100_000)
     backend = Recorded(MemoryBackend())
     frozen = (2 * 12 * LEAF + 4 * LEAF + 12) / 1024
     (message,) = warned(lambda: train(backend, keep=4))
@@ -312,5 +312,5 @@ def test_a_warning_names_the_space_of_what_is_frozen_once_and_its_advice_helps(m
     assert warned(lambda: train(Recorded(MemoryBackend()), model=None)) == [], "as it advises"
     (message,) = warned(lambda: train(Recorded(MemoryBackend(clones=True))))
     assert f"{frozen:.1f} KiB in all, and not {3 * frozen:.1f} KiB" in message
-    monkeypatch.setattr(frozen_space, "_RATIO", 100)
+    monkeypatch.setattr(state_store, "_RATIO", 100)
     assert warned(lambda: train(Recorded(MemoryBackend()))) == [], "much is trained"

@@ -23,7 +23,7 @@ from offload.format.shares.owners import ModelBox, parameter_boxes
 from offload.format.train_state import encode
 from offload.retention import LastK
 from offload.store import Slot, Store, StoredCheckpoint
-from offload.store.owners.store import OwnerStore
+from offload.store.owner_store import OwnerStore
 from offload.store.sealing import Composition, Prepared, compose
 from offload.store.shared import SharedStore
 from offload.store.slots.slot import OwnerSlot
@@ -286,7 +286,7 @@ class Job:
 
     def abort(self, seal: InFlight) -> None:
         """Decide before the rename that there is no checkpoint, and tell rank 1 so."""
-        seal.prepared.release()
+        seal.prepared.close()
         self.store.sealing.end()
         self.owner.aborted(seal.slots[1])
 

@@ -16,7 +16,7 @@ from offload.format.shares.owners import MAX_OWNERS, ModelBox
 from offload.format.train_state import encode
 from offload.retention import LastK
 from offload.store import Slot, Store
-from offload.store.owners.store import OwnerStore
+from offload.store.owner_store import OwnerStore
 from offload.store.sealing import compose
 from offload.store.shared import SharedStore
 from offload.store.slots.slot import OwnerSlot

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import logging
-import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 
-from gds import StorageError
 from offload.checkpoint.reading import decode_manifest
-from offload.errors import CheckpointError, StoreBusyError
+from offload.errors import CheckpointError
 from offload.format.layout import Layout
 from offload.format.names import slot_name
-from offload.journal import log_event
 from offload.store.opening import StoreContent
-from offload.store.slots.folder import READER_POLL_S, directories_in, locked, remove_folder
+from offload.store.slots.folder import directories_in, locked, remove_folder
 from offload.store.slots.slot import Slot, SlotState, adopt_slot, create_slot
-from offload.store.space import Room, has_room
-from offload.store.store_errors import FULL, naming_free_space
-from offload.units import size
-
-_log = logging.getLogger("offload")
+from offload.store.store_errors import naming_free_space
 
 _NOT_READY = "a free slot could not be made ready"
-
-SPARE_AFTER_S = 1.0
-"""Seconds that a step waits for readers before it takes one additional slot, if there is room."""
 
 
 class FreeSlots:
@@ -121,37 +109,6 @@ class FreeSlots:
         slot.add_parts(parts)
         return slot
 
-    def create_spare(
-        self,
-        layout: Layout,
-        sizes: Mapping[str, int],
-        rooms: Sequence[Room],
-        holders: str = "readers",
-    ) -> Slot | None:
-        """Create an additional slot beside those that readers, or uploads, hold."""
-        if not has_room(rooms):
-            return None
-        try:
-            slot = self.create(layout, sizes)
-        except StorageError as error:
-            if error.errno not in FULL:
-                raise
-            return None  # another program has taken the space
-        slot_bytes = sum(room.slot_bytes for room in rooms)
-        if holders == "readers":
-            _log.warning(
-                "%s: readers hold every expired checkpoint, so the store has one more slot "
-                "(%.1f MiB) until they close",
-                self._directory,
-                slot_bytes / (1 << 20),
-            )
-        else:
-            log_event(
-                f"{self._directory}: an expired checkpoint is leaving for {holders}, so the store "
-                f"has one more slot ({size(slot_bytes)}) until its copy is verified"
-            )
-        return slot
-
     def unused_path(self) -> str:
         """Return a path in the store that a new slot can have."""
         taken = set(self._backend.list_dir(self._directory))
@@ -225,43 +182,3 @@ class FreeSlots:
             stacklevel=3,
         )
         return True
-
-
-class ReaderWait:
-    """Waits for readers of expired checkpoints: briefly at first, and longer after a warning."""
-
-    def __init__(self, directory: str, timeout_s: float) -> None:
-        self._directory = directory
-        self._timeout_s = timeout_s
-        self._began: float | None = None
-        self._warned = False
-
-    @property
-    def is_spare_due(self) -> bool:
-        """Whether to take one additional slot now, instead of waiting longer for a reader."""
-        return self._waited_s() >= min(SPARE_AFTER_S, self._timeout_s / 2)
-
-    def _waited_s(self) -> float:
-        return 0.0 if self._began is None else time.monotonic() - self._began
-
-    def wait(self) -> None:
-        """Sleep for a moment; warn once if the store has no room for an additional slot."""
-        if self.is_spare_due and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{self._directory}: every expired checkpoint is being read, and the store cannot "
-                f"have another slot; the next step waits up to {self._timeout_s:g} s for one of "
-                "them",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        if self._waited_s() > self._timeout_s:
-            raise StoreBusyError(
-                errno.EBUSY,
-                f"readers still hold every expired checkpoint after {self._timeout_s:g} "
-                "s; close them, or raise keep= or Options(reader_timeout_s=...)",
-                self._directory,
-            )
-        if self._began is None:
-            self._began = time.monotonic()
-        time.sleep(READER_POLL_S)

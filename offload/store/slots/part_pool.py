@@ -27,7 +27,7 @@ from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import PART_FILE_NAME, part_name, part_number
 from offload.format.part_file import SealedPart, part_sizes
-from offload.store.owners.claims import Claims
+from offload.store.claims import Claims
 from offload.store.slots.folder import (
     FileIds,
     Folder,
@@ -61,15 +61,8 @@ class PartLeftovers:
 class PartPool:
     """The parts of a store; empty if the store has only one directory.
 
-    Not thread-safe: the store holds its own lock around every call.
-
-    Args:
-        drives: Backend and directory of every drive but the first, in order.
-        store_id: Identity of the store. Sealed parts of other stores are left alone.
-        manifests: Manifests of the store's checkpoints.
-        claims: Checkpoints that are not among those, whose parts are taken as well.
-        poison: Poison of the store. It is set if preparing a free part fails. Once it is set, no
-            free part is reused or removed.
+    Not thread-safe: the store holds its own lock around every call. Once the store is poisoned, for
+    example by preparing a free part that fails, no free part is reused or removed.
     """
 
     def __init__(

@@ -11,10 +11,11 @@ import errno
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from enum import Enum
 from typing import ClassVar
 
-from gds import Backend, File
+from gds import Backend, File, StorageError
 from gds.waiting import Monitor
 from offload.checkpoint.sealed_slot import SlotFiles
 from offload.errors import StoreError
@@ -121,6 +122,12 @@ class OpenSlot(SlotFiles):
         """Return whether the slot's files are under their names; see `Folder`."""
         return self.folder.is_in_place()
 
+    def is_surely_in_place(self) -> bool:
+        """Return whether the slot's files are under their names; False if that is unknown."""
+        with suppress(StorageError):
+            return self.is_in_place()
+        return False
+
     def require_in_place(self) -> None:
         """Check that the data written to the slot is under its name."""
         if not self.is_in_place():
@@ -177,10 +184,6 @@ class Slot(OpenSlot):
         self.parts = parts
         self._files_by_drive = (self.folder.files, *(part.files for part in parts))
 
-    def begin_publication(self) -> None:
-        """Record that a rename begins, after which the slot may be a checkpoint."""
-        self.state = SlotState.IN_DOUBT
-
     @property
     def part_references(self) -> tuple[PartReference, ...]:
         """References to the parts for the manifest, with the present digests."""
@@ -231,10 +234,7 @@ class Slot(OpenSlot):
         return file
 
     def replace(self, name: str, file: File) -> None:
-        """Put the result of `write_replacement` in the place of a file, atomically and durably.
-
-        If the replacement fails, `file` is closed.
-        """
+        """Put the result of `write_replacement` in the place of a file, atomically and durably."""
         backend, path, files = self.folder.backend, f"{self.path}/{name}", self.folder.files
         try:
             file.sync()
@@ -262,10 +262,7 @@ class Slot(OpenSlot):
         return any(has_other_names(one.backend, one.path) for one in (self.folder, *self.parts))
 
     def invalidate(self) -> None:
-        """Durably overwrite the manifest, so that nobody takes this slot for a checkpoint.
-
-        The parts are durably invalidated after the manifest. From now on the slot is free.
-        """
+        """Durably overwrite the manifest, then the documents of the parts: the slot is free."""
         self.state = SlotState.FREE
         self.folder.invalidate()
         for part in self.parts:

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import time
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
 from gds import StorageError
-from offload.errors import writing
+from offload.errors import StoreBusyError, writing
 from offload.format.digests import DigestContext
 from offload.format.layout import Layout
 from offload.format.manifest import slot_sizes
 from offload.format.part_file import part_sizes
+from offload.journal import log_event
 from offload.store.expiry import Keeping
 from offload.store.opening import StoreContent
 from offload.store.sealing import Sealing
-from offload.store.slots.free import FreeSlots, ReaderWait
+from offload.store.slots.folder import READER_POLL_S
+from offload.store.slots.free import FreeSlots
 from offload.store.slots.slot import Slot
-from offload.store.space import Room, file_bytes, no_room, require_room
+from offload.store.space import Room, file_bytes, has_room, no_room, require_room
 from offload.store.store_errors import FULL
 from offload.store.store_id import StoreIdentity, write_store_id
 from offload.store.withdrawal import Withdrawal
+from offload.units import size
 
 # A checkpoint that could not be read may have any generation. New generations start this far above
 # the highest readable one, so that this checkpoint stays older even if it becomes readable again.
 _UNREADABLE_GAP = 1 << 20
 
 _READERS: Final = "readers hold every expired checkpoint"
+
+_SPARE_AFTER_S = 1.0
+"""Seconds that a step waits for readers before it takes one additional slot, if there is room."""
+
+_log = logging.getLogger("offload")
 
 
 class SlotSupply:
@@ -123,7 +135,7 @@ class SlotSupply:
                     slot = self._free_slot(layout, num_groups)
                     continue
             if slot is None and reader_wait.is_spare_due:
-                slot = self._spare_slot(layout, num_groups)
+                slot = self._spare_slot(layout, num_groups, for_tier=False)
             break
         if slot is None:
             return _READERS if self._sealing.incoming is None else None
@@ -166,12 +178,33 @@ class SlotSupply:
                 raise
             raise no_room(error, self._rooms(layout, num_groups), self._keeping) from error
 
-    def _spare_slot(self, layout: Layout, num_groups: int, holders: str = "readers") -> Slot | None:
-        """Create one slot more than retention needs."""
+    def _spare_slot(self, layout: Layout, num_groups: int, *, for_tier: bool) -> Slot | None:
+        """Create one slot more than retention needs, beside those that readers or uploads hold."""
         if len(self._checkpoints) + len(self._free) > self._keeping.num_slots():
             return None
-        sizes = self._sizes(layout, num_groups)
-        return self._free.create_spare(layout, sizes, self._rooms(layout, num_groups), holders)
+        rooms = self._rooms(layout, num_groups)
+        if not has_room(rooms):
+            return None
+        try:
+            slot = self._free.create(layout, self._sizes(layout, num_groups))
+        except StorageError as error:
+            if error.errno not in FULL:
+                raise
+            return None  # another program has taken the space
+        slot_bytes = sum(room.slot_bytes for room in rooms)
+        if for_tier:
+            log_event(
+                f"{self._directory}: an expired checkpoint is leaving for the tier, so the store "
+                f"has one more slot ({size(slot_bytes)}) until its copy is verified"
+            )
+        else:
+            _log.warning(
+                "%s: readers hold every expired checkpoint, so the store has one more slot "
+                "(%.1f MiB) until they close",
+                self._directory,
+                slot_bytes / (1 << 20),
+            )
+        return slot
 
     def _is_expired_leaving(self) -> bool:
         """Return whether an expired checkpoint is being copied to a tier, or waits for it."""
@@ -180,8 +213,8 @@ class SlotSupply:
 
     def _slot_beside_leaving(self, layout: Layout, num_groups: int) -> Slot | None:
         """Create one slot more than retention needs, so that no upload has to give way."""
-        has_room = self._have_owners_room(layout, num_groups)
-        slot = self._spare_slot(layout, num_groups, "the tier") if has_room else None
+        is_room = self._have_owners_room(layout, num_groups)
+        slot = self._spare_slot(layout, num_groups, for_tier=True) if is_room else None
         self._keeping.leaving.found_room(slot is not None)
         return slot
 
@@ -229,3 +262,43 @@ class SlotSupply:
             identity = StoreIdentity(self._store_id, self._taken_over)
             write_store_id(self._backend, self._directory, identity, self._poison)
             self._is_identified = True
+
+
+class ReaderWait:
+    """Waits for readers of expired checkpoints: briefly at first, and longer after a warning."""
+
+    def __init__(self, directory: str, timeout_s: float) -> None:
+        self._directory = directory
+        self._timeout_s = timeout_s
+        self._began: float | None = None
+        self._warned = False
+
+    @property
+    def is_spare_due(self) -> bool:
+        """Whether to take one additional slot now, instead of waiting longer for a reader."""
+        return self._waited_s() >= min(_SPARE_AFTER_S, self._timeout_s / 2)
+
+    def _waited_s(self) -> float:
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+    def wait(self) -> None:
+        """Sleep for a moment; warn once if the store has no room for an additional slot."""
+        if self.is_spare_due and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._directory}: every expired checkpoint is being read, and the store cannot "
+                f"have another slot; the next step waits up to {self._timeout_s:g} s for one of "
+                "them",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if self._waited_s() > self._timeout_s:
+            raise StoreBusyError(
+                errno.EBUSY,
+                f"readers still hold every expired checkpoint after {self._timeout_s:g} "
+                "s; close them, or raise keep= or Options(reader_timeout_s=...)",
+                self._directory,
+            )
+        if self._began is None:
+            self._began = time.monotonic()
+        time.sleep(READER_POLL_S)

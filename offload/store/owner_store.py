@@ -18,39 +18,48 @@ earlier job keeps every later one from adopting the part that it may still write
 
 from __future__ import annotations
 
+import errno
 import os
 import warnings
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from itertools import count
 
-from gds import Backend
+from gds import Backend, LockHeldError, StorageError
 from offload.checkpoint.owner_parts import (
-    PartFound,
     check_owner_part,
     look_at_part,
     owner_directories,
     part_names,
 )
-from offload.errors import StoreLockedError, UnreadableError, writing
+from offload.errors import OffloadError, StoreError, StoreLockedError, UnreadableError, writing
 from offload.format._manifest_fields import ScalarValue
 from offload.format.boxes import Box
 from offload.format.digests import DigestContext, KnownLeaves
 from offload.format.layout import Layout, array_file_name
 from offload.format.manifest import Manifest
-from offload.format.names import TABLE_NAME, owner_name
+from offload.format.names import TABLE_NAME, owner_name, part_name
 from offload.format.shares.owners import MAX_OWNERS, ModelBox, OwnerReference
 from offload.format.shares.part_table import OwnerTable, owner_sizes
 from offload.format.unreadable import as_unreadable
+from offload.store.claims import NamedParts, unnamed_parts
 from offload.store.directories import make_directories
-from offload.store.owners.claims import NamedParts
-from offload.store.owners.free_parts import NOT_READY, FreeParts
 from offload.store.quarantine import try_to_mark
-from offload.store.slots.folder import open_folder
+from offload.store.slots.folder import (
+    Folder,
+    adopt_folder,
+    create_folder,
+    locked,
+    open_folder,
+    remove_folder,
+)
 from offload.store.slots.slot import OwnerSlot, SlotState
-from offload.store.store_errors import NOTHING_CHANGED, Poison, as_store_errors
+from offload.store.store_errors import NOTHING_CHANGED, Poison, as_store_errors, naming_free_space
 from offload.store.writer_lock import WriterLock
 
 _NOT_DURABLE = "a part could not be made durable"
+
+_NOT_READY = "a free part could not be made ready"
 
 
 class OwnerStore:
@@ -68,12 +77,7 @@ class OwnerStore:
         allow_volatile: Accept a file system that loses its content at power-off.
         allow_remote: Accept a file system that another machine or a program serves.
 
-    Raises:
-        StoreLockedError: Another process serves the owner.
-        VolatileStoreError: The file system loses its content at power-off.
-        RemoteStoreError: Another machine or a program serves the file system.
-        UnreadableError: The directory could not be read. Nothing has been changed.
-        StoreError: The directory cannot be created or written.
+    The errors are those of `offload.store.store.Store`.
     """
 
     def __init__(
@@ -95,9 +99,10 @@ class OwnerStore:
         self.store_id = store_id
         self._poison = Poison(self.path)
         self._lock = WriterLock()
-        self._free = FreeParts(backend, self.path, owner, store_id, self._poison)
         self._slots: list[OwnerSlot] = []
         """Slots that the caller has; also those that were abandoned."""
+        self._leaves: dict[str, KnownLeaves] = {}
+        """Known content of the shard file of each part that this process has written, by name."""
         make_directories(
             [(backend, self.path)], allow_volatile=allow_volatile, allow_remote=allow_remote
         )
@@ -117,39 +122,15 @@ class OwnerStore:
         """Whether a sync has failed, so that this process reuses and removes no part."""
         return bool(self._poison)
 
-    def seen(self) -> list[PartFound]:
-        """Describe the sealed parts of the store that this owner has, by rising number.
-
-        `PartFound.reason` says why a part is not usable: it is marked as damaged, or belongs to
-        another owner.
-
-        Raises:
-            UnreadableError: A part could not be read, so it is not known what it is.
-        """
-        found = [look_at_part(self.backend, path, self.owner) for path in self._paths()]
-        return [
-            part
-            for part in found
-            if part.header is not None and part.header.store_id == self.store_id
-        ]
-
     def take_over(self, store_id: str) -> None:
         """Go on with the identity of a store whose checkpoint is about to arrive from elsewhere.
 
-        The store has no checkpoint of its own. What its ranks have written under another identity
-        is removed, so that nobody takes it for a second store later.
-
-        Args:
-            store_id: Identity of that store.
-
-        Raises:
-            StoreError: This process may not write to the directory any more.
-            gds.StorageError: A part could not be removed.
+        What the ranks have written under another identity is removed, so that nobody takes it for a
+        second store later.
         """
         if store_id != self.store_id:
             self.remove_unnamed(NamedParts({}))
             self.store_id = store_id
-            self._free.take_over(store_id)
 
     def ready(
         self,
@@ -183,7 +164,7 @@ class OwnerStore:
         sizes = owner_sizes(layout, boxes)
         with writing(self.path):
             self._lock.require()
-            slot = self._free.acquire(layout, sizes, named, self._own_names())
+            slot = self._free_part(layout, sizes, named) or self._new_part(layout, sizes, named)
         try:
             self._lock.require()  # the part was opened by its path
         except BaseException:
@@ -201,8 +182,7 @@ class OwnerStore:
     ) -> OwnerReference:
         """Make a written part durable: its data, then its table, then its names.
 
-        The boxes of the model are not in the part. Whoever has written them makes them durable
-        before this call.
+        Whoever has written the boxes of the model has made them durable before.
 
         Args:
             slot: Result of `ready`, to which all chunks have been written.
@@ -210,8 +190,7 @@ class OwnerStore:
             model_boxes: Boxes of the model that the owner has written, with their digests.
 
         Returns:
-            Reference to the part, for the manifest. From now on the part must not be written before
-            the decision is known.
+            Reference to the part, which must not be written before the decision is known.
 
         Raises:
             OffloadError: The scalar state does not fit into the table.
@@ -254,14 +233,11 @@ class OwnerStore:
     def aborted(self, slot: OwnerSlot) -> None:
         """Record that the checkpoint was aborted before its rename: the part may be written again.
 
-        The part is durably invalid on return.
-
-        Raises:
-            gds.StorageError: The part could not be made invalid durably. It is given up.
+        The part is durably invalid on return; if that fails, it is given up.
         """
         self._require(slot, SlotState.IN_DOUBT)
         try:
-            with self._poison.fatal(NOT_READY):
+            with self._poison.fatal(_NOT_READY):
                 slot.folder.invalidate()
         except BaseException:
             self.abandon(slot)
@@ -280,8 +256,7 @@ class OwnerStore:
     def release(self, slot: OwnerSlot) -> None:
         """Close a part that the caller no longer needs.
 
-        A later `ready` may rewrite the part if no checkpoint names it then. A part that was
-        reported and not decided is given up instead; see `abandon`. Idempotent.
+        A part that was reported and not decided is given up instead; see `abandon`. Idempotent.
         """
         if slot.state is SlotState.IN_DOUBT:
             self.abandon(slot)
@@ -318,25 +293,91 @@ class OwnerStore:
     def quarantine(self, slot: OwnerSlot, reason: str) -> None:
         """Mark a part whose data was found damaged by two reads; durable on return.
 
-        No later process uses a checkpoint that names the part. If the part cannot be marked, there
-        is a warning: a later process may then have to find the damage again.
-
-        Raises:
-            StoreError: This process may not write to the directory any more.
+        No later process uses a checkpoint that names the part. If it cannot be marked, there is a
+        warning.
         """
         self._lock.require()
         try_to_mark(self.backend, slot.path, reason, self._poison)
 
-    def remove_unnamed(self, named: NamedParts) -> list[str]:
-        """Remove the parts that no checkpoint names and nobody holds; return their paths."""
+    def remove_unnamed(self, named: NamedParts) -> None:
+        """Remove the parts that no checkpoint names and nobody holds."""
         self._lock.require()
-        return self._free.remove(named, self._own_names())
+        for path in self._unnamed(named):
+            with locked(self.backend, path) as is_locked:
+                if is_locked:
+                    with self._poison.fatal("a part could not be removed"):
+                        remove_folder(self.backend, path)
 
     def close(self) -> None:
         """Close all files and release the locks. Idempotent."""
         for slot in self._slots:
             slot.close()
         self._lock.release()
+
+    def _free_part(
+        self, layout: Layout, sizes: Mapping[str, int], named: NamedParts
+    ) -> OwnerSlot | None:
+        """Return a free part, durably invalid and held, or None; other free parts are removed."""
+        reused = None
+        for path in self._unnamed(named):
+            with locked(self.backend, path) as is_locked:
+                if not is_locked:
+                    continue  # a reader, or a rank of an earlier job
+                with self._poison.fatal(_NOT_READY):
+                    folder = None
+                    if reused is None:
+                        folder = adopt_folder(self.backend, path, TABLE_NAME, sizes, layout)
+                    if folder is None:
+                        remove_folder(self.backend, path)
+                        continue
+            reused = self._held(folder, layout, is_new=False)
+        return reused
+
+    def _new_part(self, layout: Layout, sizes: Mapping[str, int], named: NamedParts) -> OwnerSlot:
+        taken = {*self.backend.list_dir(self.path), *named.of(self.owner), *self._own_names()}
+        name = next(part_name(k) for k in count(1) if part_name(k) not in taken)
+        path = f"{self.path}/{name}"
+        with naming_free_space(self.backend, path, sum(sizes.values()), "part of an owner"):
+            folder = create_folder(self.backend, path, TABLE_NAME, sizes, layout)
+        slot = self._held(folder, layout, is_new=True)
+        if slot is None:
+            raise StoreError(
+                errno.EBUSY, "another process has locked this new part: start again", path
+            )
+        return slot
+
+    def _held(self, folder: Folder, layout: Layout, *, is_new: bool) -> OwnerSlot | None:
+        """Return a part that is ready, locked as its writer; None if another process locked it."""
+        slot = OwnerSlot(layout, folder, self._leaves_of(folder, layout, is_new=is_new))
+        try:
+            folder.hold()
+            slot.require_in_place()
+        except LockHeldError:
+            slot.close()
+            return None
+        except BaseException:
+            slot.close()
+            raise
+        return slot
+
+    def _leaves_of(self, folder: Folder, layout: Layout, *, is_new: bool) -> KnownLeaves:
+        """Return what is known of the shard file of a part that was made or adopted."""
+        if layout.shard is None:
+            return KnownLeaves(readable=False)
+        inode = folder.files[layout.model_name].inode
+        known = None if is_new else self._leaves.get(folder.name)
+        if known is None or known.inode != inode or not inode:  # another file is in its place
+            known = KnownLeaves(inode, readable=not is_new)
+        self._leaves[folder.name] = known
+        return known
+
+    def _unnamed(self, named: NamedParts) -> list[str]:
+        """Return the paths of the parts that may be rewritten if nobody holds a lock on them."""
+        if self._poison:
+            return []
+        own = self._own_names()
+        found = unnamed_parts(self.backend, self.path, self.store_id, named)
+        return [path for path in found if os.path.basename(path) not in own]
 
     def _require(self, slot: OwnerSlot, state: SlotState) -> None:
         if slot.state is not state:
@@ -346,16 +387,13 @@ class OwnerStore:
         """Return the names of the parts that the caller has, or that were abandoned."""
         return {slot.name for slot in [*self._slots]}  # another thread may release one meanwhile
 
-    def _paths(self) -> list[str]:
-        return [f"{self.path}/{name}" for name in part_names(self.backend, self.path)]
-
     def _warn_of_foreign(self) -> None:
         foreign = []
-        for path in self._paths():
+        for path in (f"{self.path}/{name}" for name in part_names(self.backend, self.path)):
             try:
                 part = look_at_part(self.backend, path, self.owner)
             except UnreadableError:
-                continue  # `seen` reports it
+                continue  # it is not known what it is
             if part.header is not None and part.header.store_id != self.store_id:
                 foreign.append(path)
         if foreign:
@@ -374,12 +412,11 @@ def remove_unnamed_parts(
     store_id: str,
     named: NamedParts,
     served: Collection[int],
-) -> list[str]:
-    """Remove the parts of owners that no rank serves and no checkpoint names; return their paths.
+) -> None:
+    """Remove the parts of owners that no rank serves and no checkpoint names.
 
     Owners whose directory another process has locked are passed over.
     """
-    removed: list[str] = []
     for owner in owner_directories(backend, directory):
         if owner in served or owner >= MAX_OWNERS:
             continue
@@ -391,5 +428,19 @@ def remove_unnamed_parts(
         except StoreLockedError:
             continue
         with closing(opened):
-            removed += opened.remove_unnamed(named)
-    return removed
+            opened.remove_unnamed(named)
+
+
+def remove_parts_of_former_owners(
+    backend: Backend,
+    directory: str,
+    store_id: str,
+    named: NamedParts,
+    served: Collection[int] = (),
+) -> None:
+    """Remove the parts of owners that no rank serves any more, and that no checkpoint names.
+
+    Parts that cannot be removed now stay; the next call tries it again.
+    """
+    with suppress(StorageError, OffloadError):
+        remove_unnamed_parts(backend, directory, store_id=store_id, named=named, served=served)

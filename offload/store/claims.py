@@ -1,16 +1,19 @@
-"""Parts that must not be rewritten because something else than a usable checkpoint names them."""
+"""Parts that checkpoints name, usable or not, so that they must not be rewritten."""
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from offload.errors import StoreError
+from gds import Backend
+from offload.checkpoint.owner_parts import look_at_part, part_names
+from offload.errors import UnreadableError
 from offload.format.manifest import Manifest
-from offload.format.shares.owners import OwnerReference
+from offload.format.names import owner_number
+from offload.store.slots.folder import directories_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,15 +101,24 @@ class Claims:
         yield from self._leaving
 
 
-def require_agreement(
-    references: Sequence[OwnerReference], expected: Collection[int], generation: int
-) -> None:
-    """Check that each owner has reported exactly one part, of the right generation."""
-    numbers = [reference.owner for reference in references]
-    if numbers != sorted(expected) or any(r.generation != generation for r in references):
-        found = [(r.owner, r.generation) for r in references]
-        raise StoreError(
-            errno.EINVAL,
-            f"owners and generations reported are {found}, expected owners {sorted(expected)} of "
-            f"generation {generation}: every rank must seal the same step",
-        )
+def unnamed_parts(backend: Backend, directory: str, store_id: str, named: NamedParts) -> list[str]:
+    """Return the paths of an owner's parts that no checkpoint names, by rising number.
+
+    Sealed parts of other stores and of other owners are left out, and all sealed parts if some
+    checkpoint's manifest cannot be read.
+    """
+    owner = owner_number(os.path.basename(directory)) or 0
+    found = []
+    for name in part_names(backend, directory):
+        path = f"{directory}/{name}"
+        if name in named.of(owner) or directories_in(backend, path):
+            continue
+        try:
+            header = look_at_part(backend, path, owner).header
+        except UnreadableError:
+            continue  # it is not known what it is, so it is left alone
+        if header is None or (
+            (header.store_id, header.owner) == (store_id, owner) and not named.unknown
+        ):
+            found.append(path)
+    return found
