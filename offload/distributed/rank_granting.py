@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
 from gds import StorageError
-from offload.distributed.agreement.grant import NO_SEAL, Offer
-from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.peers import Json
+from offload.distributed.agreement.seal import NO_SEAL, Offer
+from offload.distributed.node import drive_of
 from offload.distributed.rank_checkpoints import RankCheckpoints
 from offload.distributed.rank_opening import Opened
 from offload.distributed.rank_sealing import RankSealing
@@ -22,7 +24,7 @@ from offload.model.buffer_watch import BufferWatch, differ, in_words, say
 from offload.store.owners.claims import NamedParts
 from offload.store.owners.store import OwnerStore
 from offload.store.slots.slot import SlotState
-from offload.store.space import remove_parts_of_former_owners
+from offload.store.space import available_bytes, remove_parts_of_former_owners, require_available
 from offload.store.state_store import StateSlot
 
 _UNKNOWN: Final = -1
@@ -37,16 +39,7 @@ _LOST: Final = (
 
 
 class RankGranting:
-    """The grants of slots, on one rank. After an aborted seal all ranks go on in its slots.
-
-    Args:
-        opened: What this rank has opened.
-        checkpoints: The checkpoints that this rank knows.
-        sealing: Seals of this rank, which know whether the last one was aborted.
-        share_of: Function that returns the boxes of the model that this rank writes, given a
-            layout.
-        watch: Watch over the model's buffers, which are compared whenever a slot is granted.
-    """
+    """The grants of slots, on one rank. After an aborted seal all ranks go on in its slots."""
 
     def __init__(
         self,
@@ -67,20 +60,7 @@ class RankGranting:
     def acquire(
         self, layout: Layout, num_groups: int, call: str, *, is_new: bool = False
     ) -> StateSlot:
-        """Return a slot to write the next generation into, when all ranks have one. Collective.
-
-        Args:
-            layout: Layout of this rank's state.
-            num_groups: Number of parameter groups.
-            call: Call of the user that the ranks make, for messages.
-            is_new: Whether ranks must not go on in the slots of an aborted seal, because the state
-                moves to another layout; the same on all ranks.
-
-        Raises:
-            RanksError: A rank has no slot. Nothing has changed.
-            RuntimeWarning: Buffers differ between ranks, and warnings are errors to the user.
-            InDoubtError: It is not known what became of the last seal.
-        """
+        """Return a slot to write the next generation into, when all ranks have one. Collective."""
         if is_new:
             self._sealing.last_aborted = None
         aborted = self._sealing.last_aborted
@@ -122,17 +102,13 @@ class RankGranting:
         agreement = self._opened.agreement
         words = in_words(dict(enumerate(agreement.everywhere(call, self._watch.digests))))
         self._watch.stop()
-        agreement.together(call, say(words) if words and agreement.peers.is_leader else _nothing)
+        is_said = words and agreement.peers.is_leader
+        agreement.together(call, say(words) if is_said else lambda: None)
 
     def refuse(self, error: Exception, call: str) -> None:
-        """Take part in `acquire` of all ranks with an error of this one. Collective.
-
-        Raises:
-            RanksError: Always, on every rank.
-        """
+        """Take part in `acquire` of all ranks with an error of this one. Collective."""
 
         def fail(*_: object) -> NoReturn:
-            """Raise the error of this rank."""
             raise error
 
         self._opened.agreement.grant(fail, fail, call)
@@ -235,5 +211,65 @@ def is_in_place(slot: Any) -> bool:
         return False
 
 
-def _nothing() -> None:
-    """Do nothing: the writer warns."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one rank needs of a drive, and what it finds there."""
+
+    drive: str
+    """Text that is the same for two ranks that write to one drive."""
+
+    place: str
+    """Text that is the same for two ranks that write into one directory."""
+
+    directory: str
+    needed_bytes: int
+    free_bytes: int
+    spare_bytes: int
+    """Bytes in the directory that nobody needs any more."""
+
+
+def require_rooms(opened: Opened, needed_bytes: int) -> None:
+    """Check that all ranks' drives have room for the first slot of another cut. Collective."""
+
+    def make(_: object) -> Json:
+        """Tell all ranks, on the writer, which parts have to stay."""
+        return opened.writer.lasting_parts().to_json()
+
+    def ready(lasting: Json) -> Json:
+        return asdict(_room(opened, needed_bytes, NamedParts.from_json(lasting)))
+
+    notes = opened.agreement.agree("restore()", make, ready).notes
+    lacking = first_lacking([Room(**notes[rank]) for rank in sorted(notes)])
+    if lacking is not None:
+        require_available(*lacking)
+
+
+def first_lacking(rooms: Sequence[Room]) -> tuple[str, int, int] | None:
+    """Return the first drive without room; None if all have room. Pure."""
+    on_drive: dict[str, list[Room]] = {}
+    for room in rooms:
+        on_drive.setdefault(room.drive, []).append(room)
+    for ranks in on_drive.values():
+        spare: dict[str, int] = {}  # ranks that share a directory find the same there
+        for room in ranks:
+            spare[room.place] = max(spare.get(room.place, 0), room.spare_bytes)
+        needed = sum(room.needed_bytes for room in ranks)
+        available = min(room.free_bytes for room in ranks) + sum(spare.values())
+        if needed > available:
+            return ranks[0].directory, needed, available
+    return None
+
+
+def _room(opened: Opened, needed_bytes: int, lasting: NamedParts) -> Room:
+    backend, home = opened.backend, opened.home
+    drive, place = drive_of(backend, home)
+    free = backend.free_bytes(home)
+    if opened.store is not None:
+        available = opened.store.available_bytes()
+    elif opened.is_near and place == opened.place:
+        available = free  # what nobody needs there is counted by the writer
+    else:
+        # After a download from a tier, the store has another identity than when it was opened.
+        store_id = opened.plan.store_id if opened.part is None else opened.part.store_id
+        available = available_bytes(backend, home, store_id, lasting, ())
+    return Room(drive, place, home, needed_bytes, free, max(available - free, 0))

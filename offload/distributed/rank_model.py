@@ -8,6 +8,7 @@ file in its own part of the checkpoint, and reads them from there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from offload.distributed.agreement.opening import Plan
 from offload.distributed.gathering.gather import BounceBuffer, Gathering, part_of
 from offload.distributed.gathering.gather_plan import BoxKey, BoxPiece, GatherPlan, RankChunk
 from offload.distributed.gathering.holder_groups import HolderGroups
-from offload.distributed.gathering.replicas import Replicas
+from offload.distributed.gathering.step_agreement import Replicas
 from offload.distributed.ownership import Ownership, needs_shards, writers
 from offload.distributed.rank_store import RankStore
 from offload.distributed.share_copy import (
@@ -47,19 +48,12 @@ from offload.format.shares.model_shares import (
 from offload.model.model_reading import LiveBox, read_model, require_seen_model
 from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
+from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSlot
 
 
 class RankModel:
-    """This rank's share of the model in checkpoints.
-
-    Args:
-        rank: This rank.
-        ownership: Boxes of all ranks.
-        traffic: Counter of the bytes that cross between host and devices.
-        progress: Function that tells the other ranks that this one makes progress.
-        replicas: Values on this rank that other ranks hold as well.
-    """
+    """This rank's share of the model in checkpoints."""
 
     def __init__(
         self,
@@ -105,14 +99,15 @@ class RankModel:
     ) -> ShareCopy:
         """Return the copy of this rank's share of the model into a slot."""
         file: File | None = None
-        close = _nothing
-        content = Content()
+        content, closing = Content(), ExitStack()
         if slot.layout.shard is not None:
-            file = slot.model  # closed with its slot
-            content = slot.model_leaves.content
+            file, content = slot.model, slot.model_leaves.content
         elif store.is_near:  # the ranks that see the file write all of it
-            file, close = store.working_model(slot)
             content = store.sealing.shared_of(slot).content
+            if isinstance(slot, Slot):
+                file = slot.model
+            else:
+                file = closing.enter_context(store.working_model(slot))
         live = {
             item.spec.name: item.parameter if item.memory is None else item.memory
             for item in stored
@@ -137,7 +132,7 @@ class RankModel:
             known=known.of(content, share),
             changing={s.spec.name for s in stored if s.parameter.requires_grad},
             forget=forget,
-            close=close,
+            close=closing.close,
         )
         return copy
 
@@ -160,11 +155,7 @@ class RankModel:
             return is_same_share(share, *args, file, store.backend, context, self._traffic)
 
     def check(self, store: RankStore, checkpoint: StoredCheckpoint) -> None:
-        """Check that this rank sees its share of a checkpoint's model. No collective.
-
-        Raises:
-            RanksError: It does not, and no other rank sends it.
-        """
+        """Check that this rank sees its share of a checkpoint's model. No collective."""
         layout = checkpoint.manifest.layout
         is_sharded = layout.shard is not None
         if self._is_sharded and not is_sharded:
@@ -189,11 +180,6 @@ class RankModel:
         """Load this rank's share of a checkpoint's model; return the number of bytes read.
 
         `share` must follow, on all ranks, if all have loaded their share.
-
-        Raises:
-            RanksError: This rank does not see its share; see `check`.
-            DamagedError: A file is damaged.
-            gds.StorageError: A file cannot be read.
         """
         manifest = checkpoint.manifest
         layout, memory = manifest.layout, self._memory_of(stored)
@@ -229,16 +215,7 @@ class RankModel:
         )
 
     def share(self, stored: Sequence[Stored], groups: HolderGroups, buffer: BounceBuffer) -> None:
-        """Bring what each rank has loaded to all ranks that hold it. Collective.
-
-        Args:
-            stored: Tensors of the model.
-            groups: Process groups of the ranks that hold boxes together.
-            buffer: Memory for what is sent.
-
-        Raises:
-            RanksError: A rank was lost.
-        """
+        """Bring what each rank has loaded to all ranks that hold it. Collective."""
         everyone = tuple(range(groups.num_ranks))
         live = {item.spec.name: item for item in stored}
         shares = self._loaded
@@ -257,7 +234,6 @@ class RankModel:
         plan = GatherPlan(chunks, holders)
 
         def memory(name: str, box: Box) -> torch.Tensor:
-            """Return live memory of a box."""
             return part_of(live[name].parameter, box)
 
         gathering = Gathering(plan, groups, memory, buffer)
@@ -318,14 +294,9 @@ class RankModel:
         cuts = self._ownership.cuts
 
         def memory(name: str, box: Box) -> torch.Tensor:
-            """Return live memory of a box."""
             item, cut = live[name], cuts.get(name)
             is_own = item.is_here if cut is None else cut.box == box
             whole = item.parameter if item.memory is None else item.memory
             return item.tensor if is_own else part_of(whole, box)
 
         return memory
-
-
-def _nothing() -> None:
-    """Do nothing: the file is closed with its slot."""

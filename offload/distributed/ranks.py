@@ -323,7 +323,6 @@ class Ranks:
                 errors.append(error)
 
         def settle() -> None:
-            """Raise the warning if it is an error to the user."""
             for error in errors:
                 raise error
 

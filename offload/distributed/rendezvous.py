@@ -24,8 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.effects import Channel, ChannelLostError
-from offload.distributed.agreement.messages import decode, encode
-from offload.distributed.agreement.peers import key, names
+from offload.distributed.agreement.peers import decode, encode, key, names
 from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.errors import RanksError
 
@@ -42,7 +41,6 @@ _LONGEST_POLL_S = 0.05
 """Most seconds until a rank notices that it has answered the announcement of an earlier start."""
 
 _ANNOUNCED = "name"
-_ANNOUNCEMENT = {"name": str, "signs": int}
 
 _numbers = Counter[str]()
 """Number of optimizers that this process has made, by group of ranks. The n-th optimizer of a group
@@ -157,7 +155,7 @@ def _follow(channel: Channel, process: str, rank: int, timeout_s: float) -> str:
         else:
             if text != before:
                 before, quiet_s = text, 0.0
-            name = str(decode(text, "name", _ANNOUNCEMENT, "rank 0")["name"])
+            name = str(decode(text, "name", "rank 0")["name"])
             if name != answered:
                 channel.put(key(name, "answer", rank), process)
                 if answered:

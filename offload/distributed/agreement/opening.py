@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from offload.distributed.agreement.messages import Json, tuples_of
-from offload.distributed.agreement.peers import listed
+from offload.distributed.agreement.peers import Json, listed, tuples_of
 from offload.distributed.agreement.sights import CheckpointSight, OwnerSight, Sight, StoreSight
 from offload.errors import RanksError
 from offload.units import many
@@ -25,14 +24,8 @@ class Plan:
     """How all ranks open a store."""
 
     writer: int
-    """Rank that writes manifests, and renames checkpoints into place."""
-
     store_id: str
-    """Identity of the store."""
-
     is_new: bool
-    """Whether the store does not exist yet."""
-
     checkpoint: tuple[int, int] | None
     """Step and generation of the newest checkpoint that is whole; None if there is none."""
 
@@ -57,7 +50,6 @@ class Plan:
     """Checkpoints that cannot be used, newest first: step, and why."""
 
     hosts: tuple[str, ...]
-    """Name of each rank's host."""
 
     def as_json(self) -> Json:
         """Return the plan as JSON."""

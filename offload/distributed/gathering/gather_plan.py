@@ -30,28 +30,18 @@ PACK_BYTES = 512 << 10
 """Pieces of fewer bytes share broadcasts. A broadcast on one host takes as long as copying about
 1 MiB into a buffer and out of it again."""
 
-_ALIGNMENT = 8
-"""Slices are a multiple of this number of bytes, the size of the largest values."""
-
 
 @dataclass(frozen=True, slots=True)
 class BoxPiece:
     """A range of elements of a box, counted in row-major order from the box's first element."""
 
     name: str
-    """Name of the tensor."""
-
     box: Box
-    """Box of the tensor."""
-
     dtype: str
     """safetensors code of the values: ``BF16``, ``F16``, ``F32``, ..."""
 
     start: int
-    """First element."""
-
     stop: int
-    """One past the last element."""
 
     @property
     def key(self) -> BoxKey:
@@ -83,36 +73,20 @@ class Transfer:
     """Position of the chunk among the owner's chunks."""
 
     owner: int
-    """Rank that sends the values."""
-
     holders: tuple[int, ...]
     """Ranks that take part, in ascending order; the owner is one of them."""
 
     pieces: tuple[BoxPiece, ...]
     """Values of one dtype, end to end; at least one piece, none of them empty."""
 
-    sizes: tuple[int, ...]
-    """Number of elements of each piece."""
-
     nbytes: int
-    """Number of bytes that are sent."""
 
 
 class GatherPlan:
     """The broadcasts of one step, in the order in which all ranks issue them.
 
-    Args:
-        chunks: For each rank, its chunks in the order in which it updates them. Pieces without
-            elements are ignored.
-        holders: Ranks that hold each box, in ascending order. All boxes of `chunks` must be in it.
-        late: Boxes whose new values are in live memory only when the last of their chunks has been
-            updated. This is so for parameters that are not contiguous. All values of such a box
-            are sent in that chunk's round.
-        slice_bytes: Most bytes in one broadcast; a multiple of 8.
-
-    Raises:
-        ValueError: A rank updates a box that it does not hold; a piece is outside of its box; or
-            two ranks, or one rank twice, update the same elements.
+    Each rank's ``chunks`` are in the order in which it updates them. Values of *late* boxes, which
+    are not contiguous, are in live memory, and sent, after the last of their chunks only.
     """
 
     def __init__(
@@ -123,8 +97,6 @@ class GatherPlan:
         late: Collection[BoxKey] = (),
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
-        if slice_bytes < _ALIGNMENT or slice_bytes % _ALIGNMENT:
-            raise ValueError(f"slice_bytes is {slice_bytes}: expected a multiple of {_ALIGNMENT}")
         _check(chunks, holders)
         self.num_ranks = len(chunks)
         self.slice_bytes = slice_bytes
@@ -246,9 +218,7 @@ def _by_holders(
 def _transfer(
     number: int, owner: int, holders: tuple[int, ...], pieces: tuple[BoxPiece, ...]
 ) -> Transfer:
-    sizes = tuple(piece.stop - piece.start for piece in pieces)
-    nbytes = sum(sizes) * DTYPE_BYTES[pieces[0].dtype]
-    return Transfer(number, owner, holders, pieces, sizes, nbytes)
+    return Transfer(number, owner, holders, pieces, sum(piece.nbytes for piece in pieces))
 
 
 def _sliced(pieces: Iterable[BoxPiece], most: int) -> Iterator[tuple[BoxPiece, ...]]:
