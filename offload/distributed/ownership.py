@@ -1,9 +1,7 @@
 """Ownership: which rank steps and stores which box of which parameter. All ranks know the same.
 
-Torch cuts a dimension as `torch.chunk` does, mesh dimension by mesh dimension, if the placement is
-Shard. Every rank knows the mesh and the placements of a DTensor, and so the boxes of all ranks.
-Whether they are the true ones is seen by each rank for its own box only. So the ranks must compare
-what they have computed.
+Every rank knows the mesh and the placements of a DTensor, and so computes the boxes of all ranks.
+Whether they are the true ones is seen by each rank for its own box only, so the ranks compare.
 """
 
 from __future__ import annotations
@@ -225,7 +223,10 @@ def _cuts(
     placements: Sequence[object],
     ranks: Sequence[int],
 ) -> list[Cut | None] | None:
-    """Return the box of each rank, None for one that is not in the mesh; None without a rule."""
+    """Return the box of each rank, None for one that is not in the mesh; None without a rule.
+
+    Torch cuts a dimension as `torch.chunk` does, mesh dimension by mesh dimension.
+    """
     from torch.distributed.tensor import Replicate, Shard
 
     if any(type(placement) not in (Replicate, Shard) for placement in placements):

@@ -133,15 +133,7 @@ class RankGranting:
         if last.slot.state is not SlotState.WORKING or not is_in_place(last.slot):
             return None
         self._granted = last.slot
-        content = last.slot.model_leaves.content
-        return Offer(
-            slot=os.path.basename(last.slot.path),
-            generation=last.slot.context.generation,
-            in_place_of=last.number,
-            reason=last.reason,
-            content=content.name,
-            readable=content.readable,
-        )
+        return _offer(last.slot, in_place_of=last.number, reason=last.reason)
 
     def _new_slot(self, layout: Layout, num_groups: int) -> Offer:
         """Return the writer's offer of new slots, with all parts that checkpoints name."""
@@ -159,14 +151,7 @@ class RankGranting:
         named = store.named_parts()
         pairs = [(owner, name) for owner, names in named.names.items() for name in names]
         pairs += [(_UNKNOWN, path) for path in named.unknown]
-        content = own.model_leaves.content
-        return Offer(
-            slot=os.path.basename(own.path),
-            generation=own.context.generation,
-            named=tuple(pairs),
-            content=content.name,
-            readable=content.readable,
-        )
+        return _offer(own, named=tuple(pairs))
 
     def _ready(
         self, part: OwnerStore, found: Offer, held: frozenset[str], layout: Layout
@@ -179,28 +164,41 @@ class RankGranting:
                 raise RanksError(_LOST)
             return last.slot
         self._checkpoints.release_older(part)
-        names = {name for owner, name in found.named if owner == part.owner} | held
-        unknown = tuple(path for owner, path in found.named if owner == _UNKNOWN)
-        if not self._opened.is_near:
-            self._remove_former(part, found, unknown)
+        named = _named_in(found)
+        if not self._opened.is_near:  # what former owners have left here, the writer does not see
+            for directory in self._opened.further:
+                remove_parts_of_former_owners(
+                    part.backend, directory, part.store_id, named, {*self._opened.plan.homes}
+                )
+        names = named.of(part.owner) | held
         self._checkpoints.forget_recycled(names)
         return part.ready(
             layout,
             found.generation,
-            NamedParts({part.owner: frozenset(names)}, unknown),
+            NamedParts({part.owner: names}, named.unknown),
             written=[(entry.name, entry.box) for entry in self._share_of(layout).entries],
         )
 
-    def _remove_former(self, part: OwnerStore, found: Offer, unknown: tuple[str, ...]) -> None:
-        """Remove what former owners have left on this host, which the writer does not see."""
-        names: dict[int, set[str]] = defaultdict(set)
-        for owner, name in found.named:
-            names[owner].add(name)
-        named = NamedParts({owner: frozenset(each) for owner, each in names.items()}, unknown)
-        for directory in self._opened.further:
-            remove_parts_of_former_owners(
-                part.backend, directory, part.store_id, named, {*self._opened.plan.homes}
-            )
+
+def _named_in(offer: Offer) -> NamedParts:
+    """Return the parts that an offer names, by owner."""
+    names: dict[int, frozenset[str]] = defaultdict(frozenset)
+    for owner, name in offer.named:
+        names[owner] |= {name}
+    unknown = sorted(names.pop(_UNKNOWN, ()))
+    return NamedParts(names, tuple(unknown))
+
+
+def _offer(slot: StateSlot, **fields: Any) -> Offer:
+    """Return the offer of a slot of the writer."""
+    content = slot.model_leaves.content
+    return Offer(
+        slot=os.path.basename(slot.path),
+        generation=slot.context.generation,
+        content=content.name,
+        readable=content.readable,
+        **fields,
+    )
 
 
 def is_in_place(slot: Any) -> bool:

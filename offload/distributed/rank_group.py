@@ -17,11 +17,10 @@ from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.peers import Json
 from offload.distributed.agreement.torch_channel import TorchChannel
-from offload.distributed.gathering.gather import BounceBuffer, Gathering, part_of
+from offload.distributed.gathering.gather import BounceBuffer, Gathering, part_of, share_boxes
 from offload.distributed.gathering.gather_plan import (
     SLICE_BYTES,
     GatherPlan,
-    box_plan,
     layout_chunks,
 )
 from offload.distributed.gathering.holder_groups import HolderGroups, share_bytes
@@ -253,17 +252,8 @@ class RankGroup(Ranks):
 
     def share_state(self, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
         """Bring the boxes of tensors from the rank that steps each box to all that hold it."""
-        if not self.gathers:
-            return
-        kinds = [(name, dtype) for name, dtype, _ in tensors]
-        plan = box_plan(self.size, self._ownership.boxes, kinds)
-
-        def memory(number: str, box: Box) -> torch.Tensor:
-            return part_of(tensors[int(number)][2], box)
-
-        gathering = Gathering(plan, self._groups, memory, self._buffer)
-        gathering.updated(0)
-        gathering.finish()
+        if self.gathers:
+            share_boxes(self._ownership.boxes, tensors, self._groups, self._buffer)
 
     def require_same_calls(self) -> None:
         """Check that no rank is in a call that this one, which is about to step, has not made."""

@@ -18,8 +18,7 @@ from gds import File
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.opening import Plan
-from offload.distributed.gathering.gather import BounceBuffer, Gathering, part_of
-from offload.distributed.gathering.gather_plan import BoxKey, BoxPiece, GatherPlan, RankChunk
+from offload.distributed.gathering.gather import BounceBuffer, part_of, share_boxes
 from offload.distributed.gathering.holder_groups import HolderGroups
 from offload.distributed.gathering.step_agreement import Replicas
 from offload.distributed.ownership import Ownership, needs_shards, writers
@@ -32,11 +31,12 @@ from offload.distributed.share_copy import (
     load_share,
 )
 from offload.errors import RanksError
-from offload.format.boxes import Box
+from offload.format.boxes import Box, Cut
 from offload.format.digests import Content, DigestContext
 from offload.format.header import Header
 from offload.format.layout import Layout
 from offload.format.model_shard import ModelShard
+from offload.format.shares.dealing import OwnedBox
 from offload.format.shares.file_shares import FileShare, file_share
 from offload.format.shares.model_shares import (
     ModelShare,
@@ -216,29 +216,24 @@ class RankModel:
 
     def share(self, stored: Sequence[Stored], groups: HolderGroups, buffer: BounceBuffer) -> None:
         """Bring what each rank has loaded to all ranks that hold it. Collective."""
-        everyone = tuple(range(groups.num_ranks))
-        live = {item.spec.name: item for item in stored}
         shares = self._loaded
         if shares is None:
             raise RuntimeError("no model has been loaded")
-        holders: dict[BoxKey, tuple[int, ...]] = {}
-        chunks: list[list[RankChunk]] = []
-        for boxes in shares.boxes:
-            pieces = []
-            for one in boxes:
-                key = (one.name, one.box)
-                holders[key] = self._ownership.holders.get(key, everyone)
-                dtype = shares.header.entries[one.name].dtype
-                pieces.append(BoxPiece(one.name, one.box, dtype, 0, one.box.num_elements))
-            chunks.append([RankChunk(0, tuple(pieces))] if pieces else [])
-        plan = GatherPlan(chunks, holders)
-
-        def memory(name: str, box: Box) -> torch.Tensor:
-            return part_of(live[name].parameter, box)
-
-        gathering = Gathering(plan, groups, memory, buffer)
-        gathering.updated(0)
-        gathering.finish()
+        entries, everyone = shares.header.entries, tuple(range(groups.num_ranks))
+        holders = self._ownership.holders
+        boxes = [
+            OwnedBox(
+                one.name,
+                Cut(entries[one.name].shape, one.box),
+                rank,
+                holders.get((one.name, one.box), everyone),
+            )
+            for rank, own in enumerate(shares.boxes)
+            for one in own
+        ]
+        live = {item.spec.name: item.parameter for item in stored}
+        tensors = [(name, entry.dtype, live[name]) for name, entry in entries.items()]
+        share_boxes(boxes, tensors, groups, buffer)
 
     @property
     def _is_sharded(self) -> bool:

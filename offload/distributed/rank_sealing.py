@@ -99,8 +99,6 @@ class RankSealing:
 
     def path_of(self, step: int) -> str:
         """Return the path that the checkpoint of a step has."""
-        if self._store is not None:
-            return self._store.sealing.path_of(step)
         return f"{self._directory}/{checkpoint_name(step)}"
 
     def begin(self, manifest: Manifest) -> None:

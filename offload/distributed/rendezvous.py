@@ -1,15 +1,10 @@
 """The rendezvous of the ranks of an optimizer: how they find each other in the key-value store.
 
-The store may outlive the ranks: torchrun keeps it when it restarts them, with all keys of the ranks
-that have ended. A rank that read such a key would take the message of a dead process for one of the
-present. So before anything else the ranks meet, and all further keys begin with a name that rank 0
-has made for this start:
-
-- Rank 0 announces the name, over that of an earlier start, and counts signs of progress beside it.
-- Each other rank answers under that name, with a name of its own process. If it has read the
-  announcement of an earlier start, it sees the present one soon, and answers again.
-- When all have answered, rank 0 welcomes each process by its name. No earlier rank 0 can have
-  welcomed it, so the process knows that the name is of the present start.
+torchrun keeps the store when it restarts the ranks, with all keys of those that have ended. So
+all further keys begin with a name that rank 0 has made for this start and announces. Each other
+rank answers under that name, with a name of its own process; if it has read the announcement of an
+earlier start, it sees the present one soon, and answers again. When all have answered, rank 0
+welcomes each process by its name. No earlier rank 0 can have done so: the name is of this start.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The decision on how a store is opened, out of what all ranks see. Pure.
 
-There is no stable mapping of ranks to hosts: after a restart, any rank may be on any of them. So
-the roles are decided anew at each opening. The lowest rank that sees the store's first directory is
-its writer, and each owner of parts is served by a rank that sees its directory. A store that any
-rank sees is opened or refused, never made anew.
+After a restart, any rank may be on any host. So the lowest rank that sees the store's first
+directory is its writer, and each owner of parts is served by a rank that sees its directory. A
+store that any rank sees is opened or refused, never made anew.
 """
 
 from __future__ import annotations

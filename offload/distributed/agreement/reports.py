@@ -25,17 +25,12 @@ class Report:
     """What one rank says when its part of a checkpoint is durable, or cannot be made durable."""
 
     step: int
-    """Number of optimizer steps taken; the same on all ranks."""
-
     generation: int
-    """Generation of the state; the same on all ranks."""
-
     hyper_digest: str = ""
-    """Digest of the hyper-parameters of all groups; the same on all ranks."""
+    """Digest of the hyper-parameters of all groups."""
 
     model_digest: str = ""
-    """Digest of the header of the whole model: its tensors with their names, dtypes and shapes; the
-    same on all ranks."""
+    """Digest of the header of the whole model: its tensors with their names, dtypes and shapes."""
 
     part: str = ""
     """Name of the part that the rank has written; empty if it has none."""
@@ -47,7 +42,7 @@ class Report:
     """Digests of the values that other ranks hold as well; see `differing`."""
 
     extra: Json = None
-    """Whatever else the writer needs for the manifest."""
+    """What else the writer needs of a part: its reference, the train state, the scalar state."""
 
     error: str = ""
     """Why the part is not durable, in words; empty if it is."""

@@ -9,17 +9,24 @@ into live memory directly. Small pieces are packed in a bounce buffer of constan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from offload.ambient import in_neutral
-from offload.distributed.gathering.gather_plan import BoxKey, BoxPiece, GatherPlan, Transfer
+from offload.distributed.gathering.gather_plan import (
+    BoxKey,
+    BoxPiece,
+    GatherPlan,
+    Transfer,
+    box_plan,
+)
 from offload.distributed.gathering.holder_groups import HolderGroups, ranks_in_words, share_bytes
 from offload.errors import RanksError, reason_of
 from offload.format.boxes import Box
+from offload.format.shares.dealing import OwnedBox
 from offload.model.shards import is_dtensor
 
 Live: TypeAlias = Callable[[str, Box], torch.Tensor]
@@ -400,3 +407,23 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         memory: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return memory.detach()
     return tensor.detach()[box.slices]
+
+
+def share_boxes(
+    boxes: Iterable[OwnedBox],
+    tensors: Sequence[tuple[str, str, torch.Tensor]],
+    groups: HolderGroups,
+    buffer: BounceBuffer,
+) -> None:
+    """Bring boxes of tensors from their owners to all ranks that hold them. Collective.
+
+    A tensor is given by the name in the boxes, which several may have, its dtype and its memory.
+    """
+    plan = box_plan(groups.num_ranks, boxes, ((name, dtype) for name, dtype, _ in tensors))
+
+    def memory(number: str, box: Box) -> torch.Tensor:
+        return part_of(tensors[int(number)][2], box)
+
+    gathering = Gathering(plan, groups, memory, buffer)
+    gathering.updated(0)
+    gathering.finish()

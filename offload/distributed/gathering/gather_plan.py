@@ -1,11 +1,8 @@
 """Plan of the broadcasts that carry new values to all holders of a box. Pure arithmetic.
 
-Each rank updates its own chunks, one after the other. A *round* is the n-th chunk of every rank. In
-each round, each rank sends the new values of its chunk to the other holders of the boxes in it. The
-values are sent by broadcasts with exact sizes, so no rank sends padding. All ranks make the same
-plan, and a rank issues those broadcasts of the plan in which it is a holder, in the plan's order.
-So any two ranks issue the broadcasts that they share in the same order. A rank with few chunks, or
-none, takes part in all rounds. A box with one holder causes no broadcast.
+A *round* is the n-th chunk of every rank: each sends its new values, without padding, to the other
+holders of their boxes. All ranks make the same plan and issue their broadcasts in its order, so any
+two ranks issue those that they share in the same order. A box with one holder causes none.
 """
 
 from __future__ import annotations
@@ -140,11 +137,6 @@ class GatherPlan:
         """Return the round of a rank's chunk; None if the chunk is not in the plan."""
         return self._rounds[rank].get(number)
 
-    @property
-    def holder_sets(self) -> list[tuple[int, ...]]:
-        """Every set of ranks that issues broadcasts together, sorted."""
-        return sorted({transfer.holders for transfer in self.transfers})
-
 
 def layout_chunks(
     layout: Layout, *, order: Iterable[int] | None = None, stepped: Collection[str] | None = None
@@ -164,11 +156,12 @@ def layout_chunks(
 
 
 def box_plan(
-    num_ranks: int, boxes: Iterable[OwnedBox], tensors: Sequence[tuple[str, str]]
+    num_ranks: int, boxes: Iterable[OwnedBox], tensors: Iterable[tuple[str, str]]
 ) -> GatherPlan:
     """Return the plan that brings boxes of tensors from their owners to all that hold them.
 
-    Each tensor is called by its number in decimal digits, and each owner has one chunk, number 0.
+    A tensor is given by the name in the boxes, which several may have, and its dtype. In the plan
+    it is called by its number in decimal digits, and each owner has one chunk, number 0.
     """
     by_name: dict[str, list[OwnedBox]] = {}
     for one in boxes:
