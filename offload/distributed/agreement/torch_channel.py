@@ -43,7 +43,7 @@ _CONNECT_S = 60.0
 
 
 class TorchChannel:
-    """A channel over a `torch.distributed.Store`; see `agreement.channel.Channel`."""
+    """A channel over a `torch.distributed.Store`; see `effects.Channel`."""
 
     def __init__(self, store: Store, prefix: str, *, timeout_s: float) -> None:
         self._origin = store
