@@ -151,7 +151,7 @@ def _serve(
     per_rank = num_tensors // num_ranks
     chunks = [_chunks(owner * per_rank, per_rank, box, chunk) for owner in everyone]
     plan = GatherPlan(chunks, {(str(n), box): everyone for n in range(num_tensors)})
-    groups = HolderGroups(plan.holder_sets, timeout_s=_TIMEOUT_S)
+    groups = HolderGroups({t.holders for t in plan.transfers}, timeout_s=_TIMEOUT_S)
     buffer = BounceBuffer(plan.slice_bytes)
     gathered = torch.empty(num_tensors * length, dtype=torch.bfloat16)
     # Newer versions of torch call it `all_gather_single`, and warn of the old name.

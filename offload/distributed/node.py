@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gds import Backend
 from offload.distributed.agreement.agreement import Agreement
-from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.peers import Json
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -21,8 +21,6 @@ class Node:
     """A running system."""
 
     host: str
-    """Name of the host, for messages."""
-
     token: str
     """Text that is the same for two processes if, and only if, one running system has both."""
 
@@ -49,17 +47,6 @@ def place_of(backend: Backend, directory: str) -> str:
     return f"{token}:{os.path.realpath(directory)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """When a rank measures its directory, or reads what another rank has measured."""
-
-    number: int
-    """Number of the turn, from 0."""
-
-    state_bytes: int
-    """Size of the largest state in the directory; 0 if the rank does not measure."""
-
-
 def measure_in_turns(
     agreement: Agreement,
     what: str,
@@ -76,14 +63,9 @@ def measure_in_turns(
 
     found = agreement.everywhere(what, look)
     turns, last = turns_of(found)
-    own = turns[agreement.peers.rank]
+    own, largest = turns[agreement.peers.rank]
     for number in range(last + 1):
-        taken = partial(action, own.state_bytes) if number == own.number else _nothing
-        agreement.together(what, taken)
-
-
-def _nothing() -> None:
-    """Do nothing: it is the turn of other ranks."""
+        agreement.together(what, partial(action, largest) if number == own else lambda: None)
 
 
 def drive_of(backend: Backend, directory: str) -> list[str]:
@@ -99,8 +81,8 @@ def drive_of(backend: Backend, directory: str) -> list[str]:
     return [drive, place_of(backend, directory)]
 
 
-def turns_of(ranks: Sequence[tuple[str, str, int]]) -> tuple[list[Turn], int]:
-    """Return the turn of each rank, by rank, and the number of the last turn. Pure.
+def turns_of(ranks: Sequence[tuple[str, str, int]]) -> tuple[list[tuple[int, int]], int]:
+    """Return, by rank, its turn and the largest state to measure for, and the last turn. Pure.
 
     The lowest rank that has a directory measures it. Directories on one drive have turns one after
     the other; those on different drives have the same turns. All other ranks have the last turn.
@@ -114,9 +96,9 @@ def turns_of(ranks: Sequence[tuple[str, str, int]]) -> tuple[list[Turn], int]:
             on_drive.setdefault(drive, []).append(directory)
     last = max(map(len, on_drive.values()))
     turns = [
-        Turn(on_drive[drive].index(directory), largest[directory])
+        (on_drive[drive].index(directory), largest[directory])
         if first[directory] == rank
-        else Turn(last, 0)
+        else (last, 0)
         for rank, (drive, directory, _) in enumerate(ranks)
     ]
     return turns, last

@@ -1,9 +1,7 @@
 """Ownership: which rank steps and stores which box of which parameter. All ranks know the same.
 
-Torch cuts a dimension as `torch.chunk` does, mesh dimension by mesh dimension, if the placement is
-Shard. Every rank knows the mesh and the placements of a DTensor, and so the boxes of all ranks.
-Whether they are the true ones is seen by each rank for its own box only. So the ranks must compare
-what they have computed.
+Every rank knows the mesh and the placements of a DTensor, and so computes the boxes of all ranks.
+Whether they are the true ones is seen by each rank for its own box only, so the ranks compare.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.opening import Plan
+from offload.distributed.agreement.peers import Json
 from offload.distributed.gathering.gather_plan import BoxKey
 from offload.errors import RanksError, UnsupportedParameterError
 from offload.format.boxes import Box, Cut
@@ -38,15 +36,7 @@ chunks, because the cut of a store would then change with it."""
 
 
 class Ownership:
-    """Boxes of all parameters, with their owners and holders.
-
-    Args:
-        rank: This rank.
-        size: Number of ranks.
-        multiple: Number of elements that each cut of a parameter is a multiple of.
-        exchange: Function that returns what each rank says, by rank. Collective.
-        ranks: Number of each rank in the default group; None if these are all of its ranks.
-    """
+    """Boxes of all parameters, with their owners and holders."""
 
     def __init__(
         self,
@@ -83,11 +73,7 @@ class Ownership:
         return None if known is None else known()
 
     def settle(self, plan: Plan) -> None:
-        """Take the share of the owner that a plan gives to this rank.
-
-        Raises:
-            RanksError: A rank cannot step the share of its owner.
-        """
+        """Take the share of the owner that a plan gives to this rank."""
         boxes = settled(self.boxes, plan)
         self.plan, self.boxes = plan, boxes
         self.cuts.clear()
@@ -98,19 +84,8 @@ class Ownership:
     def know(self, named: Named, *, replaces: bool) -> bool:
         """Decide who steps parameters that are not known yet. Collective if there are any.
 
-        Args:
-            named: All parameters of the model and of the optimizer.
-            replaces: Whether other objects may have taken the place of known parameters, as
-                ``fully_shard`` puts DTensors in their place. All parameters are then dealt anew.
-
-        Returns:
-            Whether anything has changed.
-
-        Raises:
-            UnsupportedParameterError: A parameter is divided in a way that is not supported, or the
-                ranks have different parameters.
-            BoxesError: The ranks have boxes that are neither equal nor apart.
-            RanksError: A rank was lost, or makes another call.
+        If other objects may have replaced known parameters, as ``fully_shard`` does, all are dealt
+        anew. Returns whether anything has changed.
         """
         dealt = [(name, tensor) for name, tensor in named if name not in self._known]
         if replaces and self._known:
@@ -248,7 +223,10 @@ def _cuts(
     placements: Sequence[object],
     ranks: Sequence[int],
 ) -> list[Cut | None] | None:
-    """Return the box of each rank, None for one that is not in the mesh; None without a rule."""
+    """Return the box of each rank, None for one that is not in the mesh; None without a rule.
+
+    Torch cuts a dimension as `torch.chunk` does, mesh dimension by mesh dimension.
+    """
     from torch.distributed.tensor import Replicate, Shard
 
     if any(type(placement) not in (Replicate, Shard) for placement in placements):
@@ -301,12 +279,6 @@ def writers(
     A box is written by its owner. If there is one common file and that rank does not see the first
     directory, one of those that do and that hold the box as well writes it: the one with the fewest
     elements to write so far.
-
-    Args:
-        owned: Boxes with the ranks that step them.
-        plan: How all ranks have opened the store.
-        header: Header of the whole model; other boxes are left out.
-        is_sharded: Whether each owner has a shard file of its own.
     """
     boxes: list[list[TensorBox]] = [[] for _ in plan.homes]
     load = [0] * len(boxes)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from gds import Backend, StorageError
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.owner_parts import check_owner_part
 from offload.checkpoint.reading import decode_manifest, directories_of_parts
-from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.peers import Json
 from offload.distributed.rank_opening import Opened
 from offload.distributed.rank_sealing import from_message, to_message
 from offload.errors import CheckpointError, OffloadError, RanksError
@@ -35,9 +34,6 @@ class RankCheckpoints:
     On the writer they are those of its `Store`. Every other rank has a list of its own, in which
     each checkpoint has the layout of that rank's state, and open files of its own parts. Any method
     may be called while the thread of a seal calls `published`.
-
-    Args:
-        opened: What this rank has opened.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -86,18 +82,17 @@ class RankCheckpoints:
         return self._manifests.get(checkpoint.path, checkpoint.manifest)
 
     def slot_of(self, checkpoint: StoredCheckpoint) -> StateSlot:
-        """Return the open files of this rank's state in a checkpoint.
-
-        Raises:
-            CheckpointError: The rank's part is missing, or not that of the checkpoint.
-            gds.StorageError: A file cannot be opened.
-        """
+        """Return the open files of this rank's state in a checkpoint."""
         if self._opened.store is not None:
             return self._opened.store.slot_of(checkpoint)
         generation = checkpoint.manifest.generation
         if generation not in self._slots and self._opened.part is not None:
             manifest = self._manifests[checkpoint.path]
-            slot = self._opened.part.open(self._reference_of(checkpoint), manifest)
+            reference = self._reference_in(manifest)
+            if reference is None:
+                owner = self._opened.owner
+                raise CheckpointError(f"{checkpoint.path} has no part of owner {owner}")
+            slot = self._opened.part.open(reference, manifest)
             with self._lock:
                 self._slots[generation] = slot
         return self._slots[generation]
@@ -109,12 +104,6 @@ class RankCheckpoints:
         """Use a slot that is about to become a checkpoint as one, in a ``with`` block.
 
         It is not among `checkpoints`.
-
-        Args:
-            path: Directory that the checkpoint has meanwhile.
-            manifest: Manifest of the checkpoint.
-            own: The same with the layout of this rank's state.
-            slot: Slot or part that holds this rank's share.
         """
         with self._lock:
             self._manifests[path] = manifest
@@ -128,13 +117,9 @@ class RankCheckpoints:
                 if isinstance(slot, OwnerSlot):
                     self._slots.pop(manifest.generation, None)
 
-    def _reference_of(self, checkpoint: StoredCheckpoint) -> OwnerReference:
-        """Return the reference of a checkpoint to this rank's part; it is not the writer."""
-        manifest = self._manifests[checkpoint.path]
-        found = next((one for one in manifest.owners if one.owner == self._opened.owner), None)
-        if found is None:
-            raise CheckpointError(f"{checkpoint.path} has no part of owner {self._opened.owner}")
-        return found
+    def _reference_in(self, manifest: Manifest) -> OwnerReference | None:
+        """Return the reference to the part of this rank, which is not the writer."""
+        return next((one for one in manifest.owners if one.owner == self._opened.owner), None)
 
     def checkpoint_of(self, slot: Any) -> StoredCheckpoint | None:
         """Return the usable checkpoint that a slot belongs to; None if it belongs to none."""
@@ -148,24 +133,18 @@ class RankCheckpoints:
         """Return a checkpoint as readers see it, with the train state of this rank."""
         manifest = self.manifest_of(checkpoint)
         peers = self._opened.agreement.peers
-        if not self._opened.is_near:
-            return FarCheckpoint(
-                self._opened.backend,
-                checkpoint.path,
-                manifest,
-                self._opened.further,
-                self._train_states.get((checkpoint.path, manifest.generation)),
-                rank=peers.rank,
-                num_ranks=peers.size,
-            )
-        return Checkpoint(
+        is_near = self._opened.is_near
+        found = (Checkpoint if is_near else FarCheckpoint)(
             self._opened.backend,
             checkpoint.path,
             manifest,
-            self.further_of(manifest),
+            self.further_of(manifest) if is_near else self._opened.further,
             rank=peers.rank,
             num_ranks=peers.size,
         )
+        if isinstance(found, FarCheckpoint):
+            found.sent = self._train_states.get((found.path, manifest.generation))
+        return found
 
     def fetch(self, checkpoint: StoredCheckpoint) -> None:
         """Send the train states of a checkpoint to the ranks that do not see them. Collective."""
@@ -225,8 +204,10 @@ class RankCheckpoints:
                 with suppress(StorageError):  # a later process finds the damage again
                     write_quarantine(self._opened.backend, path, reason, Poison(path))
 
-    def forget_newer(self, checkpoint: StoredCheckpoint) -> None:
-        """Forget the checkpoints that are newer than the given one; they have been withdrawn."""
+    def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
+        """Withdraw what is newer than a checkpoint on the writer, and forget it on every other."""
+        if self._opened.store is not None:
+            self._opened.store.withdraw_newer(checkpoint)
         generation = checkpoint.manifest.generation
         with self._lock:
             self._own = [c for c in self._own if c.manifest.generation <= generation]
@@ -243,10 +224,6 @@ class RankCheckpoints:
             }
             self._own = [c for c in self._own if c.path not in gone]
 
-    def forget_train_state(self, checkpoint: StoredCheckpoint) -> None:
-        """Forget the train states of a checkpoint, which have been replaced."""
-        self._train_states.pop((checkpoint.path, checkpoint.manifest.generation), None)
-
     def further_of(self, manifest: Manifest) -> tuple[str, ...]:
         """Return the directories to search for parts of owners.
 
@@ -260,14 +237,7 @@ class RankCheckpoints:
     def published(
         self, path: str, slot: OwnerSlot, composed: Manifest, reference: OwnerReference
     ) -> StoredCheckpoint:
-        """Record, on a rank that is not the writer, that its slot belongs to a checkpoint now.
-
-        Args:
-            path: Path of the checkpoint.
-            slot: Slot with this rank's state.
-            composed: Manifest that this rank has composed.
-            reference: Reference to this rank's part.
-        """
+        """Record, on a rank that is not the writer, that its slot belongs to a checkpoint now."""
         if self._opened.is_near:
             manifest = decode_manifest(self._opened.backend, path)
         else:
@@ -330,7 +300,7 @@ class RankCheckpoints:
                 if self._opened.is_near:
                     manifest = decode_manifest(self._opened.backend, path)
                 else:
-                    manifest = manifest_of_message(offer["manifests"], path)
+                    manifest = decode(offer["manifests"][path].encode(), path)
                 if manifest.generation != generation:
                     raise CheckpointError(
                         f"{path} is of generation {manifest.generation}, expected {generation}: "
@@ -364,7 +334,7 @@ class RankCheckpoints:
 
     def _as_this_rank_has_it(self, path: str, manifest: Manifest) -> StoredCheckpoint:
         """Return a checkpoint with the description of this rank's state in it."""
-        reference = next((one for one in manifest.owners if one.owner == self._opened.owner), None)
+        reference = self._reference_in(manifest)
         if reference is None:
             return StoredCheckpoint(path, manifest, None)  # it does not fit, which `restore` says
         part = reference.path_in(self._opened.home)
@@ -380,52 +350,19 @@ class RankCheckpoints:
 
 
 class FarCheckpoint(Checkpoint):
-    """A checkpoint whose directory is on another host.
+    """A checkpoint whose directory is on another host."""
 
-    Args:
-        backend: Backend of the parts.
-        path: Path of the checkpoint on its own host.
-        manifest: Manifest of the checkpoint.
-        parts: Directories of the store on this host.
-        state: Train states of all ranks; None if this rank has not been told them.
-        rank: This rank.
-        num_ranks: Number of ranks.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        path: str,
-        manifest: Manifest,
-        parts: PartDirectories,
-        state: EncodedState | None,
-        *,
-        rank: int,
-        num_ranks: int,
-    ) -> None:
-        super().__init__(
-            backend,
-            path,
-            manifest,
-            parts,
-            resources=ExitStack(),
-            rank=rank,
-            num_ranks=num_ranks,
-        )
-        self._state = state
+    sent: EncodedState | None = None
+    """Train states of all ranks; None if this rank has not been sent them."""
 
     def read_train_state(self) -> EncodedState:
-        """Return the train states as they are stored.
-
-        Raises:
-            RanksError: This rank has not been told them.
-        """
-        if self._state is None:
+        """Return the train states as they are stored."""
+        if self.sent is None:
             raise RanksError(
                 f"{self.path} is on another host, and its train state has not been sent here: "
                 "restore() sends it, or ask on a rank that sees the directory"
             )
-        return self._state
+        return self.sent
 
 
 def manifest_texts(backend: Backend, checkpoints: Sequence[StoredCheckpoint]) -> Json:
@@ -435,14 +372,6 @@ def manifest_texts(backend: Backend, checkpoints: Sequence[StoredCheckpoint]) ->
         with backend.open(f"{checkpoint.path}/{MANIFEST_NAME}") as file:
             texts[checkpoint.path] = file.read_bytes(0, file.size_bytes).decode().rstrip()
     return texts
-
-
-def manifest_of_message(texts: Any, path: str) -> Manifest:
-    """Return the manifest of a checkpoint out of a message; see `manifest_texts`."""
-    text = texts.get(path) if isinstance(texts, dict) else None
-    if not isinstance(text, str):
-        raise RanksError(f"the writer has not sent the manifest of {path}: restart the job")
-    return decode(text.encode(), path)
 
 
 def sealed_manifest(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
-from offload.distributed.agreement.grant import NO_SEAL, Offer
-from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.peers import Json
+from offload.distributed.agreement.seal import NO_SEAL, Offer
+from offload.distributed.node import drive_of
 from offload.distributed.rank_checkpoints import RankCheckpoints
 from offload.distributed.rank_opening import Opened
 from offload.distributed.rank_sealing import RankSealing
@@ -21,6 +23,7 @@ from offload.model.buffer_watch import BufferWatch, differ, in_words, say
 from offload.store.claims import NamedParts
 from offload.store.owner_store import OwnerStore, remove_parts_of_former_owners
 from offload.store.slots.slot import SlotState
+from offload.store.space import available_bytes, require_available
 from offload.store.state_store import StateSlot
 
 _UNKNOWN: Final = -1
@@ -35,16 +38,7 @@ _LOST: Final = (
 
 
 class RankGranting:
-    """The grants of slots, on one rank. After an aborted seal all ranks go on in its slots.
-
-    Args:
-        opened: What this rank has opened.
-        checkpoints: The checkpoints that this rank knows.
-        sealing: Seals of this rank, which know whether the last one was aborted.
-        share_of: Function that returns the boxes of the model that this rank writes, given a
-            layout.
-        watch: Watch over the model's buffers, which are compared whenever a slot is granted.
-    """
+    """The grants of slots, on one rank. After an aborted seal all ranks go on in its slots."""
 
     def __init__(
         self,
@@ -65,20 +59,7 @@ class RankGranting:
     def acquire(
         self, layout: Layout, num_groups: int, call: str, *, is_new: bool = False
     ) -> StateSlot:
-        """Return a slot to write the next generation into, when all ranks have one. Collective.
-
-        Args:
-            layout: Layout of this rank's state.
-            num_groups: Number of parameter groups.
-            call: Call of the user that the ranks make, for messages.
-            is_new: Whether ranks must not go on in the slots of an aborted seal, because the state
-                moves to another layout; the same on all ranks.
-
-        Raises:
-            RanksError: A rank has no slot. Nothing has changed.
-            RuntimeWarning: Buffers differ between ranks, and warnings are errors to the user.
-            InDoubtError: It is not known what became of the last seal.
-        """
+        """Return a slot to write the next generation into, when all ranks have one. Collective."""
         if is_new:
             self._sealing.last_aborted = None
         aborted = self._sealing.last_aborted
@@ -120,17 +101,13 @@ class RankGranting:
         agreement = self._opened.agreement
         words = in_words(dict(enumerate(agreement.everywhere(call, self._watch.digests))))
         self._watch.stop()
-        agreement.together(call, say(words) if words and agreement.peers.is_leader else _nothing)
+        is_said = words and agreement.peers.is_leader
+        agreement.together(call, say(words) if is_said else lambda: None)
 
     def refuse(self, error: Exception, call: str) -> None:
-        """Take part in `acquire` of all ranks with an error of this one. Collective.
-
-        Raises:
-            RanksError: Always, on every rank.
-        """
+        """Take part in `acquire` of all ranks with an error of this one. Collective."""
 
         def fail(*_: object) -> NoReturn:
-            """Raise the error of this rank."""
             raise error
 
         self._opened.agreement.grant(fail, fail, call)
@@ -155,15 +132,7 @@ class RankGranting:
         if last.slot.state is not SlotState.WORKING or not last.slot.is_surely_in_place():
             return None
         self._granted = last.slot
-        content = last.slot.model_leaves.content
-        return Offer(
-            slot=os.path.basename(last.slot.path),
-            generation=last.slot.context.generation,
-            in_place_of=last.number,
-            reason=last.reason,
-            content=content.name,
-            readable=content.readable,
-        )
+        return _offer(last.slot, in_place_of=last.number, reason=last.reason)
 
     def _new_slot(self, layout: Layout, num_groups: int) -> Offer:
         """Return the writer's offer of new slots, with all parts that checkpoints name."""
@@ -181,14 +150,7 @@ class RankGranting:
         named = store.named_parts()
         pairs = [(owner, name) for owner, names in named.names.items() for name in names]
         pairs += [(_UNKNOWN, path) for path in named.unknown]
-        content = own.model_leaves.content
-        return Offer(
-            slot=os.path.basename(own.path),
-            generation=own.context.generation,
-            named=tuple(pairs),
-            content=content.name,
-            readable=content.readable,
-        )
+        return _offer(own, named=tuple(pairs))
 
     def _ready(
         self, part: OwnerStore, found: Offer, held: frozenset[str], layout: Layout
@@ -201,29 +163,102 @@ class RankGranting:
                 raise RanksError(_LOST)
             return last.slot
         self._checkpoints.release_older(part)
-        names = {name for owner, name in found.named if owner == part.owner} | held
-        unknown = tuple(path for owner, path in found.named if owner == _UNKNOWN)
-        if not self._opened.is_near:
-            self._remove_former(part, found, unknown)
+        named = _named_in(found)
+        if not self._opened.is_near:  # what former owners have left here, the writer does not see
+            for directory in self._opened.further:
+                remove_parts_of_former_owners(
+                    part.backend, directory, part.store_id, named, {*self._opened.plan.homes}
+                )
+        names = named.of(part.owner) | held
         self._checkpoints.forget_recycled(names)
         return part.ready(
             layout,
             found.generation,
-            NamedParts({part.owner: frozenset(names)}, unknown),
+            NamedParts({part.owner: names}, named.unknown),
             written=[(entry.name, entry.box) for entry in self._share_of(layout).entries],
         )
 
-    def _remove_former(self, part: OwnerStore, found: Offer, unknown: tuple[str, ...]) -> None:
-        """Remove what former owners have left on this host, which the writer does not see."""
-        names: dict[int, set[str]] = defaultdict(set)
-        for owner, name in found.named:
-            names[owner].add(name)
-        named = NamedParts({owner: frozenset(each) for owner, each in names.items()}, unknown)
-        for directory in self._opened.further:
-            remove_parts_of_former_owners(
-                part.backend, directory, part.store_id, named, {*self._opened.plan.homes}
-            )
+
+def _named_in(offer: Offer) -> NamedParts:
+    """Return the parts that an offer names, by owner."""
+    names: dict[int, frozenset[str]] = defaultdict(frozenset)
+    for owner, name in offer.named:
+        names[owner] |= {name}
+    unknown = sorted(names.pop(_UNKNOWN, ()))
+    return NamedParts(names, tuple(unknown))
 
 
-def _nothing() -> None:
-    """Do nothing: the writer warns."""
+def _offer(slot: StateSlot, **fields: Any) -> Offer:
+    """Return the offer of a slot of the writer."""
+    content = slot.model_leaves.content
+    return Offer(
+        slot=os.path.basename(slot.path),
+        generation=slot.context.generation,
+        content=content.name,
+        readable=content.readable,
+        **fields,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one rank needs of a drive, and what it finds there."""
+
+    drive: str
+    """Text that is the same for two ranks that write to one drive."""
+
+    place: str
+    """Text that is the same for two ranks that write into one directory."""
+
+    directory: str
+    needed_bytes: int
+    free_bytes: int
+    spare_bytes: int
+    """Bytes in the directory that nobody needs any more."""
+
+
+def require_rooms(opened: Opened, needed_bytes: int) -> None:
+    """Check that all ranks' drives have room for the first slot of another cut. Collective."""
+
+    def make(_: object) -> Json:
+        """Tell all ranks, on the writer, which parts have to stay."""
+        return opened.writer.lasting_parts().to_json()
+
+    def ready(lasting: Json) -> Json:
+        return asdict(_room(opened, needed_bytes, NamedParts.from_json(lasting)))
+
+    notes = opened.agreement.agree("restore()", make, ready).notes
+    lacking = first_lacking([Room(**notes[rank]) for rank in sorted(notes)])
+    if lacking is not None:
+        require_available(*lacking)
+
+
+def first_lacking(rooms: Sequence[Room]) -> tuple[str, int, int] | None:
+    """Return the first drive without room; None if all have room. Pure."""
+    on_drive: dict[str, list[Room]] = {}
+    for room in rooms:
+        on_drive.setdefault(room.drive, []).append(room)
+    for ranks in on_drive.values():
+        spare: dict[str, int] = {}  # ranks that share a directory find the same there
+        for room in ranks:
+            spare[room.place] = max(spare.get(room.place, 0), room.spare_bytes)
+        needed = sum(room.needed_bytes for room in ranks)
+        available = min(room.free_bytes for room in ranks) + sum(spare.values())
+        if needed > available:
+            return ranks[0].directory, needed, available
+    return None
+
+
+def _room(opened: Opened, needed_bytes: int, lasting: NamedParts) -> Room:
+    backend, home = opened.backend, opened.home
+    drive, place = drive_of(backend, home)
+    free = backend.free_bytes(home)
+    if opened.store is not None:
+        available = opened.store.available_bytes()
+    elif opened.is_near and place == opened.place:
+        available = free  # what nobody needs there is counted by the writer
+    else:
+        # After a download from a tier, the store has another identity than when it was opened.
+        store_id = opened.plan.store_id if opened.part is None else opened.part.store_id
+        available = available_bytes(backend, home, store_id, lasting, ())
+    return Room(drive, place, home, needed_bytes, free, max(available - free, 0))

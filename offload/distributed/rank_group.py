@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -15,32 +15,38 @@ from torch.distributed.distributed_c10d import _get_default_store
 from offload.ambient import in_neutral
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
-from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.peers import Json
 from offload.distributed.agreement.torch_channel import TorchChannel
-from offload.distributed.gathering.gather import BounceBuffer, Gathering, part_of
+from offload.distributed.gathering.gather import BounceBuffer, Gathering, part_of, share_boxes
 from offload.distributed.gathering.gather_plan import (
     SLICE_BYTES,
     GatherPlan,
-    box_plan,
     layout_chunks,
 )
 from offload.distributed.gathering.holder_groups import HolderGroups, share_bytes
-from offload.distributed.gathering.replicas import Replicas
-from offload.distributed.gathering.step_agreement import StepAgreement, StepTerms, digest_of
+from offload.distributed.gathering.step_agreement import (
+    Replicas,
+    StepAgreement,
+    StepTerms,
+    digest_of,
+)
 from offload.distributed.node import measure_in_turns
 from offload.distributed.ownership import Ownership
 from offload.distributed.rank_model import RankModel
 from offload.distributed.rank_store import RankStore
 from offload.distributed.ranks import Drive, Ranks
 from offload.distributed.rendezvous import rendezvous
-from offload.distributed.terms import require_same_terms
+from offload.distributed.terms import require_same_terms, terms_of
 from offload.errors import OffloadError, reason_of
+from offload.format.arrays import BLOCK_ELEMENTS
 from offload.format.boxes import Box, Cut
 from offload.format.layout import Layout, ParameterSpec
 from offload.format.manifest import Manifest
 from offload.model.buffer_watch import BufferWatch
 from offload.model.model_writing import ModelCopy
 from offload.model.new_values import Step, Values
+from offload.model.parameters import all_parameters
+from offload.model.process_groups import ProcessGroup
 from offload.model.stored import Stored
 from offload.options import Options
 from offload.retention.policy import Retention
@@ -52,23 +58,7 @@ T = TypeVar("T")
 
 
 class RankGroup(Ranks):
-    """Several ranks that train one model into one store. The constructor is collective.
-
-    Args:
-        group: Process group of the ranks; None for the default group.
-        named: Parameters of the model and of the optimizer, with their names in files; the same on
-            all ranks, in the same order.
-        terms: What else is the same on all ranks; see `offload.distributed.terms`.
-        watch: Watch over the model's buffers.
-        multiple: Number of elements that each cut of a parameter is a multiple of.
-        timeout_s: Seconds without a sign of progress after which a rank counts as lost.
-
-    Raises:
-        UnsupportedParameterError: A parameter is divided in a way that is not supported; names it.
-        BoxesError: The ranks do not have the same model.
-        RanksError: The ranks differ in their versions or terms; or a rank was lost, or makes
-            another call.
-    """
+    """Several ranks that train one model into one store. The constructor is collective."""
 
     @in_neutral
     def __init__(
@@ -142,11 +132,10 @@ class RankGroup(Ranks):
         """Return what each rank says, by rank. Collective."""
 
         def make(asked: Mapping[int, Json]) -> Json:
-            """Return what all ranks say, by rank."""
             return [asked[rank] for rank in sorted(asked)]
 
         what = "the constructor" if self._store is None else "a change of parameters"
-        agreed = self._agreement.agree(what, make, lambda _: None, ask=mine, asks=True)
+        agreed = self._agreement.agree(what, make, lambda _: None, ask=mine)
         return list(agreed.offer)
 
     def open_store(
@@ -263,18 +252,8 @@ class RankGroup(Ranks):
 
     def share_state(self, tensors: Sequence[tuple[str, str, torch.Tensor]]) -> None:
         """Bring the boxes of tensors from the rank that steps each box to all that hold it."""
-        if not self.gathers:
-            return
-        kinds = [(name, dtype) for name, dtype, _ in tensors]
-        plan = box_plan(self.size, self._ownership.boxes, kinds)
-
-        def memory(number: str, box: Box) -> torch.Tensor:
-            """Return memory of a box of the tensor with a number."""
-            return part_of(tensors[int(number)][2], box)
-
-        gathering = Gathering(plan, self._groups, memory, self._buffer)
-        gathering.updated(0)
-        gathering.finish()
+        if self.gathers:
+            share_boxes(self._ownership.boxes, tensors, self._groups, self._buffer)
 
     def require_same_calls(self) -> None:
         """Check that no rank is in a call that this one, which is about to step, has not made."""
@@ -348,3 +327,48 @@ def _decode_layout(data: bytes) -> Layout:
         box = cut and Cut(tuple(cut[0]), Box(tuple(cut[1]), tuple(shape)))
         specs.append(ParameterSpec(name, dtype, tuple(shape), 0, ("exp_avg",), box or None))
     return Layout(tuple(specs), (), chunk_elements, state_dtype)
+
+
+def join_ranks(
+    process_group: ProcessGroup,
+    param_groups: Sequence[Mapping[str, Any]],
+    model: torch.nn.Module | None,
+    options: Options,
+    *,
+    optimizer: str,
+    keep: Retention,
+) -> RankGroup:
+    """Return the ranks that train a model. Collective.
+
+    Raises the errors of `RankGroup`, and ValueError for an option that ranks do not have.
+    """
+    if options.drives.shares is not None:
+        raise ValueError(
+            "DriveTuning(shares=...) is not supported with several ranks: each of them keeps its "
+            "share of the state in one of the directories. Leave it out"
+        )
+    group = process_group if isinstance(process_group, dist.ProcessGroup) else None
+    named = all_parameters(param_groups, model)
+    has_fused = any(one.get("fused") for one in param_groups)
+    multiple = BLOCK_ELEMENTS if options.state_dtype == "int8" or has_fused else 1
+    if options.overlap is not None:
+        require_beside_forward(named)
+    return RankGroup(
+        group,
+        named,
+        terms_of(optimizer, param_groups, model, keep, options),
+        BufferWatch(model),
+        multiple=multiple,
+        timeout_s=options.agreement_timeout_s,
+    )
+
+
+def require_beside_forward(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse steps beside the forward where it was not shown that they have the same bits."""
+    for name, tensor in named:
+        if tensor.device.type not in ("cpu", "meta"):  # the latter is refused with its own remedy
+            raise ValueError(
+                'overlap="forward" is not supported with several ranks on a device, with NCCL for '
+                f"example: {name!r} is on {tensor.device}, and this was tried in host memory with "
+                "gloo only. Leave it out"
+            )

@@ -8,6 +8,7 @@ into a shard file in its own part of the checkpoint, and reads them from there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -17,10 +18,9 @@ from gds import File
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
 from offload.distributed.agreement.opening import Plan
-from offload.distributed.gathering.gather import BounceBuffer, Gathering, part_of
-from offload.distributed.gathering.gather_plan import BoxKey, BoxPiece, GatherPlan, RankChunk
+from offload.distributed.gathering.gather import BounceBuffer, part_of, share_boxes
 from offload.distributed.gathering.holder_groups import HolderGroups
-from offload.distributed.gathering.replicas import Replicas
+from offload.distributed.gathering.step_agreement import Replicas
 from offload.distributed.ownership import Ownership, needs_shards, writers
 from offload.distributed.rank_store import RankStore
 from offload.distributed.share_copy import (
@@ -31,11 +31,12 @@ from offload.distributed.share_copy import (
     load_share,
 )
 from offload.errors import RanksError
-from offload.format.boxes import Box
+from offload.format.boxes import Box, Cut
 from offload.format.digests import Content, DigestContext
 from offload.format.header import Header
 from offload.format.layout import Layout
 from offload.format.model_shard import ModelShard
+from offload.format.shares.dealing import OwnedBox
 from offload.format.shares.model_shares import (
     ModelShare,
     ModelShares,
@@ -46,19 +47,12 @@ from offload.format.shares.model_shares import (
 from offload.model.model_reading import LiveBox, read_model, require_seen_model
 from offload.model.stored import Stored
 from offload.store.opening import StoredCheckpoint
+from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSlot
 
 
 class RankModel:
-    """This rank's share of the model in checkpoints.
-
-    Args:
-        rank: This rank.
-        ownership: Boxes of all ranks.
-        traffic: Counter of the bytes that cross between host and devices.
-        progress: Function that tells the other ranks that this one makes progress.
-        replicas: Values on this rank that other ranks hold as well.
-    """
+    """This rank's share of the model in checkpoints."""
 
     def __init__(
         self,
@@ -110,14 +104,15 @@ class RankModel:
     ) -> ShareCopy:
         """Return the copy of this rank's share of the model into a slot."""
         file: File | None = None
-        close = _nothing
-        content = Content()
+        content, closing = Content(), ExitStack()
         if slot.layout.shard is not None:
-            file = slot.model  # closed with its slot
-            content = slot.model_leaves.content
+            file, content = slot.model, slot.model_leaves.content
         elif store.is_near:  # the ranks that see the file write all of it
-            file, close = store.working_model(slot)
             content = store.sealing.shared_of(slot).content
+            if isinstance(slot, Slot):
+                file = slot.model
+            else:
+                file = closing.enter_context(store.working_model(slot))
         live = {
             item.spec.name: item.parameter if item.memory is None else item.memory
             for item in stored
@@ -142,7 +137,7 @@ class RankModel:
             known=known.of(content, share),
             changing={s.spec.name for s in stored if s.parameter.requires_grad},
             forget=forget,
-            close=close,
+            close=closing.close,
         )
         return copy
 
@@ -166,11 +161,7 @@ class RankModel:
         )
 
     def check(self, store: RankStore, checkpoint: StoredCheckpoint) -> None:
-        """Check that this rank sees its share of a checkpoint's model. No collective.
-
-        Raises:
-            RanksError: It does not, and no other rank sends it.
-        """
+        """Check that this rank sees its share of a checkpoint's model. No collective."""
         layout = checkpoint.manifest.layout
         is_sharded = layout.shard is not None
         if self._is_sharded and not is_sharded:
@@ -195,11 +186,6 @@ class RankModel:
         """Load this rank's share of a checkpoint's model; return the number of bytes read.
 
         `share` must follow, on all ranks, if all have loaded their share.
-
-        Raises:
-            RanksError: This rank does not see its share; see `check`.
-            DamagedError: A file is damaged.
-            gds.StorageError: A file cannot be read.
         """
         manifest = checkpoint.manifest
         layout, memory = manifest.layout, self._memory_of(stored)
@@ -230,40 +216,25 @@ class RankModel:
         )
 
     def share(self, stored: Sequence[Stored], groups: HolderGroups, buffer: BounceBuffer) -> None:
-        """Bring what each rank has loaded to all ranks that hold it. Collective.
-
-        Args:
-            stored: Tensors of the model.
-            groups: Process groups of the ranks that hold boxes together.
-            buffer: Memory for what is sent.
-
-        Raises:
-            RanksError: A rank was lost.
-        """
-        everyone = tuple(range(groups.num_ranks))
-        live = {item.spec.name: item for item in stored}
+        """Bring what each rank has loaded to all ranks that hold it. Collective."""
         shares = self._loaded
         if shares is None:
             raise RuntimeError("no model has been loaded")
-        holders: dict[BoxKey, tuple[int, ...]] = {}
-        chunks: list[list[RankChunk]] = []
-        for boxes in shares.boxes:
-            pieces = []
-            for one in boxes:
-                key = (one.name, one.box)
-                holders[key] = self._ownership.holders.get(key, everyone)
-                dtype = shares.header.entries[one.name].dtype
-                pieces.append(BoxPiece(one.name, one.box, dtype, 0, one.box.num_elements))
-            chunks.append([RankChunk(0, tuple(pieces))] if pieces else [])
-        plan = GatherPlan(chunks, holders)
-
-        def memory(name: str, box: Box) -> torch.Tensor:
-            """Return live memory of a box."""
-            return part_of(live[name].parameter, box)
-
-        gathering = Gathering(plan, groups, memory, buffer)
-        gathering.updated(0)
-        gathering.finish()
+        entries, everyone = shares.header.entries, tuple(range(groups.num_ranks))
+        holders = self._ownership.holders
+        boxes = [
+            OwnedBox(
+                one.name,
+                Cut(entries[one.name].shape, one.box),
+                rank,
+                holders.get((one.name, one.box), everyone),
+            )
+            for rank, own in enumerate(shares.boxes)
+            for one in own
+        ]
+        live = {item.spec.name: item.parameter for item in stored}
+        tensors = [(name, entry.dtype, live[name]) for name, entry in entries.items()]
+        share_boxes(boxes, tensors, groups, buffer)
 
     @property
     def _is_sharded(self) -> bool:
@@ -307,14 +278,9 @@ class RankModel:
         cuts = self._ownership.cuts
 
         def memory(name: str, box: Box) -> torch.Tensor:
-            """Return live memory of a box."""
             item, cut = live[name], cuts.get(name)
             is_own = item.is_here if cut is None else cut.box == box
             whole = item.parameter if item.memory is None else item.memory
             return item.tensor if is_own else part_of(whole, box)
 
         return memory
-
-
-def _nothing() -> None:
-    """Do nothing: the file is closed with its slot."""

@@ -12,8 +12,8 @@ from offload.checkpoint.owner_parts import PartFound, owner_directories, parts_o
 from offload.checkpoint.reading import check_name, checkpoint_paths, decode_manifest
 from offload.distributed import node
 from offload.distributed.agreement.agreement import Agreement
-from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.opening import Plan
+from offload.distributed.agreement.peers import Json
 from offload.distributed.agreement.sights import (
     CheckpointSight,
     DirectorySight,
@@ -40,14 +40,8 @@ class Opened:
     agreement: Agreement
     backend: Backend
     plan: Plan
-    """How all ranks have opened the store."""
-
     given: tuple[str, ...]
-    """Directories that this rank was given."""
-
     directory: str
-    """The store's first directory."""
-
     store: Store | None = None
     """The store, on the writer."""
 
@@ -86,11 +80,7 @@ class Opened:
 
     @property
     def writer(self) -> Store:
-        """The store, on the writer.
-
-        Raises:
-            RuntimeError: This rank is not the writer.
-        """
+        """The store, on the writer."""
         if self.store is None:
             raise RuntimeError("only the writer has the store")
         return self.store
@@ -110,15 +100,7 @@ class Opened:
         return (store is not None and store.poisoned) or (part is not None and part.poisoned)
 
     def open_part(self, offer: Json, options: Options) -> None:
-        """Open the parts of this rank's owner, unless it is the writer's.
-
-        Args:
-            offer: Identity, directory and place of the store, as the writer tells them.
-            options: Settings, of which those of the store are used.
-
-        Raises:
-            RanksError: This rank sees another directory than the writer.
-        """
+        """Open the parts of this rank's owner, unless it is the writer's."""
         if self.is_near and self.place != offer["place"]:
             raise RanksError(
                 f"directory={self.directory!r} is not the directory of "
@@ -231,12 +213,6 @@ def survey(backend: Backend, directories: Sequence[str], *, fresh: bool) -> Sigh
     """Return what this rank sees; an error that it meets is part of the result.
 
     Nothing is changed, and nothing is locked: another process may be writing the store.
-
-    Args:
-        backend: Backend of the directories.
-        directories: Absolute paths of the directories that this rank was given. They may be
-            missing.
-        fresh: Whether the caller starts over.
     """
     this = node.this_node()
     stores: tuple[StoreSight, ...] = ()

@@ -12,9 +12,9 @@ from datetime import UTC, datetime
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from offload.distributed.agreement.agreement import Agreement
-from offload.distributed.agreement.messages import Json, MessageError
+from offload.distributed.agreement.peers import Json
 from offload.distributed.agreement.reports import Report, require_same_scalars, scalar_runs
+from offload.distributed.rank_opening import Opened
 from offload.distributed.share_copy import KnownShares, ShareCopy, SharedFile
 from offload.errors import InDoubtError, OffloadError, SealError, reason_of
 from offload.format import document
@@ -35,7 +35,6 @@ from offload.store.owner_store import OwnerStore
 from offload.store.sealing import Composition, Prepared, pack_train_state
 from offload.store.slots.slot import OwnerSlot
 from offload.store.state_store import StateSlot
-from offload.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,48 +42,26 @@ class Aborted:
     """A seal that was aborted, so that its slot may be written again."""
 
     number: int
-    """Number of the seal."""
-
     slot: StateSlot
-    """Slot of this rank."""
-
     reason: str
-    """Why it was aborted."""
 
 
 class RankSealing:
-    """Seals of a store of several ranks, on one of them; see `offload.store.sealing.Sealing`.
-
-    Args:
-        agreement: Agreement of all ranks.
-        directory: The store's first directory.
-        share_of: Function that returns this rank's share of the model, given a layout.
-        published: Function that records a new checkpoint on a rank that is not the writer, given
-            its path, the rank's slot, the manifest that it has composed, and the reference to its
-            part.
-        store: The store, on the writer.
-        part: Parts of this rank's owner, on every other rank.
-        owners: For each owner besides the first, the store's directory on its node.
-    """
+    """Seals of a store of several ranks, on one of them; see `offload.store.sealing.Sealing`."""
 
     def __init__(
         self,
-        agreement: Agreement,
-        directory: str,
+        opened: Opened,
         share_of: Callable[[Layout], ModelShare],
         published: Callable[[str, OwnerSlot, Manifest, OwnerReference], StoredCheckpoint],
-        store: Store | None,
-        part: OwnerStore | None,
-        *,
-        owners: Mapping[int, str],
     ) -> None:
-        self._owners = owners
-        self._agreement = agreement
-        self._directory = directory
+        self._agreement = opened.agreement
+        self._directory = opened.directory
+        self._owners = opened.owners
         self._share_of = share_of
         self._published = published
-        self._store = store
-        self._part = part
+        self._store = opened.store
+        self._part = opened.part
         self._number: int | None = None
         """Number of the seal in flight that this rank has not reported yet."""
         self._has_met = False
@@ -94,8 +71,6 @@ class RankSealing:
         self._train_state = EncodedState("null")
         self._slot: StateSlot | None = None
         """Slot of this rank in the seal in flight."""
-        self._name = ""
-        """Name of the part that is sealed; empty on the writer."""
         self.copy: ShareCopy | None = None
         """Copy of this rank's share of the model in the seal in flight."""
         self.known = KnownShares()
@@ -124,8 +99,6 @@ class RankSealing:
 
     def path_of(self, step: int) -> str:
         """Return the path that the checkpoint of a step has."""
-        if self._store is not None:
-            return self._store.sealing.path_of(step)
         return f"{self._directory}/{checkpoint_name(step)}"
 
     def begin(self, manifest: Manifest) -> None:
@@ -148,12 +121,12 @@ class RankSealing:
             if self._last is not None:
                 self._last.model_leaves.forget(readable=False)
         self._slot = slot
-        self._name = slot.name if isinstance(slot, OwnerSlot) else ""
         generation = 0 if slot is None else slot.context.generation
         self._begin(step, generation, is_placed=slot is not None)
 
     def _begin(self, step: int, generation: int, *, is_placed: bool = True) -> None:
-        self._number = self._agreement.begin_seal(self._name, is_placed=is_placed)
+        part = self._slot.name if isinstance(self._slot, OwnerSlot) else ""
+        self._number = self._agreement.begin_seal(part, is_placed=is_placed)
         self._has_ended.clear()
         self._has_met = False
         self.last_aborted = None  # its slot belongs to this seal now, and may become a checkpoint
@@ -176,7 +149,6 @@ class RankSealing:
         """Describe this rank's part of a checkpoint; see `offload.store.sealing.compose`."""
         self._train_state = train_state
         self._slot = slot
-        self._name = "" if self._part is None else slot.name
         if self._store is not None:
             share = self._share_of(slot.layout)
             return self._store.sealing.compose(
@@ -208,12 +180,7 @@ class RankSealing:
     def seal(
         self, slot: Any, composition: Composition, model_digests: Sequence[str]
     ) -> StoredCheckpoint:
-        """Make the slots of all ranks one checkpoint; durable on return, on every rank.
-
-        Raises:
-            SealError: The checkpoint does not exist; every rank raises the same error.
-            InDoubtError: It is not known whether the checkpoint exists.
-        """
+        """Make the slots of all ranks one checkpoint; durable on return, on every rank."""
         del model_digests  # the copy has them
         number, copy, manifest = self._number, self.copy, composition.manifest
         if number is None or copy is None:
@@ -244,8 +211,9 @@ class RankSealing:
             references = []
             scalars = {peers.rank: scalar_runs(manifest)}
             for rank in peers.others:
-                reference, states[rank], scalars[rank] = _extra_of(reports[rank], rank)
-                references.append(reference)
+                reference, state, scalars[rank] = reports[rank].extra
+                references.append(OwnerReference(**reference))
+                states[rank] = from_message(state)
             require_same_scalars(scalars, [tensor.name for tensor in manifest.layout.model])
             references.sort(key=lambda reference: reference.owner)
             size = slot.train_state.size_bytes
@@ -261,7 +229,6 @@ class RankSealing:
             )
 
         def rename() -> None:
-            """Make the slot a checkpoint."""
             stored.append(store.sealing.publish(done[0]))
 
         self._number = None
@@ -328,7 +295,7 @@ class RankSealing:
             if self._store is None:
                 self._agreement.await_decision(number)
             else:
-                self._agreement.commit(number, _refuse, _refuse_rename)
+                self._agreement.commit(number, _refuse, _refuse)
         except InDoubtError:
             return
         except SealError as aborted:
@@ -362,19 +329,7 @@ def to_message(state: EncodedState) -> Json:
 
 def from_message(value: Json) -> EncodedState:
     """Return the train state of a message."""
-    try:
-        return unpack_encoded(base64.b64decode(value, validate=True), "a rank's train state")[0]
-    except (TypeError, ValueError, OffloadError) as error:
-        raise MessageError(f"a rank's train state cannot be read: {error}") from error
-
-
-def _extra_of(report: Report, rank: int) -> tuple[OwnerReference, EncodedState, Json]:
-    try:
-        fields, state, scalars = report.extra
-        reference = OwnerReference(**fields)
-    except (TypeError, ValueError) as error:
-        raise MessageError(f"rank {rank}: the report names no part: {error}") from error
-    return reference, from_message(state), scalars
+    return unpack_encoded(base64.b64decode(value), "a rank's train state")[0]
 
 
 def _digest_of_groups(manifest: Manifest) -> str:
@@ -388,10 +343,5 @@ def _digest_of_model(manifest: Manifest) -> str:
     return hashlib.blake2b(header, digest_size=16).hexdigest()
 
 
-def _refuse(reports: Mapping[int, Report]) -> None:
-    del reports
-    raise SealError("this rank's own part has failed")
-
-
-def _refuse_rename() -> None:
+def _refuse(*_: object) -> None:
     raise SealError("this rank's own part has failed")

@@ -10,25 +10,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from gds import Backend, File
-from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.source import Recode, RecutSource
 from offload.checkpoint.state_owners import Reach, names_with_state
 from offload.distributed.agreement.agreement import Agreement
-from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.opening import Plan
+from offload.distributed.agreement.peers import Json
 from offload.distributed.rank_checkpoints import RankCheckpoints
-from offload.distributed.rank_granting import RankGranting
-from offload.distributed.rank_keeping import RankKeeping
+from offload.distributed.rank_granting import RankGranting, require_rooms
 from offload.distributed.rank_opening import open_first
 from offload.distributed.rank_sealing import RankSealing, from_message, to_message
-from offload.distributed.recut_rooms import require_rooms
+from offload.errors import RanksError
 from offload.format.boxes import Cut
 from offload.format.layout import Layout
-from offload.format.manifest import Manifest
 from offload.format.names import MODEL_NAME
 from offload.format.shares.model_shares import ModelShare
 from offload.format.shares.part_table import owner_sizes
@@ -36,10 +32,12 @@ from offload.format.train_state import EncodedState, join_ranks
 from offload.journal import Journal
 from offload.model.buffer_watch import BufferWatch
 from offload.options import Options
+from offload.retention.pins import FoundPins, read_pins
 from offload.retention.policy import Retention
+from offload.store.expiry import Leaving
 from offload.store.opening import StoredCheckpoint, find_stored
 from offload.store.owner_store import OwnerStore
-from offload.store.slots.slot import Slot
+from offload.store.slots.slot import OwnerSlot
 from offload.store.state_store import StateSlot
 from offload.store.store import Store
 
@@ -47,29 +45,10 @@ ShareOf = Callable[[Layout], ModelShare]
 """Function that returns the boxes of the model that this rank writes, given a layout."""
 
 
-class RankStore:
+class RankStore(RankCheckpoints):
     """The store of a training by several ranks, on one of them. The constructor is collective.
 
     Ranks of another host than the first directory's are told what they need of it.
-
-    Args:
-        agreement: Agreement of all ranks.
-        backend: Backend of the directories.
-        directories: Directories that this rank was given. Owners are dealt over them, unless they
-            have a directory already.
-        share_of: Function that returns this rank's share of the model.
-        keep: Policy that selects the checkpoints to keep.
-        options: Settings, of which those of the store are used.
-        fresh: Whether to start over although the store has checkpoints.
-        settle: Function that takes the shares which a plan gives to the ranks; called before
-            anything is opened.
-        lay_out: Function that returns a layout with the shard file of the model that a new slot of
-            this rank has, if it has one.
-        watch: Watch over the model's buffers.
-
-    Raises:
-        RanksError: A rank cannot open its share of the store. Every rank raises it, except one that
-            has a more precise error of its own.
     """
 
     def __init__(
@@ -93,7 +72,7 @@ class RankStore:
         self.call = "the constructor"
         """Call of the user that the ranks make, for messages."""
         self._journal = Journal()
-        self._opened = opened = open_first(
+        opened = open_first(
             agreement,
             backend,
             tuple(map(os.path.abspath, directories)),
@@ -102,49 +81,42 @@ class RankStore:
             fresh=fresh,
             settle=settle,
         )
+        self.plan = opened.plan
+        """How all ranks have opened the store."""
+        self.is_near = opened.is_near
+        """Whether this rank sees the first directory."""
         self.directory = opened.directory
         """The store's first directory."""
-        self._known = RankCheckpoints(opened)
+        self.directories = opened.directories
+        """The first directory of the store, and the others that this rank was given."""
+        self.state_directories = (opened.home,)
+        """The directory that has the state of this rank."""
+        super().__init__(opened)
         try:
             self._open_parts(options)
         except BaseException:
             opened.close()
             raise
-        self.keeping = RankKeeping(
-            agreement,
-            backend,
-            self.directory,
-            lambda: self.checkpoints,
-            opened.store,
-            is_near=self.is_near,
-        )
+        self.keeping = RankKeeping(self, opened.store)
         """Retention policy and pins, which are the writer's."""
-        self.sealing = RankSealing(
-            agreement,
-            self.directory,
-            share_of,
-            self._known.published,
-            opened.store,
-            opened.part,
-            owners=opened.owners,
-        )
+        self.sealing = RankSealing(opened, share_of, self.published)
         """What makes checkpoints of the ranks' slots."""
-        self._granting = RankGranting(opened, self._known, self.sealing, share_of, watch)
+        self._granting = RankGranting(opened, self, self.sealing, share_of, watch)
 
     def _open_parts(self, options: Options) -> None:
         """Open the parts of all ranks, and learn which checkpoints there are. Collective."""
 
         def make(_: object) -> Json:
             """Tell all ranks, on the writer, which store it is."""
-            return self._known.offer() | {"place": self._opened.place}
+            return self.offer() | {"place": self._opened.place}
 
         def ready(offer: Json) -> Json:
             """Open the parts of this rank's owner."""
             self._opened.open_part(offer, options)
-            return self._known.learn(offer)
+            return self.learn(offer)
 
         agreed = self.agreement.agree("the constructor", make, ready)
-        self._known.pass_over(agreed.notes)
+        self.pass_over(agreed.notes)
 
     @property
     def store_id(self) -> str:
@@ -158,46 +130,6 @@ class RankStore:
         if served is None:
             raise RuntimeError("this rank has neither the store nor a part of it")
         return served
-
-    @property
-    def plan(self) -> Plan:
-        """How all ranks have opened the store."""
-        return self._opened.plan
-
-    @property
-    def is_near(self) -> bool:
-        """Whether this rank sees the first directory."""
-        return self._opened.is_near
-
-    @property
-    def is_writer(self) -> bool:
-        """Whether this rank writes the first directory."""
-        return self._opened.store is not None
-
-    @property
-    def directories(self) -> tuple[str, ...]:
-        """The first directory of the store, and the others that this rank was given."""
-        return self._opened.directories
-
-    @property
-    def state_directories(self) -> tuple[str, ...]:
-        """The directory that has the state of this rank."""
-        return (self._opened.home,)
-
-    @property
-    def checkpoints(self) -> list[StoredCheckpoint]:
-        """All usable checkpoints, oldest first, with the layout of this rank's state."""
-        return self._known.checkpoints
-
-    @property
-    def refused(self) -> list[tuple[str, str]]:
-        """Paths of directories that look like checkpoints but are not usable, with the reasons."""
-        return self._known.refused
-
-    @property
-    def newest(self) -> StoredCheckpoint | None:
-        """Usable checkpoint of the highest generation; superseded ones do not count."""
-        return self._known.newest
 
     @property
     def poisoned(self) -> bool:
@@ -225,16 +157,12 @@ class RankStore:
             """Compare on the writer, and tell what it has found."""
             if self._opened.store is not None:
                 self._opened.store.refresh(warn_of_refused=warn_of_refused)
-            return self._known.offer()
+            return self.offer()
 
         self.sealing.last_aborted = None  # a restore gives its slot up
         # A rank that announced an error before goes on with this call.
-        agreed = self.agreement.agree(self.call, make, self._known.learn, heeds_errors=False)
-        self._known.pass_over(agreed.notes)
-
-    def is_usable(self, checkpoint: StoredCheckpoint) -> bool:
-        """Return whether a checkpoint with open files is unchanged and not quarantined."""
-        return self._known.is_usable(checkpoint)
+        agreed = self.agreement.agree(self.call, make, self.learn, heeds_errors=False)
+        self.pass_over(agreed.notes)
 
     def require_space(self, layout: Layout, num_groups: int) -> None:
         """Check, on the writer, that the drive has room for all slots."""
@@ -270,16 +198,12 @@ class RankStore:
                 store.replace_train_state(checkpoint, states)
 
         ask = to_message(train_state)
-        self.agreement.agree("checkpoint()", make, lambda _: None, ask=ask, asks=True)
-        self._known.forget_train_state(checkpoint)
-
-    def replace_manifest(self, checkpoint: StoredCheckpoint, manifest: Manifest) -> None:
-        """Replace a checkpoint's manifest, on the writer; metrics are the writer's."""
-        self._known.replace_manifest(checkpoint, manifest)
+        self.agreement.agree("checkpoint()", make, lambda _: None, ask=ask)
+        self._train_states.pop((checkpoint.path, checkpoint.manifest.generation), None)
 
     def fits(self, checkpoint: StoredCheckpoint, cuts: Mapping[str, Cut] | None) -> bool:
         """Return whether this rank has stored its state of a checkpoint in its present cut."""
-        owners = self._known.manifest_of(checkpoint).owners
+        owners = self.manifest_of(checkpoint).owners
         if [one.owner for one in owners] != sorted(self._opened.owners):
             return False
         found = cuts or {}
@@ -293,12 +217,12 @@ class RankStore:
         """
         if all(self.plan.near):
             return ()
-        manifest = self._known.manifest_of(checkpoint)
+        manifest = self.manifest_of(checkpoint)
         names = names_with_state(
             self.backend,
             checkpoint.path,
             manifest,
-            self._known.further_of(manifest),
+            self.further_of(manifest),
             sees_first=self.is_near,
         )
         return [n for n, tensor in enumerate(manifest.layout.model) if tensor.name in names]
@@ -312,19 +236,15 @@ class RankStore:
         recode: Recode | None = None,
         shares: Sequence[int] = (1,),
     ) -> RecutSource:
-        """Return the state of a checkpoint in the present cut of this rank, for reading.
-
-        Raises:
-            RanksError: The ranks are on several hosts, and this one does not see what it needs.
-        """
+        """Return the state of a checkpoint in the present cut of this rank, for reading."""
         del shares  # each rank has one directory
-        manifest = self._known.manifest_of(checkpoint)
+        manifest = self.manifest_of(checkpoint)
         reach = None
         if not all(self.plan.near):
             model = manifest.layout.model
             names = (tensor.name for n, tensor in enumerate(model) if n in with_state)
             reach = Reach(self.is_near, frozenset(names))
-        further = self._known.further_of(manifest)
+        further = self.further_of(manifest)
         return RecutSource(
             self.backend, checkpoint.path, manifest, cuts, further, recode=recode, reach=reach
         )
@@ -342,32 +262,6 @@ class RankStore:
             needed = sum(owner_sizes(layout, boxes).values())
         require_rooms(self._opened, needed)
 
-    def manifest_of(self, checkpoint: StoredCheckpoint) -> Manifest:
-        """Return the manifest of a checkpoint as it is on the drive."""
-        return self._known.manifest_of(checkpoint)
-
-    def slot_of(self, checkpoint: StoredCheckpoint) -> StateSlot:
-        """Return the open files of this rank's state; see `RankCheckpoints.slot_of`."""
-        return self._known.slot_of(checkpoint)
-
-    def fetch(self, checkpoint: StoredCheckpoint) -> None:
-        """Send the train states of a checkpoint to the ranks that do not see them. Collective."""
-        self._known.fetch(checkpoint)
-
-    def as_checkpoint(
-        self, path: str, manifest: Manifest, own: Manifest, slot: StateSlot
-    ) -> AbstractContextManager[StoredCheckpoint]:
-        """Use a slot that is about to become a checkpoint as one, in a ``with`` block."""
-        return self._known.as_checkpoint(path, manifest, own, slot)
-
-    def checkpoint_of(self, slot: Any) -> StoredCheckpoint | None:
-        """Return the usable checkpoint that a slot belongs to; None if it belongs to none."""
-        return self._known.checkpoint_of(slot)
-
-    def reader_of(self, checkpoint: StoredCheckpoint) -> Checkpoint:
-        """Return a checkpoint as readers see it, with the train state of this rank."""
-        return self._known.reader_of(checkpoint)
-
     def model_of(self, checkpoint: StoredCheckpoint) -> File:
         """Return the file beside a checkpoint's manifest that has tensors of the model.
 
@@ -376,28 +270,76 @@ class RankStore:
         name = self.manifest_of(checkpoint).layout.model_name
         return self.backend.open(f"{checkpoint.path}/{name}")
 
-    def working_model(self, slot: StateSlot) -> tuple[File, Callable[[], None]]:
-        """Return the model file of the working slot, open for writing, and what closes it.
+    def working_model(self, slot: OwnerSlot) -> File:
+        """Open the model file of the writer's working slot for writing; the caller closes it.
 
         A seal writes it while later steps write other slots, so each seal has a file of its own.
         """
-        if isinstance(slot, Slot):
-            return slot.model, lambda: None  # closed with its slot
-        file = self.backend.open(
-            f"{self.directory}/{self.sealing.shared_of(slot).folder}/{MODEL_NAME}", writable=True
-        )
-        return file, file.close
-
-    def quarantine(self, checkpoint: StoredCheckpoint, reason: str) -> None:
-        """Exclude a damaged checkpoint from use; see `RankCheckpoints.quarantine`."""
-        self._known.quarantine(checkpoint, reason)
-
-    def withdraw_newer(self, checkpoint: StoredCheckpoint) -> None:
-        """Withdraw what is newer than a checkpoint on the writer, and forget it on every other."""
-        if self._opened.store is not None:
-            self._opened.store.withdraw_newer(checkpoint)
-        self._known.forget_newer(checkpoint)
+        folder = self.sealing.shared_of(slot).folder
+        return self.backend.open(f"{self.directory}/{folder}/{MODEL_NAME}", writable=True)
 
     def close(self) -> None:
         """Close all files and release the locks. Idempotent."""
         self._opened.close()
+
+
+class RankKeeping:
+    """Retention policy and pins, as one rank uses them; see `offload.store.expiry.Keeping`."""
+
+    def __init__(self, ranks: RankStore, store: Store | None) -> None:
+        self._ranks = ranks
+        self._keeping = None if store is None else store.keeping
+        self._idle = Leaving()
+
+    @property
+    def current(self) -> list[StoredCheckpoint]:
+        """Usable checkpoints that no fresh start has given up."""
+        return [c for c in self._ranks.checkpoints if not c.superseded]
+
+    @property
+    def leaving(self) -> Leaving:
+        """Checkpoints that are being copied to a tier, as the writer's store knows them."""
+        return self._idle if self._keeping is None else self._keeping.leaving
+
+    def pins(self) -> FoundPins:
+        """Read the pins from the drive."""
+        directory = self._ranks.directory
+        if not self._ranks.is_near:
+            raise RanksError(
+                f"the pins are in {directory}, on another host: ask on a rank of that host"
+            )
+        return read_pins(self._ranks.backend, directory)
+
+    def num_slots(self) -> int:
+        """Return the number of slots that retention is sure to need; 0 if the writer knows it."""
+        return 0 if self._keeping is None else self._keeping.num_slots()
+
+    def warn(self, refused: Sequence[str]) -> None:
+        """Warn, on the writer, about pins of checkpoints that do not exist."""
+        if self._keeping is not None:
+            self._keeping.warn(refused)
+
+    def warn_unranked(self, step: int, metrics: Collection[str]) -> None:
+        """Warn, on the writer, if a checkpoint lacks a metric that the policy ranks by."""
+        if self._keeping is not None:
+            self._keeping.warn_unranked(step, metrics)
+
+    def pin(self, name: str, which: int | str | None = None) -> None:
+        """Pin a checkpoint, durably. Collective."""
+        keeping = self._keeping
+        self._ranks.agreement.together(
+            "pin()", lambda: keeping.pin(name, which) if keeping else None
+        )
+
+    def unpin(self, name: str) -> None:
+        """Remove a pin, durably. Collective."""
+        keeping = self._keeping
+        self._ranks.agreement.together("unpin()", lambda: keeping.unpin(name) if keeping else None)
+
+    def require_no_newer_pins(self, checkpoint: StoredCheckpoint) -> None:
+        """Raise `PinError`, on the writer, if a checkpoint newer than the given one is pinned."""
+        if self._keeping is not None:
+            self._keeping.require_no_newer_pins(checkpoint)
+
+    def require_replaceable(self, path: str) -> None:
+        """Do nothing: the seal looks at the checkpoint that it would replace."""

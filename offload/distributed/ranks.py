@@ -60,16 +60,7 @@ class Ranks:
     def open_store(
         self, drives: Sequence[Drive], keep: Retention, options: Options, *, fresh: bool
     ) -> StateStore:
-        """Open the store for writing. Collective.
-
-        Args:
-            drives: Backend and path of each directory.
-            keep: Retention policy.
-            options: Settings, of which those of the store are used.
-            fresh: Whether to start over although the store has checkpoints.
-
-        Raises the errors of `offload.store.store.Store`.
-        """
+        """Open the store for writing. Collective; raises the errors of `Store`."""
         (backend, directory), *others = drives
         return Store(
             backend,
@@ -86,14 +77,9 @@ class Ranks:
     def together(self, what: str, action: Callable[[], T]) -> T:
         """Do something on every rank, and return when it has succeeded on all of them. Collective.
 
-        Args:
-            what: Call of the user, for messages: ``restore()``.
-            action: What this rank does. It makes no collective call.
-
-        Raises:
-            OffloadError: The action failed on a rank. That rank raises the error of the action, and
-                the others an error that names the rank and the cause; of the same class, if the
-                class is one of this package.
+        The action makes no collective call. If it fails on a rank, that rank raises its error, and
+        the others one that names the rank and the cause, of the same class if it is one of this
+        package. ``what`` is the call of the user, for messages.
         """
         del what
         return action()
@@ -125,12 +111,7 @@ class Ranks:
     def choose(self, what: str, find: Callable[[], tuple[T, str]]) -> T:
         """Find something on every rank, and check that all ranks have found the same. Collective.
 
-        Args:
-            what: Call of the user, for messages.
-            find: Returns what this rank has found, and what that is in words. It makes no
-                collective call.
-
-        Raises the errors of `together`.
+        ``find`` returns what this rank has found, and what that is in words; see `together`.
         """
         found: list[T] = []
 
@@ -162,17 +143,11 @@ class Ranks:
     def measure(
         self, what: str, directory: str, state_bytes: int, action: Callable[[int], None]
     ) -> None:
-        """Measure the drives of all ranks, each directory on one rank. Collective.
+        """Measure the drives of all ranks, each directory on one rank. Collective; see `together`.
 
-        Args:
-            what: Call of the user, for messages.
-            directory: Directory that has the state of this rank.
-            state_bytes: Size of the state of this rank.
-            action: Measures the directory if a state of the size that it is given is worth it.
-                The size is that of the largest state in the directory, or 0 if another rank has
-                measured it by then. No other rank measures the same drive meanwhile.
-
-        Raises the errors of `together`.
+        The action measures this rank's directory, if that is worth it for a state of the size that
+        it is given: that of the largest state in the directory, or 0 if another rank has measured
+        it by then. No other rank measures the same drive meanwhile.
         """
         del what, directory
         action(state_bytes)
@@ -185,14 +160,9 @@ class Ranks:
     ) -> Callable[[], None] | None:
         """Begin a seal with the other ranks although it has failed on this one. Never waits.
 
-        Args:
-            slot: Slot that holds the state, on which training goes on; None if the state is torn.
-            step: Optimizer steps taken.
-            error: Error of this rank.
-
-        Returns:
-            A function that tells all ranks of the error, and waits until they have ended the seal.
-            Another thread may call it. None if there is no other rank.
+        Training goes on in the slot; it is None if the state is torn. Returns a function that tells
+        all ranks of the error and waits until they have ended the seal, on any thread; None if
+        there is no other rank.
         """
         del slot, step, error
         return None
@@ -206,23 +176,14 @@ class Ranks:
     def know(self, named: Sequence[tuple[str, torch.Tensor]], *, replaces: bool) -> None:
         """Decide who steps parameters that are new. Collective if there are any.
 
-        Args:
-            named: All parameters of the model and of the optimizer, with their names in files.
-            replaces: Whether other objects may have taken the place of known parameters.
-
-        Raises:
-            UnsupportedParameterError: A parameter is divided in a way that is not supported.
-            BoxesError: The ranks do not have the same model.
-            RanksError: A rank was lost, or makes another call.
+        ``named`` are all of the model and the optimizer; other objects may have replaced known ones
+        if it ``replaces``.
         """
 
     def require_same_calls(self) -> None:
         """Check that no rank is in a call that this one, which is about to step, has not made.
 
         This waits for no rank, and finds what other ranks have said already.
-
-        Raises:
-            RanksError: A rank is in another call. Nothing has been changed.
         """
 
     def begin_step(self, terms: Step) -> Values:
@@ -246,22 +207,14 @@ class Ranks:
         return None
 
     def check_model(self, checkpoint: StoredCheckpoint) -> None:
-        """Check, before anything changes, that this rank can load its share of the model.
-
-        Raises:
-            RanksError: Its host does not see it.
-        """
+        """Check, before anything changes, that this rank's host sees its share of the model."""
 
     def as_checkpoint(
         self, path: str, manifest: Manifest, own: Manifest, slot: StateSlot
     ) -> AbstractContextManager[StoredCheckpoint]:
         """Use a slot that is about to become a checkpoint as one, in a ``with`` block.
 
-        Args:
-            path: Directory that the checkpoint has meanwhile.
-            manifest: Manifest of the checkpoint.
-            own: The same with the layout of this rank's state.
-            slot: Slot or part that holds this rank's share.
+        ``own`` is its manifest with the layout of this rank's state.
         """
         del manifest
         return nullcontext(StoredCheckpoint(path, own, cast(Slot, slot)))
@@ -292,12 +245,9 @@ class Ranks:
         """Tell the other ranks that a step has failed here. Never waits, never raises."""
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the ranks, and tell them so. Idempotent.
+        """Leave the ranks, and tell them so, and why if it is because of an error. Idempotent.
 
         This is no exchange: other ranks may have ended already.
-
-        Args:
-            error: Error because of which there is no optimizer on this rank; None if it is closed.
         """
 
     @contextmanager
@@ -323,7 +273,6 @@ class Ranks:
                 errors.append(error)
 
         def settle() -> None:
-            """Raise the warning if it is an error to the user."""
             for error in errors:
                 raise error
 

@@ -1,15 +1,10 @@
 """The rendezvous of the ranks of an optimizer: how they find each other in the key-value store.
 
-The store may outlive the ranks: torchrun keeps it when it restarts them, with all keys of the ranks
-that have ended. A rank that read such a key would take the message of a dead process for one of the
-present. So before anything else the ranks meet, and all further keys begin with a name that rank 0
-has made for this start:
-
-- Rank 0 announces the name, over that of an earlier start, and counts signs of progress beside it.
-- Each other rank answers under that name, with a name of its own process. If it has read the
-  announcement of an earlier start, it sees the present one soon, and answers again.
-- When all have answered, rank 0 welcomes each process by its name. No earlier rank 0 can have
-  welcomed it, so the process knows that the name is of the present start.
+torchrun keeps the store when it restarts the ranks, with all keys of those that have ended. So
+all further keys begin with a name that rank 0 has made for this start and announces. Each other
+rank answers under that name, with a name of its own process; if it has read the announcement of an
+earlier start, it sees the present one soon, and answers again. When all have answered, rank 0
+welcomes each process by its name. No earlier rank 0 can have done so: the name is of this start.
 """
 
 from __future__ import annotations
@@ -24,8 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from offload.distributed.agreement.agreement import Agreement
 from offload.distributed.agreement.effects import Channel, ChannelLostError
-from offload.distributed.agreement.messages import decode, encode
-from offload.distributed.agreement.peers import key, names
+from offload.distributed.agreement.peers import decode, encode, key, names
 from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.errors import RanksError
 
@@ -42,7 +36,6 @@ _LONGEST_POLL_S = 0.05
 """Most seconds until a rank notices that it has answered the announcement of an earlier start."""
 
 _ANNOUNCED = "name"
-_ANNOUNCEMENT = {"name": str, "signs": int}
 
 _numbers = Counter[str]()
 """Number of optimizers that this process has made, by group of ranks. The n-th optimizer of a group
@@ -157,7 +150,7 @@ def _follow(channel: Channel, process: str, rank: int, timeout_s: float) -> str:
         else:
             if text != before:
                 before, quiet_s = text, 0.0
-            name = str(decode(text, "name", _ANNOUNCEMENT, "rank 0")["name"])
+            name = str(decode(text, "name", "rank 0")["name"])
             if name != answered:
                 channel.put(key(name, "answer", rank), process)
                 if answered:

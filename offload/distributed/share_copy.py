@@ -14,7 +14,7 @@ from gds import Backend, File
 from offload.checkpoint.sealed_slot import model_file
 from offload.device.boundary import Marks
 from offload.device.staging import Traffic
-from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.peers import Json
 from offload.format.boxes import Box
 from offload.format.digests import Content, DigestContext, KnownLeaves
 from offload.format.layout import Layout
@@ -84,21 +84,6 @@ class ShareCopy:
 
     Before anything is written, digests are computed of all values that other ranks hold as well. No
     step may change one of these before. They count as the first byte of the copy.
-
-    Args:
-        share: What the rank writes; of a file that it does not see, nothing.
-        memory: Live memory of a box of a tensor, captured.
-        file: Model file of the slot, open for this rank alone; None if it does not see the file.
-        backend: Backend that allocates the memory for copying.
-        context: Store and generation of the digests.
-        marks: Positions in the streams of devices.
-        traffic: Counter of the bytes that cross to the host.
-        progress: Function that tells the other ranks that this one makes progress.
-        digests: Function that computes the digests of the values that other ranks hold.
-        known: Known content of the share in the file, by piece.
-        changing: Names of tensors that steps change; they are never read back for comparison.
-        forget: Function that records that the seal has failed.
-        close: Function that closes the file, when the seal has ended.
     """
 
     def __init__(
@@ -236,16 +221,7 @@ def load_share(
     backend: Backend,
     traffic: Traffic,
 ) -> int:
-    """Load a rank's share of the model into live tensors; return the number of bytes read.
-
-    Args:
-        share: What the rank has written.
-        manifest: Manifest of the checkpoint, as the rank has it.
-        memory: Live memory of a box of a tensor.
-        file: File with the share.
-        backend: Backend that allocates the memory for copying.
-        traffic: Counter of the bytes that cross from the host.
-    """
+    """Load a rank's share of the model into live tensors; return the number of bytes read."""
     reading = ModelReading(
         [StoredModel(file, model_file(manifest))],
         [LiveBox(e.name, e.box, memory(e.name, e.box)) for e in share.entries],

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 import offload.errors  # binds the package, whose version is compared
-from offload.distributed.agreement.messages import Json
+from offload.distributed.agreement.peers import Json
 from offload.errors import RanksError
 from offload.format._manifest_fields import NOT_HYPERPARAMETERS, encode_group
 from offload.format.strict_json import short

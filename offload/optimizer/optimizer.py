@@ -153,7 +153,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             options.state_format.stored_arrays("F32", rule.rule(group).arrays)
         ranks = Ranks()
         if several:
-            from offload.distributed.launch import join_ranks  # imports torch.distributed
+            from offload.distributed.rank_group import join_ranks  # imports torch.distributed
 
             ranks = join_ranks(
                 process_group,

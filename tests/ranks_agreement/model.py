@@ -178,16 +178,16 @@ class Ranks:
         memory, wing = world.memory[rank], self.wing
         outcomes = dict(memory.outcomes)
         named = tuple((owner, str(part)) for _, parts in world.names for owner, part in parts)
-        in_place = wing.grant.NO_SEAL
+        in_place = wing.seal.NO_SEAL
         generation = memory.generation + 1
         if outcomes.get(memory.begun) == "aborted" and memory.generation == memory.sealed:
             in_place, generation = memory.begun, memory.generation
-        offer = wing.grant.Offer(
+        offer = wing.seal.Offer(
             slot="slot",
             generation=generation,
             named=named,
             in_place_of=in_place,
-            decided=max(outcomes, default=wing.grant.NO_SEAL),
+            decided=max(outcomes, default=wing.seal.NO_SEAL),
         )
         return world, offer.as_json()
 
@@ -202,7 +202,7 @@ class Ranks:
                 return None
             if number not in outcomes:
                 raise BlockedError
-            return wing.grant.Outcome(outcomes[number])
+            return wing.seal.Outcome(outcomes[number])
 
         def ready(offer: Any) -> None:
             if offer.is_in_place:
@@ -216,9 +216,9 @@ class Ranks:
                 taken.add(memory.part)  # the engine reads from it, and it is no checkpoint's
             chosen.append(min(set(range(NUM_PARTS)) - taken))
 
-        offer = wing.grant.Offer.from_json(value)
+        offer = wing.seal.Offer.from_json(value)
         try:
-            wing.grant.accept(self._peers(rank), offer, outcome_of, ready)
+            wing.seal.accept(self._peers(rank), offer, outcome_of, ready)
         except wing.unanimous.RanksError as error:
             return world, Raised(error)
         (part,) = chosen
@@ -324,8 +324,8 @@ class Ranks:
         return self.wing.peers.key(self.wing.peers.seal_scope(number), "left")
 
     def _ledger(self, memory: Memory) -> Any:
-        outcomes = {n: self.wing.grant.Outcome(value) for n, value in memory.outcomes}
-        return self.wing.grant.Ledger(dict(memory.parts), outcomes)
+        outcomes = {n: self.wing.seal.Outcome(value) for n, value in memory.outcomes}
+        return self.wing.seal.Ledger(dict(memory.parts), outcomes)
 
     def _with_ledger(self, world: World, rank: int, ledger: Any) -> World:
         outcomes = tuple(sorted((n, outcome.value) for n, outcome in ledger.outcomes.items()))

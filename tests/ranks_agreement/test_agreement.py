@@ -15,8 +15,8 @@ import pytest
 from torch.distributed import HashStore
 
 from offload.distributed.agreement.agreement import Agreement
-from offload.distributed.agreement.grant import Offer
 from offload.distributed.agreement.reports import Report
+from offload.distributed.agreement.seal import Offer
 from offload.distributed.agreement.sights import Sight
 from offload.distributed.agreement.torch_channel import TorchChannel
 from offload.errors import InDoubtError, RanksError, SealError

@@ -125,7 +125,7 @@ STEPS: Final = {
         _STOPPED,
     ),
     "a part is held while its seal is in doubt": (
-        *("grant", "if outcome is Outcome.ABORTED:", "if outcome is not Outcome.PUBLISHED:"),
+        *("seal", "if outcome is Outcome.ABORTED:", "if outcome is not Outcome.PUBLISHED:"),
         _BESIDE,
     ),
     "the wait for the verdict": (

@@ -12,13 +12,11 @@ from tests.mutation.mutation import ROOT, Edit
 _FOLDER = "offload/distributed/agreement"
 _NAMES = (
     "effects",
-    "messages",
     "peers",
     "reports",
     "sights",
     "opening",
     "unanimous",
-    "grant",
     "seal",
 )
 """Modules that decide something; each imports only those before it."""

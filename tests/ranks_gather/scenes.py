@@ -178,7 +178,7 @@ def gather_with_fault(rank: int, world: World, faults: Faults) -> Any:
 
     own = Rank(world, rank)
     plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
+    groups = HolderGroups({t.holders for t in plan.transfers}, timeout_s=AGREEMENT_S)
     gathering = Gathering(
         plan,
         groups,
@@ -209,7 +209,7 @@ def gather_beside_a_seal(rank: int, world: World) -> tuple[Bits, Bits]:
     """Gather while a seal copies the old values slowly; return what it copied, and the values."""
     own = Rank(world, rank)
     plan = world.plan()
-    groups = HolderGroups(plan.holder_sets, timeout_s=AGREEMENT_S)
+    groups = HolderGroups({t.holders for t in plan.transfers}, timeout_s=AGREEMENT_S)
     copied: dict[str, torch.Tensor] = {}
     changed = threading.Condition()
     versions: list[int] = []

@@ -10,7 +10,7 @@ import torch
 
 import offload.device.boundary
 from offload.device.staging import Traffic
-from offload.distributed.gathering.replicas import Replicas
+from offload.distributed.gathering.step_agreement import Replicas
 from offload.format.boxes import Box
 from offload.format.shares.model_shares import TensorBox, divide
 from tests.fake_gpu import device as fake_device

@@ -357,7 +357,7 @@ def warm_up() -> None:
     """Import what ranks need, before they are forked."""
     import torch.distributed.tensor  # noqa: F401
 
-    from offload.distributed import launch  # noqa: F401
+    from offload.distributed import rank_group  # noqa: F401
     from offload.distributed.agreement import torch_channel  # noqa: F401
     from tests.stores.training import Reference
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import offload
 from gds import MemoryBackend, PosixBackend
 from offload import AdamW, open_checkpoint
-from offload.distributed.launch import require_beside_forward
+from offload.distributed.rank_group import require_beside_forward
 from offload.errors import ProcessGroupError
 from tests.dying import dying
 from tests.stores.training import Model, Reference, differences, optimizer_for, options

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import offload.errors
 from gds.waiting import Monitor
 from offload.distributed.agreement import seal
-from offload.distributed.agreement.driver import Driver, QuietRanks
+from offload.distributed.agreement.driver import Driver, Places, Quiet, Signs
 from offload.distributed.agreement.effects import Channel, ChannelLostError, Program
-from offload.distributed.agreement.grant import EMPTY, NO_SEAL, Offer, Outcome, accept
-from offload.distributed.agreement.messages import Json
 from offload.distributed.agreement.opening import Plan, plan_opening
 from offload.distributed.agreement.peers import (
+    Json,
     Peers,
     announcement,
     error_key,
@@ -27,8 +26,8 @@ from offload.distributed.agreement.peers import (
     who_left,
 )
 from offload.distributed.agreement.reports import Report
+from offload.distributed.agreement.seal import EMPTY, NO_SEAL, Offer, Outcome, accept
 from offload.distributed.agreement.sights import Sight
-from offload.distributed.agreement.signs import Places, Signs
 from offload.distributed.agreement.unanimous import (
     INTERRUPTS,
     Agreed,
@@ -46,17 +45,6 @@ _LEAVE_S = 1.0
 others miss it after their limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """A working slot for which every rank is ready."""
-
-    offer: Offer
-    """What the writer has offered."""
-
-    notes: Mapping[int, Json]
-    """What each rank has answered."""
-
-
 class Agreement:
     """Lets the ranks of one optimizer agree. There is one for each optimizer on each rank.
 
@@ -69,12 +57,6 @@ class Agreement:
     any more: a call that follows one which has waited in vain fails at once, unless the rank has
     come meanwhile. After a rank was lost, or a seal is in doubt, every further call raises the same
     error: the job has to be restarted.
-
-    Args:
-        channel: Connection to the key-value store, which from now on only the agreement uses.
-        rank: This rank, from 0.
-        size: Number of ranks.
-        timeout_s: The limit: seconds without a sign of progress after which a rank counts as lost.
     """
 
     def __init__(self, channel: Channel, rank: int, size: int, *, timeout_s: float) -> None:
@@ -92,7 +74,7 @@ class Agreement:
                 made.close()
             raise
         self._signs = Signs(self._channels[2], rank, timeout_s)
-        quiet = QuietRanks()
+        quiet: dict[int, Quiet] = {}
         self._places = Places(self._signs, rank)
         self._exchanges = Driver(self._channels[0], self._signs, timeout_s, quiet, self._why_apart)
         self._seals = Driver(self._channels[1], self._signs, timeout_s, quiet)
@@ -122,10 +104,7 @@ class Agreement:
     def open(self, sight: Sight, enter: Callable[[Plan], object]) -> Plan:
         """Decide with all ranks how the store is opened, and open it. Collective.
 
-        Args:
-            sight: What this rank sees.
-            enter: Opens this rank's share according to the plan. An error in it is raised on all
-                ranks; nothing that it has done may matter then.
+        Nothing that ``enter`` has done may matter if it fails on any rank.
         """
 
         def make(asked: Mapping[int, Json]) -> Json:
@@ -134,10 +113,9 @@ class Agreement:
             return plan_opening(sights).as_json()
 
         def ready(value: Json) -> None:
-            """Open this rank's share."""
             enter(Plan.from_json(value))
 
-        agreed = self.agree("open()", make, ready, ask=sight.as_json(), asks=True)
+        agreed = self.agree("open()", make, ready, ask=sight.as_json())
         plan = Plan.from_json(agreed.offer)
         self._peers = replace(self._peers, leader=plan.writer, hosts=plan.hosts)
         return plan
@@ -149,10 +127,12 @@ class Agreement:
         ready: Callable[[Json], Json],
         *,
         ask: Json = None,
-        asks: bool = False,
         heeds_errors: bool = True,
     ) -> Agreed:
-        """Accept the writer's offer on all ranks, or raise the same error on all. Collective."""
+        """Accept the writer's offer on all ranks, or raise the same error on all. Collective.
+
+        If ranks ``ask``, which all of them do or none, the offer is made of what each has said.
+        """
         self._require_whole()
         scope = self._places.begin_exchange(what)
         if text := self._why_apart():
@@ -162,7 +142,6 @@ class Agreement:
             scope=scope,
             what=what,
             ask=ask,
-            asks=asks,
             make=make,
             ready=ready,
             heeds_errors=heeds_errors,
@@ -185,14 +164,9 @@ class Agreement:
     def together(self, what: str, action: Callable[[], T]) -> T:
         """Do something on every rank, and return when it has succeeded on all of them. Collective.
 
-        Args:
-            what: Call of the user, for messages.
-            action: What this rank does, and returns the result of. It makes no collective call.
-
-        Raises:
-            OffloadError: The action failed on a rank. That rank raises the error of the action, and
-                the others an error that names the rank and the cause. It is of the same class, if
-                the class is one of this package.
+        The action makes no collective call. If it fails on a rank, that rank raises its error, and
+        the others one that names the rank and the cause, of the same class if it is one of
+        this package.
         """
         results: list[T] = []
         self.everywhere(what, lambda: results.append(action()))
@@ -227,7 +201,7 @@ class Agreement:
         offer: Callable[[], Offer],
         ready: Callable[[Offer, frozenset[str]], Json],
         what: str = "step()",
-    ) -> Granted:
+    ) -> Agreed:
         """Get ready with all ranks for writing into a working slot. Collective.
 
         Called at the first step after a seal or a restore. No rank changes a parameter or writes a
@@ -241,7 +215,6 @@ class Agreement:
             return replace(offer(), decided=decided).as_json()
 
         def get_ready(value: Json) -> Json:
-            """Accept the offer, or raise the reason why not."""
             return accept(self._peers, Offer.from_json(value), self._outcome_of, choose)
 
         def choose(found: Offer) -> Json:
@@ -252,7 +225,7 @@ class Agreement:
             return ready(found, held)
 
         agreed = self.agree(what, make, get_ready)
-        return Granted(Offer.from_json(agreed.offer), agreed.notes)
+        return replace(agreed, offer=Offer.from_json(agreed.offer))
 
     def begin_seal(self, part: str, *, is_placed: bool = True) -> int:
         """Announce that this rank seals, and return the seal's number. Collective; never waits.
@@ -260,10 +233,6 @@ class Agreement:
         From this call on the part must not be written to, except for what the seal itself writes
         before its report, until the seal is known to be aborted. `report` must follow, and then
         `commit` or `await_decision`, even if this rank fails.
-
-        Args:
-            part: Name of the part that this rank has written; empty if it has none.
-            is_placed: Whether this rank has taken the steps that the other ranks have taken.
         """
         self._require_whole()
         number = self._places.begin_seal(is_placed=is_placed)
@@ -304,32 +273,16 @@ class Agreement:
     ) -> None:
         """Decide on a seal and tell all ranks; on the writer, once, after its own `report`.
 
+        `complete` does all that is left before the rename, with the report of each rank. After an
+        error in it the checkpoint does not exist; after one in `rename` nobody knows.
         Returns when all ranks have read that the checkpoint exists, or the limit has passed.
-
-        Args:
-            number: Number of the seal.
-            complete: Does all that is left before the rename, with the report of each rank: it
-                writes the manifest and makes it durable. After an error in it the checkpoint does
-                not exist.
-            rename: Renames the checkpoint into place and makes the name durable. After an error in
-                it nobody knows whether the checkpoint exists.
-
-        Raises:
-            SealError: The checkpoint does not exist. Every rank raises the same error.
-            InDoubtError: The rename, or the sync after it, failed.
         """
         own = self._reports.pop(number)
         program = seal.commit(self._peers, number, own, complete, rename, self._settle)
         self._conclude(number, own, self._run_seal(number, program))
 
     def await_decision(self, number: int) -> None:
-        """Wait for the writer's decision on a seal; on every other rank, after `report`.
-
-        Raises:
-            SealError: The checkpoint does not exist. Every rank raises the same error.
-            InDoubtError: No decision came in time, or the writer does not know either. This rank
-                never writes to the part again, and the job has to be restarted.
-        """
+        """Wait for the writer's decision on a seal; on every other rank, after `report`."""
         own = self._reports.pop(number)
         program = seal.await_decision(self._peers, number, own, self._settle)
         self._conclude(number, own, self._run_seal(number, program))
@@ -367,9 +320,6 @@ class Agreement:
         raise an error that names it. To be called after the seals of this rank have ended. The
         first rank, whose process may serve the key-value store, stays until all ranks have read how
         the last exchange has ended, or the limit has passed.
-
-        Args:
-            error: Error because of which there is no optimizer on this rank; None if it is closed.
         """
         if self._peers.rank == 0 and self._stale and not self._lost:
             with suppress(ChannelLostError):

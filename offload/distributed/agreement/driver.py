@@ -1,26 +1,202 @@
-"""Runs programs of the protocol over a channel."""
+"""Runs programs of the protocol over a channel, and tells slow ranks from lost ones.
+
+A rank counts, under a key for each exchange or seal, how often it had something to show: bytes
+written, or a wait that goes on within its limit. Times of different hosts are never compared; the
+others only look whether the number has changed. It also notes in which call it is, so that ranks
+that have made different calls know at once that they are apart. These notes are hints: a rank that
+misses one waits for the limit.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Final, TypeVar
 
 from offload.distributed.agreement.effects import (
     Act,
     Arrived,
     Await,
     Channel,
+    ChannelLostError,
     Delete,
     Effect,
     Get,
     Program,
     Put,
 )
-from offload.distributed.agreement.messages import MessageError, decode
-from offload.distributed.agreement.peers import ANNOUNCED, error_key, sign_key, who_left
-from offload.distributed.agreement.signs import Signs
+from offload.distributed.agreement.peers import (
+    FIRST_SIGN,
+    MessageError,
+    Peers,
+    announcement,
+    begun_key,
+    decode,
+    encode,
+    error_key,
+    exchange_scope,
+    seal_scope,
+    sign_key,
+    who_left,
+)
+
+SIGNS_PER_LIMIT = 10
+"""Most signs that a rank gives within the limit; more would only burden the key-value store."""
+
+_CHECKPOINT: Final = "checkpoint()"
+
+
+class Signs:
+    """Signs of progress of one rank, over a channel that nothing else uses. Any thread."""
+
+    def __init__(self, channel: Channel, rank: int, timeout_s: float) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._pause_s = timeout_s / SIGNS_PER_LIMIT
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._last_s: float | None = None
+
+    def begin(self, scope: str) -> None:
+        """Give signs for an exchange or a seal from now on; the first has been given."""
+        with self._lock:
+            self._counts[scope] = int(FIRST_SIGN)
+
+    def end(self, scope: str) -> None:
+        """Give no further sign for an exchange or a seal."""
+        with self._lock:
+            self._counts.pop(scope, None)
+
+    def give(self) -> None:
+        """Give a sign for each exchange and seal in progress, unless the last was just now."""
+        with self._lock:
+            now = self._channel.now()
+            if self._last_s is not None and now - self._last_s < self._pause_s:
+                return
+            self._last_s = now
+            for scope in self._counts:
+                self._counts[scope] += 1
+                self._put_sign(scope)
+
+    def put(self, key: str, value: str, *, within_s: float | None = None) -> None:
+        """Set the value of a key, from any thread; never raises. See `Channel.put`."""
+        with self._lock:
+            self._put(key, value, within_s)
+
+    def get(self, key: str) -> str | None:
+        """Return the value of a key, on any thread; None if it has none or cannot be read."""
+        with self._lock, suppress(ChannelLostError):
+            return self._channel.get(key)
+        return None
+
+    @contextmanager
+    def during(self, scope: str) -> Iterator[None]:
+        """Give signs for an exchange, the first at once."""
+        self.begin(scope)
+        with self._lock:
+            self._put_sign(scope)
+        try:
+            yield
+        finally:
+            self.end(scope)
+
+    def _put_sign(self, scope: str) -> None:
+        self._put(sign_key(scope, self._rank), str(self._counts[scope]))
+
+    def _put(self, key: str, value: str, within_s: float | None = None) -> None:
+        with suppress(ChannelLostError):  # what waits for this rank, or it for others, reports it
+            self._channel.put(key, value, within_s=within_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is in the program that all ranks run."""
+
+    rank: int
+    what: str
+    exchanges: int
+    """Number of exchanges that the rank has begun, without the one that the note is about."""
+
+    steps: int
+
+
+class Places:
+    """Where this rank is, and whether another rank is in another call. Any thread."""
+
+    def __init__(self, signs: Signs, rank: int) -> None:
+        self._signs = signs
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._call = ""
+        self.num_exchanges = 0
+        self.num_seals = 0
+        self.num_steps = 0
+        """Optimizer steps that had been taken when the user's call began."""
+
+    def begin_exchange(self, what: str) -> str:
+        """Begin an exchange for a call of the user; return its name."""
+        with self._lock:
+            number = self.num_exchanges
+            self.num_exchanges += 1
+        self._call = what
+        scope = exchange_scope(number)
+        self._note(scope, what, number)
+        return scope
+
+    def begin_seal(self, *, is_placed: bool) -> int:
+        """Begin a seal; return its number. A rank without the others' steps is not placed."""
+        with self._lock:
+            number = self.num_seals
+            self.num_seals += 1
+        if is_placed:
+            self._note(seal_scope(number), _CHECKPOINT, self.num_exchanges)
+        return number
+
+    def apart_in_step(self, peers: Peers, what: str) -> str:
+        """Return, in words, that a rank is in another call than this one, which begins a step."""
+        own = self.num_exchanges, self.num_steps
+        for scope in (seal_scope(self.num_seals), exchange_scope(self.num_exchanges)):
+            other = self._found(scope)
+            if other is not None and (other.exchanges, other.steps) <= own:
+                return self._part(peers, other, what, self.num_exchanges)
+        return ""
+
+    def apart_in_exchange(self, peers: Peers) -> str:
+        """Return, in words, that a rank has sealed where this one has begun its last exchange."""
+        number = self.num_exchanges - 1
+        other = self._found(seal_scope(self.num_seals))
+        if other is None or other.exchanges > number:
+            return ""
+        return self._part(peers, other, self._call, number)
+
+    def _note(self, scope: str, what: str, num_exchanges: int) -> None:
+        """Note for the other ranks that this one begins an exchange or a seal."""
+        place = Place(self._rank, what, num_exchanges, self.num_steps)
+        self._signs.put(begun_key(scope), encode("place", asdict(place)))
+
+    def _found(self, scope: str) -> Place | None:
+        """Return where a rank was that has begun an exchange or a seal; None if none has."""
+        text = self._signs.get(begun_key(scope))
+        try:
+            fields = None if text is None else decode(text, "place", "a rank")
+        except MessageError:
+            return None
+        return None if fields is None else Place(**fields)
+
+    def _part(self, peers: Peers, other: Place, what: str, number: int) -> str:
+        """Tell the ranks that wait for this one in a seal or an exchange; return it in words."""
+        calls = sorted([(other.rank, other.what), (peers.rank, what)])
+        (first, its), (second, also) = [(peers.name(rank), call) for rank, call in calls]
+        remedy = "make the same calls in the same order on every rank"
+        if other.what == _CHECKPOINT:
+            remedy = f"call {_CHECKPOINT} on every rank"
+        text = f"{first} is in {its}, {second} in {also}: {remedy}"
+        for scope in (seal_scope(self.num_seals), exchange_scope(number)):
+            self._signs.put(error_key(scope), announcement(peers.rank, text, final=True))
+        return text
+
 
 T = TypeVar("T")
 
@@ -46,43 +222,10 @@ class Quiet:
     """Seconds without another sign until the wait ended."""
 
 
-class QuietRanks:
-    """What the waits of this rank have seen of ranks that did not come. Any thread.
-
-    A seal waits several times, and the next call waits again. A rank that has ended is silent in
-    all of them; together they wait for one limit only.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: dict[int, Quiet] = {}
-
-    def note(self, rank: int, quiet: Quiet) -> None:
-        """Record that a wait has ended without a rank."""
-        with self._lock:
-            self._found[rank] = quiet
-
-    def of(self, rank: int) -> Quiet | None:
-        """Return the silence of a rank; None if it has come since, or was never missed."""
-        with self._lock:
-            return self._found.get(rank)
-
-    def forget(self, rank: int) -> None:
-        """Record that a message or sign of a rank has come."""
-        with self._lock:
-            self._found.pop(rank, None)
-
-
 class Driver:
-    """Runs programs over one channel, on one thread at a time.
+    """Runs programs over a channel that nothing else uses, on one thread at a time.
 
-    Args:
-        channel: A channel that nothing else uses.
-        signs: Signs of progress of this rank, which are given while it waits.
-        timeout_s: Seconds without a sign of progress after which a rank counts as lost.
-        quiet: Ranks that were waited for in vain, by this or another driver of the rank.
-        look: Function that is called whenever a wait has looked at the others. It returns an error
-            in words if they will never come, which ends the wait.
+    ``look`` is called in every wait. If the others will never come, it says why, which ends it.
     """
 
     def __init__(
@@ -90,7 +233,7 @@ class Driver:
         channel: Channel,
         signs: Signs,
         timeout_s: float,
-        quiet: QuietRanks,
+        quiet: dict[int, Quiet],
         look: Callable[[], str] | None = None,
     ) -> None:
         self._look = look
@@ -98,6 +241,8 @@ class Driver:
         self._signs = signs
         self._timeout_s = timeout_s
         self._quiet = quiet
+        """Silence of each rank that a wait of any driver has missed, until it comes. So all waits
+        of a seal and the next call together last one limit for a rank that has ended."""
         self._look_s = min(timeout_s / _LOOKS_PER_LIMIT, _LONGEST_LOOK_S)
 
     def run(self, program: Program[T]) -> T:
@@ -169,13 +314,13 @@ class Driver:
             lost = {rank for rank in missing if quiet_s[rank] >= self._timeout_s}
             if lost:
                 for rank in missing:
-                    self._quiet.note(rank, Quiet(effect.scope, signs[rank], quiet_s[rank]))
+                    self._quiet[rank] = Quiet(effect.scope, signs[rank], quiet_s[rank])
                 return Arrived(values, lost=frozenset(lost))
         return Arrived(values)
 
     def _quiet_before(self, rank: int, scope: str, sign: str | None) -> float:
         """Return how long a rank has been silent already, as an earlier wait has seen it."""
-        before = self._quiet.of(rank)
+        before = self._quiet.get(rank)
         if before is None:
             return 0.0
         if before.scope != scope:
@@ -184,7 +329,7 @@ class Driver:
         else:
             is_same = sign == before.sign
         if not is_same:
-            self._quiet.forget(rank)
+            self._quiet.pop(rank, None)
             return 0.0
         return before.quiet_s
 
@@ -194,7 +339,7 @@ class Driver:
         if value is not None:
             values[rank] = value
             del missing[rank]
-            self._quiet.forget(rank)
+            self._quiet.pop(rank, None)
 
     def _left(self, missing: dict[int, str], values: dict[int, str]) -> dict[int, str]:
         """Return those of the missing ranks that have left, each with its reason."""
@@ -210,7 +355,7 @@ class Driver:
         if text is None:
             return ""
         try:
-            found = decode(text, "error", ANNOUNCED, "another rank")
+            found = decode(text, "error", "another rank")
         except MessageError as error:
             return str(error)
         is_heeded = found["rank"] in missing and (effect.heeds_errors or found["final"])

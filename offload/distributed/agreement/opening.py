@@ -1,9 +1,8 @@
 """The decision on how a store is opened, out of what all ranks see. Pure.
 
-There is no stable mapping of ranks to hosts: after a restart, any rank may be on any of them. So
-the roles are decided anew at each opening. The lowest rank that sees the store's first directory is
-its writer, and each owner of parts is served by a rank that sees its directory. A store that any
-rank sees is opened or refused, never made anew.
+After a restart, any rank may be on any host. So the lowest rank that sees the store's first
+directory is its writer, and each owner of parts is served by a rank that sees its directory. A
+store that any rank sees is opened or refused, never made anew.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from offload.distributed.agreement.messages import Json, tuples_of
-from offload.distributed.agreement.peers import listed
+from offload.distributed.agreement.peers import Json, listed, tuples_of
 from offload.distributed.agreement.sights import CheckpointSight, OwnerSight, Sight, StoreSight
 from offload.errors import RanksError
 from offload.units import many
@@ -25,14 +23,8 @@ class Plan:
     """How all ranks open a store."""
 
     writer: int
-    """Rank that writes manifests, and renames checkpoints into place."""
-
     store_id: str
-    """Identity of the store."""
-
     is_new: bool
-    """Whether the store does not exist yet."""
-
     checkpoint: tuple[int, int] | None
     """Step and generation of the newest checkpoint that is whole; None if there is none."""
 
@@ -57,7 +49,6 @@ class Plan:
     """Checkpoints that cannot be used, newest first: step, and why."""
 
     hosts: tuple[str, ...]
-    """Name of each rank's host."""
 
     def as_json(self) -> Json:
         """Return the plan as JSON."""

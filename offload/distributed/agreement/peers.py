@@ -1,4 +1,8 @@
-"""The ranks of one optimizer: who leads them, what they are called, and their keys and notes.
+"""The ranks of one optimizer, and the form of the keys and messages by which they speak.
+
+Ranks may run different versions of this package by mistake, which the version of a message tells,
+and may reach the same point of the protocol from different calls, which its kind tells. Its fields
+are not checked.
 
 Two notes are no exchange, because nobody answers them. A rank that closes its optimizer says that
 it leaves, and one that fails in a call announces its error, so that others end their wait for it at
@@ -7,17 +11,62 @@ once. A rank that has ended without a note, or whose note was lost, is missed af
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeAlias
 
-from offload.distributed.agreement.messages import MessageError, decode, encode
+from offload.errors import RanksError
+from offload.format.strict_json import parse_json, short
+
+VERSION = 2
+"""Version of all messages; ranks with different versions cannot train together."""
+
+Json: TypeAlias = Any
+"""A value that JSON can hold."""
+
+
+class MessageError(RanksError):
+    """A message of another rank is not what this version of the package writes."""
+
+
+def encode(kind: str, fields: Mapping[str, Json]) -> str:
+    """Return a message."""
+    message = {"version": VERSION, "kind": kind, **fields}
+    return json.dumps(message, separators=(",", ":"), allow_nan=False)
+
+
+def decode(text: str, kind: str, sender: str) -> dict[str, Json]:
+    """Return the fields of a message of a kind; the sender is named in words, for errors."""
+    try:
+        message = parse_json(text.encode())
+    except ValueError as error:
+        raise MessageError(f"{sender}: a message is not JSON ({error}): restart the job") from error
+    if not isinstance(message, dict):
+        raise MessageError(f"{sender}: a message is {short(message)}, expected an object")
+    version, found = message.pop("version", None), message.pop("kind", None)
+    if type(version) is not int or version != VERSION:
+        raise MessageError(
+            f"{sender} writes messages of version {short(version)}, expected {VERSION}: install "
+            "the same version of this package on all hosts"
+        )
+    if found != kind:
+        raise MessageError(
+            f"{sender}: the message is of kind {short(found)}, expected {kind!r}: call the same "
+            "methods of the optimizer in the same order on all ranks"
+        )
+    return message
+
+
+def tuples_of(value: Json) -> Any:
+    """Return a value out of a message with tuples in place of lists, at any depth."""
+    if isinstance(value, dict):
+        return {name: tuples_of(one) for name, one in value.items()}
+    return tuple(map(tuples_of, value)) if isinstance(value, list | tuple) else value
+
 
 ANYONE: Final = "left/anyone"
 """Key that exists if any rank has left, so that a wait reads one key and not one for each rank."""
-
-ANNOUNCED: Final = {"rank": int, "error": str, "final": bool}
-"""Fields of an announced error; a final one ends every wait for the rank."""
 
 FIRST_SIGN: Final = "0"
 """First sign of progress of a rank in an exchange or a seal."""
@@ -28,11 +77,7 @@ class Peers:
     """The ranks that train into one store, as one of them knows them."""
 
     rank: int
-    """This rank, from 0."""
-
     size: int
-    """Number of ranks."""
-
     timeout_s: float
     """Seconds without a sign of progress after which a rank counts as lost."""
 
@@ -111,18 +156,12 @@ def error_key(scope: str) -> str:
 
 
 def announcement(rank: int, error: str, *, final: bool = False) -> str:
-    """Return the message in which a rank announces that it failed and will not take part."""
+    """Return the message of a rank that failed; a final one ends every wait for the rank."""
     return encode("error", {"rank": rank, "error": error, "final": final})
 
 
 def leave(put: Callable[[str, str], object], rank: int, reason: str) -> None:
-    """Say that a rank leaves.
-
-    Args:
-        put: Function that sets the value of a key.
-        rank: The rank.
-        reason: Error because of which its constructor failed; empty if it has closed its optimizer.
-    """
+    """Say that a rank leaves: why it has no optimizer, or, with no reason, that it closed it."""
     note = encode("left", {"reason": reason})
     put(_left_key(rank), note)
     put(ANYONE, note)
@@ -151,7 +190,7 @@ def _left_key(rank: int) -> str:
 def _reason_in(note: str, rank: int) -> str:
     """Return the reason in a note; a note that cannot be read is a reason as well."""
     try:
-        return str(decode(note, "left", {"reason": str}, names([rank]))["reason"])
+        return str(decode(note, "left", names([rank]))["reason"])
     except MessageError as error:
         return str(error)
 

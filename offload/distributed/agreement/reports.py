@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
-from offload.distributed.agreement.messages import (
+from offload.distributed.agreement.peers import (
     Json,
-    MessageError,
+    Peers,
     decode,
     encode,
-    types_of,
+    in_words,
+    names,
 )
-from offload.distributed.agreement.peers import Peers, in_words, names
 from offload.errors import SealError
 from offload.format._layout_fields import encode_scalars
 from offload.format._manifest_fields import TENSOR_KINDS
@@ -25,17 +25,12 @@ class Report:
     """What one rank says when its part of a checkpoint is durable, or cannot be made durable."""
 
     step: int
-    """Number of optimizer steps taken; the same on all ranks."""
-
     generation: int
-    """Generation of the state; the same on all ranks."""
-
     hyper_digest: str = ""
-    """Digest of the hyper-parameters of all groups; the same on all ranks."""
+    """Digest of the hyper-parameters of all groups."""
 
     model_digest: str = ""
-    """Digest of the header of the whole model: its tensors with their names, dtypes and shapes; the
-    same on all ranks."""
+    """Digest of the header of the whole model: its tensors with their names, dtypes and shapes."""
 
     part: str = ""
     """Name of the part that the rank has written; empty if it has none."""
@@ -47,7 +42,7 @@ class Report:
     """Digests of the values that other ranks hold as well; see `differing`."""
 
     extra: Json = None
-    """Whatever else the writer needs for the manifest."""
+    """What else the writer needs of a part: its reference, the train state, the scalar state."""
 
     error: str = ""
     """Why the part is not durable, in words; empty if it is."""
@@ -59,7 +54,7 @@ class Report:
     @classmethod
     def decode(cls, text: str, sender: str) -> Report:
         """Return the report in the message of a rank, which is named in words."""
-        return cls(**decode(text, "report", types_of(cls), sender))
+        return cls(**decode(text, "report", sender))
 
 
 _SAME = (
@@ -129,9 +124,7 @@ def disagreement(
 def differing(said: Mapping[int, Json]) -> str:
     """Return which parameters differ between ranks that hold the same part of them, in words.
 
-    Args:
-        said: For each rank, a list of parameters. Each has the name, the first of the ranks that
-            hold the same part, and a digest of the values.
+    Each rank says the name, the first rank that holds the same part, and a digest of the values.
     """
     first: dict[tuple[str, int], tuple[int, str]] = {}
     found: dict[str, tuple[int, set[int]]] = {}
@@ -192,11 +185,8 @@ def require_same_scalars(said: Mapping[int, Json], names: Sequence[str]) -> None
     """
     distinct: dict[tuple[int, int, str], tuple[int, Json]] = {}
     for rank, runs in sorted(said.items()):
-        try:
-            for first, last, value in runs:
-                distinct.setdefault((int(first), int(last), _untyped(value)), (rank, value))
-        except (TypeError, ValueError) as error:
-            raise MessageError(f"rank {rank}: the report has no scalar state: {error}") from error
+        for first, last, value in runs:
+            distinct.setdefault((first, last, _untyped(value)), (rank, value))
     active: list[tuple[int, str, int, Json]] = []
     for (first, last, text), (rank, value) in sorted(distinct.items(), key=lambda one: one[0]):
         active = [one for one in active if one[0] >= first]

@@ -1,12 +1,13 @@
-"""The decision on a seal: the writer takes it once, and every other rank waits for it.
+"""The grant of a working slot, and the decision on a seal.
 
-Each rank makes its part durable and reports it. The writer gathers the reports. If all are well and
-agree, it completes the checkpoint and renames it into place; the rename is the commit. Then it
-announces one of three outcomes, and nothing else ever, for the seal's number:
+*Grant*: at the first step after a seal or a restore, the writer offers a slot with its generation,
+and says which parts any checkpoint names. Each rank gets a part ready that neither the offer nor
+the ledger of its own seals names. Or the writer offers to go on *in place*, in the slot of an
+aborted seal; a rank accepts that only if it has read itself that the seal was aborted.
 
-- *published*: the checkpoint exists, durably.
-- *aborted*: it does not exist, and never will. This is announced only if the rename was not begun.
-- *in doubt*: the rename, or the sync after it, failed.
+*Seal*: each rank makes its part durable and reports it. If all reports are well and agree, the
+writer completes the checkpoint and renames it into place; the rename is the commit. Then it
+announces one `Outcome`, and nothing else ever, for the seal's number.
 
 A rank that has reported knows nothing until it reads the outcome. The writer may be stopped between
 the last report and the rename, for longer than any limit, and go on then. So a rank that waits in
@@ -18,7 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Final
 
 from offload.distributed.agreement.effects import (
     Act,
@@ -30,23 +33,153 @@ from offload.distributed.agreement.effects import (
     Program,
     Put,
 )
-from offload.distributed.agreement.grant import Outcome
-from offload.distributed.agreement.messages import MessageError, decode, encode
 from offload.distributed.agreement.peers import (
     FIRST_SIGN,
+    Json,
+    MessageError,
     Peers,
     begun_key,
+    decode,
+    encode,
     error_key,
     in_words,
     key,
     seal_scope,
     sign_key,
+    tuples_of,
 )
 from offload.distributed.agreement.reports import Report, disagreement
 from offload.distributed.agreement.unanimous import INTERRUPTS
-from offload.errors import InDoubtError, SealError, reason_of
+from offload.errors import InDoubtError, RanksError, SealError, reason_of
 
-_FIELDS = {"outcome": str, "reason": str, "step": int}
+NO_SEAL = -1
+"""Number in an offer that stands for no seal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What the writer offers all ranks to write into."""
+
+    slot: str
+    generation: int
+    named: tuple[tuple[int, str], ...] = ()
+    """Parts that any checkpoint names, or that the seal in flight will name: owner and part."""
+
+    in_place_of: int = NO_SEAL
+    """Number of the aborted seal whose slot all ranks go on writing to; `NO_SEAL` for a new
+    slot."""
+
+    decided: int = NO_SEAL
+    """Number of the newest seal that was decided when the offer was made."""
+
+    reason: str = ""
+    content: str = ""
+    """Name of the content of the slot's model file; see `offload.format.digests.Content`."""
+
+    readable: bool = False
+    """Whether that content may be read back."""
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether all ranks go on in the slot that they have."""
+        return self.in_place_of != NO_SEAL
+
+    def as_json(self) -> Json:
+        """Return the offer as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Json) -> Offer:
+        """Return the offer of a message."""
+        return cls(**tuples_of(value))
+
+
+class Outcome(Enum):
+    """What became of a seal, as far as a rank knows."""
+
+    PUBLISHED = "published"
+
+    ABORTED = "aborted"
+    """The checkpoint does not exist, and never will. Its parts may be written to again. Announced
+    only if the rename was not begun."""
+
+    IN_DOUBT = "in doubt"
+    """It is not known whether the checkpoint exists or will exist: only a restart finds out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Seals in which a rank takes part, as a value that never changes.
+
+    A part that is being sealed may become, or be, part of a checkpoint. So it may be written to
+    again only after the seal was read to be aborted, or if an offer, made after the seal was
+    published, does not name it any more.
+    """
+
+    parts: Mapping[int, str] = field(default_factory=dict)
+    """Part of each seal that is not known to be aborted; by the seal's number."""
+
+    outcomes: Mapping[int, Outcome] = field(default_factory=dict)
+    """What became of each seal that has ended on this rank."""
+
+    def begun(self, number: int, part: str) -> Ledger:
+        """Return the ledger after this rank has begun to seal a part."""
+        return replace(self, parts={**self.parts, number: part})
+
+    def settled(self, number: int, outcome: Outcome) -> Ledger:
+        """Return the ledger after a seal has ended on this rank."""
+        parts = dict(self.parts)
+        if outcome is Outcome.ABORTED:
+            parts.pop(number, None)
+        return replace(self, parts=parts, outcomes={**self.outcomes, number: outcome})
+
+    def covered(self, decided: int) -> Ledger:
+        """Return the ledger after an offer whose list of named parts counts decided seals."""
+        parts = {
+            number: part
+            for number, part in self.parts.items()
+            if number > decided or self.outcomes.get(number) is not Outcome.PUBLISHED
+        }
+        outcomes = {
+            number: outcome
+            for number, outcome in self.outcomes.items()
+            if number >= decided or outcome is Outcome.IN_DOUBT
+        }
+        return replace(self, parts=parts, outcomes=outcomes)
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Parts that this rank must not write to, besides those that an offer names."""
+        return frozenset(part for part in self.parts.values() if part)
+
+    @property
+    def in_doubt(self) -> tuple[int, ...]:
+        """Numbers of the seals of which this rank does not know what became."""
+        return tuple(n for n, outcome in self.outcomes.items() if outcome is Outcome.IN_DOUBT)
+
+
+EMPTY: Final = Ledger()
+"""The ledger of a rank that has sealed nothing yet."""
+
+
+def accept(
+    peers: Peers,
+    offer: Offer,
+    outcome_of: Callable[[int], Outcome | None],
+    ready: Callable[[Offer], Json],
+) -> Json:
+    """Get this rank ready for an offer, or raise why it cannot be."""
+    if offer.is_in_place:
+        outcome = outcome_of(offer.in_place_of)
+        if outcome is not Outcome.ABORTED:
+            known = (
+                "has not taken part in it" if outcome is None else f"knows it as {outcome.value}"
+            )
+            raise RanksError(
+                f"{peers.name(peers.leader)} goes on in the slot of seal {offer.in_place_of}, "
+                f"which was aborted; this rank {known}: restart the job"
+            )
+    return ready(offer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +187,8 @@ class Decision:
     """What became of a seal, and why."""
 
     outcome: Outcome
-    """What became of it."""
-
     reason: str = ""
-    """Why it was not published, in words."""
-
     error: BaseException | None = None
-    """Error behind it, if it was raised on this rank."""
-
     step: int | None = None
     """Number of optimizer steps after which the writer sealed; None if it did not say so."""
 
@@ -91,9 +218,7 @@ class Decision:
     @classmethod
     def decode(cls, text: str, sender: str) -> Decision:
         """Return the decision in the message of a rank, which is named in words."""
-        found = decode(text, "decision", _FIELDS, sender)
-        if found["outcome"] not in {outcome.value for outcome in Outcome}:
-            raise MessageError(f"{sender}: a decision is {found['outcome']!r}")
+        found = decode(text, "decision", sender)
         return cls(Outcome(found["outcome"]), found["reason"], step=found["step"])
 
 

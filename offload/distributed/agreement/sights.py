@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from offload.distributed.agreement.messages import Json, tuples_of
+from offload.distributed.agreement.peers import Json, tuples_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,8 +13,6 @@ class PartSight:
     """A part of an owner, as a rank sees it."""
 
     name: str
-    """Name of the part's directory: ``part-2``."""
-
     digest: str = ""
     """Digest that identifies the part's content; a manifest names it. Empty if it has none."""
 
@@ -36,7 +34,6 @@ class OwnerSight:
     """Path of the directory of the store that has the owner's directory, as the rank sees it."""
 
     parts: tuple[PartSight, ...] = ()
-    """All parts in the directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +41,7 @@ class CheckpointSight:
     """A checkpoint in the first directory, as a rank sees it."""
 
     step: int
-    """Number of optimizer steps."""
-
     generation: int
-    """Generation of the state; higher is newer."""
-
     parts: tuple[tuple[int, str, str], ...] = ()
     """Parts of owners from 1 on that the manifest names: owner, name of the part, and digest."""
 
@@ -61,8 +54,6 @@ class StoreSight:
     """What a rank sees of one store."""
 
     store_id: str
-    """Identity of the store."""
-
     place: str = ""
     """The store's first directory, in a text that is the same for two ranks if, and only if, they
     see the same directory; empty if the rank does not see it."""
@@ -71,10 +62,7 @@ class StoreSight:
     """Path of the store's first directory, as the rank sees it; empty if it does not see it."""
 
     checkpoints: tuple[CheckpointSight, ...] = ()
-    """Checkpoints in the first directory."""
-
     owners: tuple[OwnerSight, ...] = ()
-    """Owners whose directories the rank sees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +70,6 @@ class DirectorySight:
     """A directory that a rank was given."""
 
     path: str
-    """Absolute path of the directory."""
-
     place: str
     """Text that is the same for two ranks of one node if, and only if, they were given the same
     directory. The directory may be missing."""
@@ -94,8 +80,6 @@ class Sight:
     """What one rank sees when the store is opened."""
 
     host: str
-    """Name of the rank's host, for messages."""
-
     new_id: str
     """A new random identity, which the store gets if it is new."""
 
@@ -103,16 +87,9 @@ class Sight:
     """Text that is the same for two ranks if, and only if, one running system has both."""
 
     directories: tuple[DirectorySight, ...] = ()
-    """Directories that the rank was given, in their order."""
-
     fresh: bool = False
-    """Whether the caller asked to start over."""
-
     stores: tuple[StoreSight, ...] = ()
-    """Stores of which something is in the directories that the rank was given."""
-
     error: str = ""
-    """Why this rank cannot open its directories, in words."""
 
     def as_json(self) -> Json:
         """Return the sight as JSON."""

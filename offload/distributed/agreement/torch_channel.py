@@ -43,17 +43,7 @@ _CONNECT_S = 60.0
 
 
 class TorchChannel:
-    """A channel over a `torch.distributed.Store`; see `agreement.channel.Channel`.
-
-    Args:
-        store: The store. The channel makes a connection of its own to it.
-        prefix: Text before every key; no other user of the store may have the same one.
-        timeout_s: Seconds after which a store that does not answer is given up; at least a minute
-            for the connection.
-
-    Raises:
-        ChannelLostError: The store does not answer.
-    """
+    """A channel over a `torch.distributed.Store`; see `effects.Channel`."""
 
     def __init__(self, store: Store, prefix: str, *, timeout_s: float) -> None:
         self._origin = store
@@ -80,7 +70,6 @@ class TorchChannel:
         store = self._store
 
         def read() -> str | None:
-            """Return the value of the key, None if it is not there yet."""
             return store.get(key).decode() if store.check([key]) else None
 
         return self._call("read from", read)

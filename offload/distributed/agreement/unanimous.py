@@ -25,25 +25,19 @@ from offload.distributed.agreement.effects import (
     Program,
     Put,
 )
-from offload.distributed.agreement.messages import Json, MessageError, decode, encode
 from offload.distributed.agreement.peers import (
+    Json,
+    MessageError,
     Peers,
     begun_key,
+    decode,
+    encode,
     error_key,
     in_words,
     key,
     names,
 )
 from offload.errors import RanksError, reason_of
-
-_OFFER = {"what": str, "body": object, "failed": str, "restart": bool}
-_SAID = {
-    "ask": {"what": str, "body": object},
-    "answer": {"what": str, "note": object, "error": str},
-}
-"""Fields of what every rank says to the leader, by kind of the message."""
-
-_VERDICT = {"failed": str, "restart": bool, "notes": object}
 
 INTERRUPTS = (KeyboardInterrupt, SystemExit)
 """What ends a rank in the middle of an exchange without being an error of it."""
@@ -58,8 +52,6 @@ class Exchange:
     """One exchange, as one rank takes part in it."""
 
     peers: Peers
-    """All ranks."""
-
     scope: str
     """Name of the exchange, which begins its keys."""
 
@@ -67,10 +59,7 @@ class Exchange:
     """Call of the user that leads to the exchange; it must be the same on all ranks."""
 
     ask: Json = None
-    """What this rank says first; used only if `asks`."""
-
-    asks: bool = False
-    """Whether every rank says something first; the same on all ranks."""
+    """What this rank says first; None if no rank says anything."""
 
     make: Callable[[Mapping[int, Json]], Json]
     """Makes the offer out of what each rank has said; called on the leader only."""
@@ -90,10 +79,7 @@ class Agreed:
     """What all ranks have agreed on."""
 
     offer: Json
-    """The leader's offer."""
-
     notes: Mapping[int, Json]
-    """Note of each rank."""
 
 
 def unanimous(exchange: Exchange) -> Program[Agreed]:
@@ -114,7 +100,7 @@ def _lead(exchange: Exchange) -> Program[Agreed]:
     offer_key, verdict_key = key(scope, "offer"), key(scope, "verdict")
     asked: dict[int, Json] = {}
     failed, restart = "", False
-    if exchange.asks:
+    if exchange.ask is not None:
         asked, failed, restart = yield from _gather(exchange, "ask", _ask(exchange))
     offer: Json = None
     offer_text = ""
@@ -158,7 +144,7 @@ def _gather(exchange: Exchange, kind: str, own: str) -> Program[tuple[dict[int, 
     for rank, text in sorted({exchange.peers.rank: own, **arrived.values}.items()):
         name = exchange.peers.name(rank)
         try:
-            found = decode(text, kind, _SAID[kind], name)
+            found = decode(text, kind, name)
             _require_same_call(exchange, rank, found["what"])
             if found.get("error"):
                 raise RanksError(f"{name}: {found['error']}")
@@ -171,14 +157,14 @@ def _gather(exchange: Exchange, kind: str, own: str) -> Program[tuple[dict[int, 
 def _follow(exchange: Exchange) -> Program[Agreed]:
     peers, scope, what = exchange.peers, exchange.scope, exchange.what
     answer_key = key(scope, "answer", peers.rank)
-    if exchange.asks:
+    if exchange.ask is not None:
         yield Put(key(scope, "ask", peers.rank), _ask(exchange))
     text = yield from _from_leader(exchange, "offer")
     leader = peers.name(peers.leader)
     own: BaseException | None = None
     body: Json = None
     try:
-        found = decode(text, "offer", _OFFER, leader)
+        found = decode(text, "offer", leader)
         body = found["body"]
         if found["failed"]:
             raise _error(found["what"], found["failed"], found["restart"])
@@ -198,7 +184,7 @@ def _follow(exchange: Exchange) -> Program[Agreed]:
             raise
         yield Put(answer_key, answer)
     text = yield from _from_leader(exchange, "verdict")
-    verdict = decode(text, "verdict", _VERDICT, leader)
+    verdict = decode(text, "verdict", leader)
     if verdict["failed"]:
         raise _error(what, verdict["failed"], verdict["restart"]) from own
     return Agreed(body, dict(verdict["notes"]))

@@ -9,17 +9,24 @@ into live memory directly. Small pieces are packed in a bounce buffer of constan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
 from offload.ambient import in_neutral
-from offload.distributed.gathering.gather_plan import BoxKey, BoxPiece, GatherPlan, Transfer
-from offload.distributed.gathering.holder_groups import HolderGroups, share_bytes
+from offload.distributed.gathering.gather_plan import (
+    BoxKey,
+    BoxPiece,
+    GatherPlan,
+    Transfer,
+    box_plan,
+)
+from offload.distributed.gathering.holder_groups import HolderGroups, ranks_in_words, share_bytes
 from offload.errors import RanksError, reason_of
 from offload.format.boxes import Box
+from offload.format.shares.dealing import OwnedBox
 from offload.model.shards import is_dtensor
 
 Live: TypeAlias = Callable[[str, Box], torch.Tensor]
@@ -42,25 +49,11 @@ _MAX_CAUSE_BYTES = 400
 
 
 class BounceBuffer:
-    """Memory for values on their way: a constant number of slots, allocated by `allocate`.
+    """Memory for values on their way: a constant number of slots, allocated by `allocate`."""
 
-    Args:
-        slot_bytes: Size of a slot: at least the `slice_bytes` of the plans that use it.
-        num_slots: Number of slots, at least 1.
-        device: Device of the slots; None for host memory. The backend must accept its tensors.
-
-    Raises:
-        ValueError: There are no slots.
-    """
-
-    def __init__(
-        self, slot_bytes: int, num_slots: int = NUM_SLOTS, device: torch.device | None = None
-    ) -> None:
-        if num_slots < 1:
-            raise ValueError(f"num_slots is {num_slots}: at least one slot is needed")
+    def __init__(self, slot_bytes: int, num_slots: int = NUM_SLOTS) -> None:
         self.slot_bytes = slot_bytes
         self._num_slots = num_slots
-        self._device = device or torch.device("cpu")
         self._free: list[torch.Tensor] | None = None
 
     def allocate(self) -> None:
@@ -69,12 +62,7 @@ class BounceBuffer:
             self._free = [self._new() for _ in range(self._num_slots)]
 
     def take(self, *, wait: bool) -> torch.Tensor | None:
-        """Return a free slot, uint8 of shape (slot_bytes,).
-
-        Args:
-            wait: Whether slots in use will be given back. None is returned if there is no free slot
-                and this is true; a new slot is made if it is false.
-        """
+        """Return a free slot; if there is none, a new one, or None if those in use come back."""
         if self._free:
             return self._free.pop()
         return None if wait else self._new()
@@ -85,7 +73,7 @@ class BounceBuffer:
             self._free.append(slot)
 
     def _new(self) -> torch.Tensor:
-        return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(self.slot_bytes, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +97,8 @@ class Gathering:
     If a rank fails, it goes on taking part in the broadcasts of the step, and sends the values that
     it has. So no rank waits in vain, and at the end all ranks raise the same error.
 
-    Args:
-        plan: Plan of the broadcasts; the same on all ranks.
-        groups: Process groups for the plan's sets of holders.
-        live: Function that returns live memory.
-        buffer: Memory for values on their way; one gathering at a time uses it.
-        before_write: Function that is called before live memory is written; None for no function.
-        arrived: Function that is called when values of a transfer from another rank are in live
-            memory, on the thread of `updated` and `finish`; None for no function.
-        ended: Function that is called when `finish` has succeeded; None for no function.
-
-    Raises:
-        ValueError: The slots of `buffer` are smaller than the plan's slices.
+    ``before_write`` is called before live memory is written, ``arrived`` when values of another
+    rank are in it, and ``ended`` when `finish` has succeeded.
     """
 
     def __init__(
@@ -134,11 +112,6 @@ class Gathering:
         arrived: Callable[[Transfer], object] | None = None,
         ended: Callable[[], object] | None = None,
     ) -> None:
-        if buffer.slot_bytes < plan.slice_bytes:
-            raise ValueError(
-                f"slots of {buffer.slot_bytes} bytes are too small for a plan with slices of "
-                f"{plan.slice_bytes} bytes"
-            )
         if plan.transfers:  # allocated now, because no error may come between two transfers
             buffer.allocate()
         self._plan = plan
@@ -170,16 +143,7 @@ class Gathering:
         """Send the new values of a chunk, which are in live memory now.
 
         A call for a chunk that is not in the plan does nothing. Chunks of the plan that were left
-        out count as updated as soon as a later one is.
-
-        Args:
-            chunk: Number of the chunk in the plan.
-
-        Raises:
-            RanksError: A rank has ended, or is later than the groups' time limit allows.
-            RuntimeError: The values of the chunk have been sent already, because a later chunk was
-                updated before it. `fail` must be called, as after any error.
-            BaseException: `live`, `before_write` or `arrived` failed. `fail` must be called.
+        out count as updated as soon as a later one is. After an error `fail` must be called.
         """
         number = self._plan.round_of(self._rank, chunk)
         if number is None:
@@ -213,12 +177,7 @@ class Gathering:
 
     @in_neutral
     def finish(self) -> None:
-        """Take part in the remaining broadcasts, and wait until all values have arrived.
-
-        Raises:
-            RanksError: A rank failed; the error names the rank and the cause, and is the same on
-                all ranks. Or a rank has ended, or is later than the time limit allows.
-        """
+        """Take part in the remaining broadcasts, and wait until all values have arrived."""
         error = self._end()
         if error is not None:
             raise error from self._error or error.__cause__
@@ -229,13 +188,8 @@ class Gathering:
     def fail(self, error: BaseException) -> BaseException:
         """Take part in the remaining broadcasts, and tell all ranks about an error of this one.
 
-        Args:
-            error: Error of this rank.
-
-        Returns:
-            The error to raise: a `RanksError` that is the same on all ranks. It is `error` itself
-            if the plan is empty, so that no rank waits for this one; or if `error` is no
-            `Exception`, such as a `KeyboardInterrupt`.
+        Returns the error to raise: the same on all ranks, unless no rank waits for this one or it
+        was interrupted.
         """
         if self._lost is None and self._error is None:
             self._error = error
@@ -262,9 +216,9 @@ class Gathering:
         failed = [rank for rank, cause in enumerate(causes) if cause]
         if self._lost is not None or not failed:
             return self._lost
-        others = f" Failed as well: {_ranks(failed[1:])}." if failed[1:] else ""
+        others = f" Failed as well: {ranks_in_words(failed[1:])}." if failed[1:] else ""
         return RanksError(
-            f"{_ranks(failed[:1])} of {len(causes)} failed in the middle of a step, so the "
+            f"{ranks_in_words(failed[:1])} of {len(causes)} failed in the middle of a step, so the "
             f"parameters of all ranks are torn: {causes[failed[0]].decode()}.{others} restore() a "
             "checkpoint on every rank to continue"
         )
@@ -421,10 +375,6 @@ def _cause(error: BaseException | None) -> bytes:
     return text.encode()[:_MAX_CAUSE_BYTES].decode(errors="ignore").encode()
 
 
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
 def range_views(tensor: torch.Tensor, start: int, stop: int) -> list[torch.Tensor]:
     """Return views that, one after the other in row-major order, are a range of elements.
 
@@ -457,3 +407,23 @@ def part_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
         memory: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
         return memory.detach()
     return tensor.detach()[box.slices]
+
+
+def share_boxes(
+    boxes: Iterable[OwnedBox],
+    tensors: Sequence[tuple[str, str, torch.Tensor]],
+    groups: HolderGroups,
+    buffer: BounceBuffer,
+) -> None:
+    """Bring boxes of tensors from their owners to all ranks that hold them. Collective.
+
+    A tensor is given by the name in the boxes, which several may have, its dtype and its memory.
+    """
+    plan = box_plan(groups.num_ranks, boxes, ((name, dtype) for name, dtype, _ in tensors))
+
+    def memory(number: str, box: Box) -> torch.Tensor:
+        return part_of(tensors[int(number)][2], box)
+
+    gathering = Gathering(plan, groups, memory, buffer)
+    gathering.updated(0)
+    gathering.finish()

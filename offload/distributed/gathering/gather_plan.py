@@ -1,11 +1,8 @@
 """Plan of the broadcasts that carry new values to all holders of a box. Pure arithmetic.
 
-Each rank updates its own chunks, one after the other. A *round* is the n-th chunk of every rank. In
-each round, each rank sends the new values of its chunk to the other holders of the boxes in it. The
-values are sent by broadcasts with exact sizes, so no rank sends padding. All ranks make the same
-plan, and a rank issues those broadcasts of the plan in which it is a holder, in the plan's order.
-So any two ranks issue the broadcasts that they share in the same order. A rank with few chunks, or
-none, takes part in all rounds. A box with one holder causes no broadcast.
+A *round* is the n-th chunk of every rank: each sends its new values, without padding, to the other
+holders of their boxes. All ranks make the same plan and issue their broadcasts in its order, so any
+two ranks issue those that they share in the same order. A box with one holder causes none.
 """
 
 from __future__ import annotations
@@ -30,28 +27,18 @@ PACK_BYTES = 512 << 10
 """Pieces of fewer bytes share broadcasts. A broadcast on one host takes as long as copying about
 1 MiB into a buffer and out of it again."""
 
-_ALIGNMENT = 8
-"""Slices are a multiple of this number of bytes, the size of the largest values."""
-
 
 @dataclass(frozen=True, slots=True)
 class BoxPiece:
     """A range of elements of a box, counted in row-major order from the box's first element."""
 
     name: str
-    """Name of the tensor."""
-
     box: Box
-    """Box of the tensor."""
-
     dtype: str
     """safetensors code of the values: ``BF16``, ``F16``, ``F32``, ..."""
 
     start: int
-    """First element."""
-
     stop: int
-    """One past the last element."""
 
     @property
     def key(self) -> BoxKey:
@@ -83,36 +70,20 @@ class Transfer:
     """Position of the chunk among the owner's chunks."""
 
     owner: int
-    """Rank that sends the values."""
-
     holders: tuple[int, ...]
     """Ranks that take part, in ascending order; the owner is one of them."""
 
     pieces: tuple[BoxPiece, ...]
     """Values of one dtype, end to end; at least one piece, none of them empty."""
 
-    sizes: tuple[int, ...]
-    """Number of elements of each piece."""
-
     nbytes: int
-    """Number of bytes that are sent."""
 
 
 class GatherPlan:
     """The broadcasts of one step, in the order in which all ranks issue them.
 
-    Args:
-        chunks: For each rank, its chunks in the order in which it updates them. Pieces without
-            elements are ignored.
-        holders: Ranks that hold each box, in ascending order. All boxes of `chunks` must be in it.
-        late: Boxes whose new values are in live memory only when the last of their chunks has been
-            updated. This is so for parameters that are not contiguous. All values of such a box
-            are sent in that chunk's round.
-        slice_bytes: Most bytes in one broadcast; a multiple of 8.
-
-    Raises:
-        ValueError: A rank updates a box that it does not hold; a piece is outside of its box; or
-            two ranks, or one rank twice, update the same elements.
+    Each rank's ``chunks`` are in the order in which it updates them. Values of *late* boxes, which
+    are not contiguous, are in live memory, and sent, after the last of their chunks only.
     """
 
     def __init__(
@@ -123,8 +94,6 @@ class GatherPlan:
         late: Collection[BoxKey] = (),
         slice_bytes: int = SLICE_BYTES,
     ) -> None:
-        if slice_bytes < _ALIGNMENT or slice_bytes % _ALIGNMENT:
-            raise ValueError(f"slice_bytes is {slice_bytes}: expected a multiple of {_ALIGNMENT}")
         _check(chunks, holders)
         self.num_ranks = len(chunks)
         self.slice_bytes = slice_bytes
@@ -168,11 +137,6 @@ class GatherPlan:
         """Return the round of a rank's chunk; None if the chunk is not in the plan."""
         return self._rounds[rank].get(number)
 
-    @property
-    def holder_sets(self) -> list[tuple[int, ...]]:
-        """Every set of ranks that issues broadcasts together, sorted."""
-        return sorted({transfer.holders for transfer in self.transfers})
-
 
 def layout_chunks(
     layout: Layout, *, order: Iterable[int] | None = None, stepped: Collection[str] | None = None
@@ -192,11 +156,12 @@ def layout_chunks(
 
 
 def box_plan(
-    num_ranks: int, boxes: Iterable[OwnedBox], tensors: Sequence[tuple[str, str]]
+    num_ranks: int, boxes: Iterable[OwnedBox], tensors: Iterable[tuple[str, str]]
 ) -> GatherPlan:
     """Return the plan that brings boxes of tensors from their owners to all that hold them.
 
-    Each tensor is called by its number in decimal digits, and each owner has one chunk, number 0.
+    A tensor is given by the name in the boxes, which several may have, and its dtype. In the plan
+    it is called by its number in decimal digits, and each owner has one chunk, number 0.
     """
     by_name: dict[str, list[OwnedBox]] = {}
     for one in boxes:
@@ -246,9 +211,7 @@ def _by_holders(
 def _transfer(
     number: int, owner: int, holders: tuple[int, ...], pieces: tuple[BoxPiece, ...]
 ) -> Transfer:
-    sizes = tuple(piece.stop - piece.start for piece in pieces)
-    nbytes = sum(sizes) * DTYPE_BYTES[pieces[0].dtype]
-    return Transfer(number, owner, holders, pieces, sizes, nbytes)
+    return Transfer(number, owner, holders, pieces, sum(piece.nbytes for piece in pieces))
 
 
 def _sliced(pieces: Iterable[BoxPiece], most: int) -> Iterator[tuple[BoxPiece, ...]]:

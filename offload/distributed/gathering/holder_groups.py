@@ -6,7 +6,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,33 +18,12 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,
 )
 
-
-class ProcessGroup(Protocol):
-    """What this wing uses of a process group, or of one of its backends."""
-
-    def rank(self) -> int:
-        """Return the number of this rank in the group."""
-        ...
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        ...
-
-    def allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions, /) -> Any:
-        """Begin to add up a tensor of all ranks; the result has a ``wait()``."""
-        ...
-
-    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions, /) -> Any:
-        """Begin to send a tensor of one rank to all; the result has a ``wait()``."""
-        ...
-
-
 _LOOK_S = 1.0
 """Seconds for which a rank waits for the others before it looks whether they will ever come."""
 
 
 def share_numbers(
-    numbers: Sequence[int], group: ProcessGroup, look: Callable[[], None] | None = None
+    numbers: Sequence[int], group: dist.ProcessGroup, look: Callable[[], None] | None = None
 ) -> list[tuple[int, ...]]:
     """Return the numbers of every rank, by rank. All ranks must give equally many."""
     table = torch.zeros((group.size(), len(numbers)), dtype=torch.int64, device="cpu")
@@ -57,7 +36,7 @@ def share_numbers(
     return [tuple(row) for row in table.tolist()]
 
 
-def share_bytes(data: bytes, group: ProcessGroup) -> list[bytes]:
+def share_bytes(data: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """Return the data of every rank, by rank. If no rank has any, one exchange of numbers is made.
 
     Raises the errors of `share_numbers`.
@@ -74,7 +53,12 @@ def share_bytes(data: bytes, group: ProcessGroup) -> list[bytes]:
     return [row[:length].numpy().tobytes() for row, length in zip(table, lengths, strict=True)]
 
 
-def _wait(work: Any, group: ProcessGroup, look: Callable[[], None]) -> None:
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return ranks in words: ``rank 2``, ``ranks 0, 2, 3``."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _wait(work: Any, group: dist.ProcessGroup, look: Callable[[], None]) -> None:
     """Wait for work of a process group, and look after the other ranks meanwhile."""
     while True:
         try:
@@ -99,7 +83,7 @@ def _wait(work: Any, group: ProcessGroup, look: Callable[[], None]) -> None:
             return
 
 
-def _abandon(work: Any, group: ProcessGroup) -> None:
+def _abandon(work: Any, group: dist.ProcessGroup) -> None:
     """Leave work alone that may never end.
 
     A thread of gloo waits for it; torch 2.13 cannot stop that. Work and group are never freed: what
@@ -110,15 +94,10 @@ def _abandon(work: Any, group: ProcessGroup) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
-MakeGroup: TypeAlias = Callable[[Store, int, int, timedelta], ProcessGroup]
-"""Function that connects a group, given a store of its own, the rank, the number of ranks, and the
-time limit."""
-
-
-def gloo(store: Store, rank: int, num_ranks: int, limit: timedelta) -> ProcessGroup:
+def gloo(store: Store, rank: int, num_ranks: int, limit: timedelta) -> dist.ProcessGroup:
     """Connect a group of gloo, for values in host memory."""
     group: Any = dist.ProcessGroupGloo(store, rank, num_ranks, limit)  # its stubs lack methods
-    return cast("ProcessGroup", group)
+    return cast("dist.ProcessGroup", group)
 
 
 class HolderGroups:
@@ -131,16 +110,6 @@ class HolderGroups:
     ``torch.distributed.new_group`` is not used. Either it must be called by all processes of the
     job, also by those that do not train the model; or, with ``use_local_synchronization=True``, it
     connects only ranks that have made equally many groups before, and others wait in vain.
-
-    Args:
-        holder_sets: Sets of ranks, each ascending; ranks are numbered within `group`.
-        group: Group of the ranks that train the model; None for the default group.
-        timeout_s: Seconds for which a rank waits for another one in each broadcast.
-        make: Function that connects the groups that carry values. It must accept tensors of the
-            device that the values are on. The group for exchanges is always of gloo.
-
-    Raises:
-        RuntimeError: A rank has ended, or has not called this within the time limit.
     """
 
     def __init__(
@@ -149,7 +118,6 @@ class HolderGroups:
         *,
         group: dist.ProcessGroup | None = None,
         timeout_s: float,
-        make: MakeGroup = gloo,
     ) -> None:
         self.rank = dist.get_rank(group)
         """Number of this rank in the training."""
@@ -164,7 +132,7 @@ class HolderGroups:
         """Group of all ranks for exchanges; its tensors are in host memory."""
         # Each rank makes its groups in the same order, so no two ranks wait for each other.
         self._groups = {
-            ranks: make(
+            ranks: gloo(
                 PrefixStore(",".join(map(str, ranks)), store),
                 ranks.index(self.rank),
                 len(ranks),
@@ -177,19 +145,7 @@ class HolderGroups:
     def broadcast(self, values: torch.Tensor, ranks: tuple[int, ...], owner: int) -> Any:
         """Begin to send an owner's values to the other ranks of a set that this rank belongs to.
 
-        Args:
-            values: Values to send, or memory to receive them; uint8, contiguous. It may not be
-                changed or freed before the result's ``wait()`` has returned.
-            ranks: Set of holders.
-            owner: Rank that sends.
-
-        Returns:
-            The work, as ``torch.distributed`` returns it.
-
-        Raises:
-            KeyError: There is no group of these ranks.
-            RuntimeError: A rank has ended. ``wait()`` may raise this, too; and also if another rank
-                is later than the time limit allows.
+        The values, contiguous and uint8, stay as they are until the result's ``wait()`` returned.
         """
         options = BroadcastOptions()
         options.rootRank = ranks.index(owner)

@@ -1,34 +1,150 @@
-"""Agreement of the ranks before a step whose new values are gathered.
+"""What all ranks must have alike before a step whose new values are gathered.
 
-Each rank derives the plan of the gathering from what all ranks do in the step, so all must know it:
+One exchange of 48 bytes per rank finds out whether the ranks agree on the parameters with a
+gradient, the order of chunks, the layouts, the number of the step, and on values that several ranks
+hold. Digests stand for lists, which follow only after a difference or a change. Nothing has been
+changed or read when an error is raised. Without replicated boxes there is no agreement.
 
-- *Parameters with a gradient.* All ranks must step the same ones. DistributedDataParallel makes it
-  so: with ``find_unused_parameters=True`` a parameter that any rank has used has a gradient on all
-  of them, and another one has none on any. If the ranks differ nevertheless, no rule could give
-  what plain training gives, because the replicas would drift apart there. So that is an error.
-- *The order of chunks*, which each rank may have learned from its own forward.
-- *The layout of each rank's state*, which may change on some ranks only. The ranks then exchange
-  their layouts; all of them learn from the agreement that they have to.
-- *The number of the step*, and whether a rank cannot take it.
-- *Values that several ranks hold*, if a rank does not know that they are the same on all of them.
-
-One exchange of 48 bytes per rank finds out whether the ranks agree; digests stand for the lists.
-The lists themselves are only exchanged after a difference or a change. Nothing has been changed or
-read when an error is raised. Without replicated boxes no plan is needed, and no agreement either.
+If the ranks differ in their gradients, no rule could give what plain training gives, because the
+replicas would drift apart. Replicated values are compared before the first step and in each seal; a
+later step compares those that have been changed since the step before, as far as torch counts
+changes: it does not if they are made through ``.data``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch.distributed import ProcessGroup
 
 from offload.ambient import in_neutral
-from offload.distributed.agreement.messages import Json
+from offload.device.boundary import Marks, is_on_device
+from offload.device.staging import Traffic
+from offload.distributed.agreement.peers import Json
 from offload.distributed.agreement.reports import differing
-from offload.distributed.gathering.holder_groups import ProcessGroup, share_bytes, share_numbers
+from offload.distributed.gathering.gather_plan import BoxKey
+from offload.distributed.gathering.holder_groups import ranks_in_words, share_bytes, share_numbers
 from offload.errors import RanksError, reason_of
+from offload.format.digests import LEAF_BYTES, leaf_digest, leaf_digests
+from offload.model.shards import is_dtensor
+from offload.model.tensor_image import TensorImage
+
+Find: TypeAlias = Callable[[str], torch.Tensor | None]
+"""Function that returns the live tensor with a name, if there is one."""
+
+_BATCH_BYTES = 4 * LEAF_BYTES
+
+
+class Replicas:
+    """The values on this rank that other ranks hold as well."""
+
+    def __init__(
+        self, rank: int, find: Find, traffic: Traffic, progress: Callable[[], None]
+    ) -> None:
+        self._rank = rank
+        self._find = find
+        self._traffic = traffic
+        self._progress = progress
+        self._held: dict[str, int] = {}
+        """First of the ranks that hold the same values, by the name of the parameter."""
+        self._known: dict[str, tuple[int, int]] = {}
+        """What `_stamp` returned when the values were known to be the same on all ranks."""
+
+    def know(self, holders: Mapping[BoxKey, tuple[int, ...]]) -> None:
+        """Take the ranks that hold each box of each parameter. Values of new ones are unknown."""
+        self._held = {
+            name: ranks[0]
+            for (name, _), ranks in holders.items()
+            if len(ranks) > 1 and self._rank in ranks
+        }
+
+    def note(self) -> None:
+        """Record that all values are the same on all ranks now."""
+        self._known = self._stamps()
+
+    def forget(self) -> None:
+        """Record that nothing is known of the values on other ranks."""
+        self._known = {}
+
+    def changed(self) -> list[str]:
+        """Return the names of the parameters whose values may differ between ranks."""
+        known = self._known
+        return [name for name, stamp in self._stamps().items() if known.get(name) != stamp]
+
+    def _stamps(self) -> dict[str, tuple[int, int]]:
+        """Return numbers for each parameter that are others after a change that torch counts."""
+        stamps: dict[str, tuple[int, int]] = {}
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for name in self._held:
+                tensor = self._find(name)
+                if tensor is not None:
+                    memory = _memory(tensor)
+                    version = 0 if memory.is_inference() else memory._version
+                    stamps[name] = version, memory.data_ptr()
+        return stamps
+
+    def digests(
+        self,
+        names: Collection[str] | None = None,
+        find: Find | None = None,
+        marks: Marks | None = None,
+    ) -> list[Json]:
+        """Return the name, the first rank that holds it, and the digest of each parameter."""
+        out = torch.empty(_BATCH_BYTES, dtype=torch.uint8, device="cpu")
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            return [
+                [name, first, self._digest(name, (find or self._find)(name), out, marks)]
+                for name, first in self._held.items()
+                if names is None or name in names
+            ]
+
+    def _digest(
+        self, name: str, tensor: torch.Tensor | None, out: torch.Tensor, marks: Marks | None
+    ) -> str:
+        if tensor is None:
+            return ""
+        memory = _memory(tensor).detach()
+        if memory.is_contiguous() and not is_on_device(memory):
+            batches = self._in_place(memory)
+        else:
+            batches = self._copied(name, memory, out, marks)
+        leaves: list[bytes] = []
+        for batch in batches:
+            leaves.append(leaf_digests(batch))
+            self._progress()
+        return leaf_digest(memoryview(b"".join(leaves))).hex()
+
+    def _in_place(self, memory: torch.Tensor) -> Iterator[memoryview]:
+        """Yield the bytes of contiguous host memory."""
+        if memory.nbytes:
+            data = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()))
+            for start in range(0, memory.nbytes, _BATCH_BYTES):
+                yield data[start : start + _BATCH_BYTES]
+
+    def _copied(
+        self, name: str, memory: torch.Tensor, out: torch.Tensor, marks: Marks | None
+    ) -> Iterator[memoryview]:
+        """Yield copies of the bytes of any memory."""
+        image = TensorImage([memory], marks, self._traffic, names=[name])
+        for start in range(0, image.data_bytes, _BATCH_BYTES):
+            stop = min(start + _BATCH_BYTES, image.data_bytes)
+            image.gather(start, stop, out[: stop - start], on_one_thread=True)
+            yield out[: stop - start].numpy().data
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's live memory of a parameter, with its version counter."""
+    if is_dtensor(tensor):
+        held: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        return held
+    return tensor
+
 
 _MOST_NAMED = 3
 """Maximal number of parameters that an error names."""
@@ -36,8 +152,7 @@ _MOST_NAMED = 3
 _MAX_REFUSAL_BYTES = 400
 
 
-def _no_digests(names: Sequence[str] | None) -> Json:
-    del names
+def _no_digests(_: Sequence[str] | None) -> Json:
     return []
 
 
@@ -46,8 +161,6 @@ class StepTerms:
     """What one rank is about to do in a step."""
 
     step: int
-    """Number of the step, from 1."""
-
     stepped: list[str]
     """Names of the parameters with a gradient, in the order of the model. These are all parameters
     that the optimizer steps, also those whose boxes are on other ranks."""
@@ -56,8 +169,6 @@ class StepTerms:
     """Chunks of this rank in the order in which it updates them."""
 
     refusal: str = ""
-    """Reason why this rank cannot take the step; empty if it can."""
-
     layout: int = 0
     """Digest of the layout of this rank's state, of at most 63 bits."""
 
@@ -69,13 +180,7 @@ class StepTerms:
 
 
 class StepAgreement:
-    """Agreement of all ranks on each step. All calls are collective.
-
-    Args:
-        group: Group of all ranks; it must accept tensors in host memory.
-        look: Function that is called while other ranks are waited for to begin a step. It raises
-            `RanksError` if one of them will never come.
-    """
+    """Agreement of all ranks on each step. All calls are collective."""
 
     def __init__(self, group: ProcessGroup, look: Callable[[], None] | None = None) -> None:
         self._group = group
@@ -166,7 +271,9 @@ def _differing(stepped: Sequence[set[str]]) -> RanksError:
     for name in names[:_MOST_NAMED]:
         with_it = [rank for rank, own in enumerate(stepped) if name in own]
         without = [rank for rank, own in enumerate(stepped) if name not in own]
-        lines.append(f"{name!r} has one on {_ranks(with_it)} and none on {_ranks(without)}")
+        lines.append(
+            f"{name!r} has one on {ranks_in_words(with_it)} and none on {ranks_in_words(without)}"
+        )
     more = f" ({len(names) - _MOST_NAMED} more differ)" if len(names) > _MOST_NAMED else ""
     return RanksError(
         f"some parameters have a gradient on some ranks only: {'; '.join(lines)}{more}. All ranks "
@@ -174,7 +281,3 @@ def _differing(stepped: Sequence[set[str]]) -> RanksError:
         "in each forward, pass find_unused_parameters=True to DistributedDataParallel, and set "
         "gradients to None on all ranks or on none"
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
