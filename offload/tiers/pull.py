@@ -19,7 +19,7 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import DamagedError, StoreError, TierError
 from offload.format.manifest import Manifest
 from offload.format.names import TRAIN_STATE_NAME
-from offload.retention.policy import Record, Retention
+from offload.store.pruning import KeepAll
 from offload.store.shared import SharedStore
 from offload.store.store import Store
 from offload.tiers.catalog import TierCopy, find_copy, read_manifest, whats_wrong
@@ -52,14 +52,6 @@ class PullReport:
     """Number of bytes that an earlier download of the same checkpoint had fetched."""
 
     seconds: float
-
-
-class _KeepAll(Retention):
-    """Policy that keeps all checkpoints: a download removes none."""
-
-    def kept(self, records: Sequence[Record]) -> set[int]:
-        """Return all generations."""
-        return {record.generation for record in records}
 
 
 def pull(
@@ -129,7 +121,7 @@ def pull(
                     storage,
                     os.fsdecode(directory),
                     others,
-                    keep=_KeepAll(),
+                    keep=KeepAll(),  # a download removes none
                     train_state_bytes=marker.sizes[TRAIN_STATE_NAME],
                     allow_volatile=allow_volatile,
                     allow_remote=allow_remote,

@@ -55,11 +55,6 @@ class CloudObjects(Objects):
     S3 are not signed, which saves processor time: the connection, and the digests that are read
     back, protect them.
 
-    Args:
-        address: Place of the tier.
-        timeout_s: Seconds after which one request is given up.
-        retry_s: Seconds for which a request that failed is tried again.
-
     Raises:
         TierError: The library is not installed, or a setting in the environment is not valid.
     """
@@ -133,7 +128,6 @@ class CloudObjects(Objects):
         is_supported, is_first = True, True
 
         def put() -> bool:
-            """Write the object if there is none of its name, and return whether it was written."""
             nonlocal is_supported, is_first
             was_first, is_first = is_first, False
             try:
@@ -211,7 +205,7 @@ class CloudObjects(Objects):
         end = start + nbytes
 
         def ask() -> Iterator[bytes]:
-            """Ask for the rest of the range, and return its bytes as they come."""
+            """Ask for the rest of the range."""
             answer = self._obstore.get(
                 self._store, self._prefix + name, options={"range": (start, end)}
             )
@@ -252,7 +246,6 @@ class CloudObjects(Objects):
         """Return the objects below a folder; see `Objects.sizes_below`."""
 
         def found() -> dict[str, int]:
-            """Return the sizes of all objects of the folder by name."""
             pages = self._obstore.list(self._store, self._folder(folder), chunk_size=1000)
             return {
                 one["path"].removeprefix(self._prefix): int(one["size"])

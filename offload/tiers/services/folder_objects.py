@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import Final
 
 from gds import ALIGNMENT, Backend, Buffer, PosixBackend, StorageError
-from gds.contract import File
+from gds.contract import File, Stat
 from gds.errors import message_of
 from offload.errors import TierAccessError, TierError, TierNotFoundError
 from offload.tiers.services.address import TierAddress
@@ -171,19 +171,22 @@ class FolderObjects(Objects):
 
     def sizes_below(self, folder: str) -> dict[str, int]:
         """Return the objects below a folder; see `Objects.sizes_below`."""
-        found: dict[str, int] = {}
         with self._named(folder, "list it"):
-            self._list(folder, found)
-        return found
+            return {
+                path: stat.size_bytes
+                for path, stat in self._below(folder)
+                if stat.kind == "file" and not _is_temporary(path)
+            }
 
-    def _list(self, folder: str, found: dict[str, int]) -> None:
+    def _below(self, folder: str) -> Iterator[tuple[str, Stat]]:
+        """Yield everything in and below a folder that is no folder, by its name in the tier."""
         for name in self._names(folder):
             path = f"{folder}/{name}" if folder else name
             stat = self._backend.stat(f"{self._folder}/{path}")
             if stat is not None and stat.kind == "directory":
-                self._list(path, found)
-            elif stat is not None and stat.kind == "file" and not name.startswith(TEMPORARY):
-                found[path] = stat.size_bytes
+                yield from self._below(path)
+            elif stat is not None:
+                yield path, stat
 
     def folders(self, folder: str) -> list[str]:
         """Return the folders in a folder; see `Objects.folders`."""
@@ -272,16 +275,9 @@ class FolderObjects(Objects):
     def drop_unfinished(self, folder: str) -> None:
         """Remove temporary files; see `Objects.drop_unfinished`."""
         with self._named(folder, "remove temporary files"):
-            self._drop_unfinished(folder)
-
-    def _drop_unfinished(self, folder: str) -> None:
-        for name in self._names(folder):
-            path = f"{folder}/{name}"
-            stat = self._backend.stat(f"{self._folder}/{path}")
-            if stat is not None and stat.kind == "directory":
-                self._drop_unfinished(path)
-            elif stat is not None and name.startswith(TEMPORARY):
-                self._backend.remove(f"{self._folder}/{path}")
+            for path, _ in self._below(folder):
+                if _is_temporary(path):
+                    self._backend.remove(f"{self._folder}/{path}")
 
     def close(self) -> None:
         """Close the backend, unless the caller has given it. Idempotent."""
@@ -308,3 +304,7 @@ class FolderObjects(Objects):
                     f"{reason}. Free space there, and repeat this: it goes on from where it was"
                 )
             raise TierError(error.errno or errno.EIO, reason, url) from error
+
+
+def _is_temporary(path: str) -> bool:
+    return os.path.basename(path).startswith(TEMPORARY)

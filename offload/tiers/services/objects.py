@@ -92,10 +92,7 @@ class Objects(ABC):
         return ""
 
     def require_place(self, store: str) -> None:  # noqa: B027  (no page of a proxy takes writes)
-        """Check that a new tier may be made here, because this is no place of a missing drive.
-
-        Args:
-            store: Directory of the store whose copies it is for; empty if there is none.
+        """Check that a new tier for copies of a store may be made here.
 
         Raises:
             TierNotFoundError: Its drive is probably not mounted.
