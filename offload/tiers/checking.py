@@ -62,11 +62,16 @@ class Fetcher:
         found = ""
         for _ in range(2):
             with self._missing_named(name):
-                data = self._objects.get_range(f"{self._folder}/{name}", start, nbytes, into)
+                data = self._read(f"{self._folder}/{name}", start, nbytes, into)
             found = digest(memoryview(data)) if len(data) == nbytes else f"{len(data)} bytes"
             if found == expected:
                 return data
         raise self._damaged(name, start, nbytes, found, expected)
+
+    def _read(self, path: str, start: int, nbytes: int, into: Buffer | None) -> Data:
+        if into is not None:
+            return self._objects.get_range(path, start, nbytes, into)
+        return b"".join(bytes(piece) for piece in self._objects.pieces(path, start, nbytes))
 
     def whole(self, name: str, nbytes: int, expected: str) -> bytes:
         """Return a small object whose digest is in the marker."""

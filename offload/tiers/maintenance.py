@@ -38,7 +38,7 @@ from offload.tiers.contents import (
     state_objects,
     wrong_sizes,
 )
-from offload.tiers.sending import NUM_TRANSFERS, Progress, Task, run_all
+from offload.tiers.sending import NUM_TRANSFERS, Progress, Tally, Task, run_all
 from offload.tiers.services.address import parse_address
 from offload.tiers.services.objects import Objects
 from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
@@ -108,38 +108,22 @@ def verify_tier(
         copies = [copy for copy in list_copies(objects, address) if copy.marker is not None]
         copies = copies or [find_copy(objects, address)]  # which says what is there instead
         total = sum(copy.marker.nbytes for copy in copies if copy.marker)
-        advance = _Sum(progress, total)
-        return [_verify(objects, copy, num_transfers, advance) for copy in copies]
+        tally = Tally(progress, total)
+        return [_verify(objects, copy, num_transfers, tally) for copy in copies]
 
 
 def verify_copy(objects: Objects, copy: TierCopy) -> CopyReport:
     """Read every byte of one copy, and compare it with its digest; see `verify_tier`."""
-    return _verify(objects, copy, NUM_TRANSFERS, _Sum(None, 0))
+    return _verify(objects, copy, NUM_TRANSFERS, Tally(None, 0))
 
 
-class _Sum:
-    """Bytes that all threads have checked together."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._lock = threading.Lock()
-        self.done = 0
-
-    def __call__(self, nbytes: int) -> None:
-        with self._lock:
-            self.done += nbytes
-            if self._progress is not None:
-                self._progress(self.done, self._total)
-
-
-def _verify(objects: Objects, copy: TierCopy, num_transfers: int, advance: _Sum) -> CopyReport:
+def _verify(objects: Objects, copy: TierCopy, num_transfers: int, tally: Tally) -> CopyReport:
     marker = copy.marker
     if marker is None:
         return CopyReport(copy.url, 0, (copy.reason,), 0, ())
     found = sizes_in(objects, copy.folder)
     foreign = sorted({*found} - {*marker.sizes, MARKER_NAME, PARAMETERS_NAME, WRITER_NAME})
-    before = advance.done
+    before = tally.done
     problems = [f"{copy.url}/{text}" for text in wrong_sizes(marker.sizes, found)]
     try:
         manifest = read_manifest(objects, copy)
@@ -158,7 +142,7 @@ def _verify(objects: Objects, copy: TierCopy, num_transfers: int, advance: _Sum)
 
         def task(_: Buffer) -> None:
             try:
-                check(advance)
+                check(tally.add)
             except DamagedError as error:
                 with lock:
                     problems.append(str(error))
@@ -175,7 +159,7 @@ def _verify(objects: Objects, copy: TierCopy, num_transfers: int, advance: _Sum)
                 yield noting(partial(fetcher.check, one.name, 0, one.chunks))
 
     run_all(tasks(), num_transfers, lambda: HostBuffer(1))
-    return CopyReport(copy.url, marker.step, tuple(problems), advance.done - before, tuple(foreign))
+    return CopyReport(copy.url, marker.step, tuple(problems), tally.done - before, tuple(foreign))
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,14 +104,11 @@ def pull(
             open_objects(address, timeout_s=timeout_s, retry_s=retry_s)
         )
         copy = find_copy(objects, address, step)
-        wrong = whats_wrong(objects, copy)
-        if wrong:
+        wrong, marker = whats_wrong(objects, copy), copy.marker
+        if wrong or marker is None:
             raise DamagedError(f"{copy.url}: {wrong}{_older(objects, address, copy, step)}")
         manifest = on_drives(read_manifest(objects, copy), 1 + len(parts), copy)
         storage = resources.enter_context(given_or_local(backend))
-        marker = copy.marker
-        if marker is None:
-            raise StoreError(errno.EINVAL, copy.reason, copy.url)
         others = [(storage, os.path.abspath(os.fsdecode(part))) for part in parts]
         path = os.path.abspath(os.fsdecode(directory))
         owners = {reference.owner: path for reference in manifest.owners}

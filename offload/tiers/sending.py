@@ -109,6 +109,23 @@ class UploadStoppedError(TierError):
     """An upload was told to end, and has ended after a part. Another one goes on from there."""
 
 
+class Tally:
+    """Bytes that all threads have moved or checked together, of which progress is reported."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._lock = threading.Lock()
+        self.done = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes, and report them."""
+        with self._lock:
+            self.done += nbytes
+            if self._progress is not None:
+                self._progress(self.done, self._total)
+
+
 class Share:
     """The objects that one owner of state has in a copy."""
 
@@ -165,15 +182,12 @@ class Sending:
         self._check = check
         self._num_transfers = num_transfers
         self._is_stopped = is_stopped
-        self._progress = progress
         self._meanwhile = meanwhile
         self._may_begin = threading.Event()
         self._may_begin.set()
         self._left = (transfer for share in shares for transfer in self._transfers(share))
-        self._total = sum(sum(share.sizes.values()) for share in shares)
+        self._tally = Tally(progress, sum(sum(share.sizes.values()) for share in shares))
         self._most_bytes = max((one.nbytes for share in shares for one in share.state), default=0)
-        self._mutex = threading.Lock()
-        self._done = 0
         self.present: dict[str, int] = {}
         """Size in bytes of each object that the tier had before, by name."""
         self.sent: dict[str, int] = {}
@@ -261,11 +275,8 @@ class Sending:
             if self._check == "read" and not self._is_good(transfer):
                 transfer.send(buffer)
                 transfer.check()  # raises if it is wrong again
-        with self._mutex:
-            (self.kept if kept else self.sent)[name] = nbytes
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+        (self.kept if kept else self.sent)[name] = nbytes
+        self._tally.add(nbytes)
 
     def _is_good(self, transfer: _Transfer) -> bool:
         """Return whether the tier has the right bytes; True without reading for check="size"."""

@@ -15,7 +15,7 @@ from gds import Buffer
 from offload.errors import TierError, TierNotFoundError, TierUnavailableError
 from offload.tiers.services.address import TierAddress
 from offload.tiers.services.objects import Data, Objects
-from offload.tiers.services.requests import Requests, ReusedMemory, is_conflict, is_panic
+from offload.tiers.services.requests import Requests, is_conflict, is_panic
 
 _T = TypeVar("_T")
 
@@ -66,7 +66,6 @@ class CloudObjects(Objects):
         self._requests = Requests(self._obstore, address.url, retry_s)
         self._call = self._requests.call
         self._num_repeats = _NUM_REPEATS if retry_s else 0
-        self._memory = ReusedMemory()
         self._prefix = f"{address.folder}/" if address.folder else ""
         from obstore.store import from_url
 
@@ -188,9 +187,9 @@ class CloudObjects(Objects):
             )
         return found
 
-    def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
+    def get_range(self, name: str, start: int, nbytes: int, into: Buffer) -> memoryview:
         """Return bytes of an object; see `Objects.get_range`."""
-        memory = self._memory.take(nbytes) if into is None else into.slice(0, nbytes).memoryview()
+        memory = into.slice(0, nbytes).memoryview()
         end = 0
         for piece in self.pieces(name, start, nbytes):
             end += len(piece)

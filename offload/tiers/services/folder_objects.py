@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from gds import ALIGNMENT, Backend, Buffer, PosixBackend, StorageError
+from gds import ALIGNMENT, Buffer, PosixBackend, StorageError
 from gds.contract import File, Stat
 from gds.errors import message_of
 from offload.errors import TierAccessError, TierError, TierNotFoundError
@@ -39,13 +39,11 @@ class FolderObjects(Objects):
 
     Args:
         folder: Absolute path of the folder.
-        backend: Storage backend; None for the local file system.
     """
 
-    def __init__(self, folder: str, backend: Backend | None = None) -> None:
+    def __init__(self, folder: str) -> None:
         self._folder = folder.rstrip("/")
-        self._backend: Backend = PosixBackend() if backend is None else backend
-        self._owned = backend is None
+        self._backend = PosixBackend()
         self._free: list[Buffer] = []
         """Memory of transfers that have ended: new memory costs more time than a copy into it."""
 
@@ -125,12 +123,10 @@ class FolderObjects(Objects):
                 )
             return file.read_bytes(0, file.size_bytes)
 
-    def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
+    def get_range(self, name: str, start: int, nbytes: int, into: Buffer) -> memoryview:
         """Return bytes of an object; see `Objects.get_range`."""
         with self._named(name, "read it"), self._open(name) as file:
             nbytes = max(0, min(nbytes, file.size_bytes - start))
-            if into is None:
-                into = self._backend.allocate(nbytes + ALIGNMENT).slice(start % ALIGNMENT, nbytes)
             buffer = into.slice(0, nbytes)
             if nbytes:
                 file.read(buffer, start).result()
@@ -234,7 +230,7 @@ class FolderObjects(Objects):
             is_bare = not os.listdir(place) and not os.path.ismount(place)
             drives = {os.stat(one).st_dev for one in ("/", store) if os.path.isdir(one)}
             is_elsewhere = os.stat(place).st_dev not in drives
-        except OSError:  # another backend than the local file system, which names the error
+        except OSError:  # which the first write names
             return
         if is_bare and not is_elsewhere:
             raise TierNotFoundError(
@@ -280,9 +276,8 @@ class FolderObjects(Objects):
                     self._backend.remove(f"{self._folder}/{path}")
 
     def close(self) -> None:
-        """Close the backend, unless the caller has given it. Idempotent."""
-        if self._owned:
-            self._backend.close()
+        """Close the backend. Idempotent."""
+        self._backend.close()
 
     @contextmanager
     def _named(self, name: str, doing: str) -> Iterator[None]:

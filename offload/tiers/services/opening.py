@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from gds import Backend
 from offload.errors import TierError, TierNotFoundError
 from offload.format import document
 from offload.format.names import TIERS_NAME
@@ -37,7 +36,6 @@ DEFAULT_RETRY_S = 180.0
 def open_objects(
     address: TierAddress | str,
     *,
-    backend: Backend | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     retry_s: float = DEFAULT_RETRY_S,
 ) -> Objects:
@@ -45,7 +43,7 @@ def open_objects(
     if isinstance(address, str):
         address = parse_address(address)
     if address.scheme == "file":
-        return FolderObjects(address.folder, backend)
+        return FolderObjects(address.folder)
     from offload.tiers.services.cloud_objects import (
         CloudObjects,  # imports obstore, which is optional
     )

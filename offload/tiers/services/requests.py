@@ -2,22 +2,15 @@
 
 The library repeats a request that was refused or not answered. It does not repeat one whose answer
 breaks off, or whose refusal depends on other writers. That is done here.
-
-New memory for every request costs more processor time than the transfer itself: the kernel hands it
-out page by page, each filled with zeros.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import re
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from gds.waiting import Pending, start
@@ -108,25 +101,6 @@ def interruptible(request: Callable[[], _T]) -> _T:
 def is_panic(error: BaseException) -> bool:
     """Return whether an error is a panic of the library, which is no `Exception`."""
     return type(error).__name__ == "PanicException"
-
-
-class ReusedMemory:
-    """Memory of requests that have ended, for the next ones; any thread may use it."""
-
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
-
-    def take(self, nbytes: int) -> memoryview:
-        """Return at least one byte of memory, which is used again when no view of it is left."""
-        block = self._free.pop() if self._free else None
-        if block is None or len(block) < nbytes:
-            block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without huge pages
-                block.madvise(mmap.MADV_HUGEPAGE)
-        # A memoryview keeps what it was made from, and so do its slices.
-        lent = (ctypes.c_ubyte * nbytes).from_buffer(block)
-        weakref.finalize(lent, self._free.append, block).atexit = False
-        return memoryview(lent).cast("B")
 
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
