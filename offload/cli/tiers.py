@@ -71,7 +71,7 @@ def push(
     where it was. It may run beside training, which it never delays. If training recycles the
     checkpoint meanwhile, the command ends with an error; offload pin keeps the checkpoint.
     """
-    from offload.tiers.push import push as run
+    from offload.tiers.upload import push as run
 
     with progress_bar(url, quiet=as_json) as progress:
         report = run(
@@ -154,7 +154,7 @@ def pull(
 
 def show_decisions(store: str) -> None:
     """Print the last decisions about uploads of a store's checkpoints, if there are any."""
-    from offload.tiers.tier_stats import read_decisions
+    from offload.tiers.upload_thread import read_decisions
 
     for url, events in read_decisions(store).items():
         typer.echo(f"tier {one_line(url)}:")
@@ -165,7 +165,7 @@ def show_decisions(store: str) -> None:
 
 def list_url(url: str, *, as_json: bool) -> None:
     """List the copies in a tier."""
-    from offload.tiers.verification import list_tier
+    from offload.tiers.maintenance import list_tier
 
     copies = list_tier(url)
     if as_json:
@@ -201,7 +201,7 @@ def _cells(copy: TierCopy) -> list[Text]:
 
 def verify_url(url: str, *, as_json: bool) -> None:
     """Verify the complete copies in a tier; exit with status 1 if one is damaged."""
-    from offload.tiers.verification import verify_tier
+    from offload.tiers.maintenance import verify_tier
 
     with progress_bar(url, quiet=as_json) as progress:
         reports = verify_tier(url, progress=progress)
@@ -236,7 +236,7 @@ def prune_url(
     as_json: bool,
 ) -> None:
     """Remove copies from a tier."""
-    from offload.tiers.pruning import prune_tier
+    from offload.tiers.maintenance import prune_tier
 
     report = prune_tier(url, policy, unfinished=unfinished, verify=verify, dry_run=dry_run)
     if as_json:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from offload.format.layout import Layout
     from offload.stream.drives import Drives
     from offload.stream.streamer import Streamer
-    from offload.tiers.tier_stats import TierStats
+    from offload.tiers.upload_thread import TierStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

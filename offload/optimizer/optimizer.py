@@ -39,7 +39,7 @@ from offload.store.shared import Serving
 from offload.stream.drives import Directory, as_directories
 from offload.stream.memory import require_host_memory
 from offload.tiers.background import BackgroundUploads
-from offload.tiers.following import FollowingUploads
+from offload.tiers.rank_uploads import FollowingUploads
 from offload.tiers.services.opening import require_place, require_tier
 from offload.update.device_step import require_steppable
 from offload.update.rules import UpdateRule

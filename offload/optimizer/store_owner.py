@@ -21,7 +21,7 @@ from offload.ambient import in_neutral, neutral
 from offload.engine.engine import Engine
 from offload.errors import OffloadError
 from offload.tiers.background import BackgroundUploads
-from offload.tiers.following import FollowingUploads
+from offload.tiers.rank_uploads import FollowingUploads
 
 
 class StoreOwner(torch.optim.Optimizer):

@@ -93,7 +93,7 @@ class PruneReport:
         return sum(removed.bytes for removed in (*self.checkpoints, *self.leftovers))
 
 
-class _KeepAll(Retention):
+class KeepAll(Retention):
     """Policy that keeps all checkpoints."""
 
     def kept(self, records: Sequence[Record]) -> set[int]:
@@ -150,7 +150,7 @@ def prune(
     with given_or_local(backend) as storage:
         others, newest = _others(storage, directory, parts)
         given = [os.path.abspath(part) for part in parts or ()]
-        with closing(_open(storage, directory, others, policy or _KeepAll())) as opened:
+        with closing(_open(storage, directory, others, policy or KeepAll())) as opened:
             _require_metrics(opened, policy)
             owners = [] if newest is None or not newest.owners else [directory, *given]
             if verify:

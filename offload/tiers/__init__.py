@@ -5,11 +5,15 @@ imports torch, the engine, or `stream`.
 """
 
 from offload.tiers.catalog import TierCopy
-from offload.tiers.pruning import TierPruneReport, prune_tier
+from offload.tiers.maintenance import (
+    CopyReport,
+    TierPruneReport,
+    list_tier,
+    prune_tier,
+    verify_tier,
+)
 from offload.tiers.pull import PullReport, pull
-from offload.tiers.push import push
-from offload.tiers.upload import PushReport
-from offload.tiers.verification import CopyReport, list_tier, verify_tier
+from offload.tiers.upload import PushReport, push
 
 __all__ = [
     "CopyReport",

@@ -52,21 +52,14 @@ def _open(url: str) -> Objects:
 
 
 def find_newest(url: str, store: str, tried: Mapping[str, str]) -> tuple[str, str]:
-    """Return the URL of the newest whole copy of a tier; empty if the tier has no complete one.
+    """Return the URL of the newest whole copy of a tier, and a sentence for a warning.
 
-    Args:
-        url: URL of the tier, of a store in it, or of one copy.
-        store: First directory of the store.
-        tried: Copies that were found damaged before, by URL, with the reasons.
-
-    Returns:
-        The URL; and a sentence if copies were passed over, or if none of them is complete.
-
-    The errors are those of `find_newest_whole`.
+    The URL is empty if the tier has no complete copy. The sentence is not if copies were passed
+    over, or if none of them is complete. For `tried`, and the errors, see `open_newest`.
     """
     with _open(url) as objects:
         whole, warning = find_newest_whole(objects, url, store, tried)
-    return "" if whole is None else whole.copy.url, warning
+    return "" if whole is None else whole[0].url, warning
 
 
 def open_newest(url: str, store: Store, tried: Mapping[str, str]) -> Download | str | None:
@@ -91,11 +84,11 @@ def open_newest(url: str, store: Store, tried: Mapping[str, str]) -> Download | 
             warnings.warn(warning, RuntimeWarning, stacklevel=6)
         if whole is None:
             return None
-        copy = whole.copy
-        if whole.manifest.owners:
+        copy, manifest = whole
+        if manifest.owners:
             return copy.url
-        manifest = on_drives(whole.manifest, len(store.directories), copy)
-        newest = newest_generation(objects, manifest.store_id) if whole.passed_over else 0
+        manifest = on_drives(manifest, len(store.directories), copy)
+        newest = newest_generation(objects, manifest.store_id) if warning else 0
         download = Download(objects, copy, manifest, store.backend, store.directory, newest=newest)
         opened.pop_all()
         return download
@@ -208,12 +201,8 @@ class ArrivingState:
     ) -> None:
         """Begin to fetch the state, in one process, and make it a checkpoint of the store then.
 
-        From now on the slot makes readers wait for each chunk, and belongs to the caller.
-
-        Args:
-            store: Store that has the slot.
-            order: Chunks in the order in which they are needed.
-            published: Called on the thread with the checkpoint.
+        From now on the slot makes readers wait for each chunk, and belongs to the caller. The
+        chunks come in the order that is given. `published` is called on the thread.
         """
         arrivals = Arrivals(self.share.state_pieces())
         self.share.first_slot.arriving(arrivals)
@@ -221,7 +210,6 @@ class ArrivingState:
 
     def _start(self, work: Callable[[], None]) -> None:
         def run() -> None:
-            """Do the work, and pass its outcome on."""
             try:
                 work()
             except BaseException as error:  # noqa: BLE001  (raised by those who wait)

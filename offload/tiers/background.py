@@ -21,15 +21,20 @@ from offload.errors import OffloadError, RecycledError
 from offload.format.manifest import Manifest
 from offload.journal import log_event
 from offload.store.expiry import Leaving
-from offload.store.shared import Mailbox, Serving
+from offload.store.shared import Serving
 from offload.tiers.contents import OBJECT_BYTES
 from offload.tiers.policy import Decision, Situation, decide, parameters_due
-from offload.tiers.rank_notes import LAST, RankShares, put_order
+from offload.tiers.rank_uploads import LAST, RankShares, put_order
 from offload.tiers.sending import Check, UploadStoppedError
-from offload.tiers.services.opening import DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.tier_stats import TierEvent, write_decisions
+from offload.tiers.services.opening import open_objects
 from offload.tiers.upload import Parameters, Upload
-from offload.tiers.upload_thread import NUM_TRANSFERS, RETRY_S, UploadThread
+from offload.tiers.upload_thread import (
+    NUM_TRANSFERS,
+    RETRY_S,
+    TierEvent,
+    UploadThread,
+    write_decisions,
+)
 from offload.units import duration, size
 
 _GAVE_WAY = (
@@ -42,24 +47,6 @@ _STOPPED = "stopped with the optimizer; `offload push` goes on with it"
 class _Offered:
     checkpoint: Checkpoint
     sealed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """The upload that runs; not one of parameters beside it."""
-
-    manifest: Manifest
-    upload: Upload
-    parameters: Parameters
-
-    @property
-    def most_bytes(self) -> int:
-        """Most bytes that it can have sent so far: objects count when they have been checked."""
-        nbytes = _size_of(self.manifest)
-        if self.manifest.owners:
-            return nbytes  # what the other ranks have sent is not known
-        under_way = self.manifest.layout.model_header.file_bytes + NUM_TRANSFERS * OBJECT_BYTES
-        return min(nbytes, self.upload.bytes_sent + under_way)
 
 
 class BackgroundUploads(UploadThread):
@@ -103,7 +90,8 @@ class BackgroundUploads(UploadThread):
         self._newest: _Offered | None = None
         self._newest_parameters: _Offered | None = None
         self._unmeasured = 0
-        self._running: _Running | None = None
+        self._running: Upload | None = None
+        """The upload that runs; not one of parameters beside it."""
         self._nested_s = 0.0
         """Seconds of the present upload during which it waited for parameters of newer ones."""
         self._last: _Offered | None = None
@@ -112,22 +100,18 @@ class BackgroundUploads(UploadThread):
         self._warned: set[object] = set()
 
     def offer(self, checkpoint: Checkpoint, *, restored: bool = False) -> None:
-        """Consider a checkpoint that has just been sealed. The call returns at once.
+        """Consider a checkpoint that was sealed. The call returns at once.
 
         If an upload is running, it goes on, and the newest checkpoint that was offered meanwhile is
-        considered after it.
-
-        Args:
-            checkpoint: The checkpoint.
-            restored: Whether training goes on from it: it was sealed earlier. If its upload was
-                interrupted, the upload goes on.
+        considered after it. One that training was `restored` from was sealed earlier: if its upload
+        was interrupted, the upload goes on.
         """
         if restored and not _is_here(checkpoint):  # it is just arriving from the tier
             if self._serving is not None:  # the other ranks wait for the last order
                 with self._changed:
                     self._begin()
             return
-        sealed_s = self.measured.restored() if restored else self.measured.sealed()
+        sealed_s = self.measured.now() if restored else self.measured.sealed()
         offered = _Offered(checkpoint, sealed_s)
         with self._changed:
             if self._stopped:
@@ -167,11 +151,15 @@ class BackgroundUploads(UploadThread):
         if event.outcome != "complete" and event.choice not in ("keep", "thin"):
             log_event(f"{last.checkpoint.path}: not in the tier: {reason}", logging.WARNING)
 
-    def _leave(self, box: Mailbox) -> None:
-        with suppress(OffloadError):
-            put_order(box, LAST)
-
     def _work(self) -> None:
+        try:
+            self._consider_offers()
+        finally:
+            if self._box is not None:
+                with suppress(OffloadError):
+                    put_order(self._box, LAST)
+
+    def _consider_offers(self) -> None:
         while True:
             with self._changed:
                 self._active = False
@@ -238,16 +226,14 @@ class BackgroundUploads(UploadThread):
             self._leaving.end(offered.checkpoint.generation)
 
     def _are_due(self, offered: _Offered) -> bool:
-        """Return whether to send the parameters of a checkpoint beside the upload that runs.
-
-        If that one began as an upload of everything, the link may have become slower since.
-        """
+        """Return whether to send the parameters of a checkpoint beside the upload that runs."""
         now, running = self._situation(offered), self._running
         if running is None or now.parameter_bytes is None:
             return False
         if running.parameters == "first":
             return parameters_due(now)
-        most_bytes_per_s = self.measured.most_bytes_per_s(running.most_bytes)
+        # It began as an upload of everything, and the link may have become slower since.
+        most_bytes_per_s = self.measured.most_bytes_per_s(_most_bytes_sent(running))
         if now.bytes_per_s is None or most_bytes_per_s is None:
             return False
         observed = replace(now, bytes_per_s=min(now.bytes_per_s, most_bytes_per_s))
@@ -264,11 +250,8 @@ class BackgroundUploads(UploadThread):
         try:
             with (
                 given_or_local(self._backend) as storage,
-                open_objects(
-                    self._address, timeout_s=DEFAULT_TIMEOUT_S, retry_s=RETRY_S
-                ) as objects,
+                open_objects(self._address, retry_s=RETRY_S) as objects,
             ):
-                manifest = checkpoint.manifest
                 upload = Upload(
                     objects,
                     checkpoint.unlocked(storage),
@@ -276,12 +259,12 @@ class BackgroundUploads(UploadThread):
                     num_transfers=NUM_TRANSFERS,
                     is_stopped=lambda: self._stopped,
                     meanwhile=(lambda: None) if nested else self._send_due_parameters,
-                    others=None if nested else self._others(manifest),
+                    others=None if nested else self._others(checkpoint.manifest),
                     parameters=parameters,
                     parameters_sent=lambda: self._have_parameters(offered),
                 )
                 if not nested:
-                    self._running = _Running(manifest, upload, parameters)
+                    self._running = upload
                 report = upload.run()
             sent = report.bytes_sent
             if nested and not report.already_complete:
@@ -324,7 +307,6 @@ class BackgroundUploads(UploadThread):
         self._show(checkpoint)
 
     def _have_parameters(self, offered: _Offered) -> None:
-        """Record that the tier has the parameters of a checkpoint, before its state."""
         self._newest_parameters = offered
         log_event(f"{offered.checkpoint.path}: the tier has its parameters")
 
@@ -362,6 +344,15 @@ def _is_here(checkpoint: Checkpoint) -> bool:
         return checkpoint.backend.stat(checkpoint.path) is not None
     except StorageError:
         return False
+
+
+def _most_bytes_sent(upload: Upload) -> int:
+    """Return the most bytes that an upload can have sent: objects count when they are checked."""
+    nbytes = _size_of(upload.manifest)
+    if upload.manifest.owners:
+        return nbytes  # what the other ranks have sent is not known
+    under_way = upload.manifest.layout.model_header.file_bytes + NUM_TRANSFERS * OBJECT_BYTES
+    return min(nbytes, upload.bytes_sent + under_way)
 
 
 def _size_of(manifest: Manifest) -> int:

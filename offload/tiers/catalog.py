@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from offload.errors import CheckpointError, DamagedError, TierError, TierNotFoundError
 from offload.format.manifest import MAX_MANIFEST_BYTES, Manifest, decode
@@ -83,11 +83,7 @@ def _list_copies(objects: Objects, address: TierAddress) -> list[TierCopy]:
 
 
 def copies_of(objects: Objects, store_id: str, generation: int) -> list[TierCopy]:
-    """Return the copies of one generation of a store.
-
-    Raises:
-        TierError: The tier cannot be read.
-    """
+    """Return the copies of one generation of a store."""
     folder = Identity(store_id, generation, "").folder.rstrip("/")
     writers = [name for name in objects.folders(folder) if STORE.fullmatch(name)]
     found = [copy_of(objects, Identity(store_id, generation, writer)) for writer in writers]
@@ -96,45 +92,42 @@ def copies_of(objects: Objects, store_id: str, generation: int) -> list[TierCopy
 
 def copy_of(objects: Objects, identity: Identity) -> TierCopy | None:
     """Describe a copy; return None if its folder has neither a marker nor a writer's name."""
-    folder = identity.folder
-    url = f"{objects.url}/{folder}"
+    url = f"{objects.url}/{identity.folder}"
     try:
-        data = objects.get(f"{folder}/{MARKER_NAME}", MOST_BYTES)
-    except TierNotFoundError:
-        parameters = _parameters_of(objects, identity)
-        if parameters is not None:
-            reason = "only its parameters are complete: its state has not been sent"
-            return TierCopy(identity, url, None, reason, parameters)
-        if objects.size(f"{folder}/{WRITER_NAME}") is None:
-            return None
-        return TierCopy(identity, url, None, UNFINISHED)
-    try:
-        marker = decode_marker(data, f"{url}/{MARKER_NAME}")
-        if marker.identity != identity or marker.parameters_only:
-            raise DamagedError(f"{url}/{MARKER_NAME}: it is the marker of another copy")
+        return TierCopy(identity, url, _read_marker(objects, identity, MARKER_NAME))
     except DamagedError as error:
         return TierCopy(identity, url, None, str(error))
-    return TierCopy(identity, url, marker)
-
-
-def _parameters_of(objects: Objects, identity: Identity) -> Marker | None:
-    """Return the marker of a copy's parameters; None if there is none, or it is damaged."""
-    name = f"{identity.folder}/{PARAMETERS_NAME}"
-    try:
-        marker = decode_marker(objects.get(name, MOST_BYTES), f"{objects.url}/{name}")
-    except (TierNotFoundError, DamagedError):
+    except TierNotFoundError:
+        pass
+    with suppress(TierNotFoundError, DamagedError):
+        parameters = _read_marker(objects, identity, PARAMETERS_NAME)
+        reason = "only its parameters are complete: its state has not been sent"
+        return TierCopy(identity, url, None, reason, parameters)
+    if objects.size(f"{identity.folder}/{WRITER_NAME}") is None:
         return None
-    return marker if marker.identity == identity and marker.parameters_only else None
+    return TierCopy(identity, url, None, UNFINISHED)
+
+
+def _read_marker(objects: Objects, identity: Identity, name: str) -> Marker:
+    """Read the marker of a copy, or of its parameters, and check that it is that one's."""
+    place = f"{objects.url}/{identity.folder}/{name}"
+    marker = decode_marker(objects.get(f"{identity.folder}/{name}", MOST_BYTES), place)
+    if marker.identity != identity or marker.parameters_only != (name == PARAMETERS_NAME):
+        raise DamagedError(f"{place}: it is the marker of another copy")
+    return marker
+
+
+def sizes_in(objects: Objects, folder: str) -> dict[str, int]:
+    """Return the size in bytes of every object of a copy, by its name in the copy's folder."""
+    listed = objects.sizes_below(folder)
+    return {name.removeprefix(f"{folder}/"): nbytes for name, nbytes in listed.items()}
 
 
 def what_is_missing(
     objects: Objects, folder: str, marker: Marker, *, may_be_longer: bool = False
 ) -> list[str]:
     """Return a sentence for each object of a copy that a tier lacks, or has with another size."""
-    found = {
-        name.removeprefix(f"{folder}/"): nbytes
-        for name, nbytes in objects.sizes_below(folder).items()
-    }
+    found = sizes_in(objects, folder)
     for name in [name for name in marker.sizes if name not in found]:
         size = objects.size(f"{folder}/{name}")  # lists of some services lag behind
         if size is not None:
@@ -148,60 +141,46 @@ def read_manifest(objects: Objects, copy: TierCopy) -> Manifest:
     """Read the manifest of a copy, and check that it is the one that was sent.
 
     The copy, or its parameters, must be complete.
-
-    Raises:
-        DamagedError: It differs.
-        TierError: It cannot be read.
     """
-    place = f"{copy.url}/{MANIFEST_NAME}"
-    marker = copy.parameters or _require_complete(copy)
-    try:
+    marker = copy.parameters or copy.marker
+    if marker is None:
+        raise TierNotFoundError(errno.ENOENT, copy.reason, copy.url)
+    with _damaged_if_wrong(copy, MANIFEST_NAME) as place:
         data = objects.get(f"{copy.folder}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
-    except TierNotFoundError as error:
-        raise DamagedError(f"{place}: the object is missing") from error
-    try:
         manifest = decode(data.removesuffix(b"\n").rstrip(b" "), place)
-    except CheckpointError as error:
-        raise DamagedError(str(error)) from error
     if manifest.digest != marker.manifest_digest:
         raise DamagedError(f"{place}: not the manifest that was sent with this copy")
     return manifest
 
 
-def read_tables(objects: Objects, copy: TierCopy, manifest: Manifest) -> list[OwnerTable]:
-    """Read the tables of all owners besides the first; none if one process made the checkpoint."""
-    return [read_table(objects, copy, manifest, one) for one in manifest.owners]
-
-
 def read_table(
     objects: Objects, copy: TierCopy, manifest: Manifest, reference: OwnerReference
 ) -> OwnerTable:
-    """Read the table of an owner that a manifest refers to; see `read_tables` for the errors."""
+    """Read the table of an owner that a manifest refers to, and check that it is the one sent."""
     name = table_name(reference.owner)
-    place = f"{copy.url}/{name}"
-    try:
-        data = objects.get(f"{copy.folder}/{name}", MAX_TABLE_BYTES)
-    except TierNotFoundError as error:
-        raise DamagedError(f"{place}: the object is missing") from error
-    try:
+    with _damaged_if_wrong(copy, name) as place:
         table = decode_table(
-            data,
+            objects.get(f"{copy.folder}/{name}", MAX_TABLE_BYTES),
             place,
             manifest.layout.model,
             num_groups=len(manifest.groups),
             state_dtype=manifest.layout.state_dtype,
         )
-    except CheckpointError as error:
-        raise DamagedError(str(error)) from error
     if (table.header.digest, table.owner) != (reference.digest, reference.owner):
         raise DamagedError(f"{place}: not the table that was sealed with this checkpoint")
     return table
 
 
-def _require_complete(copy: TierCopy) -> Marker:
-    if copy.marker is None:
-        raise TierNotFoundError(errno.ENOENT, copy.reason, copy.url)
-    return copy.marker
+@contextmanager
+def _damaged_if_wrong(copy: TierCopy, name: str) -> Iterator[str]:
+    """Yield the URL of a document; raise `DamagedError` if it is missing or cannot be decoded."""
+    place = f"{copy.url}/{name}"
+    try:
+        yield place
+    except TierNotFoundError as error:
+        raise DamagedError(f"{place}: the object is missing") from error
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from error
 
 
 def find_copy(
@@ -257,23 +236,16 @@ def whats_wrong(objects: Objects, copy: TierCopy) -> str:
     return f"not whole any more: {'; '.join(wrong[:3])}" if wrong else ""
 
 
-class WholeCopy(NamedTuple):
-    """The newest copy that is whole, as far as it has been looked at."""
-
-    copy: TierCopy
-    manifest: Manifest
-
-    passed_over: str
-    """What is wrong with newer copies, for people; empty if there is nothing."""
-
-
 def _find_whole(
     objects: Objects,
     address: TierAddress,
     damaged: Mapping[str, str],
     tried: Mapping[str, str],
-) -> WholeCopy:
-    """Return the newest copy that has all its objects, by their sizes, and the right manifest."""
+) -> tuple[TierCopy, Manifest, str]:
+    """Return the newest copy that has all its objects, by their sizes, and the right manifest.
+
+    The last result is what is wrong with newer copies, for people; empty if there is nothing.
+    """
     passed = {**tried}
     for doubtful in (damaged, {}) if damaged else ({},):
         while True:
@@ -288,7 +260,7 @@ def _find_whole(
                 if not wrong:
                     manifest = read_manifest(objects, copy)
                     newer = {**passed, **doubtful, **_damaged_markers(objects, copy)}
-                    return WholeCopy(copy, manifest, _sentences(newer, copy))
+                    return copy, manifest, _sentences(newer, copy)
             except DamagedError as error:
                 wrong = str(error)
             passed[copy.url] = wrong
@@ -317,7 +289,7 @@ def _sentences(passed: Mapping[str, str], chosen: TierCopy | None = None) -> str
 
 def find_newest_whole(
     objects: Objects, url: str, store: str, tried: Mapping[str, str]
-) -> tuple[WholeCopy | None, str]:
+) -> tuple[tuple[TierCopy, Manifest] | None, str]:
     """Return the newest whole copy of a tier, and a warning; None if it has no complete copy.
 
     "None is there" is believed only of a tier that says that it is one; see `require_there`.
@@ -329,9 +301,9 @@ def find_newest_whole(
         copies = list_copies(objects, address)
     if any(copy.marker is not None for copy in copies):
         noted = damaged_copies(store, objects.url)
-        found = _find_whole(objects, address, noted, tried)
-        return found, found.passed_over and (
-            f"{found.passed_over}. Restoring the copy before it, {found.copy.url}. `offload verify "
+        copy, manifest, passed_over = _find_whole(objects, address, noted, tried)
+        return (copy, manifest), passed_over and (
+            f"{passed_over}. Restoring the copy before it, {copy.url}. `offload verify "
             f"{url}` reads all copies"
         )
     return None, (
@@ -351,5 +323,5 @@ def newest_generation(objects: Objects, store_id: str) -> int:
 def remove_copy(objects: Objects, copy: TierCopy) -> None:
     """Remove the objects of a copy that this library has written, its markers first."""
     objects.delete(f"{copy.folder}/{name}" for name in (MARKER_NAME, PARAMETERS_NAME))
-    listed = objects.sizes_below(copy.folder)
-    objects.delete(name for name in listed if is_own_name(name.removeprefix(f"{copy.folder}/")))
+    own = filter(is_own_name, sizes_in(objects, copy.folder))
+    objects.delete(f"{copy.folder}/{name}" for name in own)

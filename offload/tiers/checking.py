@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 from gds import Buffer
 from offload.errors import DamagedError, TierNotFoundError
 from offload.format.digests import DigestContext, LeafStream
 from offload.format.manifest import Manifest
-from offload.tiers.contents import Chunk, ModelObject, ModelRun, StateObject
+from offload.tiers.contents import Chunk, ModelObject, ModelRun
 from offload.tiers.services.objects import Data, Objects
 from offload.tiers.source import whole_digest
 
@@ -26,12 +25,7 @@ class Fetcher:
     """Reads ranges of a copy, and compares each with its digest.
 
     A range with another digest than it was sealed with is asked for once more: what differs may be
-    the answer, and not the object.
-
-    Args:
-        objects: Objects of the tier.
-        folder: Folder of the copy.
-        manifest: Manifest of the checkpoint.
+    the answer, and not the object. If it differs again, or is missing, that is a `DamagedError`.
     """
 
     def __init__(self, objects: Objects, folder: str, manifest: Manifest) -> None:
@@ -39,30 +33,10 @@ class Fetcher:
         self._folder = folder
         self._context = DigestContext(manifest.store_id, manifest.generation)
 
-    def chunk(self, name: str, start: int, chunk: Chunk, into: Buffer | None = None) -> Data:
-        """Return the bytes of a chunk.
-
-        Args:
-            name: Name of the object that holds it.
-            start: First byte of the chunk in the object.
-            chunk: Chunk to fetch.
-            into: Memory for it, of at least its size; None for memory of the tier.
-
-        Raises:
-            DamagedError: The object is missing or too short, or holds other bytes.
-            TierError: It cannot be read.
-        """
-        digest = partial(self._context.digest, chunk.array, chunk.index)
-        return self.range(name, start, chunk.nbytes, digest, chunk.digest, into)
-
     def run(self, name: str, run: ModelRun, into: Buffer) -> Data:
-        """Return the bytes of consecutive pieces, in the memory that is given; see `chunk`."""
-        if len(run.chunks) == 1:
-            return self.chunk(name, run.offset, run.chunks[0], into)
-        expected = [chunk.digest for chunk in run.chunks]
+        """Return the bytes of consecutive chunks, in the memory that is given."""
 
         def digests(data: memoryview) -> str:
-            """Return the digests of all pieces as one."""
             found, start = [], 0
             for chunk in run.chunks:
                 piece = data[start : start + chunk.nbytes]
@@ -70,7 +44,8 @@ class Fetcher:
                 start += chunk.nbytes
             return _joined(found)
 
-        return self.range(name, run.offset, run.nbytes, digests, _joined(expected), into)
+        expected = _joined([chunk.digest for chunk in run.chunks])
+        return self.range(name, run.offset, run.nbytes, digests, expected, into)
 
     def range(
         self,
@@ -81,29 +56,29 @@ class Fetcher:
         expected: str,
         into: Buffer | None = None,
     ) -> Data:
-        """Return bytes of an object whose digest is known; the errors are those of `chunk`."""
+        """Return bytes of an object whose digest is known."""
         if not nbytes:
             return b""
         found = ""
         for _ in range(2):
             with self._missing_named(name):
-                data = self._objects.get_range(f"{self._folder}/{name}", start, nbytes, into)
+                data = self._read(f"{self._folder}/{name}", start, nbytes, into)
             found = digest(memoryview(data)) if len(data) == nbytes else f"{len(data)} bytes"
             if found == expected:
                 return data
         raise self._damaged(name, start, nbytes, found, expected)
 
+    def _read(self, path: str, start: int, nbytes: int, into: Buffer | None) -> Data:
+        if into is not None:
+            return self._objects.get_range(path, start, nbytes, into)
+        return b"".join(bytes(piece) for piece in self._objects.pieces(path, start, nbytes))
+
+    def whole(self, name: str, nbytes: int, expected: str) -> bytes:
+        """Return a small object whose digest is in the marker."""
+        return bytes(self.range(name, 0, nbytes, whole_digest, expected))
+
     def check(self, name: str, start: int, chunks: Sequence[Chunk], advance: Advance) -> None:
-        """Read consecutive chunks of an object, and compare each; nothing of them is kept.
-
-        Args:
-            name: Name of the object that holds them.
-            start: First byte of the first one in the object.
-            chunks: Chunks that follow each other.
-            advance: Function that is called with the number of bytes of each.
-
-        The errors are those of `chunk`.
-        """
+        """Read consecutive chunks of an object, and compare each; nothing of them is kept."""
         for chunk, found in zip(chunks, self._digests(name, start, chunks), strict=True):
             if found != chunk.digest:
                 (again,) = self._digests(name, start, [chunk])
@@ -149,26 +124,17 @@ class Fetcher:
             f"their digest is {found}, expected {expected}"
         )
 
-    def whole(self, name: str, nbytes: int, expected: str) -> bytes:
-        """Return a small object whose digest is in the marker; the errors are those of `chunk`."""
-        return bytes(self.range(name, 0, nbytes, whole_digest, expected))
-
     def _place(self, name: str) -> str:
         return f"{self._objects.url}/{self._folder}/{name}"
 
 
-def check_state(fetcher: Fetcher, wanted: StateObject, advance: Advance) -> None:
-    """Read an object of state and compare every chunk; the errors are those of `Fetcher.chunk`."""
-    fetcher.check(wanted.name, 0, wanted.chunks, advance)
-
-
 def _joined(digests: Sequence[str]) -> str:
-    """Return one digest that stands for several."""
-    return whole_digest(",".join(digests).encode())
+    """Return one digest that stands for several; that of a single one stays."""
+    return digests[0] if len(digests) == 1 else whole_digest(",".join(digests).encode())
 
 
 def check_model(fetcher: Fetcher, model: ModelObject, advance: Advance) -> None:
-    """Read an object of the model, compare every piece; the errors are those of `Fetcher.chunk`."""
+    """Read an object of the model, and compare every piece."""
     encoded = bytes(model.header.encoded)
     fetcher.range(model.name, 0, len(encoded), whole_digest, whole_digest(encoded))
     advance(len(encoded))
@@ -179,7 +145,7 @@ def check_model(fetcher: Fetcher, model: ModelObject, advance: Advance) -> None:
 def check_whole(
     fetcher: Fetcher, sizes: Mapping[str, int], digests: Mapping[str, str], advance: Advance
 ) -> None:
-    """Read the small objects and compare them; the errors are those of `Fetcher.chunk`."""
+    """Read the small objects and compare them."""
     for name, digest in digests.items():
         fetcher.whole(name, sizes[name], digest)
         advance(sizes[name])

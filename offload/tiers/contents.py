@@ -13,7 +13,7 @@ written, are in the table.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,7 +21,6 @@ from offload.checkpoint.sealed_slot import model_file
 from offload.errors import CheckpointError
 from offload.format.digests import MODEL_BLOCK_BYTES
 from offload.format.header import Header
-from offload.format.layout import Layout
 from offload.format.manifest import Manifest
 from offload.format.names import (
     MANIFEST_NAME,
@@ -60,8 +59,6 @@ class Chunk:
     its box; see `ModelBox.digest_array`."""
 
     index: int
-    """Index of the chunk or block."""
-
     nbytes: int
     digest: str
 
@@ -71,7 +68,6 @@ class StateObject:
     """One object of state: some consecutive chunks of one array, end to end."""
 
     name: str
-    """Name of the object, relative to its copy."""
 
     chunks: tuple[Chunk, ...]
 
@@ -119,11 +115,6 @@ def state_objects(sealed: Manifest | OwnerTable, object_bytes: int) -> list[Stat
     return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
-def file_offset(layout: Layout, chunk: Chunk) -> int:
-    """Return the first byte of a chunk of state in its file."""
-    return layout.byte_range(chunk.array, chunk.index)[0]
-
-
 def is_own_name(name: str) -> bool:
     """Return whether this library gives an object of a copy this name."""
     whole = (MARKER_NAME, PARAMETERS_NAME, WRITER_NAME, MANIFEST_NAME, MODEL_NAME, TRAIN_STATE_NAME)
@@ -147,18 +138,11 @@ def wrong_sizes(expected: Mapping[str, int], found: Mapping[str, int]) -> list[s
     ]
 
 
-def foreign_names(found: Iterable[str], expected: Sequence[str]) -> list[str]:
-    """Return the names of a copy's objects that this library has not written there."""
-    return sorted({*found} - {*expected, MARKER_NAME, PARAMETERS_NAME, WRITER_NAME})
-
-
 @dataclass(frozen=True, slots=True)
 class ModelRun:
     """Consecutive pieces of a file of the model, which are read and sent together."""
 
     offset: int
-    """First byte in the file."""
-
     chunks: tuple[Chunk, ...]
 
     @property
@@ -172,8 +156,6 @@ class ModelObject:
     """One object with tensors of the model: a safetensors file, as it is on the drive."""
 
     name: str
-    """Name of the object, relative to its copy."""
-
     header: Header
     """Header of the file, whose digest is that of its content."""
 
@@ -224,9 +206,3 @@ def model_object(sealed: Manifest | OwnerTable, tables: Sequence[OwnerTable] = (
 def shard_object(table: OwnerTable) -> ModelObject | None:
     """Return the object with the shard file of another owner; None if the model is in one file."""
     return None if table.layout.shard is None else model_object(table)
-
-
-def model_objects(manifest: Manifest, tables: Sequence[OwnerTable]) -> list[ModelObject]:
-    """Return all objects of the model, given the tables of all owners besides the first."""
-    shards = [shard_object(table) for table in tables]
-    return [model_object(manifest, tables), *(shard for shard in shards if shard is not None)]

@@ -34,7 +34,6 @@ from offload.tiers.checking import nothing
 from offload.tiers.contents import (
     ModelObject,
     ModelRun,
-    file_offset,
     model_object,
     shard_object,
     state_objects,
@@ -51,8 +50,6 @@ class _Share(NamedTuple):
     """Manifest of the checkpoint for owner 0, or the table of another owner."""
 
     model: ModelObject | None
-    """Object of the model that is fetched with the share; None if the owner has none."""
-
     into: Slot | OwnerSlot
     may_hold_parts: bool
     """Whether an earlier download may have filled some of it."""
@@ -93,11 +90,6 @@ class Download:
             None for a store that has the identity of the checkpoint.
         num_transfers: Number of transfers at a time.
         progress: Function that is called with the bytes done and the bytes that are expected.
-
-    Raises:
-        CheckpointError: The owners of the checkpoint do not have each element of it once.
-        DamagedError: A table is missing, or is not the one that was sent.
-        TierError: The copy is not complete, or the tier cannot be read.
     """
 
     def __init__(
@@ -116,9 +108,7 @@ class Download:
         if copy.marker is None:
             raise TierError(errno.EINVAL, copy.reason, copy.url)
         self.url = copy.url
-        """URL of the copy."""
         self.manifest = manifest
-        """Manifest of the checkpoint on the drives of the store."""
         self.is_recut = False
         """Whether other ranks than the present ones made the checkpoint."""
         self._objects = objects
@@ -178,13 +168,8 @@ class Download:
     def reserve(self, served: Store | OwnerStore) -> None:
         """Reserve room for the shares, in a store that becomes one of this checkpoint's.
 
-        Args:
-            served: What the caller serves: the store with the first directory, or the parts of one
-                owner.
-
-        Raises:
-            StoreError: The store has checkpoints, and `newest` was given.
-            StoreFullError: There is no room. Nothing was fetched.
+        `served` is the store with the first directory, or the parts of one owner. If there is no
+        room, nothing has been fetched.
         """
         manifest = self.manifest
         if self._newest is not None:
@@ -244,11 +229,7 @@ class Download:
 
     @property
     def first_slot(self) -> Slot:
-        """Slot with the share of owner 0.
-
-        Raises:
-            RuntimeError: None is reserved.
-        """
+        """Slot with the share of owner 0; it has been reserved."""
         if self._slot is None:
             raise RuntimeError("no slot has been reserved")
         return self._slot
@@ -259,14 +240,14 @@ class Download:
         return self._slot.path if self._slot is not None else ""
 
     def fetch_train_state(self) -> None:
-        """Fetch the train state into the slot; see `RangeFilling.train_state` for the errors."""
+        """Fetch the train state into the slot."""
         if self._slot is not None:
             size_bytes = self._slot.train_state.size_bytes
             self._train_state = self._filling.train_state(self._marker, size_bytes)
             self._slot.train_state.write_bytes(self._train_state, 0)
 
     def fetch_model(self, require_going_on: GoingOn = go_on) -> None:
-        """Fetch parameters and buffers; see `RangeFilling.fill`."""
+        """Fetch parameters and buffers."""
         self._filling.fill([*self._model_ranges()], require_going_on=require_going_on)
 
     def fetch_state(
@@ -275,13 +256,9 @@ class Download:
         order: Sequence[int] | None = None,
         arrived: Callable[[int], object] = nothing,
     ) -> None:
-        """Fetch the optimizer state; see `RangeFilling.fill`.
+        """Fetch the optimizer state: in the order of the files, or of chunks of the only share.
 
-        Args:
-            require_going_on: Function that raises an error to end early.
-            order: Chunks of the only share, in the order in which they are needed; None for that of
-                the files.
-            arrived: Called with the chunk of each piece that is here.
+        `arrived` is called with the chunk of each piece that is here.
         """
         ranges = [*self._state_ranges()]
         if order is not None:
@@ -305,17 +282,12 @@ class Download:
             for wanted in state_objects(share.sealed, self._marker.object_bytes):
                 for start, chunk in wanted.starts():
                     file = share.into.array(chunk.array, chunk.index)
-                    offset = file_offset(share.sealed.layout, chunk)
+                    offset = share.sealed.layout.byte_range(chunk.array, chunk.index)[0]
                     run = ModelRun(start, (chunk,))
                     yield Range(file, offset, wanted.name, run, share.may_hold_parts)
 
     def seal_parts(self) -> None:
-        """Make the parts that have been fetched durable.
-
-        Raises:
-            StoreError: One has another table than was sealed with the checkpoint.
-            gds.StorageError: A part could not be made durable.
-        """
+        """Make the parts that have been fetched durable."""
         for part in self._parts:
             if part.store is not None and part.slot is not None:
                 scalars, boxes = part.table.scalars, part.table.model_boxes
@@ -341,11 +313,7 @@ class Download:
     def publish(self, references: Sequence[OwnerReference]) -> StoredCheckpoint | None:
         """Make the slot and the parts one checkpoint; None without the share of owner 0.
 
-        Args:
-            references: References to the parts of all other owners, which are durable, by rising
-                number.
-
-        The errors are those of `offload.store.sealing.Sealing.seal`.
+        `references` are those to the parts of all other owners, durable, by rising number.
         """
         store, slot, manifest = self._store, self._slot, self.manifest
         if slot is None or store is None:
@@ -376,10 +344,7 @@ class Download:
                 part.store.release(slot)  # it is opened again as the source of the next step
 
     def end(self) -> None:
-        """Write nothing more; on return no thread uses a slot or part. Idempotent.
-
-        A request that is not answered may keep its thread for long. What it brings is dropped.
-        """
+        """Write nothing more; on return no thread uses a slot or part. Idempotent."""
         self._filling.end()
         self._objects.close()
 

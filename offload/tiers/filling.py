@@ -40,74 +40,24 @@ def go_on() -> None:
     """Let the download go on."""
 
 
-class SlotUse:
-    """Use of slots by the threads of a download, some of which may outlive it.
-
-    A request that is not answered may keep its thread for long after the download has failed. By
-    then the slot may belong to another download, or to a step.
-
-    Args:
-        url: URL of the copy, for messages.
-    """
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._changed = Monitor()
-        self._num_blocks = 0
-        self._has_ended = False
-
-    @contextmanager
-    def block(self) -> Iterator[None]:
-        """Use files of slots in a block, which `end` waits for.
-
-        Raises:
-            DownloadStoppedError: The use has ended.
-        """
-        with self._changed:
-            if self._has_ended:
-                raise DownloadStoppedError(errno.EINTR, "the download has ended", self._url)
-            self._num_blocks += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_blocks -= 1
-                self._changed.notify_all()
-
-    def end(self) -> None:
-        """Begin no further block, and wait until those that have begun have ended. Idempotent."""
-        with self._changed:
-            self._has_ended = True
-        self._changed.wait_until(lambda: not self._num_blocks)
-
-
 class Range(NamedTuple):
-    """Consecutive bytes of a file here and of an object there."""
+    """Consecutive bytes of a file here, from an offset, and of an object there."""
 
     file: File
     offset: int
-    """First byte in the file."""
-
     name: str
-    """Name of the object."""
-
     run: ModelRun
-    """The bytes in the object."""
 
     may_be_there: bool
     """Whether an earlier download may have written them."""
 
 
 class RangeFilling:
-    """Ranges of one copy that are fetched by several threads.
+    """Ranges of one copy that are fetched by several threads, some of which may outlive it.
 
-    Args:
-        objects: Objects of the tier.
-        copy: Copy to fetch.
-        manifest: Manifest of the checkpoint.
-        backend: Storage backend that memory is allocated with.
-        num_transfers: Number of transfers at a time.
-        progress: Function that is called with the bytes done and the bytes that are expected.
+    A request that is not answered may keep its thread for long after the download has failed. By
+    then the slot may belong to another download, or to a step. So files are used in blocks, for
+    which `end` waits, and after which none begins.
     """
 
     def __init__(
@@ -126,11 +76,13 @@ class RangeFilling:
         self._fetcher = Fetcher(objects, copy.folder, manifest)
         self._context = DigestContext(manifest.store_id, manifest.generation)
         self._mutex = threading.Lock()
-        self._use = SlotUse(copy.url)
+        self._url = copy.url
+        self._changed = Monitor()
+        self._num_blocks = 0
+        self._has_ended = False
         self.expected = 0
         """Number of bytes that are going to be fetched or found, for the progress."""
         self.bytes_fetched = 0
-        """Number of bytes fetched from the tier."""
         self.bytes_kept = 0
         """Number of bytes that the files held already."""
 
@@ -142,17 +94,8 @@ class RangeFilling:
     ) -> None:
         """Fetch ranges, in their order, and write them.
 
-        Args:
-            ranges: The ranges.
-            arrived: Called with the index of each piece that has been compared with its digest and
-                is in its file.
-            require_going_on: Function that is called again and again, and raises an error to end
-                early.
-
-        Raises:
-            DamagedError: An object is missing, or has other bytes than were sent.
-            TierError: An object cannot be read.
-            gds.StorageError: A file cannot be written.
+        `arrived` is called with the index of each chunk that has been compared with its digest and
+        is in its file.
         """
         most = max((one.run.nbytes for one in ranges), default=0)
         tasks: Iterator[Task] = (partial(self._fill_range, one, arrived) for one in ranges)
@@ -164,17 +107,7 @@ class RangeFilling:
         )
 
     def train_state(self, marker: Marker, size_bytes: int) -> bytes:
-        """Fetch the train state, packed for a slot.
-
-        Args:
-            marker: Marker of the copy.
-            size_bytes: Size that the slot reserves, which may be another one than in the copy.
-
-        Raises:
-            TrainStateTooLargeError: The train state does not fit into the slot.
-            DamagedError: The object is missing, or has other bytes than were sent.
-            TierError: The object cannot be read.
-        """
+        """Fetch the train state, packed for a slot, which may reserve another size for it."""
         name = TRAIN_STATE_NAME
         data = self._fetcher.whole(name, marker.sizes[name], marker.digests[name])
         if len(data) != size_bytes:
@@ -183,20 +116,33 @@ class RangeFilling:
         return data
 
     def end(self) -> None:
-        """Write nothing more. On return no thread uses a file of a range. Idempotent.
+        """Write nothing more. On return no thread uses a file of a range. Idempotent."""
+        with self._changed:
+            self._has_ended = True
+        self._changed.wait_until(lambda: not self._num_blocks)
 
-        A request that is not answered may keep its thread for long. What it brings is dropped.
-        """
-        self._use.end()
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        """Use files of ranges in a block, which `end` waits for."""
+        with self._changed:
+            if self._has_ended:
+                raise DownloadStoppedError(errno.EINTR, "the download has ended", self._url)
+            self._num_blocks += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_blocks -= 1
+                self._changed.notify_all()
 
     def _fill_range(self, one: Range, arrived: Callable[[int], object], buffer: Buffer) -> None:
         """Fetch a range and write it, unless the file holds it."""
         into = buffer.slice(one.offset % ALIGNMENT, one.run.nbytes)
-        with self._use.block():
+        with self._use():
             kept = one.may_be_there and self._holds(one, into)
         if not kept:
             self._fetcher.run(one.name, one.run, into)
-            with self._use.block():
+            with self._use():
                 one.file.write(into, one.offset).result()
         self._advance(one.run.nbytes, fetched=not kept)
         for chunk in one.run.chunks:

@@ -7,14 +7,13 @@ is compared with its digests again: somebody may have changed it meanwhile.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from gds import Backend, LockHeldError, StorageError
@@ -24,6 +23,7 @@ from offload.errors import OffloadError, TierError
 from offload.format.names import TIERS_NAME
 from offload.tiers.catalog import copy_of, remove_copy
 from offload.tiers.marker import Identity
+from offload.tiers.services.address import url_digest
 from offload.tiers.services.objects import Objects
 
 _FORMAT = 1
@@ -31,19 +31,24 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class UploadKey:
-    """What makes two uploads the same, so that one may go on where the other has ended."""
+    """What makes two uploads the same, so that one may go on where the other has ended.
+
+    The names and the order of the fields are those of the record.
+    """
 
     url: str
     store_id: str
     generation: int
-    manifest_digest: str
-    train_state_digest: str
+    manifest: str
+    """Digest of the manifest."""
+
+    train_state: str
+    """Digest of the train state."""
 
     @property
     def file_name(self) -> str:
         """Name of the record's file."""
-        tier = hashlib.blake2b(self.url.encode(), digest_size=8).hexdigest()
-        return f"{tier}-gen-{self.generation:08d}.upload"
+        return f"{url_digest(self.url)}-gen-{self.generation:08d}.upload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,6 @@ class Ledger:
     """Name that the upload has in the tier."""
 
     object_bytes: int
-    """Setting by which the state is cut into objects."""
 
     goes_on: bool = False
     """Whether an earlier process has begun the upload."""
@@ -79,16 +83,8 @@ class Ledger:
 def open_ledger(store: str, key: UploadKey, object_bytes: int, backend: Backend) -> Ledger:
     """Go on with the record of an upload in the directory of a store, or begin one.
 
-    If none can be written there, a warning says so.
-
-    Args:
-        store: Directory of the store.
-        key: Upload that is recorded.
-        object_bytes: Setting by which the state is cut into objects, if the upload is a new one.
-        backend: Backend of the store, for the lock.
-
-    Raises:
-        TierError: Another process carries out the same upload.
+    If none can be written there, a warning says so. If another process carries out the same upload,
+    that is a `TierError`.
     """
     try:
         return _open_ledger(f"{store}/{TIERS_NAME}", key, object_bytes, backend)
@@ -111,18 +107,18 @@ def _open_ledger(directory: str, key: UploadKey, object_bytes: int, backend: Bac
     lock = _lock(backend, path, key)
     try:
         header = _read(path)
-        if _is_of(header, key):
+        if _is_whole(header, key) and header == {**header, **asdict(key)}:
             writer, object_bytes = str(header["writer"]), int(str(header["object_bytes"]))
             return Ledger(writer, object_bytes, True, path, lock)
         ledger = Ledger(uuid.uuid4().hex, object_bytes, False, path, lock)
         with open(path, "wb") as file:
-            line = {
+            header = {
                 "format": _FORMAT,
                 "writer": ledger.writer,
                 "object_bytes": object_bytes,
-                **_described(key),
+                **asdict(key),
             }
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(json.dumps(header).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         backend.sync_dir(directory)
@@ -151,29 +147,11 @@ def _lock(backend: Backend, path: str, key: UploadKey) -> Lock:
 def _read(path: str) -> dict[str, object]:
     """Return the content of a record; nothing if it is not whole."""
     with open(path, "rb") as file:
-        for line in file.read().split(b"\n"):
-            try:
-                value = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict) and value:
-                return value
-    return {}
-
-
-def _described(key: UploadKey) -> dict[str, object]:
-    return {
-        "url": key.url,
-        "store_id": key.store_id,
-        "generation": key.generation,
-        "manifest": key.manifest_digest,
-        "train_state": key.train_state_digest,
-    }
-
-
-def _is_of(header: Mapping[str, object], key: UploadKey) -> bool:
-    expected = _described(key)
-    return _is_whole(header, key) and {name: header.get(name) for name in expected} == expected
+        try:
+            value = json.loads(file.read())
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _is_whole(header: Mapping[str, object], key: UploadKey) -> bool:
@@ -197,8 +175,6 @@ _MOST_RECORDS = 32
 
 
 class _Record(NamedTuple):
-    """A record of an upload that has not ended."""
-
     path: str
     generation: int
     writer: str
@@ -214,7 +190,7 @@ def clear_leftovers(
     are newer ones. Only uploads with a record in this store are touched, and none that is running:
     it holds the lock of its record. A call removes a few of them, and errors leave them there.
     """
-    with suppress(OSError, StorageError, OffloadError):
+    with suppress(OSError, OffloadError):
         records = [one for one in _records_in(store, key) if one.generation != key.generation]
         if not records:
             return
@@ -235,7 +211,7 @@ def clear_leftovers(
 def _records_in(store: str, key: UploadKey) -> list[_Record]:
     """Return the records of uploads of a store to the tier of a key, oldest generation first."""
     directory = f"{store}/{TIERS_NAME}"
-    beginning = key.file_name.partition("-gen-")[0]
+    beginning = url_digest(key.url)
     found = []
     for name in sorted(os.listdir(directory)):
         if name.startswith(beginning) and name.endswith(".upload"):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
 
 from offload.errors import DamagedError
 from offload.format import document
@@ -32,19 +31,16 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """Content of ``COMPLETE.json``: every object of a copy, and what the checkpoint is."""
+    """Content of ``COMPLETE.json``: every object of a copy, and what the checkpoint is.
+
+    The names and the order of the fields are those of the document.
+    """
 
     identity: Identity
     step: int
     created: str
-    """ISO 8601 time at which the seal of the checkpoint began."""
-
     manifest_digest: str
-    """Digest of the manifest's fields; see `Manifest.digest`."""
-
     object_bytes: int
-    """Setting by which the state was cut into objects."""
-
     sizes: Mapping[str, int]
     """Size in bytes of each object, by name; without this one and without ``WRITER.json``."""
 
@@ -52,8 +48,6 @@ class Marker:
     """BLAKE2b digest of each object that the manifest has no digests for, by name."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the checkpoint, which policies of retention may look at."""
-
     content_digest: str = ""
     """Digest of the manifest's fields without those that say where the checkpoint lay; empty in
     markers of earlier versions. See `content_digest`."""
@@ -73,21 +67,8 @@ class Marker:
 
     def encode(self) -> bytes:
         """Return the content of the object."""
-        body: dict[str, Any] = {
-            "store_id": self.identity.store_id,
-            "generation": self.identity.generation,
-            "writer": self.identity.writer,
-            "step": self.step,
-            "created": self.created,
-            "manifest_digest": self.manifest_digest,
-            "object_bytes": self.object_bytes,
-            "sizes": dict(self.sizes),
-            "digests": dict(self.digests),
-            "metrics": dict(self.metrics),
-            "content_digest": self.content_digest,
-            "parameters_only": self.parameters_only,
-        }
-        return document.signed(body) + b"\n"
+        body = asdict(self)
+        return document.signed({**body.pop("identity"), **body}) + b"\n"
 
 
 def decode_marker(data: bytes, place: str) -> Marker:
@@ -152,9 +133,7 @@ def content_digest(manifest: Manifest) -> str:
 def encode_writer(identity: Identity, manifest: Manifest) -> bytes:
     """Return the content of ``WRITER.json``, which is for people and for the probe of the tier."""
     body = {
-        "store_id": identity.store_id,
-        "generation": identity.generation,
-        "writer": identity.writer,
+        **asdict(identity),
         "step": manifest.step,
         "created": manifest.created,
         "manifest_digest": manifest.digest,

@@ -1,10 +1,15 @@
-"""The decision whether a sealed checkpoint is uploaded: numbers in, a decision and its reason out.
+"""The decision whether a sealed checkpoint is uploaded, and the measurements that it goes by.
 
-A policy reads neither a clock nor a file. So a decision can be computed again from what is logged.
+`decide` reads neither a clock nor a file. So a decision can be computed again from what is logged.
 """
 
 from __future__ import annotations
 
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,8 +36,6 @@ class Situation:
     """Everything that a decision depends on."""
 
     nbytes: int
-    """Size in bytes of the checkpoint."""
-
     parameter_bytes: int | None
     """Size in bytes of its parameters; None if they cannot be sent before the state."""
 
@@ -62,8 +65,6 @@ class Situation:
     """Share of the time during which uploads were running lately."""
 
     max_slowdown: float
-    """Largest share by which training may be slowed down."""
-
     max_age_s: float | None
     """Age in seconds that the newest checkpoint in the tier should not exceed; None if the tier
     should get as many as it can."""
@@ -163,3 +164,113 @@ def _parameters(now: Situation, needed_s: float, takes: str) -> Decision | None:
 
 def _seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
+
+
+_WEIGHT = 0.3
+"""Weight of the newest time between checkpoints in its running average."""
+
+_RATES = 3
+"""Number of uploads whose rates count. Of three, the median has followed the link after two, and is
+not changed by one upload that was held up."""
+
+_STEPS = 64
+"""Number of steps of each kind that are compared."""
+
+_LEAST_STEPS = 8
+"""Least number of steps of each kind without which nothing is compared."""
+
+
+class Measurements:
+    """Measured rates and times; all methods may be called from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._rates: deque[float] = deque(maxlen=_RATES)
+        self._interval_s: float | None = None
+        self._last_sealed_s: float | None = None
+        self._last_step_s: float | None = None
+        self._uploading = False
+        self._began_s = 0.0
+        self._was_uploading = False
+        self._beside: deque[float] = deque(maxlen=_STEPS)
+        self._alone: deque[float] = deque(maxlen=_STEPS)
+
+    def sealed(self) -> float:
+        """Record that a checkpoint was sealed now; return the time."""
+        with self._lock:
+            now = self._clock()
+            if self._last_sealed_s is not None:
+                new_s, old_s = now - self._last_sealed_s, self._interval_s
+                self._interval_s = (
+                    new_s if old_s is None else (1 - _WEIGHT) * old_s + _WEIGHT * new_s
+                )
+            self._last_sealed_s = now
+            return now
+
+    def now(self) -> float:
+        """Return the time on this clock."""
+        return self._clock()
+
+    def sent(self, nbytes: int, seconds: float) -> None:
+        """Record how long some bytes took, from the drive to the checked copy."""
+        if nbytes and seconds > 0:
+            with self._lock:
+                self._rates.append(nbytes / seconds)
+
+    def uploading(self, running: bool) -> None:
+        """Record that an upload begins or ends now."""
+        with self._lock:
+            if running:
+                self._began_s = self._clock()
+            self._uploading = running
+            self._was_uploading = True  # the present step is of neither kind
+
+    def step_taken(self) -> None:
+        """Record that a step has ended now."""
+        with self._lock:
+            now = self._clock()
+            if self._last_step_s is not None and not self._was_uploading:
+                kind = self._beside if self._uploading else self._alone
+                kind.append(now - self._last_step_s)
+            self._last_step_s = now
+            self._was_uploading = False
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Rate of the link: the median of the last uploads; None if it is not known."""
+        with self._lock:
+            return statistics.median_low(self._rates) if self._rates else None
+
+    def most_bytes_per_s(self, nbytes: int) -> float | None:
+        """Return the rate of the upload that runs, if it has sent `nbytes`; None if none runs."""
+        with self._lock:
+            seconds = self._clock() - self._began_s
+            return nbytes / seconds if self._uploading and seconds > 0 else None
+
+    @property
+    def interval_s(self) -> float | None:
+        """Seconds between checkpoints; None if it is not known."""
+        with self._lock:
+            return self._interval_s
+
+    @property
+    def slowdown(self) -> float | None:
+        """Share by which steps beside uploads take longer than others; None if it is not known.
+
+        Medians are compared, of steps that alternate with uploads as these come and go.
+        """
+        with self._lock:
+            if min(len(self._beside), len(self._alone)) < _LEAST_STEPS:
+                return None
+            alone_s = statistics.median(self._alone)
+            beside_s = statistics.median(self._beside)
+            return max(0.0, beside_s / alone_s - 1) if alone_s > 0 else None
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the time of recent steps during which uploads were running."""
+        with self._lock:
+            beside_s, alone_s = sum(self._beside), sum(self._alone)
+            total_s = beside_s + alone_s
+            return beside_s / total_s if total_s else float(self._uploading)

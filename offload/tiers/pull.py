@@ -19,7 +19,7 @@ from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import DamagedError, StoreError, TierError
 from offload.format.manifest import Manifest
 from offload.format.names import TRAIN_STATE_NAME
-from offload.retention.policy import Record, Retention
+from offload.store.pruning import KeepAll
 from offload.store.shared import SharedStore
 from offload.store.store import Store
 from offload.tiers.catalog import TierCopy, find_copy, read_manifest, whats_wrong
@@ -52,14 +52,6 @@ class PullReport:
     """Number of bytes that an earlier download of the same checkpoint had fetched."""
 
     seconds: float
-
-
-class _KeepAll(Retention):
-    """Policy that keeps all checkpoints: a download removes none."""
-
-    def kept(self, records: Sequence[Record]) -> set[int]:
-        """Return all generations."""
-        return {record.generation for record in records}
 
 
 def pull(
@@ -112,14 +104,11 @@ def pull(
             open_objects(address, timeout_s=timeout_s, retry_s=retry_s)
         )
         copy = find_copy(objects, address, step)
-        wrong = whats_wrong(objects, copy)
-        if wrong:
+        wrong, marker = whats_wrong(objects, copy), copy.marker
+        if wrong or marker is None:
             raise DamagedError(f"{copy.url}: {wrong}{_older(objects, address, copy, step)}")
         manifest = on_drives(read_manifest(objects, copy), 1 + len(parts), copy)
         storage = resources.enter_context(given_or_local(backend))
-        marker = copy.marker
-        if marker is None:
-            raise StoreError(errno.EINVAL, copy.reason, copy.url)
         others = [(storage, os.path.abspath(os.fsdecode(part))) for part in parts]
         path = os.path.abspath(os.fsdecode(directory))
         owners = {reference.owner: path for reference in manifest.owners}
@@ -129,7 +118,7 @@ def pull(
                     storage,
                     os.fsdecode(directory),
                     others,
-                    keep=_KeepAll(),
+                    keep=KeepAll(),  # a download removes none
                     train_state_bytes=marker.sizes[TRAIN_STATE_NAME],
                     allow_volatile=allow_volatile,
                     allow_remote=allow_remote,

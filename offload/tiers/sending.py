@@ -14,7 +14,7 @@ from gds import ALIGNMENT, Backend, Buffer
 from gds.waiting import start
 from offload.errors import DamagedError, TierError
 from offload.format.manifest import Manifest
-from offload.tiers.checking import Fetcher, check_model, check_state, check_whole, nothing
+from offload.tiers.checking import Fetcher, check_model, check_whole, nothing
 from offload.tiers.contents import ModelObject, StateObject, state_objects
 from offload.tiers.services.objects import Objects
 from offload.tiers.source import Source, whole_digest
@@ -36,10 +36,7 @@ def run_all(
     make_buffer: Callable[[], Buffer],
     require_going_on: Callable[[], None] = lambda: None,
 ) -> None:
-    """Carry out tasks in their order, several at a time, and wait for all of them.
-
-    If a task fails, no further task is begun, and the first error is raised.
-    """
+    """Carry out tasks in their order, several at a time, until one fails, whose error is raised."""
     work = _Work(iter(tasks), make_buffer)
     threads = [
         threading.Thread(target=work.run, name=f"offload tier {number}", daemon=True)
@@ -112,13 +109,25 @@ class UploadStoppedError(TierError):
     """An upload was told to end, and has ended after a part. Another one goes on from there."""
 
 
-class Share:
-    """The objects that one owner of state has in a copy.
+class Tally:
+    """Bytes that all threads have moved or checked together, of which progress is reported."""
 
-    Args:
-        source: What the owner has of the checkpoint.
-        object_bytes: Size in bytes up to which whole chunks are put together to one object.
-    """
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress = progress
+        self._total = total
+        self._lock = threading.Lock()
+        self.done = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes, and report them."""
+        with self._lock:
+            self.done += nbytes
+            if self._progress is not None:
+                self._progress(self.done, self._total)
+
+
+class Share:
+    """The objects that one owner of state has in a copy."""
 
     def __init__(self, source: Source, object_bytes: int) -> None:
         self.source = source
@@ -129,36 +138,25 @@ class Share:
         self.first = {**model, **documents} if is_of_first else {**documents, **model}
         """Size in bytes of each object that is sent before the state, by name, in their order."""
         self.sizes = {**self.first, **{one.name: one.nbytes for one in self.state}}
-        """Size in bytes of each object, by name."""
         self.digests = {name: whole_digest(data) for name, data in source.documents.items()}
         """Digest of each object that neither manifest nor table has digests for, by name."""
 
 
 class _Transfer(NamedTuple):
-    """One object of an upload."""
+    """One object of an upload: how it is sent, and read back and compared."""
 
     name: str
     nbytes: int
     send: Callable[[Buffer], None]
-    """Function that sends the object. It may use the buffer."""
-
     check: Callable[[], None]
-    """Function that reads the object back; it raises `DamagedError` if the bytes are wrong."""
 
 
 class Sending:
-    """Sends shares of one copy, and compares each object with what was meant to be sent.
+    """Sends shares of one copy in their order, and compares each object with what was to be sent.
 
     Args:
-        objects: Objects of the tier.
-        folder: Folder of the copy.
-        manifest: Manifest of the checkpoint.
-        shares: Shares to send, in their order.
-        backend: Backend that makes the buffers.
-        check: How objects are checked.
-        num_transfers: Number of objects that are sent at a time.
-        is_stopped: Function that says, before each part is read or sent, whether to end there.
-        progress: Function that is called with the bytes done and the total.
+        is_stopped: Function that says, before each part is read or sent, whether to end there with
+            `UploadStoppedError`.
         meanwhile: Function that sends something more urgent, and does nothing most of the time. The
             thread that waits for the transfers calls it. As long as it works, they begin no part.
     """
@@ -184,19 +182,15 @@ class Sending:
         self._check = check
         self._num_transfers = num_transfers
         self._is_stopped = is_stopped
-        self._progress = progress
         self._meanwhile = meanwhile
         self._may_begin = threading.Event()
         self._may_begin.set()
         self._left = (transfer for share in shares for transfer in self._transfers(share))
-        self._total = sum(sum(share.sizes.values()) for share in shares)
+        self._tally = Tally(progress, sum(sum(share.sizes.values()) for share in shares))
         self._most_bytes = max((one.nbytes for share in shares for one in share.state), default=0)
-        self._mutex = threading.Lock()
-        self._done = 0
         self.present: dict[str, int] = {}
         """Size in bytes of each object that the tier had before, by name."""
         self.sent: dict[str, int] = {}
-        """Size in bytes of each object that was sent, by name."""
         self.kept: dict[str, int] = {}
         """Size in bytes of each object that an earlier upload had sent, by name."""
 
@@ -210,17 +204,7 @@ class Sending:
         }
 
     def run(self, num_objects: int | None = None) -> None:
-        """Send objects that are left, several at a time.
-
-        Args:
-            num_objects: Number of objects, of which none is state; None for all that are left.
-
-        Raises:
-            UploadStoppedError: The upload was told to end.
-            DamagedError: The tier returns other bytes than it was sent, twice.
-
-        Errors of transfers are raised as they are.
-        """
+        """Send objects that are left, all or some of which none is state, several at a time."""
         most_bytes = self._most_bytes if num_objects is None else 0
         run_all(
             (partial(self._carry_out, one) for one in islice(self._left, num_objects)),
@@ -231,11 +215,7 @@ class Sending:
         )
 
     def look_up(self) -> None:
-        """Look, on the thread that waits, whether to end, or to send something more urgent first.
-
-        Raises:
-            UploadStoppedError: The upload is to end.
-        """
+        """Look, on the waiting thread, whether to end, or to send something more urgent first."""
         self._require_going_on()
         self._may_begin.clear()
         try:
@@ -268,11 +248,11 @@ class Sending:
             yield _Transfer(name, nbytes, send, check)
         for one in share.state:
             send = partial(self._send_state, source, one)
-            yield _Transfer(one.name, one.nbytes, send, partial(check_state, fetcher, one, nothing))
+            check = partial(fetcher.check, one.name, 0, one.chunks, nothing)
+            yield _Transfer(one.name, one.nbytes, send, check)
 
     def _send_model(self, source: Source, model: ModelObject, buffer: Buffer) -> None:
         def blocks() -> Iterator[memoryview]:
-            """Yield blocks until the upload is to end."""
             for block in source.model_blocks(model, buffer):
                 self._require_turn()
                 yield block
@@ -295,11 +275,8 @@ class Sending:
             if self._check == "read" and not self._is_good(transfer):
                 transfer.send(buffer)
                 transfer.check()  # raises if it is wrong again
-        with self._mutex:
-            (self.kept if kept else self.sent)[name] = nbytes
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total)
+        (self.kept if kept else self.sent)[name] = nbytes
+        self._tally.add(nbytes)
 
     def _is_good(self, transfer: _Transfer) -> bool:
         """Return whether the tier has the right bytes; True without reading for check="size"."""

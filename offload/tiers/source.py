@@ -33,7 +33,6 @@ from offload.tiers.contents import (
     Chunk,
     ModelObject,
     StateObject,
-    file_offset,
     model_object,
     shard_object,
     table_name,
@@ -44,11 +43,7 @@ class Source:
     """What one owner of state has of a sealed checkpoint, compared with its digests as it is read.
 
     Args:
-        backend: Backend that memory is allocated with.
         sealed: Manifest of the checkpoint for owner 0, or the table of another owner.
-        model: The owner's object of the model; None if it has none.
-        documents: Content of the owner's small objects, by name.
-        files: Open files of the owner.
         held: Function that returns a context manager, in which files are read. It raises
             `RecycledError` if they are not those of the checkpoint any more.
     """
@@ -76,19 +71,16 @@ class Source:
             for start, chunk in wanted.starts():
                 file = self._files.array(chunk.array, chunk.index)
                 piece = into.slice(start, chunk.nbytes)
-                self._read(file, file_offset(self.sealed.layout, chunk), [chunk], piece)
+                offset = self.sealed.layout.byte_range(chunk.array, chunk.index)[0]
+                self._read(file, offset, [chunk], piece)
         return into.slice(0, wanted.nbytes).memoryview()
 
     def model_blocks(self, model: ModelObject, memory: Buffer) -> Iterator[memoryview]:
         """Yield the file of the model in pieces: its header, and then block by block.
 
         A piece stays as it is as long as anybody refers to it, or to a part of it. Its memory is
-        then used again, because new memory costs more time than reading into it. Pieces in the
-        memory of the caller last until the caller uses it for something else.
-
-        Args:
-            model: The object `model`.
-            memory: Memory to use before any other is allocated; of any size.
+        then used again, because new memory costs more time than reading into it. The `memory` of
+        the caller is used before any other is allocated.
         """
         yield memoryview(model.header.encoded)
         most = MODEL_BLOCK_BYTES + ALIGNMENT
@@ -129,14 +121,7 @@ class Source:
 def open_first(checkpoint: Checkpoint, owners: Sequence[OwnerPart] = ()) -> Source:
     """Open what the first directory has of a checkpoint, which need not be locked.
 
-    Args:
-        checkpoint: Checkpoint to read.
-        owners: Parts of its owners of state besides the first. Those on other hosts have no table
-            here, and none of the model's digests.
-
-    Raises:
-        CheckpointError: The tables do not describe all of the checkpoint.
-        RecycledError: The checkpoint has been sealed anew meanwhile.
+    Of the other owners, those on other hosts have no table here, and none of the model's digests.
     """
     manifest = checkpoint.manifest
     tables: list[OwnerTable] = [one.table for one in owners if one.table is not None]
@@ -174,13 +159,7 @@ def _read_documents(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def open_part(backend: Backend, part: OwnerPart) -> Source:
-    """Open the part of an owner besides the first, as it was found on this host.
-
-    Raises:
-        CheckpointError: The part is not seen here.
-        RecycledError: The part was recycled.
-        gds.StorageError: A file cannot be opened.
-    """
+    """Open the part of an owner besides the first, as it was found on this host."""
     reference, table = part.reference, part.table
     if table is None:
         raise CheckpointError(
@@ -189,7 +168,6 @@ def open_part(backend: Backend, part: OwnerPart) -> Source:
         )
 
     def require_present() -> None:
-        """Check that the part still is that of the checkpoint."""
         try:
             found = read_table_header(backend, part.path).digest
         except (CheckpointError, StoreError):
@@ -199,7 +177,7 @@ def open_part(backend: Backend, part: OwnerPart) -> Source:
 
     @contextmanager
     def telling_why() -> Iterator[None]:
-        """Raise `RecycledError` instead of `DamagedError` in a block if the part was recycled."""
+        """Raise `RecycledError` instead of `DamagedError` if the part was recycled."""
         try:
             yield
         except DamagedError:

@@ -1,4 +1,7 @@
-"""Uploads of sealed checkpoints: every object is sent, checked, and the marker is written last."""
+"""Uploads of sealed checkpoints: every object is sent, checked, and the marker is written last.
+
+`push` uploads one on request; `offload.tiers.background` does so beside training.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,14 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from gds import Backend
+from gds.opening import given_or_local
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.file_check import PartDirectories
+from offload.checkpoint.opening import open_checkpoint
 from offload.errors import DamagedError, RecycledError, TierError, TierNotFoundError
-from offload.format.names import TRAIN_STATE_NAME
-from offload.tiers.catalog import copies_of, what_is_missing
+from offload.format.names import LOCK_NAME, TRAIN_STATE_NAME
+from offload.tiers.catalog import copies_of, sizes_in, what_is_missing
 from offload.tiers.contents import (
     MARKER_NAME,
     OBJECT_BYTES,
@@ -30,10 +37,16 @@ from offload.tiers.marker import (
     encode_writer,
     marker_of,
 )
-from offload.tiers.rank_notes import RankShares
+from offload.tiers.rank_uploads import RankShares
 from offload.tiers.sending import NUM_TRANSFERS, Check, Progress, Sending, Share
+from offload.tiers.services.address import parse_address, require_apart
 from offload.tiers.services.objects import Objects
-from offload.tiers.services.opening import require_there
+from offload.tiers.services.opening import (
+    DEFAULT_RETRY_S,
+    DEFAULT_TIMEOUT_S,
+    open_objects,
+    require_there,
+)
 from offload.tiers.source import Source, open_first, open_part, whole_digest
 
 
@@ -70,23 +83,16 @@ Parameters = Literal["", "first", "only"]
 
 
 class Upload:
-    """Upload of one checkpoint, by the process that writes the marker.
+    """Upload of one checkpoint, which need not be locked, by the process that writes the marker.
 
     Args:
-        objects: Objects of the tier.
-        checkpoint: Checkpoint to send; unlocked, so that training is not held up.
-        check: How objects are checked.
-        object_bytes: Size in bytes of objects of state.
-        num_transfers: Number of objects that are sent at a time.
-        progress: Function that is called with the bytes done and the total.
-        is_stopped: Function that says, before each part is read or sent, whether to end there with
-            `UploadStoppedError`.
-        meanwhile: Function that sends something more urgent; see `Sending`.
         others: Ranks that send the parts of the owners besides the first; None if this process
             sends them.
         parameters: "first" marks the parameters as complete before the state is sent; "only" sends
             no state, and another upload goes on with it. Neither is for a model in shard files.
         parameters_sent: Function that is called when the parameters are marked as complete.
+
+    The others are those of `Sending`.
     """
 
     def __init__(
@@ -104,13 +110,13 @@ class Upload:
         parameters: Parameters = "",
         parameters_sent: Callable[[], object] = lambda: None,
     ) -> None:
-        self._parameters = parameters
+        self.parameters = parameters
+        self.manifest = checkpoint.manifest
         self._parameters_sent = parameters_sent
         self._is_stopped = is_stopped
         self._meanwhile = meanwhile
         self._objects = objects
         self._checkpoint = checkpoint
-        self._manifest = checkpoint.manifest
         self._store = os.path.dirname(checkpoint.path)
         self._check: Check = check
         self._object_bytes = object_bytes
@@ -128,7 +134,7 @@ class Upload:
     def run(self) -> PushReport:
         """Send, check and complete the copy; the errors are those of `push`."""
         began_s = time.monotonic()
-        manifest, backend = self._manifest, self._checkpoint.backend
+        manifest, backend = self.manifest, self._checkpoint.backend
         with ExitStack() as resources:
             owners = self._checkpoint.owners if manifest.owners else []
             first = resources.enter_context(closing(open_first(self._checkpoint, owners)))
@@ -157,7 +163,7 @@ class Upload:
                 raise
             if url is None:
                 refuses = self._send_all([first, *parts], ledger, identity)
-            if url is not None or self._parameters != "only":
+            if url is not None or self.parameters != "only":
                 ledger.forget()
             clear_leftovers(self._objects, self._store, key, backend, manifest.generation)
         sending = self._sending
@@ -176,13 +182,13 @@ class Upload:
 
     def _find_complete(self, key: UploadKey) -> str | None:
         """Return the URL of a complete copy of just this checkpoint; None if there is none."""
-        content = content_digest(self._manifest)
+        content = content_digest(self.manifest)
         for copy in copies_of(self._objects, key.store_id, key.generation):
             marker = copy.marker
             if (
                 marker is not None
                 and content in (marker.content, marker.manifest_digest)
-                and marker.digests.get(TRAIN_STATE_NAME) == key.train_state_digest
+                and marker.digests.get(TRAIN_STATE_NAME) == key.train_state
                 and not what_is_missing(self._objects, copy.folder, marker)  # removed by others
             ):
                 return copy.url
@@ -194,7 +200,7 @@ class Upload:
         Returns:
             Whether the tier was seen to refuse a conditional write of an object that exists.
         """
-        objects, manifest, others = self._objects, self._manifest, self._others
+        objects, manifest, others = self._objects, self.manifest, self._others
         folder, object_bytes = identity.folder, ledger.object_bytes
         shares = [Share(source, object_bytes) for source in sources]
         sizes = {name: nbytes for share in shares for name, nbytes in share.sizes.items()}
@@ -215,7 +221,7 @@ class Upload:
         if ledger.goes_on:
             sending.find_present()
         try:
-            if self._parameters:
+            if self.parameters:
                 first = shares[0].first
                 sending.run(len(first))
                 marker = marker_of(
@@ -223,7 +229,7 @@ class Upload:
                 )
                 self._put_checked(f"{folder}/{PARAMETERS_NAME}", marker.encode())
                 self._parameters_sent()
-                if self._parameters == "only":
+                if self.parameters == "only":
                     return refuses
             if others is not None:  # with parameters first, their state goes behind these
                 others.begin(ledger.writer, object_bytes)
@@ -243,7 +249,7 @@ class Upload:
         marker = marker_of(identity, manifest, object_bytes, sizes, digests)
         self._require_sizes(folder, marker)
         self._put_checked(f"{folder}/{MARKER_NAME}", marker.encode())  # offers the copy
-        if PARAMETERS_NAME in sending.present or self._parameters:
+        if PARAMETERS_NAME in sending.present or self.parameters:
             with suppress(TierError):  # it says less than the marker
                 objects.delete([f"{folder}/{PARAMETERS_NAME}"])
         return refuses
@@ -253,11 +259,8 @@ class Upload:
         try:
             names = {f"{folder}/{name}" for name in (*sizes, PARAMETERS_NAME)}
             if not self._sends_all:
-                names |= {
-                    name
-                    for name in self._objects.sizes_below(folder)
-                    if is_own_name(name.removeprefix(f"{folder}/"))
-                }
+                own = filter(is_own_name, sizes_in(self._objects, folder))
+                names |= {f"{folder}/{name}" for name in own}
             first = f"{folder}/{WRITER_NAME}"
             self._objects.delete([*sorted(names - {first}), first])
         except TierError:
@@ -266,7 +269,7 @@ class Upload:
 
     def _put_writer(self, identity: Identity) -> bool:
         """Write the first object, and try whether a second, conditional write is refused."""
-        name, data = f"{identity.folder}/{WRITER_NAME}", encode_writer(identity, self._manifest)
+        name, data = f"{identity.folder}/{WRITER_NAME}", encode_writer(identity, self.manifest)
         self._put_checked(name, data)
         return not self._objects.put_new(name, data)
 
@@ -292,3 +295,69 @@ class Upload:
                 "else removes or rewrites objects there; repeat this when it has ended",
                 f"{self._objects.url}/{folder}",
             )
+
+
+def push(
+    path: str | os.PathLike[str],
+    url: str,
+    *,
+    parts: PartDirectories = None,
+    check: Check = "read",
+    object_bytes: int = OBJECT_BYTES,
+    num_transfers: int = NUM_TRANSFERS,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    retry_s: float = DEFAULT_RETRY_S,
+    progress: Progress | None = None,
+    backend: Backend | None = None,
+) -> PushReport:
+    """Upload a checkpoint to a tier. An upload that was interrupted goes on where it ended.
+
+    The call may run beside a process that trains in the store, and never delays a step. If training
+    recycles the checkpoint meanwhile, the upload ends with `RecycledError` and removes what it has
+    sent; pin the checkpoint first to prevent that.
+
+    Args:
+        path: Directory of a checkpoint, or of a store, which means its newest checkpoint.
+        url: URL of the tier.
+        parts: Directories of the state on several drives, as for `open_checkpoint`.
+        check: How each object is checked in the tier before the copy counts as complete.
+        object_bytes: Size in bytes up to which whole chunks are put together to one object.
+        num_transfers: Number of objects that are sent at a time. Each takes memory for one object.
+        timeout_s: Seconds after which one request is given up.
+        retry_s: Seconds for which a request that failed is tried again.
+        progress: Function that is called with the bytes done and the total.
+        backend: Storage backend of the checkpoint; the local file system by default.
+
+    Raises:
+        TierError: The tier cannot be used. The message says what to do; what was sent stays, and
+            the next call goes on from it.
+        RecycledError: Training has recycled the checkpoint.
+        DamagedError: The checkpoint is damaged, or the tier returns other bytes than it was sent.
+        CheckpointError: There is no usable checkpoint, or a part of it is not seen here.
+        gds.StorageError: The checkpoint cannot be read.
+    """
+    with (
+        given_or_local(backend) as storage,
+        open_objects(url, timeout_s=timeout_s, retry_s=retry_s) as objects,
+    ):
+        with open_checkpoint(path, parts=parts, backend=storage) as opened:
+            require_apart(parse_address(url), _directories(opened))
+            # Without its lock: see `Source`.
+            checkpoint = Checkpoint(storage, opened.path, opened.manifest, parts)
+        upload = Upload(
+            objects,
+            checkpoint,
+            check=check,
+            object_bytes=object_bytes,
+            num_transfers=num_transfers,
+            progress=progress,
+        )
+        return upload.run()
+
+
+def _directories(checkpoint: Checkpoint) -> list[str]:
+    """Return the directories of a checkpoint, and of its store if it is in one."""
+    directory = os.path.dirname(os.path.abspath(checkpoint.path))
+    is_store = os.path.exists(f"{directory}/{LOCK_NAME}")
+    parts = [part.directory for part in checkpoint.manifest.parts]
+    return [directory if is_store else checkpoint.path, *parts]

@@ -13,9 +13,9 @@ import offload
 from gds import Backend
 from offload.options import Tier
 from offload.tiers import list_tier, verify_tier
-from offload.tiers.measuring import Measurements
+from offload.tiers.policy import Measurements
 from offload.tiers.services.opening import open_objects
-from offload.tiers.tier_stats import TierStats
+from offload.tiers.upload_thread import TierStats
 from tests.eventually import eventually
 from tests.limits import HANG_S
 from tests.stores.files import tree

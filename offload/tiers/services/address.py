@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 from collections.abc import Iterable
@@ -49,6 +50,11 @@ class TierAddress:
                 folder = folder.replace(mark, f"%{ord(mark):02X}")
             return f"file://{folder}"
         return f"{self.scheme}://{self.bucket}{'/' if self.folder else ''}{self.folder}"
+
+
+def url_digest(url: str) -> str:
+    """Return what the files that a store keeps about a tier are named by."""
+    return hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
 
 
 def is_tier_url(text: str) -> bool:

@@ -15,7 +15,7 @@ from gds import Buffer
 from offload.errors import TierError, TierNotFoundError, TierUnavailableError
 from offload.tiers.services.address import TierAddress
 from offload.tiers.services.objects import Data, Objects
-from offload.tiers.services.requests import Requests, ReusedMemory, is_conflict, is_panic
+from offload.tiers.services.requests import Requests, is_conflict, is_panic
 
 _T = TypeVar("_T")
 
@@ -55,11 +55,6 @@ class CloudObjects(Objects):
     S3 are not signed, which saves processor time: the connection, and the digests that are read
     back, protect them.
 
-    Args:
-        address: Place of the tier.
-        timeout_s: Seconds after which one request is given up.
-        retry_s: Seconds for which a request that failed is tried again.
-
     Raises:
         TierError: The library is not installed, or a setting in the environment is not valid.
     """
@@ -71,7 +66,6 @@ class CloudObjects(Objects):
         self._requests = Requests(self._obstore, address.url, retry_s)
         self._call = self._requests.call
         self._num_repeats = _NUM_REPEATS if retry_s else 0
-        self._memory = ReusedMemory()
         self._prefix = f"{address.folder}/" if address.folder else ""
         from obstore.store import from_url
 
@@ -133,7 +127,6 @@ class CloudObjects(Objects):
         is_supported, is_first = True, True
 
         def put() -> bool:
-            """Write the object if there is none of its name, and return whether it was written."""
             nonlocal is_supported, is_first
             was_first, is_first = is_first, False
             try:
@@ -194,9 +187,9 @@ class CloudObjects(Objects):
             )
         return found
 
-    def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
+    def get_range(self, name: str, start: int, nbytes: int, into: Buffer) -> memoryview:
         """Return bytes of an object; see `Objects.get_range`."""
-        memory = self._memory.take(nbytes) if into is None else into.slice(0, nbytes).memoryview()
+        memory = into.slice(0, nbytes).memoryview()
         end = 0
         for piece in self.pieces(name, start, nbytes):
             end += len(piece)
@@ -211,7 +204,7 @@ class CloudObjects(Objects):
         end = start + nbytes
 
         def ask() -> Iterator[bytes]:
-            """Ask for the rest of the range, and return its bytes as they come."""
+            """Ask for the rest of the range."""
             answer = self._obstore.get(
                 self._store, self._prefix + name, options={"range": (start, end)}
             )
@@ -252,7 +245,6 @@ class CloudObjects(Objects):
         """Return the objects below a folder; see `Objects.sizes_below`."""
 
         def found() -> dict[str, int]:
-            """Return the sizes of all objects of the folder by name."""
             pages = self._obstore.list(self._store, self._folder(folder), chunk_size=1000)
             return {
                 one["path"].removeprefix(self._prefix): int(one["size"])

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from gds import ALIGNMENT, Backend, Buffer, PosixBackend, StorageError
-from gds.contract import File
+from gds import ALIGNMENT, Buffer, PosixBackend, StorageError
+from gds.contract import File, Stat
 from gds.errors import message_of
 from offload.errors import TierAccessError, TierError, TierNotFoundError
 from offload.tiers.services.address import TierAddress
@@ -39,13 +39,11 @@ class FolderObjects(Objects):
 
     Args:
         folder: Absolute path of the folder.
-        backend: Storage backend; None for the local file system.
     """
 
-    def __init__(self, folder: str, backend: Backend | None = None) -> None:
+    def __init__(self, folder: str) -> None:
         self._folder = folder.rstrip("/")
-        self._backend: Backend = PosixBackend() if backend is None else backend
-        self._owned = backend is None
+        self._backend = PosixBackend()
         self._free: list[Buffer] = []
         """Memory of transfers that have ended: new memory costs more time than a copy into it."""
 
@@ -125,12 +123,10 @@ class FolderObjects(Objects):
                 )
             return file.read_bytes(0, file.size_bytes)
 
-    def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
+    def get_range(self, name: str, start: int, nbytes: int, into: Buffer) -> memoryview:
         """Return bytes of an object; see `Objects.get_range`."""
         with self._named(name, "read it"), self._open(name) as file:
             nbytes = max(0, min(nbytes, file.size_bytes - start))
-            if into is None:
-                into = self._backend.allocate(nbytes + ALIGNMENT).slice(start % ALIGNMENT, nbytes)
             buffer = into.slice(0, nbytes)
             if nbytes:
                 file.read(buffer, start).result()
@@ -171,19 +167,22 @@ class FolderObjects(Objects):
 
     def sizes_below(self, folder: str) -> dict[str, int]:
         """Return the objects below a folder; see `Objects.sizes_below`."""
-        found: dict[str, int] = {}
         with self._named(folder, "list it"):
-            self._list(folder, found)
-        return found
+            return {
+                path: stat.size_bytes
+                for path, stat in self._below(folder)
+                if stat.kind == "file" and not _is_temporary(path)
+            }
 
-    def _list(self, folder: str, found: dict[str, int]) -> None:
+    def _below(self, folder: str) -> Iterator[tuple[str, Stat]]:
+        """Yield everything in and below a folder that is no folder, by its name in the tier."""
         for name in self._names(folder):
             path = f"{folder}/{name}" if folder else name
             stat = self._backend.stat(f"{self._folder}/{path}")
             if stat is not None and stat.kind == "directory":
-                self._list(path, found)
-            elif stat is not None and stat.kind == "file" and not name.startswith(TEMPORARY):
-                found[path] = stat.size_bytes
+                yield from self._below(path)
+            elif stat is not None:
+                yield path, stat
 
     def folders(self, folder: str) -> list[str]:
         """Return the folders in a folder; see `Objects.folders`."""
@@ -231,7 +230,7 @@ class FolderObjects(Objects):
             is_bare = not os.listdir(place) and not os.path.ismount(place)
             drives = {os.stat(one).st_dev for one in ("/", store) if os.path.isdir(one)}
             is_elsewhere = os.stat(place).st_dev not in drives
-        except OSError:  # another backend than the local file system, which names the error
+        except OSError:  # which the first write names
             return
         if is_bare and not is_elsewhere:
             raise TierNotFoundError(
@@ -272,21 +271,13 @@ class FolderObjects(Objects):
     def drop_unfinished(self, folder: str) -> None:
         """Remove temporary files; see `Objects.drop_unfinished`."""
         with self._named(folder, "remove temporary files"):
-            self._drop_unfinished(folder)
-
-    def _drop_unfinished(self, folder: str) -> None:
-        for name in self._names(folder):
-            path = f"{folder}/{name}"
-            stat = self._backend.stat(f"{self._folder}/{path}")
-            if stat is not None and stat.kind == "directory":
-                self._drop_unfinished(path)
-            elif stat is not None and name.startswith(TEMPORARY):
-                self._backend.remove(f"{self._folder}/{path}")
+            for path, _ in self._below(folder):
+                if _is_temporary(path):
+                    self._backend.remove(f"{self._folder}/{path}")
 
     def close(self) -> None:
-        """Close the backend, unless the caller has given it. Idempotent."""
-        if self._owned:
-            self._backend.close()
+        """Close the backend. Idempotent."""
+        self._backend.close()
 
     @contextmanager
     def _named(self, name: str, doing: str) -> Iterator[None]:
@@ -308,3 +299,7 @@ class FolderObjects(Objects):
                     f"{reason}. Free space there, and repeat this: it goes on from where it was"
                 )
             raise TierError(error.errno or errno.EIO, reason, url) from error
+
+
+def _is_temporary(path: str) -> bool:
+    return os.path.basename(path).startswith(TEMPORARY)

@@ -54,15 +54,14 @@ class Objects(ABC):
         """
 
     @abstractmethod
-    def get_range(self, name: str, start: int, nbytes: int, into: Buffer | None = None) -> Data:
-        """Return bytes of an object; fewer than asked for if it is shorter."""
+    def get_range(self, name: str, start: int, nbytes: int, into: Buffer) -> memoryview:
+        """Read bytes of an object into memory; return fewer than asked for if it is shorter."""
 
     @abstractmethod
     def pieces(self, name: str, start: int, nbytes: int) -> Iterator[memoryview]:
         """Yield at least one byte of an object in pieces; fewer than asked for if it is shorter.
 
-        A piece is valid until the next one is asked for. This takes less processor time and memory
-        than `get_range`.
+        A piece is valid until the next one is asked for.
 
         Raises:
             TierNotFoundError: No object has the name.
@@ -92,10 +91,7 @@ class Objects(ABC):
         return ""
 
     def require_place(self, store: str) -> None:  # noqa: B027  (no page of a proxy takes writes)
-        """Check that a new tier may be made here, because this is no place of a missing drive.
-
-        Args:
-            store: Directory of the store whose copies it is for; empty if there is none.
+        """Check that a new tier for copies of a store may be made here.
 
         Raises:
             TierNotFoundError: Its drive is probably not mounted.

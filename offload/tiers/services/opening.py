@@ -9,7 +9,6 @@ it has seen: if one of them has no such object any more, that is an error.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -18,12 +17,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from gds import Backend
 from offload.errors import TierError, TierNotFoundError
 from offload.format import document
 from offload.format.names import TIERS_NAME
 from offload.journal import log_event
-from offload.tiers.services.address import TierAddress, parse_address, require_apart
+from offload.tiers.services.address import TierAddress, parse_address, require_apart, url_digest
 from offload.tiers.services.folder_objects import FolderObjects
 from offload.tiers.services.objects import TIER_NAME, Objects
 
@@ -38,7 +36,6 @@ DEFAULT_RETRY_S = 180.0
 def open_objects(
     address: TierAddress | str,
     *,
-    backend: Backend | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     retry_s: float = DEFAULT_RETRY_S,
 ) -> Objects:
@@ -46,7 +43,7 @@ def open_objects(
     if isinstance(address, str):
         address = parse_address(address)
     if address.scheme == "file":
-        return FolderObjects(address.folder, backend)
+        return FolderObjects(address.folder)
     from offload.tiers.services.cloud_objects import (
         CloudObjects,  # imports obstore, which is optional
     )
@@ -114,12 +111,7 @@ def require_there(objects: Objects, store: str) -> None:
 def require_place(url: str, store: str) -> None:
     """Check that a tier that a store has not seen yet may be made there. No request is made.
 
-    Args:
-        url: URL of the tier.
-        store: Directory of the store.
-
-    Raises:
-        TierNotFoundError: Its drive is probably not mounted.
+    If its drive is probably not mounted, that is a `TierNotFoundError`.
     """
     with open_objects(url) as objects:
         if not _recall(_memory(store, objects.url)):
@@ -133,25 +125,14 @@ def damaged_copies(store: str, url: str) -> dict[str, str]:
 
 
 def note_damaged(store: str, url: str, copy: str, reason: str) -> None:
-    """Note that a copy of a tier is damaged, so that the next restore begins with an older one.
-
-    Args:
-        store: Directory of the store.
-        url: URL of the tier.
-        copy: URL of the copy.
-        reason: Reason for people.
-    """
+    """Note that a copy of a tier is damaged, so that the next restore begins with an older one."""
     noted = {**damaged_copies(store, url), copy: reason}
     memory = _memory(store, url)
     _remember(memory, {**_recall(memory), "url": url, "damaged": noted})
 
 
 def read_identity(objects: Objects) -> str | None:
-    """Return the identity of a tier; None if it has none, and "" if somebody asks for a new one.
-
-    Raises:
-        TierError: The answer is something else.
-    """
+    """Return the identity of a tier; None if it has none, and "" if somebody asks for a new one."""
     try:
         data = objects.get(TIER_NAME, _MOST_BYTES)
     except TierNotFoundError:
@@ -191,8 +172,7 @@ def _make(objects: Objects, *, is_empty: bool, is_announced: bool) -> str:
 
 def _memory(store: str, url: str) -> str:
     """Return the path of the file that has what a store knows of a tier."""
-    digest = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
-    return f"{store}/{TIERS_NAME}/{digest}.tier"
+    return f"{store}/{TIERS_NAME}/{url_digest(url)}.tier"
 
 
 def _recall(memory: str) -> dict[str, Any]:

@@ -2,22 +2,15 @@
 
 The library repeats a request that was refused or not answered. It does not repeat one whose answer
 breaks off, or whose refusal depends on other writers. That is done here.
-
-New memory for every request costs more processor time than the transfer itself: the kernel hands it
-out page by page, each filled with zeros.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import re
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from gds.waiting import Pending, start
@@ -36,13 +29,7 @@ _LONGEST_PAUSE_S = 15.0
 
 
 class Requests:
-    """Requests by way of the library `obstore`; any thread may make them.
-
-    Args:
-        obstore: The library.
-        url: URL of the tier, for messages.
-        retry_s: Seconds for which a request that failed is tried again.
-    """
+    """Requests by way of the library `obstore`; any thread may make them."""
 
     def __init__(self, obstore: Any, url: str, retry_s: float) -> None:
         self._base_error: type[Exception] = obstore.exceptions.BaseError
@@ -54,15 +41,8 @@ class Requests:
     ) -> _T:
         """Make a request, and repeat it while the server cannot answer.
 
-        Args:
-            name: Name of the object, or of a folder of objects.
-            doing: What the request does, in words that follow "cannot".
-            request: Function that calls the library.
-            repeatable: Whether the function may be called again.
-
-        Raises:
-            TierError: The request has failed. Errors of an iterator of blocks are raised as they
-                are.
+        Errors of the library become a `TierError`: "cannot", what it is `doing`, and the reason.
+        Those of an iterator of blocks are raised as they are.
         """
         until_s, pause_s, is_first = time.monotonic() + self._retry_s, _FIRST_PAUSE_S, True
         while True:
@@ -81,10 +61,10 @@ class Requests:
                 if not is_panic(caught):
                     raise
                 error = caught
-            named = self.named(error, name, doing)
+            named = _named(error, f"{self._url}{'/' if name else ''}{name}", doing)
             left_s = until_s - time.monotonic()
             # A single attempt may have taken longer than all of them may.
-            is_due = left_s > 0 or (is_first and not was_repeated(error))
+            is_due = left_s > 0 or (is_first and not _REPEATED.search(str(error)))
             # The library's error may contain secrets, and must not go along with ours.
             del error
             if not (
@@ -93,10 +73,6 @@ class Requests:
                 raise named
             time.sleep(min(pause_s, max(left_s, _FIRST_PAUSE_S)))
             pause_s, is_first = min(2 * pause_s, _LONGEST_PAUSE_S), False
-
-    def named(self, error: BaseException, name: str, doing: str) -> TierError:
-        """Return the error to raise for one of the library."""
-        return named_error(error, f"{self._url}{'/' if name else ''}{name}", doing)
 
 
 def interruptible(request: Callable[[], _T]) -> _T:
@@ -125,34 +101,6 @@ def interruptible(request: Callable[[], _T]) -> _T:
 def is_panic(error: BaseException) -> bool:
     """Return whether an error is a panic of the library, which is no `Exception`."""
     return type(error).__name__ == "PanicException"
-
-
-class ReusedMemory:
-    """Memory of requests that have ended, for the next ones; any thread may use it.
-
-    At most as many blocks exist as are in use at a time. They are freed with this object.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
-
-    def take(self, nbytes: int) -> memoryview:
-        """Return memory of some content.
-
-        It is used again when the result, and everything that was made from it, is gone.
-
-        Args:
-            nbytes: Size in bytes, at least 1.
-        """
-        block = self._free.pop() if self._free else None
-        if block is None or len(block) < nbytes:
-            block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without huge pages
-                block.madvise(mmap.MADV_HUGEPAGE)
-        # A memoryview keeps what it was made from, and so do its slices.
-        lent = (ctypes.c_ubyte * nbytes).from_buffer(block)
-        weakref.finalize(lent, self._free.append, block).atexit = False
-        return memoryview(lent).cast("B")
 
 
 _STATUS = re.compile(r"status code: ([0-9]{3})")
@@ -184,6 +132,7 @@ _NO_ANSWER_OF_A_SERVICE = re.compile(r"NotPartial|MissingEtag|InvalidListRespons
 """Found in errors about answers that another program than the service has given."""
 
 _REPEATED = re.compile(r"after [1-9][0-9]* retries")
+"""Found in errors of requests that the library has repeated by itself before it gave up."""
 
 _FULL_CODE = re.compile(r"Quota|StorageFull|InsufficientStorage|InsufficientCapacity")
 
@@ -226,9 +175,43 @@ _KIND_OF_CLASS: Final = {
 }
 
 
-def was_repeated(error: BaseException) -> bool:
-    """Return whether the library has repeated the request by itself before it gave up."""
-    return _REPEATED.search(str(error)) is not None
+_LATER = "repeat this later, and it goes on from where it was"
+
+_ERROR_OF_KIND: Final[dict[str, tuple[type[TierError], int]]] = {
+    "bucket": (TierNotFoundError, errno.ENOENT),
+    "missing": (TierNotFoundError, errno.ENOENT),
+    "expired": (TierAccessError, errno.EACCES),
+    "clock": (TierAccessError, errno.EACCES),
+    "none": (TierAccessError, errno.EACCES),
+    "refused": (TierAccessError, errno.EACCES),
+    "region": (TierError, errno.EINVAL),
+    "full": (TierError, errno.ENOSPC),
+    "conflict": (TierUnavailableError, errno.EAGAIN),
+    "foreign": (TierError, errno.EIO),
+    "panic": (TierError, errno.EIO),
+    "unavailable": (TierUnavailableError, errno.EAGAIN),
+}
+
+_REASON_OF_KIND: Final = {
+    "bucket": "this bucket does not exist; make it first, or correct the URL",
+    "missing": "there is no such object",
+    "expired": "the credentials have expired; renew them and repeat this",
+    "clock": "this machine's clock differs from the server's; set it",
+    "none": "there are no credentials in the environment; set AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, or those of the service that you use",
+    "refused": "the credentials in the environment are wrong, or do not allow this",
+    "region": "this bucket is in another region, or at another endpoint; set AWS_REGION or "
+    "AWS_ENDPOINT_URL",
+    "full": "the tier is full, or its quota is used up; make room there and repeat this",
+    "conflict": "others were changing the same object until the attempts were given up; repeat "
+    "this later",
+    "foreign": "the answer is none of this service: is it the page of a proxy or of a login, or "
+    "the wrong endpoint?",
+    "panic": "obstore has failed with PanicException; check the variables of the environment, such "
+    "as AWS_ENDPOINT_URL, and report this if they are right",
+    "unavailable": "the server does not answer, or the connection broke, until the attempts were "
+    f"given up; {_LATER}",
+}
 
 
 def is_conflict(error: BaseException) -> bool:
@@ -236,92 +219,24 @@ def is_conflict(error: BaseException) -> bool:
     return _KIND_OF_CODE.get(_first(_CODE, str(error))) == "conflict"
 
 
-def named_error(error: BaseException, url: str, doing: str) -> TierError:
+def _named(error: BaseException, url: str, doing: str) -> TierError:
     """Return the error to raise for one of the library."""
     text = str(error)
-    status = _first(_STATUS, text)
-    code = _first(_CODE, text)
+    status, code = _first(_STATUS, text), _first(_CODE, text)
     said = " ".join(part for part in (f"status {status}" if status else "", code) if part)
     heard = f"cannot {doing}: the server answered {said}" if said else f"cannot {doing}"
-    kind = _kind(error, text, status, code)
     if status == "416":
         return TierError(errno.ERANGE, f"{heard}: it is shorter", url)
-    if kind == "bucket":
-        return TierNotFoundError(
-            errno.ENOENT,
-            f"{heard}: this bucket does not exist; make it first, or correct the URL",
-            url,
-        )
-    if kind == "missing":
-        return TierNotFoundError(errno.ENOENT, f"{heard}: there is no such object", url)
-    if kind == "expired":
-        return TierAccessError(
-            errno.EACCES, f"{heard}: the credentials have expired; renew them and repeat this", url
-        )
-    if kind == "clock":
-        return TierAccessError(
-            errno.EACCES, f"{heard}: this machine's clock differs from the server's; set it", url
-        )
-    if kind == "none":
-        return TierAccessError(
-            errno.EACCES,
-            f"{heard}: there are no credentials in the environment; set AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, or those of the service that you use",
-            url,
-        )
-    if kind == "refused":
-        return TierAccessError(
-            errno.EACCES,
-            f"{heard}: the credentials in the environment are wrong, or do not allow this",
-            url,
-        )
-    if kind == "region":
-        return TierError(
-            errno.EINVAL,
-            f"{heard}: this bucket is in another region, or at another endpoint; set AWS_REGION "
-            "or AWS_ENDPOINT_URL",
-            url,
-        )
-    if kind == "full":
-        return TierError(
-            errno.ENOSPC,
-            f"{heard}: the tier is full, or its quota is used up; make room there and repeat this",
-            url,
-        )
-    if kind == "conflict":
-        return TierUnavailableError(
-            errno.EAGAIN,
-            f"{heard}: others were changing the same object until the attempts were given up; "
-            "repeat this later",
-            url,
-        )
-    if kind == "foreign":
-        return TierError(
-            errno.EIO,
-            f"{heard}: the answer is none of this service: is it the page of a proxy or of a "
-            "login, or the wrong endpoint?",
-            url,
-        )
-    if kind == "panic":
-        return TierError(
-            errno.EIO,
-            f"{heard}: obstore has failed with {type(error).__name__}; check the variables of the "
-            "environment, such as AWS_ENDPOINT_URL, and report this if they are right",
-            url,
-        )
+    kind = _kind(error, text, status, code)
     if kind in _NOT_REACHED.values():
         return TierUnavailableError(errno.EAGAIN, f"{heard}: {kind}", url)
-    if kind == "unavailable":
-        return TierUnavailableError(
-            errno.EAGAIN,
-            f"{heard}, or nothing, until the attempts were given up; repeat this later, and it "
-            "goes on from where it was"
-            if said
-            else f"{heard}: the server does not answer, or the connection broke, until the "
-            "attempts were given up; repeat this later, and it goes on from where it was",
-            url,
-        )
-    return TierError(errno.EIO, f"{heard} ({type(error).__name__})", url)
+    if kind == "unavailable" and said:
+        reason = f"{heard}, or nothing, until the attempts were given up; {_LATER}"
+        return TierUnavailableError(errno.EAGAIN, reason, url)
+    if kind == "unknown":
+        return TierError(errno.EIO, f"{heard} ({type(error).__name__})", url)
+    as_error, number = _ERROR_OF_KIND[kind]
+    return as_error(number, f"{heard}: {_REASON_OF_KIND[kind]}", url)
 
 
 def _kind(error: BaseException, text: str, status: str, code: str) -> str:

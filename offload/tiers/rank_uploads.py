@@ -1,4 +1,4 @@
-"""Notes between the ranks of one upload: the writer's order, and the answer of each other rank.
+"""Uploads by several ranks: the writer's order, and what each other rank does and answers.
 
 The writer decides. Its *order* names the checkpoint, and the name that the upload has in the tier.
 Each other rank sends the part that it serves. Its answer counts seconds of work, as a sign of life,
@@ -14,16 +14,29 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from offload.errors import OffloadError, RecycledError, TierError
+from gds import Backend
+from gds.opening import given_or_local
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.owner_parts import OwnerPart, read_table
+from offload.errors import CheckpointError, OffloadError, RecycledError, TierError
+from offload.format.names import owner_name
+from offload.journal import log_event
 from offload.store.shared import Mailbox, Serving
-from offload.tiers.sending import UploadStoppedError
+from offload.tiers.marker import Identity
+from offload.tiers.sending import Check, Sending, Share, UploadStoppedError
+from offload.tiers.services.opening import open_objects
+from offload.tiers.source import open_part
+from offload.tiers.upload_thread import NUM_TRANSFERS, RETRY_S, TierEvent, UploadThread
+from offload.units import duration, size
 
 _SILENT_S = 60.0
 """Seconds without a sign of life after which a rank counts as lost."""
@@ -31,7 +44,7 @@ _SILENT_S = 60.0
 _STOP_S = 20.0
 """Longest time in seconds for which the writer waits for the other ranks to end an upload."""
 
-POLL_S = 0.1
+_POLL_S = 0.1
 """Seconds between two looks for notes."""
 
 _SIGN_S = 1.0
@@ -45,8 +58,6 @@ class ShareSent:
     """What an owner's share of a copy consists of, for the marker."""
 
     sizes: dict[str, int]
-    """Size in bytes of each object, by name."""
-
     digests: dict[str, str]
     """Digest of each object that no table has digests for, by name."""
 
@@ -62,8 +73,6 @@ class Order:
     """Number of the upload; every new one is larger."""
 
     generation: int
-    """Generation of the checkpoint."""
-
     writer: str
     """Name that the upload has in the tier."""
 
@@ -75,8 +84,7 @@ LAST = Order(-1, 0, "", 0)
 """Order that says that the writer gives no further ones."""
 
 
-def read_order(box: Mailbox) -> Order | None:
-    """Return the order that stands; None if there is none."""
+def _read_order(box: Mailbox) -> Order | None:
     text = box.get(_ORDER)
     return Order(**json.loads(text)) if text else None
 
@@ -90,7 +98,7 @@ def _answer_key(number: int, rank: int) -> str:
     return f"answer/{number}/{rank}"
 
 
-class Answer:
+class _Answer:
     """The answer of a rank to one order."""
 
     def __init__(self, box: Mailbox, order: Order, rank: int) -> None:
@@ -115,7 +123,7 @@ class Answer:
                     self._next_s = now_s + _SIGN_S
                     self._signs += 1
                     self._box.put(self._key, json.dumps({"signs": self._signs}))
-                    self._stands = read_order(self._box) == self._order
+                    self._stands = _read_order(self._box) == self._order
             finally:
                 self._lock.release()
         return self._stands
@@ -141,14 +149,7 @@ _KINDS = {RecycledError: errno.EAGAIN, UploadStoppedError: errno.EINTR}
 
 
 class RankShares:
-    """The shares of the other ranks in one upload, as the writer asks for them.
-
-    Args:
-        box: Mailbox of the ranks.
-        serving: The part that each rank serves.
-        number: Number of the upload; larger than that of every earlier one.
-        generation: Generation of the checkpoint.
-    """
+    """The shares of the other ranks in one upload, as the writer asks for them."""
 
     def __init__(self, box: Mailbox, serving: Serving, number: int, generation: int) -> None:
         self._box = box
@@ -168,15 +169,9 @@ class RankShares:
         put_order(self._box, Order(self._number, self._generation, writer, object_bytes))
 
     def finish(self, look_up: Callable[[], object]) -> list[ShareSent]:
-        """Wait until all ranks have sent and checked their parts; return what they are.
+        """Wait until all ranks have sent and checked their parts, or raise the error of one.
 
-        Args:
-            look_up: Function that is called again and again, and raises an error to end early.
-
-        Raises:
-            UploadStoppedError: A rank was told to end.
-            RecycledError: A rank's part was recycled.
-            TierError: A rank has failed, or does not answer.
+        `look_up` is called again and again, and raises an error to end early.
         """
         while True:
             have_all = self._have_all_answered()
@@ -186,7 +181,7 @@ class RankShares:
                 break
             look_up()
             self._require_signs()
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
         shares = [ShareSent(**answer["sent"]) for _, answer in sorted(self._answers.items())]
         self.bytes_sent = sum(share.bytes_sent for share in shares)
         with suppress(OffloadError):
@@ -204,7 +199,7 @@ class RankShares:
             while not self._have_all_answered():
                 if time.monotonic() > deadline_s:
                     return False
-                time.sleep(POLL_S)
+                time.sleep(_POLL_S)
             with suppress(OffloadError):
                 self._remove_answers()
             return True
@@ -247,3 +242,121 @@ def _require_sent(rank: int, answer: dict[str, Any]) -> None:
             if answer["kind"] == kind.__name__:
                 raise kind(number, text, "")
         raise TierError(errno.EIO, text, "")
+
+
+_NUM_KNOWN = 16
+"""Number of checkpoints that are remembered, of which the writer may ask for one."""
+
+
+class FollowingUploads(UploadThread):
+    """Uploads of the part that one rank serves, as the writer of the store decides."""
+
+    def __init__(
+        self, url: str, *, check: Check, backend: Backend | None, serving: Serving
+    ) -> None:
+        super().__init__(url, check=check, backend=backend, serving=serving)
+        self._rank = serving.rank
+        self._owner = serving.owner
+        self._directory = serving.directory
+        self._known: OrderedDict[int, Checkpoint] = OrderedDict()
+        """Newest checkpoints, by generation."""
+        self._done = 0
+        """Number of the last upload that this rank has ended."""
+
+    def offer(self, checkpoint: Checkpoint, *, restored: bool = False) -> None:
+        """Remember a checkpoint that the writer may ask for. The call returns at once."""
+        del restored
+        with self._changed:
+            if self._stopped:
+                return
+            self._known[checkpoint.generation] = checkpoint
+            while len(self._known) > _NUM_KNOWN:
+                self._known.popitem(last=False)
+            self._begin()
+
+    def _is_idle(self) -> bool:
+        return self._thread is None  # else the writer may still need something
+
+    def _work(self) -> None:
+        box = self._box
+        while box is not None and not self._stopped:
+            order = _read_order(box)
+            if order == LAST:
+                return
+            if order is not None and order.number > self._done:
+                self._carry_out(box, order)
+                self._done = order.number
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped, _POLL_S)
+
+    def _carry_out(self, box: Mailbox, order: Order) -> None:
+        """Send what an order asks for, and answer it; errors of the tier are an answer as well."""
+        began_s, answer = time.monotonic(), _Answer(box, order, self._rank)
+        try:
+            checkpoint = self._wait_for(order, answer)
+            sent = self._send(checkpoint, order, answer)
+        except Exception as error:  # noqa: BLE001  (training goes on, and the writer is told)
+            with suppress(OffloadError):
+                answer.give_error(error)
+            known = isinstance(error, OffloadError | OSError)
+            text = str(error) if known else type(error).__name__
+            outcome = "failed"
+            if isinstance(error, RecycledError | UploadStoppedError):
+                outcome = "recycled" if isinstance(error, RecycledError) else "stopped"
+            self._note(-1, outcome, f"generation {order.generation}: {text}")
+            return
+        answer.give(sent)
+        with self._changed:
+            self._bytes_sent += sent.bytes_sent
+            self._num_complete += 1
+            self._newest_step = checkpoint.step
+        seconds = duration(time.monotonic() - began_s)
+        name = os.path.basename(checkpoint.path)
+        text = f"{name}: sent {size(sent.bytes_sent)} in {seconds}"
+        self._note(checkpoint.step, "complete", text)
+
+    def _wait_for(self, order: Order, answer: _Answer) -> Checkpoint:
+        """Return the checkpoint of an order, whose seal may not have ended yet on this rank."""
+        while True:
+            with self._changed:
+                found = self._known.get(order.generation)
+                if found is not None:
+                    return found
+                self._changed.wait_for(lambda: self._stopped, _POLL_S)
+            if self._stopped or not answer.is_wanted():
+                raise UploadStoppedError(
+                    0, f"generation {order.generation} is not known here", self._address.url
+                )
+
+    def _send(self, checkpoint: Checkpoint, order: Order, answer: _Answer) -> ShareSent:
+        manifest = checkpoint.manifest
+        references = [one for one in manifest.owners if one.owner == self._owner]
+        if not references:
+            raise CheckpointError(f"{checkpoint.path} has no part of owner {self._owner}")
+        path = references[0].path_in(self._directory)
+        with (
+            given_or_local(self._backend) as storage,
+            open_objects(self._address, retry_s=RETRY_S) as objects,
+        ):
+            part = OwnerPart(references[0], path, read_table(storage, path, manifest))
+            with closing(open_part(storage, part)) as source:
+                share = Share(source, order.object_bytes)
+                sending = Sending(
+                    objects,
+                    Identity(manifest.store_id, manifest.generation, order.writer).folder,
+                    manifest,
+                    [share],
+                    storage,
+                    check=self._check,
+                    num_transfers=NUM_TRANSFERS,
+                    is_stopped=lambda: self._stopped or not answer.is_wanted(),
+                )
+                # What the tier has already is compared and not sent again; no record is needed.
+                sending.find_present(owner_name(self._owner))
+                sending.run()
+                return ShareSent(share.sizes, share.digests, sum(sending.sent.values()))
+
+    def _note(self, step: int, outcome: str, text: str) -> None:
+        with self._changed:
+            self._events.append(TierEvent(step, "upload", "the writer asks for it", outcome))
+        log_event(f"{self._address.url}: rank {self._rank}: {text}")

@@ -1,17 +1,165 @@
-"""Removal of copies from a tier, by the same policies as those of a store."""
+"""What is done with the copies in a tier: they are listed, verified, and removed by policies.
+
+Verifying reads every byte and compares it with its digest. Removing begins with a copy's marker.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
-from offload.errors import MetricError
+from gds import Buffer
+from gds.buffers.host import HostBuffer
+from offload.checkpoint.owner_parts import check_cover
+from offload.errors import CheckpointError, DamagedError, MetricError
+from offload.format.manifest import Manifest
+from offload.format.shares.part_table import OwnerTable
 from offload.retention.policy import BestBy, Record, Retention, kept_generations
-from offload.tiers.catalog import TierCopy, list_copies, remove_copy, whats_wrong
+from offload.tiers.catalog import (
+    TierCopy,
+    find_copy,
+    list_copies,
+    read_manifest,
+    read_table,
+    remove_copy,
+    sizes_in,
+    whats_wrong,
+)
+from offload.tiers.checking import Advance, Fetcher, check_model, check_whole
+from offload.tiers.contents import (
+    MARKER_NAME,
+    PARAMETERS_NAME,
+    WRITER_NAME,
+    model_object,
+    shard_object,
+    state_objects,
+    wrong_sizes,
+)
+from offload.tiers.sending import NUM_TRANSFERS, Progress, Tally, Task, run_all
 from offload.tiers.services.address import parse_address
 from offload.tiers.services.objects import Objects
 from offload.tiers.services.opening import DEFAULT_RETRY_S, DEFAULT_TIMEOUT_S, open_objects
-from offload.tiers.verification import verify_copy
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """Result of reading one copy completely."""
+
+    url: str
+    step: int
+    problems: tuple[str, ...]
+    """One sentence for each object that is damaged or missing."""
+
+    bytes_checked: int
+    foreign: tuple[str, ...]
+    """Names of objects in the copy's folder that this library has not written. They are left
+    alone."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was sent."""
+        return not self.problems
+
+
+def list_tier(
+    url: str, *, timeout_s: float = DEFAULT_TIMEOUT_S, retry_s: float = DEFAULT_RETRY_S
+) -> list[TierCopy]:
+    """Return the copies in a tier, complete or not, the newest of each store last.
+
+    If a complete copy has lost objects, its reason says so. Nothing is read to find that out.
+
+    Raises:
+        TierError: The tier cannot be read.
+    """
+    address = parse_address(url)
+    with open_objects(address, timeout_s=timeout_s, retry_s=retry_s) as objects:
+        return [
+            replace(copy, reason=whats_wrong(objects, copy))
+            for copy in list_copies(objects, address)
+        ]
+
+
+def verify_tier(
+    url: str,
+    *,
+    num_transfers: int = NUM_TRANSFERS,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    retry_s: float = DEFAULT_RETRY_S,
+    progress: Progress | None = None,
+) -> list[CopyReport]:
+    """Read every byte of the complete copies that a URL names, and compare it with its digest.
+
+    Args:
+        url: URL of a tier, of the copies of one store in it, or of one copy.
+        num_transfers: Number of objects that are read at a time.
+        timeout_s: Seconds after which one request is given up.
+        retry_s: Seconds for which a request that failed is tried again.
+        progress: Function that is called with the bytes done and the total.
+
+    Raises:
+        TierNotFoundError: There is no complete copy.
+        TierError: The tier cannot be read.
+    """
+    address = parse_address(url)
+    with open_objects(address, timeout_s=timeout_s, retry_s=retry_s) as objects:
+        copies = [copy for copy in list_copies(objects, address) if copy.marker is not None]
+        copies = copies or [find_copy(objects, address)]  # which says what is there instead
+        total = sum(copy.marker.nbytes for copy in copies if copy.marker)
+        tally = Tally(progress, total)
+        return [_verify(objects, copy, num_transfers, tally) for copy in copies]
+
+
+def verify_copy(objects: Objects, copy: TierCopy) -> CopyReport:
+    """Read every byte of one copy, and compare it with its digest; see `verify_tier`."""
+    return _verify(objects, copy, NUM_TRANSFERS, Tally(None, 0))
+
+
+def _verify(objects: Objects, copy: TierCopy, num_transfers: int, tally: Tally) -> CopyReport:
+    marker = copy.marker
+    if marker is None:
+        return CopyReport(copy.url, 0, (copy.reason,), 0, ())
+    found = sizes_in(objects, copy.folder)
+    foreign = sorted({*found} - {*marker.sizes, MARKER_NAME, PARAMETERS_NAME, WRITER_NAME})
+    before = tally.done
+    problems = [f"{copy.url}/{text}" for text in wrong_sizes(marker.sizes, found)]
+    try:
+        manifest = read_manifest(objects, copy)
+        tables = [read_table(objects, copy, manifest, one) for one in manifest.owners]
+        if tables:
+            check_cover(copy.url, manifest, tables)
+        models = [model_object(manifest, tables), *map(shard_object, tables)]
+    except CheckpointError as error:
+        problems.append(str(error))
+        return CopyReport(copy.url, marker.step, tuple(problems), 0, tuple(foreign))
+    fetcher = Fetcher(objects, copy.folder, manifest)
+    lock = threading.Lock()
+
+    def noting(check: Callable[[Advance], None]) -> Task:
+        """Return a task that notes damage and goes on."""
+
+        def task(_: Buffer) -> None:
+            try:
+                check(tally.add)
+            except DamagedError as error:
+                with lock:
+                    problems.append(str(error))
+
+        return task
+
+    def tasks() -> Iterator[Task]:
+        yield noting(partial(check_whole, fetcher, marker.sizes, marker.digests))
+        for model in filter(None, models):
+            yield noting(partial(check_model, fetcher, model))
+        sealed_of_owners: list[Manifest | OwnerTable] = [manifest, *tables]
+        for sealed in sealed_of_owners:
+            for one in state_objects(sealed, marker.object_bytes):
+                yield noting(partial(fetcher.check, one.name, 0, one.chunks))
+
+    run_all(tasks(), num_transfers, lambda: HostBuffer(1))
+    return CopyReport(copy.url, marker.step, tuple(problems), tally.done - before, tuple(foreign))
 
 
 @dataclass(frozen=True, slots=True)
