@@ -19,7 +19,7 @@ from offload.errors import RanksError
 from offload.format.boxes import Cut
 from offload.format.manifest import Manifest
 from offload.model.model_copy import ModelCopy
-from offload.model.new_values import NoValues, Step, Values
+from offload.model.new_values import Step, Values
 from offload.model.shards import Shards
 from offload.model.stored import Stored
 from offload.options import Options
@@ -225,10 +225,10 @@ class Ranks:
             RanksError: A rank is in another call. Nothing has been changed.
         """
 
-    def begin_step(self, terms: Step) -> Values:
+    def begin_step(self, terms: Step) -> Values | None:
         """Agree with all ranks on a step that begins, if new values are gathered. Collective."""
         del terms
-        return NoValues()
+        return None
 
     def model_copy(
         self, slot: StateSlot, stored: Sequence[Stored], marks: Marks

@@ -53,6 +53,8 @@ class ChunkUpdater:
         self._codes = codes
         self.device = place.device
         """Device on which chunks are updated."""
+        self.stages = place.stages
+        """Whether data has to be brought to that place, by `prepare` and `arrive`."""
 
     def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Set the gradient of a parameter that had none, before any of its chunks is updated.
@@ -70,12 +72,12 @@ class ChunkUpdater:
         pieces, keys = self._layout.plans[chunk].pieces, self._keys.of
         return any(keys[piece.parameter].has_gradient for piece in pieces)
 
-    def prepare(self, chunk: int) -> bool:
+    def prepare(self, chunk: int) -> None:
         """Begin to bring the data that a chunk needs to the place where the chunk is updated.
 
         The caller then waits for the chunk's state, and then calls `arrive` and `update`.
         """
-        return self._place.prepare(chunk)
+        self._place.prepare(chunk)
 
     def arrive(self, chunk: int) -> None:
         """Wait until the data that `prepare` requested has arrived."""
@@ -104,8 +106,10 @@ class ChunkUpdater:
         self._place.fence()
 
     def finish(self) -> list[Scalars | None]:
-        """Return the scalar state of each parameter after the step."""
-        return self._keys.finish()
+        """Do what `fence` does, and return the scalar state of each parameter after the step."""
+        scalars = self._keys.finish()
+        self.fence()
+        return scalars
 
     def code(self, chosen: str) -> str:
         """Return which code takes this step, in words."""
@@ -194,13 +198,15 @@ class Place(ABC):
 
     gradients: FlatTensors
 
+    stages = False
+    """Whether data has to be brought here, by `prepare` and `arrive`."""
+
     def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Set the gradient of a parameter that had none; see `ChunkUpdater.set_gradient`."""
         self.gradients.replace(index, gradient)
 
-    def prepare(self, chunk: int) -> bool:  # noqa: ARG002
+    def prepare(self, chunk: int) -> None:  # noqa: B027
         """Begin to bring a chunk's parameters and gradients here; see `ChunkUpdater.prepare`."""
-        return False
 
     def arrive(self, chunk: int) -> None:  # noqa: B027
         """Wait until the data that `prepare` requested is here."""
@@ -241,16 +247,15 @@ class HostPlace(Place):
             staged = StagedTensors(inputs.gradients, writable=False, traffic=traffic)
             self.gradients = staged
             self._staged = [self.live, staged]
+            self.stages = True
 
-    def prepare(self, chunk: int) -> bool:
+    def prepare(self, chunk: int) -> None:
         """Begin to copy a chunk's parameters and gradients from their device to the host."""
-        if self._staged:
-            keys = self._keys.of
-            pieces = self._layout.plans[chunk].pieces
-            pieces = tuple(p for p in pieces if keys[p.parameter].is_updated)
-            for tensors in self._staged:
-                tensors.prepare(chunk, pieces, lambda index: keys[index].has_gradient)
-        return bool(self._staged)
+        keys = self._keys.of
+        pieces = self._layout.plans[chunk].pieces
+        pieces = tuple(p for p in pieces if keys[p.parameter].is_updated)
+        for tensors in self._staged:
+            tensors.prepare(chunk, pieces, lambda index: keys[index].has_gradient)
 
     def arrive(self, chunk: int) -> None:
         """Wait until the data that `prepare` requested is in host memory."""
