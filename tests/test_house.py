@@ -101,7 +101,7 @@ def test_a_wing_has_a_face_of_at_most_ten_names(package: str, wing: str) -> None
 
 
 def test_a_step_loads_no_code_of_tiers() -> None:
-    code = "import sys, offload.engine.strategy; print([m for m in sys.modules if 'tiers' in m])"
+    code = "import sys, offload.engine.stepping; print([m for m in sys.modules if 'tiers' in m])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )

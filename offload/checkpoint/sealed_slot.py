@@ -168,30 +168,15 @@ class SlotFiles:
 
     def __init__(self, layout: Layout, files: Mapping[str, File]) -> None:
         self.layout = layout
-        self._files_by_drive: tuple[Mapping[str, File], ...] = (files,)
+        self.files_by_drive: tuple[Mapping[str, File], ...] = (files,)
         """Open files by name: those of the slot's directory, and those of each part in order."""
-        self._context = DigestContext("", 0)
-        self._digests: dict[str, list[str | None]] = {}
-        self._is_unchecked = False
-
-    @property
-    def context(self) -> DigestContext:
+        self.context = DigestContext("", 0)
         """Store and generation that the digests are bound to."""
-        return self._context
-
-    @property
-    def digests(self) -> dict[str, list[str | None]]:
+        self.digests: dict[str, list[str | None]] = {}
         """For each state array, the digest of each chunk; None for a chunk that holds no state."""
-        return self._digests
-
-    @property
-    def unchecked(self) -> bool:
-        """Whether state must be compared with its digests when it is read.
-
-        The comparison is needed if an earlier process wrote the state, if the state was restored,
-        or if other programs may have changed its files.
-        """
-        return self._is_unchecked
+        self.unchecked = False
+        """Whether state must be compared with its digests when it is read: an earlier process wrote
+        it, it was restored, or other programs may have changed its files."""
 
     def has_arrived(self, chunk: int) -> bool:  # noqa: ARG002  (a slot that is being filled)
         """Return whether the files hold a chunk; False while it is on its way from elsewhere."""
@@ -202,28 +187,24 @@ class SlotFiles:
 
     def distrust(self) -> None:
         """Require that state is compared with its digests when it is read."""
-        self._is_unchecked = True
+        self.unchecked = True
 
     def trust(self) -> None:
         """Allow reads of state without a comparison, because all state is as it was written."""
-        self._is_unchecked = False
+        self.unchecked = False
 
     @property
     def model(self) -> File:
         """The file with the slot's tensors of the model; see `Layout.model_name`."""
-        return self._files_by_drive[0][self.layout.model_name]
+        return self.files_by_drive[0][self.layout.model_name]
 
     def array(self, name: str, chunk: int) -> File:
         """Return the file that holds a chunk of a state array."""
-        return self._files_by_drive[self.layout.drives[chunk]][array_file_name(name)]
-
-    def files_of(self, chunk: int) -> Mapping[str, File]:
-        """Return the files on the drive of a chunk, by name; see `ArrayShare.file_name`."""
-        return self._files_by_drive[self.layout.plans[chunk].drive]
+        return self.files_by_drive[self.layout.drives[chunk]][array_file_name(name)]
 
     def state_range(self, array: str, chunk: int) -> SealedRange | None:
         """Return a chunk of a state array with its digest; None if it holds no state."""
-        digest, plan = self._digests[array][chunk], self.layout.plans[chunk]
+        digest, plan = self.digests[array][chunk], self.layout.plans[chunk]
         share = plan.arrays[array]
         if digest is None:
             return None
@@ -231,8 +212,8 @@ class SlotFiles:
 
     def _take_digests(self, sealed: Manifest | OwnerTable) -> None:
         """Use the digests of a checkpoint, with which state is compared when it is read."""
-        self._context = DigestContext(sealed.store_id, sealed.generation)
-        self._digests = {name: list(digests) for name, digests in sealed.digests.items()}
+        self.context = DigestContext(sealed.store_id, sealed.generation)
+        self.digests = {name: list(digests) for name, digests in sealed.digests.items()}
         self.distrust()
 
 
@@ -261,7 +242,7 @@ class SealedSlot(SlotFiles):
     ) -> None:
         opened = tuple(_OpenedWhenNeeded(backend, directory) for directory in (path, *parts))
         super().__init__(sealed.layout, opened[0])
-        self._files_by_drive = self._opened = opened
+        self.files_by_drive = self._opened = opened
         self._take_digests(sealed)
         self._sealed = sealed
         self._tables = tables
@@ -292,7 +273,7 @@ class SealedSlot(SlotFiles):
     def ranges(self) -> Iterator[SealedRange]:
         """Yield all ranges that have a digest: those of the model, then each state array."""
         yield from self.model_ranges()
-        for name, digests in self._digests.items():
+        for name, digests in self.digests.items():
             for chunk in range(len(digests)):
                 found = self.state_range(name, chunk)
                 if found is not None and found.nbytes:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from offload.device.boundary import (
+    HOST,
     Boundary,
     Event,
     boundary_of,
@@ -80,13 +81,18 @@ class FlatTensors:
         """Return a tensor itself; None if it is missing or has been released."""
         return self._tensors[index]
 
+    def some(self, indices: Sequence[int]) -> list[torch.Tensor | None]:
+        """Return what `tensor` returns, for each index."""
+        return [self._tensors[index] for index in indices]
+
     def replace(self, index: int, tensor: torch.Tensor) -> None:
         """Set a tensor that has not been viewed yet."""
         self._tensors[index] = tensor
 
-    def release(self, index: int) -> None:
-        """Drop a tensor that has not been viewed, and is not needed any more."""
-        self._tensors[index] = None
+    def release(self, indices: Iterable[int]) -> None:
+        """Drop tensors that have not been viewed, and are not needed any more."""
+        for index in indices:
+            self._tensors[index] = None
 
     def finish(self, pieces: Sequence[Piece]) -> None:
         """Report that elements of pieces, which have been viewed, are not used any more."""
@@ -340,7 +346,7 @@ def flat_tensors(
     tensors: Sequence[torch.Tensor | None], *, writable: bool, traffic: Traffic
 ) -> FlatTensors:
     """Return flat views of parameters or gradients, on any device; see `StagedTensors`."""
-    if any(tensor is not None and is_on_device(tensor) for tensor in tensors):
+    if {tensor.device.type for tensor in tensors if tensor is not None} - {HOST.type}:
         return StagedTensors(tensors, writable=writable, traffic=traffic)
     return FlatTensors(tensors, writable=writable)
 

@@ -19,7 +19,7 @@ from offload.errors import RanksError
 from offload.format.boxes import Cut
 from offload.format.manifest import Manifest
 from offload.model.model_writing import ModelCopy
-from offload.model.new_values import NoValues, Step, Values
+from offload.model.new_values import Step, Values
 from offload.model.shards import Shards
 from offload.model.stored import Stored
 from offload.options import Options
@@ -186,10 +186,10 @@ class Ranks:
         This waits for no rank, and finds what other ranks have said already.
         """
 
-    def begin_step(self, terms: Step) -> Values:
+    def begin_step(self, terms: Step) -> Values | None:
         """Agree with all ranks on a step that begins, if new values are gathered. Collective."""
         del terms
-        return NoValues()
+        return None
 
     def model_copy(
         self, slot: StateSlot, stored: Sequence[Stored], marks: Marks

@@ -7,16 +7,14 @@ This wing may know every wing below it. It never imports `overlap`, the optimize
 from offload.engine.engine import Engine
 from offload.engine.reference import Position, is_reference, read_reference
 from offload.engine.seal_handle import SealHandle
-from offload.engine.state_passes import StatePass
 from offload.engine.stats import Stats
-from offload.engine.strategy import StepStrategy
+from offload.engine.stepping import StepStrategy
 from offload.engine.training_state import TrainingState
 
 __all__ = [
     "Engine",
     "Position",
     "SealHandle",
-    "StatePass",
     "Stats",
     "StepStrategy",
     "TrainingState",

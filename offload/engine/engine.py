@@ -14,14 +14,13 @@ from typing import TypeVar, cast
 
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.engine.matching import has_same_model
 from offload.engine.reference import Position
-from offload.engine.resume import restore
+from offload.engine.resume import restore, resume
 from offload.engine.seal_handle import SealHandle
-from offload.engine.state_passes import move_state
 from offload.engine.stats import Stats, collect_stats
-from offload.engine.strategy import Metrics, StepStrategy
+from offload.engine.stepping import Metrics, StepStrategy, move_state
 from offload.engine.training_state import Groups, TrainingState
-from offload.engine.whole_model import has_same_model
 from offload.errors import BrokenOptimizerError
 from offload.format.layout import Layout
 from offload.format.manifest import encode_group
@@ -105,26 +104,29 @@ class Engine:
         return self.state.table.describe(groups)[0]
 
     def relayout(self, groups: Groups) -> None:
-        """Update the layout for parameters and model tensors that are new since the last call.
-
-        Raises what `TrainingState.relayout` does.
-        """
+        """Update the layout for parameters and model tensors that are new since the last call."""
         if self.state.relayout(groups):
             self.strategy.laid_out()
 
     def join(self) -> None:
-        """Wait for a step that runs beside the model, or raise if the state is half stepped.
-
-        Raises what `StepStrategy.settle` does.
-        """
+        """Wait for a step that runs beside the model, or raise if the state is half stepped."""
         self.strategy.settle("state_dict()")
 
     def finish_arrival(self) -> None:
-        """Wait for state of all ranks that arrives from a tier; see the function of this name."""
-        if self.state.arriving is not None:
-            from offload.engine.arrived import finish_arrival  # with the code of tiers
+        """Wait until state of all ranks that arrives from a tier is here, and go on from it.
 
-            finish_arrival(self.state, self.state.call)
+        Collective. Nothing happens if none is arriving. Parameters, buffers and hyper-parameters
+        stay as they are.
+        """
+        if self.state.arriving is not None:
+            from offload.engine.tier_restore import take_arrived  # with the code of tiers
+
+            state, meter = self.state, self.state.meter
+            found = take_arrived(state, state.call)
+            restored = meter.restore_s, meter.restore_bytes
+            matched = state.arriving_trainables
+            resume(state, state.arriving_groups, found, parameters=False, matched=matched)
+            meter.restore_s, meter.restore_bytes = restored
             self.strategy.restored()
 
     def join_all(self, call: str) -> None:
@@ -211,13 +213,7 @@ class Engine:
     def fail_checkpoint(self, error: Exception) -> None:
         """Let a checkpoint fail on all ranks because its content cannot be stored on this one.
 
-        Returns if there is no other rank.
-
-        Args:
-            error: Error of this rank.
-
-        Raises:
-            OffloadError: There are other ranks.
+        Returns if there is no other rank; otherwise it raises an error.
         """
 
         def fail() -> None:

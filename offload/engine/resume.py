@@ -16,9 +16,8 @@ from typing import Any, Final, TypeAlias, cast
 
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.checkpoint.recut.source import RecutSource
-from offload.engine.matching import match_checkpoint, take_hyperparameters
+from offload.engine.matching import load_recut, load_whole, match_checkpoint, take_hyperparameters
 from offload.engine.training_state import Groups, TrainingState
-from offload.engine.whole_model import load_recut, load_whole
 from offload.errors import CheckpointError, DamagedError, MismatchError
 from offload.format.manifest import Manifest
 from offload.journal import log_event
@@ -75,8 +74,7 @@ def restore(
     found = state.ranks.choose("restore()", choose)
     if found is None and which is None:
         # Training that uses no tier does not load the code of tiers.
-        from offload.engine.rank_arrival import receive_from_tier
-        from offload.engine.tier_restore import restore_from_tier
+        from offload.engine.tier_restore import receive_from_tier, restore_from_tier
 
         arriving = receive_from_tier(state, groups) or restore_from_tier(state, groups)
         if arriving is not None:
@@ -159,7 +157,7 @@ def resume(
 
         source, (trainables, stored) = _match_in_cut(state, found, match, opened, reencode=reencode)
         manifest = found.manifest if source is None else source.manifest
-        compute = state.choose_device(groups, manifest.layout, trainables)
+        compute = state.placement.choose(groups, manifest.layout, trainables)
         if source is not None:
             store.require_recut_room(manifest.layout, len(groups))
         if source is not None and reencode:
@@ -245,11 +243,8 @@ def _match_in_cut(
 ) -> tuple[RecutSource | None, Match]:
     """Match a checkpoint, in the present cut, with the live model. Collective.
 
-    Returns:
-        The state of the checkpoint in the present cut, which `opened` closes, or None if it was
-        stored in this cut; and what matches.
-
-    Raises the errors of `match` and of `RecutSource`.
+    Returns its state in the present cut, which `opened` closes, or None if it was stored in this
+    cut; and what matches.
     """
     store, ranks = state.store, state.ranks
     matches: list[Match] = []

@@ -21,7 +21,7 @@ from gds.waiting import Monitor, start
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.device.boundary import Marks, marks_of
-from offload.engine.seal_handle import SEAL_THREAD, SealHandle, SealInFlight
+from offload.engine.seal_handle import SEAL_THREAD, SealHandle
 from offload.errors import SealError, reason_of
 from offload.format._manifest_fields import NOT_HYPERPARAMETERS
 from offload.format.layout import Layout
@@ -34,6 +34,7 @@ from offload.model.table import ParameterTable
 from offload.store.sealing import Composition
 from offload.store.state_store import Sealer, StateSlot, StateStore
 from offload.stream.meter import Meter
+from offload.stream.passes import SealInFlight
 from offload.stream.streamer import Flush
 from offload.units import duration, size
 

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from gds.waiting import Pending, start
 from offload.checkpoint.checkpoint import Checkpoint
 from offload.errors import SealError
-from offload.format.layout import Layout
+from offload.journal import log_event
+from offload.store.opening import StoredCheckpoint
+from offload.store.slots.slot import Slot
 from offload.store.state_store import StateSlot
+from offload.store.store import Store
+from offload.stream.passes import SealInFlight
+from offload.units import duration, size
+
+if TYPE_CHECKING:
+    from offload.tiers.arriving import ArrivingState
+
 
 SEAL_THREAD = "offload-seal"
 """Name of the threads that seal."""
@@ -118,29 +128,6 @@ class SealHandle:
         return handle
 
 
-class SealInFlight:
-    """A seal that has begun; this one copies nothing from the model, so no step waits for it."""
-
-    slot: StateSlot | None
-    """Slot that is about to become a checkpoint; None if the state is torn."""
-
-    def stops(self, layout: Layout) -> Sequence[int]:
-        """Return, for each chunk of a layout, the bytes that `wait_copied` has to wait for.
-
-        The caller is a pass that is about to change tensors. Until then nobody may edit them.
-        """
-        return (0,) * layout.num_chunks
-
-    def wait_copied(self, nbytes: int) -> None:
-        """Wait until `nbytes` bytes of the model file's data have been copied from the model."""
-
-    def wait_copied_of(self, name: str) -> None:
-        """Wait until a tensor has been copied from the model."""
-
-    def wait_all_copied(self) -> None:
-        """Wait until everything has been copied from the model."""
-
-
 class FailedSeal(SealInFlight):
     """A seal that all ranks begin, and that has failed on this rank before it could begin.
 
@@ -166,3 +153,64 @@ class FailedSeal(SealInFlight):
     def _run(self) -> None:
         self._tell()
         self.handle.fail(self._failure)
+
+
+class _Handle:
+    """Outcome of an arrival, with the methods of `SealHandle` that the engine uses."""
+
+    def __init__(self, ended: Pending[None]) -> None:
+        self._ended = ended
+
+    def done(self) -> bool:
+        """Return whether the arrival has ended."""
+        return self._ended.done()
+
+    def wait(self) -> None:
+        """Wait until the arrival has ended, with success or with an error."""
+        self._ended.wait()
+
+    def outcome(self) -> None:
+        """Wait until the checkpoint is durable, or raise the error."""
+        self._ended.result()
+
+
+class Arrival(SealInFlight):
+    """A checkpoint whose parameters are here, and whose state is arriving from the tier.
+
+    To steps it is a seal in flight: its slot is about to become a checkpoint, and no step writes
+    it.
+    """
+
+    def __init__(self, arriving: ArrivingState, store: Store, slot: Slot) -> None:
+        self.slot: Slot = slot
+        self.url = arriving.share.url
+        self.handle = _Handle(arriving.ended)
+        self._was_stopped = False
+        self._arriving = arriving
+        self._store = store
+
+    def start(self, order: Sequence[int]) -> None:
+        """Begin to fetch the state, in the order of the chunks that is given."""
+        began_s, share = time.perf_counter(), self._arriving.share
+
+        def published(found: StoredCheckpoint) -> None:
+            """Log that the checkpoint is complete, before those who wait for it go on."""
+            log_event(
+                f"{found.path}: complete, {duration(time.perf_counter() - began_s)} after its "
+                f"parameters; {size(share.bytes_fetched)} fetched from {self.url}, "
+                f"{size(share.bytes_kept)} were here"
+            )
+
+        self._arriving.ended.add_done_callback(lambda _: self._store.journal.tell())
+        self._arriving.start_alone(self._store, order, published)
+
+    def stop(self) -> None:
+        """End the arrival; what has been written stays, and the next `restore` goes on from it."""
+        self._was_stopped = not self.handle.done()
+        self._arriving.stop()
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether `stop` has ended the arrival before the checkpoint was complete."""
+        ended = self._arriving.ended
+        return self._was_stopped and ended.done() and ended.exception() is not None

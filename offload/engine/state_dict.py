@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from offload.device.boundary import HOST
 from offload.device.staging import flat_tensors
-from offload.engine.caller_hints import warn_unsealed
 from offload.engine.engine import Engine
+from offload.engine.lifecycle import warn_unsealed
 from offload.engine.reference import find_referenced, read_reference, reference_to
 from offload.engine.resume import resume
-from offload.engine.state_passes import new_pass, run_pass
+from offload.engine.stepping import new_pass, run_pass
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import DamagedError, MismatchError
 from offload.exchange.torch_dicts import (
@@ -152,10 +151,7 @@ def _read(state: TrainingState, materialized: MaterializedState) -> None:
     reading = RingPass(streamer, source=state.slots.present)
     reading.announce(chunks)
     for chunk in chunks:
-        with (
-            reading.taken(chunk) as frame,
-            frame.tensors_on(HOST, changes=False) as arrays,
-        ):
+        with reading.taken(chunk) as frame, frame.copied_to_host(changes=False) as arrays:
             for index, start, values in decoder.blocks(chunk, arrays):
                 materialized.copy(table.trainables[index], start, values)
         state.ranks.progress()
@@ -183,16 +179,6 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
     """Stream a torch state dict into the store; see `OffloadedOptimizer.load_state_dict`.
 
     Collective.
-
-    Args:
-        engine: Engine of the optimizer.
-        groups: ``param_groups`` of the optimizer.
-        state_dict: State dict with ``state`` and ``param_groups``, as torch's optimizers return
-            it.
-
-    Raises:
-        MismatchError: The state dict does not fit the optimizer.
-        RanksError: The ranks differ in what they load, or one of them was lost.
     """
     state, ranks = engine.state, engine.state.ranks
     state.know_parameters(groups)
@@ -214,7 +200,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
         step=steps,
         seed=state.options.rounding_seed,
     )
-    filling = new_pass(state, loaded.groups, work, state.chunks(), source=None)
+    filling = new_pass(state, state.ring(), loaded.groups, work, state.chunks(), source=None)
     try:
         ranks.together(_LOADING, partial(run_pass, state, filling))
     except BaseException:

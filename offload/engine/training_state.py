@@ -22,11 +22,10 @@ from offload.checkpoint.recut.source import RecutSource
 from offload.device.boundary import HOST
 from offload.device.compute import Compute
 from offload.distributed.ranks import Ranks
-from offload.engine.arrival import Arrival
 from offload.engine.lifecycle import Lifecycle
+from offload.engine.matching import whole_copy
 from offload.engine.seal import Captured, Seal, capture
-from offload.engine.seal_handle import FailedSeal, SealHandle
-from offload.engine.whole_model import whole_copy
+from offload.engine.seal_handle import Arrival, FailedSeal, SealHandle
 from offload.engine.working_slot import StateSlots
 from offload.errors import InDoubtError, OffloadError, RanksError, SealError, reason_of
 from offload.format.layout import Layout
@@ -43,7 +42,6 @@ from offload.store.state_store import StateSlot
 from offload.stream.drives import Drives
 from offload.stream.memory import WorkingMemory
 from offload.stream.meter import Meter, Trace
-from offload.stream.passes import ChunkOrder
 from offload.stream.streamer import Streamer
 from offload.update.kernel_check import choose_kernel
 from offload.update.pool import UpdatePool
@@ -106,7 +104,7 @@ class TrainingState:
         own = directories if self.ranks.size == 1 else directories[:1]
         self.drives = Drives(own, options, self.meter.trace, device)
         self.memory = WorkingMemory(self.drives, options, self.meter)
-        self._placement = PlacementChooser(options, rule, self.pool, self.drives)
+        self.placement = PlacementChooser(options, rule, self.pool, self.drives)
         try:
             backends = self.drives.backends
             if self.ranks.size > 1:
@@ -127,7 +125,7 @@ class TrainingState:
         tier_url = tier if isinstance(tier, str) else tier.url
         decided = fresh or not (store.checkpoints or store.refused)
         self.lifecycle = Lifecycle(store, self.memory, decided=decided, tier_url=tier_url)
-        self.slots = StateSlots(store)
+        self.slots = StateSlots(store, self.meter)
         self.compute: Compute | None = None
         """Runs work on the device that state is updated on; None for the CPU."""
         self.seal: Seal | FailedSeal | Arrival | None = None
@@ -146,7 +144,10 @@ class TrainingState:
         """Call of the user that is running, or was the last one, for messages."""
         self.gradient_factors: tuple[float, ...] = ()
         """Factors by which steps that begin now multiply gradients, one after the other."""
-        self.order = ChunkOrder()
+        self.learned_order: Sequence[int] = ()
+        """All chunks in the order of the last steps; not used if the layout has other chunks."""
+        self.is_backwards = False
+        """Whether steps take the last chunk first until an order has been learned."""
         self.update_lock: AbstractContextManager[object] | None = None
         """Lock that is held while torch's own step runs on a chunk; None if no lock is needed."""
 
@@ -159,22 +160,19 @@ class TrainingState:
 
     def chunks(self) -> Sequence[int]:
         """Return all chunks in the order in which a step takes them."""
-        return self.order.of(self.layout)
+        num_chunks = self.layout.num_chunks
+        if len(self.learned_order) == num_chunks:
+            return self.learned_order
+        return range(num_chunks)[::-1] if self.is_backwards else range(num_chunks)
 
     def ring(self) -> Streamer:
         """Return the streamer; its ring is allocated at the first call."""
-        return self.memory.ring(self.layout, self.compute)
+        return self.memory.streamer or self.memory.ring(self.layout, self.compute)
 
     def block_buffers(self) -> BlockBuffers:
         """Return the buffers of ``model.safetensors``, ready for the parameters' devices."""
         blocks = self.memory.blocks(self.layout)
         return blocks.page_lock_for({t.parameter.device for t in self.table.trainables} - {HOST})
-
-    def choose_device(
-        self, groups: Groups, layout: Layout, trainables: Sequence[Any]
-    ) -> Compute | None:
-        """Return the `Compute` of the device that will update a state; None for the CPU."""
-        return self._placement.choose(groups, layout, trainables)
 
     def know_parameters(self, groups: Groups) -> None:
         """Let the ranks decide who steps parameters that are new. Collective if there are any.
@@ -189,15 +187,7 @@ class TrainingState:
     def relayout(self, groups: Groups) -> bool:
         """Update the layout for parameters and model tensors that are new since the last call.
 
-        Args:
-            groups: ``param_groups`` of the optimizer.
-
-        Returns:
-            Whether an earlier layout has been replaced by another one.
-
-        Raises:
-            SlotFullError: There is no space. Nothing has changed.
-            gds.StorageError: Another operation on a file failed.
+        Returns whether an earlier layout has been replaced. If there is no space, nothing changes.
         """
         self.know_parameters(groups)
         before, present = self.table.layout, self.slots.present
@@ -212,7 +202,7 @@ class TrainingState:
         if is_same:
             self.table.note_agreed(groups)
             return False
-        compute = self.choose_device(groups, layout, trainables)
+        compute = self.placement.choose(groups, layout, trainables)
         if before is not None and present is not None:
             self.collect_seal(wait=True)
             self.slots.reserve(layout, len(groups))
@@ -320,29 +310,34 @@ class TrainingState:
 
     def require_step(self) -> None:
         """Check that a step may be taken, and record the end of a seal that has ended."""
-        with self.refusing_step():
+        try:
             self.lifecycle.require_usable()
+        except Exception as error:
+            self.refuse_step(error)
+            raise
         self.collect_seal()
 
     def lay_out_step(self, groups: Groups) -> bool:
         """Do what `relayout` does, if any parameter or model tensor is new since the last step."""
         return not self.table.is_current(groups) and self.relayout(groups)
 
-    def gradients(self, groups: Groups) -> list[torch.Tensor | None]:
-        """Return the gradient of each parameter in element-space order; None if it has none."""
-        with self.refusing_step():
-            return self.table.gradients(groups)
+    def begin_step(self, groups: Groups) -> tuple[list[torch.Tensor | None], bool]:
+        """Lay out what is new, and return the gradients in element-space order; None for no one.
 
-    @contextmanager
-    def refusing_step(self) -> Iterator[None]:
-        """Take part, with an error that the block raises, in the step that all ranks begin."""
+        The second result is that of `relayout`.
+        """
+        is_new = self.lay_out_step(groups)
         try:
-            yield
+            return self.table.gradients(groups), is_new
         except Exception as error:
-            if self.table.layout is not None:
-                needs_slot = self.slots.needs_target
-                self.ranks.refuse_step(self.num_steps + 1, error, needs_slot=needs_slot)
+            self.refuse_step(error)
             raise
+
+    def refuse_step(self, error: Exception) -> None:
+        """Take part, with an error of this rank, in the step that all ranks begin."""
+        if self.table.layout is not None:
+            needs_slot = self.slots.needs_target
+            self.ranks.refuse_step(self.num_steps + 1, error, needs_slot=needs_slot)
 
     def collect_seal(self, *, wait: bool = False, errors: bool = True, alone: bool = False) -> None:
         """Record the end of a seal, if one has ended.

@@ -7,6 +7,7 @@ from offload.format.layout import Layout
 from offload.store.opening import StoredCheckpoint
 from offload.store.slots.slot import OwnerSlot, Slot
 from offload.store.state_store import StateSlot, StateSource, StateStore
+from offload.stream.meter import Meter
 
 
 class StateSlots:
@@ -23,8 +24,9 @@ class StateSlots:
       step reads it in place of a sealed slot; after that it is closed.
     """
 
-    def __init__(self, store: StateStore) -> None:
+    def __init__(self, store: StateStore, meter: Meter) -> None:
         self._store = store
+        self._meter = meter
         self.present: StateSource | None = None
         self.is_working = False
         self.sealed: StoredCheckpoint | None = None
@@ -39,16 +41,11 @@ class StateSlots:
         return self._reserved is None and (not self.is_working or self.present is None)
 
     def target(self, layout: Layout, num_groups: int) -> StateSlot:
-        """Return the slot that the next pass writes: the working, a reserved or a new slot.
-
-        Raises:
-            StoreBusyError: Readers hold every expired checkpoint.
-            SlotFullError: There is no space. Nothing has changed.
-            gds.StorageError: Another operation on a file failed.
-        """
+        """Return the slot that the next pass writes: the working, a reserved or a new slot."""
         if self.is_working and isinstance(self.present, Slot | OwnerSlot):
             return self.present
-        target = self._reserved or self._store.acquire(layout, num_groups)
+        with self._meter.timed("wait_seal_s"):
+            target = self._reserved or self._store.acquire(layout, num_groups)
         self._reserved = None
         return target
 

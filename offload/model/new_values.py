@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -78,24 +77,3 @@ class Values(Protocol):
     def fail(self, error: BaseException) -> BaseException:
         """Take part to the end in spite of an error of this rank; return the error to raise."""
         ...
-
-
-class NoValues:
-    """No values to send, and none to receive."""
-
-    num_arrived = 0
-    stops: Mapping[str, int] = MappingProxyType({})
-
-    def updated(self, chunk: int) -> None:
-        """Do nothing."""
-
-    def advance(self) -> bool:
-        """Return False."""
-        return False
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-    def fail(self, error: BaseException) -> BaseException:
-        """Return the error."""
-        return error

@@ -72,6 +72,11 @@ def is_stepped(parameter: torch.Tensor) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
+def are_stepped(trainables: Iterable[Trainable]) -> list[bool]:
+    """Return `is_stepped` of each parameter."""
+    return [is_stepped(t.parameter) for t in trainables]
+
+
 def memories(trainables: Iterable[Trainable]) -> list[torch.Tensor]:
     """Return the live memory of each parameter, in their order; see `Trainable.memory`."""
     return [t.parameter if t.shard is None else t.shard.tensor() for t in trainables]

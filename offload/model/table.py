@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from offload.model.loading import give_back
 from offload.model.memory_overlap import MemoryCheck
 from offload.model.parameters import (
     Trainable,
+    are_stepped,
     check_gradients,
     describe_parameters,
     group_names,
@@ -171,8 +173,7 @@ class ParameterTable:
         if any(stored(dtype, kept[group]) != arrays for dtype, group, arrays in self._kinds):
             return False
         memory = memories(self.trainables)
-        pairs = zip(self.trainables, memory, strict=True)
-        if not self._memory.is_current([m for t, m in pairs if is_stepped(t.parameter)]):
+        if not self._memory.is_current(list(compress(memory, are_stepped(self.trainables)))):
             return False  # a parameter has other memory, or is trained only from now on
         return all(
             DTYPE_CODES.get(m.dtype) == t.spec.dtype and m.shape == t.spec.shape
@@ -316,10 +317,6 @@ class ParameterTable:
         ]
         check_gradients(self.trainables, gradients)
         return gradients
-
-    def has_gradient(self, groups: Groups) -> bool:
-        """Return whether any parameter of the groups has a gradient, on this rank or elsewhere."""
-        return any(p.grad is not None for group in groups for p in group["params"])
 
     def with_gradient(self, groups: Groups) -> list[str]:
         """Return the names of all parameters of the groups that have a gradient."""

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from offload.engine.strategy import StepStrategy
+from offload.engine.stepping import StepStrategy
 from offload.engine.training_state import TrainingState
 from offload.options import Overlap
 

@@ -11,10 +11,11 @@ import torch
 
 from gds.waiting import Monitor, start
 from offload.ambient import flushes_denormals, on_thread
-from offload.engine.state_passes import STEP_THREAD, StatePass
+from offload.engine.stepping import STEP_THREAD
 from offload.errors import OffloadError
-from offload.model.new_values import NoValues, Values
+from offload.model.new_values import Values
 from offload.stream.meter import Meter
+from offload.stream.passes import StatePass
 from offload.update.kept_state import Scalars
 
 
@@ -54,7 +55,7 @@ class RunningPass:
     ) -> None:
         self._call_updated = updated
         self.state_pass = state_pass
-        self._values = NoValues() if values is None else values
+        self._values = values
         self._carrier: ValueCarrier | None = None
         self._call_ended = ended
         self._call_failed = failed
@@ -116,23 +117,22 @@ class RunningPass:
     def wait_for(self, chunks: Iterable[int], names: Iterable[str] = ()) -> None:
         """Wait until parameters have their new values.
 
-        The calling thread's current streams on a device wait for the updates as well.
-
-        Args:
-            chunks: Chunks of this rank with the parameters. Chunks outside of the pass count as
-                updated.
-            names: Names of the parameters, some of whose values other ranks may send.
-
-        Raises:
-            BaseException: The pass failed. Only the first caller gets its error.
+        The calling thread's current streams on a device wait for the updates as well. Chunks
+        outside of the pass count as updated. Other ranks may send values of the named parameters.
+        Only the first caller gets the error of a pass that failed.
         """
         if not self._has_ended:
             needed = max((self._positions.get(chunk, 0) for chunk in chunks), default=0)
-            values, stops = self._values, self._values.stops
+            values = self._values
+            stops = {} if values is None else values.stops
             stop = max((stops.get(name, 0) for name in names), default=0) if stops else 0
             self._wait(
                 lambda: (
-                    (self._num_updated >= needed and values.num_arrived >= stop) or self._has_ended
+                    self._has_ended
+                    or (
+                        self._num_updated >= needed
+                        and (values is None or values.num_arrived >= stop)
+                    )
                 )
             )
         self.state_pass.updater.fence()
@@ -206,7 +206,7 @@ class RunningPass:
 
     def _carried(self, state_pass: StatePass) -> list[Scalars | None]:
         """Run the pass, while its new values go to other ranks and theirs come here."""
-        if not isinstance(self._values, NoValues):
+        if self._values is not None:
             self._carrier = ValueCarrier.begin(self._values, self._arrived)
         try:
             scalars = state_pass.run(self._updated)

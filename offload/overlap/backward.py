@@ -18,8 +18,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload.ambient import neutral
-from offload.engine.state_passes import (
-    StatePass,
+from offload.engine.stepping import (
+    StepStrategy,
     advance,
     advanced,
     begin_pass,
@@ -27,7 +27,6 @@ from offload.engine.state_passes import (
     pass_failed,
     step_chunks,
 )
-from offload.engine.strategy import StepStrategy
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OverlapError
 from offload.model.parameters import check_gradients
@@ -42,6 +41,7 @@ from offload.overlap.backward_gradients import (
 )
 from offload.overlap.backward_hooks import BackwardHooks
 from offload.overlap.constant_uses import backward_id
+from offload.stream.passes import StatePass
 from offload.update.kept_state import Scalars
 
 
@@ -59,7 +59,7 @@ class DuringBackward(StepStrategy):
         # While any thread compiles a graph, torch's optimizers compute in another way, with results
         # that differ in the last bit.
         state.update_lock = compiling.compile_lock
-        state.order.is_backwards = True
+        state.is_backwards = True
         self._hooks = BackwardHooks(self, model)
         self._groups: Callable[[], Groups | None] = lambda: None
         self._handles: dict[int, RemovableHandle] = {}
@@ -132,7 +132,7 @@ class DuringBackward(StepStrategy):
             for number, found in enumerate(self._state.table.gradients(groups)):
                 if found is not None and number not in self._taken:
                     self._take(schedule, number, found)  # the gradient did not come from backward()
-            changes = advanced(self._state, groups)
+            changes, _ = advanced(self._state, groups)
             schedule.complete()
             self._finish()
             self._step_others(groups)
@@ -357,7 +357,7 @@ class DuringBackward(StepStrategy):
 
     def _pass_ended(self, state_pass: StatePass, scalars: list[Scalars | None]) -> None:
         if isinstance(state_pass.schedule, GradientSchedule):
-            self._state.order.learned = state_pass.schedule.order()
+            self._state.learned_order = state_pass.schedule.order()
         pass_ended(self._state, state_pass, scalars)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from gds.waiting import Monitor
-from offload.engine.state_passes import StatePass
 from offload.errors import OverlapError
 from offload.format.layout import Layout
+from offload.stream.passes import StatePass
 from offload.update.updater import ChunkUpdater
 
 REMEDY = 'use Options(overlap="forward"), which is exact with clipping, scaling and accumulation'

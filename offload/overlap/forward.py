@@ -21,8 +21,9 @@ import torch
 
 from offload.engine.seal import Captured
 from offload.engine.seal_handle import SealHandle
-from offload.engine.state_passes import (
-    StatePass,
+from offload.engine.stepping import (
+    Metrics,
+    StepStrategy,
     advance,
     advanced,
     begin_pass,
@@ -30,7 +31,6 @@ from offload.engine.state_passes import (
     pass_ended,
     pass_failed,
 )
-from offload.engine.strategy import Metrics, StepStrategy
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import OffloadError, SealError, reason_of
 from offload.format.train_state import encode
@@ -38,6 +38,7 @@ from offload.overlap.background_pass import RunningPass
 from offload.overlap.compiling import compile_lock
 from offload.overlap.forward_hooks import ForwardHooks
 from offload.store.state_store import StateSlot
+from offload.stream.passes import StatePass
 from offload.update.kept_state import Scalars
 
 
@@ -90,19 +91,22 @@ class BesideForward(StepStrategy):
         state, table = self._state, self._state.table
         state.require_step()
         with state.meter.timed("step_s"):
-            if state.lay_out_step(groups):
+            gradients, is_new = state.begin_step(groups)
+            if is_new:
                 self.laid_out()
-            gradients = state.gradients(groups)
-            changes = advanced(state, groups)
-            if not table.has_gradient(groups):
+            changes, has_gradient = advanced(state, groups)
+            if not has_gradient:
                 advance(groups, changes)
                 state.num_steps += 1
                 return
-            with state.refusing_step():
+            try:
                 elsewhere = table.named_elsewhere(groups) if state.ranks.gathers else []
                 must_wait = self._hooks.plan(state.layout, table.trainables, gradients, elsewhere)
-                state.order.learned = self._hooks.order
+                state.learned_order = self._hooks.order
                 num_copied = copy_shared_gradients(gradients)
+            except Exception as error:
+                state.refuse_step(error)
+                raise
             state_pass = begin_pass(state, groups, gradients)
             values = begin_values(state, groups, state_pass)
             self._versions = {}
@@ -128,7 +132,8 @@ class BesideForward(StepStrategy):
                 if running.cancel():
                     self._running = None
                     self._hooks.release()
-                    self._pass_failed(state_pass, values.fail(error))
+                    failure = error if values is None else values.fail(error)
+                    self._pass_failed(state_pass, failure)
                 raise
             self._hooks.wait_for(must_wait)
 

@@ -147,17 +147,9 @@ class ForwardHooks(compiling.Follower):
         gradients: Sequence[torch.Tensor | None],
         elsewhere: Sequence[tuple[str, torch.Tensor]] = (),
     ) -> list[int]:
-        """Set `order` for a step, and return the parameters that the step itself must wait for.
+        """Set `order` for a step, and return what the step itself must wait for by `wait_for`.
 
-        Args:
-            layout: Layout of the state.
-            trainables: Trained parameters, in element-space order.
-            gradients: Gradient of each parameter in the step; None for a parameter without one.
-            elsewhere: Parameters that only other ranks step, with their names. They have their
-                gradients still.
-
-        Returns:
-            Numbers of parameters, for `wait_for`.
+        Parameters of `elsewhere`, which only other ranks step, have their gradients still.
         """
         if self._has_new_record:
             self._num_records += 1

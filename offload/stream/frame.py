@@ -148,19 +148,13 @@ class Frame:
         }
 
     @contextmanager
-    def tensors_on(
-        self, device: torch.device, *, changes: bool
-    ) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Yield the present chunk's tensors: in place, or as copies in host memory.
+    def copied_to_host(self, *, changes: bool) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Yield the present chunk's tensors in host memory: the same, or copies of a device's.
 
         Args:
-            device: Device of the frame, or the CPU.
             changes: Whether the block changes the tensors, so that copies are sent back.
         """
         tensors = self.tensors()
-        if device == self.device:
-            yield tensors
-            return
         fetched = self._memory.fetch(tensors)
         yield fetched
         if changes:

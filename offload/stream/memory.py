@@ -169,11 +169,6 @@ class WorkingMemory:
             self._blocks = BlockBuffers(self._drives.backends[0], data_bytes, self._meter.traffic)
         return self._blocks
 
-    @property
-    def error(self) -> Exception | None:
-        """The error of a transfer of state that failed, if one has; see `Streamer.error`."""
-        return self.streamer.error if self.streamer is not None else None
-
     def synchronize(self) -> None:
         """Wait until every transfer of state that has been started has ended."""
         if self.streamer is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 from gds import IOFuture
@@ -87,7 +88,7 @@ class Streamer:
         """Frames of dropped chunks, in which reads may still be in progress."""
         self.error: Exception | None = None
         """First error of a transfer since the last `reset`; the working slot is then torn."""
-        self._meter = meter
+        self.meter = meter
 
     def begin(self, source: SlotFiles | None, chunks: Sequence[int]) -> None:
         """Set the chunks that will be taken next, in order, and the slot that they are read from.
@@ -110,19 +111,24 @@ class Streamer:
     def take(self, chunk: int) -> Frame:
         """Wait until a chunk has been read, and return its frame, which the caller then owns.
 
-        Raises:
-            gds.StorageError: The read failed, or an earlier write failed.
-            DamagedError: The state that was read is not as it was written. This is checked in the
-                first pass over a restored checkpoint, and in every pass with `verify_reads`.
+        What was read is checked in the first pass over a restored checkpoint, and in every pass
+        with `verify_reads`.
         """
-        # If the chunk is not loading yet, writes hold all other frames. This waits for the writes.
-        with self._meter.timed("wait_write_s", chunk=chunk):
-            frame = self._changed.wait_until(partial(self._frame_if_ready, chunk))
+        with self._changed:
+            ready = self._frame_if_ready(chunk)
+        if ready is None:  # writes hold all frames
+            with self.meter.timed("wait_write_s", chunk=chunk):
+                ready = self._changed.wait_until(partial(self._frame_if_ready, chunk))
+        frame = ready
         if chunk in self._held:
             return frame
+        source = self._source
+        is_recut = isinstance(source, RecutSource)
+        is_checked = source is not None and (source.unchecked or self._verify_reads)
+        is_ready = all(future.done() for future in frame.futures)
+        waits = frame.is_late or is_recut or is_checked or not is_ready
         try:
-            with self._meter.timed("wait_read_s", chunk=chunk):
-                source = self._source
+            with self.meter.timed("wait_read_s", chunk=chunk) if waits else nullcontext():
                 if frame.is_late and source is not None:
                     source.wait_arrived(chunk)
                     self._start_reads(frame, chunk, source)
@@ -132,7 +138,7 @@ class Streamer:
                     if chunk < source.layout.num_chunks:
                         plan = source.layout.plans[chunk]
                         frame.fill(plan, partial(source.fill, chunk))
-                elif source is not None and (source.unchecked or self._verify_reads):
+                elif source is not None and is_checked:
                     check_read(frame, source)
         except BaseException:
             with self._changed:
@@ -156,14 +162,6 @@ class Streamer:
 
         Bytes that `Frame.digests` was told of have been digested already. A resident chunk stays in
         memory, and the next `Flush` writes it.
-
-        Args:
-            frame: Frame from `take`.
-            target: Slot to write to.
-            run: Runner that spreads the remaining digests over threads.
-
-        Raises:
-            gds.StorageError: This write could not be started, or an earlier one failed.
         """
         if frame.chunk in self._resident:
             with self._changed:
@@ -181,7 +179,7 @@ class Streamer:
             transfers = frame.buffers(plan)
             digests = frame.digests or frame.new_digests()
             frame.digests = None
-            files, known = target.files_of(chunk), target.digests
+            files, known = target.files_by_drive[plan.drive], target.digests
             for name, digest in digests.finish(target.context, chunk, run).items():
                 known[name][chunk] = digest
         except BaseException:
@@ -381,7 +379,8 @@ class Streamer:
             frame.is_late = True  # `take` waits and reads; nothing is started for it before
 
     def _start_reads(self, frame: Frame, chunk: int, source: SlotFiles) -> None:
-        plan, files, digests = source.layout.plans[chunk], source.files_of(chunk), source.digests
+        plan, digests = source.layout.plans[chunk], source.digests
+        files = source.files_by_drive[plan.drive]
         for name, (buffer, offset) in frame.buffers(plan).items():
             if digests[name][chunk] is None:
                 continue  # never written, because no parameter in the chunk has state

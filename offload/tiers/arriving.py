@@ -8,7 +8,7 @@ the next restore goes on.
 With several ranks the writer finds the checkpoint, and all ranks open the copy that it names. Each
 fetches the share of the owner that it serves. If other owners made the checkpoint, their shares are
 dealt over the ranks, and come as they were sealed; the ranks then go on from it as from one of
-another number of ranks. The ranks agree after each step; see `offload.engine.rank_arrival`.
+another number of ranks. The ranks agree after each step; see `offload.engine.tier_restore`.
 """
 
 from __future__ import annotations

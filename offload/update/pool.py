@@ -92,7 +92,9 @@ class UpdatePool:
         self.num_threads = self._most
         """Number of threads that `run` uses. A smaller number leaves the other threads idle; a
         larger one than that of a new pool has no effect."""
-        self._contexts = [BlockContext(rule)]
+        self.context = BlockContext(rule)
+        """Context for the calling thread, while nothing else uses the pool."""
+        self._contexts = [self.context]
         self._executor: TransferPool | None = None
 
     def run(self, function: Callable[[BlockContext, Item], object], items: Sequence[Item]) -> None:
@@ -147,11 +149,6 @@ class UpdatePool:
             raise
         for future in futures:
             future.result()
-
-    @property
-    def context(self) -> BlockContext:
-        """Context for the calling thread, while nothing else uses the pool."""
-        return self._contexts[0]
 
     def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """Call a function for every item, as `run` does, and return the results in item order."""

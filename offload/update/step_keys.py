@@ -102,7 +102,7 @@ class StepKeys:
         self.of = _keys(inputs)
         """Key of each parameter. Neighbours that have equal keys share one object."""
         self._rule = rule
-        self._changes = [rule.advance(group) for group in self.groups]
+        self._changes = [] if rule.is_torchs else [rule.advance(group) for group in self.groups]
         self._fused = [rule.fused(group) if may_fuse else None for group in self.groups]
         self._pool = pool
         self._before = list(inputs.scalars)
@@ -204,6 +204,8 @@ def _keys(inputs: StepInputs) -> list[Key]:
 def _by_value(value: object) -> object:
     if type(value) in (bool, int, float, str, type(None)):
         return value
+    if type(value) is tuple:
+        return tuple(map(_by_value, value))
     value = without_numpy(value)
     # Every block reads the hyper-parameters. A read from a device would wait for the device's work.
     if isinstance(value, torch.Tensor) and is_on_device(value):

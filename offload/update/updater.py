@@ -62,6 +62,9 @@ class ChunkUpdater(ABC):
         self._layout = layout
         self._keys = keys
 
+    stages = False
+    """Whether data has to be brought here, by `prepare` and `arrive`."""
+
     def set_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Set the gradient of a parameter that had none, before any of its chunks is updated.
 
@@ -78,12 +81,11 @@ class ChunkUpdater(ABC):
         pieces, keys = self._layout.plans[chunk].pieces, self._keys.of
         return any(keys[piece.parameter].has_gradient for piece in pieces)
 
-    def prepare(self, chunk: int) -> bool:  # noqa: ARG002
+    def prepare(self, chunk: int) -> None:  # noqa: B027
         """Begin to bring the data that a chunk needs to the place where the chunk is updated.
 
         The caller then waits for the chunk's state, and then calls `arrive` and `update`.
         """
-        return False
 
     def arrive(self, chunk: int) -> None:  # noqa: B027
         """Wait until the data that `prepare` requested has arrived."""
@@ -124,8 +126,10 @@ class ChunkUpdater(ABC):
         """Make the calling thread's current streams wait for the parameters updated so far."""
 
     def finish(self) -> list[Scalars | None]:
-        """Return the scalar state of each parameter after the step."""
-        return self._keys.finish()
+        """Do what `fence` does, and return the scalar state of each parameter after the step."""
+        scalars = self._keys.finish()
+        self.fence()
+        return scalars
 
     def code(self, chosen: str) -> str:
         """Return which code takes this step, in words."""
@@ -176,20 +180,19 @@ class HostUpdater(ChunkUpdater):
             staged = StagedTensors(inputs.gradients, writable=False, traffic=traffic)
             self._gradients = staged
             self._staged = [live, staged]
+            self.stages = True
         codes: list[StepCode] = [TorchStep(keys, inputs, live, self._gradients)]
         if kernel is not None:
             codes.insert(0, KernelStep(kernel, keys, inputs, live, self._gradients))
         self._codes = codes
 
-    def prepare(self, chunk: int) -> bool:
+    def prepare(self, chunk: int) -> None:
         """Begin to copy a chunk's parameters and gradients from their device to the host."""
-        if self._staged:
-            keys = self._keys.of
-            pieces = self._layout.plans[chunk].pieces
-            pieces = tuple(p for p in pieces if keys[p.parameter].is_updated)
-            for tensors in self._staged:
-                tensors.prepare(chunk, pieces, lambda index: keys[index].has_gradient)
-        return bool(self._staged)
+        keys = self._keys.of
+        pieces = self._layout.plans[chunk].pieces
+        pieces = tuple(p for p in pieces if keys[p.parameter].is_updated)
+        for tensors in self._staged:
+            tensors.prepare(chunk, pieces, lambda index: keys[index].has_gradient)
 
     def arrive(self, chunk: int) -> None:
         """Wait until the data that `prepare` requested is in host memory."""

@@ -303,7 +303,7 @@ pass
         "a step that failed half way leaves an optimizer that refuses to go on",
         (
             Edit(
-                "offload/engine/state_passes.py",
+                "offload/engine/stepping.py",
                 """\
     state.lifecycle.broken = f"step {state_pass.step} failed half way ({error!r})"
 """,

@@ -295,7 +295,7 @@ with leaving:
         "a step waits until the seal has copied the parameters that it overwrites",
         (
             Edit(
-                "offload/engine/state_passes.py",
+                "offload/stream/passes.py",
                 """\
                 if seal is not None:
                     seal.wait_copied(self._stops[chunk])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import offload.engine.state_passes
+import offload.engine.stepping
 import offload.update.pool
 from offload.update.pool import UpdatePool
 from offload.update.rules import UpdateRule
@@ -47,7 +47,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offload.update.pool, "default_num_threads", lambda: UPDATE_THREADS)
-        patch.setattr(offload.engine.state_passes, "HostUpdater", AlternatingUpdater)
+        patch.setattr(offload.engine.stepping, "HostUpdater", AlternatingUpdater)
         yield
     torch.set_num_threads(before)
 

@@ -91,8 +91,8 @@ class OpenSlot(SlotFiles):
         """Forget the old content: from now on, the slot is written as another generation."""
         self.state = SlotState.WORKING
         self._arrivals = None
-        self._context = context
-        self._digests = {name: [None] * self.layout.num_chunks for name in self.layout.array_names}
+        self.context = context
+        self.digests = {name: [None] * self.layout.num_chunks for name in self.layout.array_names}
         self.trust()
 
     def arriving(self, arrivals: Arrivals) -> None:
@@ -182,7 +182,7 @@ class Slot(OpenSlot):
     def add_parts(self, parts: tuple[Folder, ...]) -> None:
         """Add the parts of a slot that was created or opened without them."""
         self.parts = parts
-        self._files_by_drive = (self.folder.files, *(part.files for part in parts))
+        self.files_by_drive = (self.folder.files, *(part.files for part in parts))
 
     @property
     def part_references(self) -> tuple[PartReference, ...]:

@@ -95,6 +95,9 @@ class StateFiller:
     device = HOST
     """Device on which chunks are filled."""
 
+    stages = False
+    """Whether `prepare` and `arrive` do anything."""
+
     def __init__(
         self,
         layout: Layout,
@@ -131,9 +134,8 @@ class StateFiller:
                 if self._progress is not None:
                     self._progress(piece.stop - piece.start)
 
-    def prepare(self, chunk: int) -> bool:  # noqa: ARG002
-        """Return False: nothing can begin before `update`."""
-        return False
+    def prepare(self, chunk: int) -> None:
+        """Do nothing: nothing can begin before `update`."""
 
     def arrive(self, chunk: int) -> None:
         """Do nothing: `prepare` begins nothing."""
@@ -144,7 +146,8 @@ class StateFiller:
             self._live.fence()
 
     def finish(self) -> list[Scalars | None]:
-        """Return the scalar state of each parameter, in element-space order."""
+        """Do what `fence` does, and return the scalar state of each parameter."""
+        self.fence()
         return [state.scalars for state in self._states]
 
     def _fill(self, piece: Piece, stored: Mapping[str, torch.Tensor]) -> None:

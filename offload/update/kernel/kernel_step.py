@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from offload.device.boundary import is_on_device
-from offload.device.staging import FlatTensors
+from offload.device.staging import FlatTensors, StagedTensors
 from offload.format.arrays import MASTER, MASTER_LOW, scale_name
 from offload.format.chunk_plan import Piece
 from offload.format.digests import LEAF_BYTES, Digests
@@ -32,6 +32,9 @@ from offload.update.kernel.piece_table import LayoutTables, Numbers, PieceTable
 from offload.update.pool import BlockContext
 from offload.update.step_code import Call, LoadedChunk, PieceNumbers, StepCode
 from offload.update.step_keys import Key, StepInputs, StepKeys
+
+_SCALES = {name: scale_name(name) for names in MOMENTS.values() for name in names}
+"""Name of the array with the scales of each moment that the kernel knows."""
 
 NOT_HERE = -1
 """Group of a parameter that the kernel does not step."""
@@ -156,8 +159,10 @@ class KernelStep(StepCode):
         is_here = self._group_of[table.parameters] != NOT_HERE
         if not is_here.all():
             table = table.take(is_here)
-        shares = -(-int(table.lengths.sum()) // (chunk.num_threads * PART_ELEMENTS))
-        parts = table.parts(shares * PART_ELEMENTS, self._tables.formats)
+        num_elements = int(table.lengths.sum())
+        most = -(-num_elements // (chunk.num_threads * PART_ELEMENTS)) * PART_ELEMENTS
+        is_one = 0 < num_elements <= most
+        parts = [table] if is_one else table.parts(most, self._tables.formats)
         return [self._call(part, chunk.arrays, chunk.digests).run for part in parts], others
 
     def done(self, chunk: LoadedChunk) -> None:
@@ -171,9 +176,8 @@ class KernelStep(StepCode):
         increment_version([self._parameters[i] for i in changed.tolist() if self._live.plain[i]])
         self._live.finish(table, rows)
         self._gradients.finish(table, rows)
-        for index in changed[self._num_left[changed] == 0].tolist():
-            if self._gradients.plain[index]:
-                self._gradients.tensors.release(index)
+        ended = changed[self._num_left[changed] == 0]
+        self._gradients.tensors.release(ended[self._gradients.plain[ended]].tolist())
 
     def _set_groups(self) -> None:
         """Compute the hyper-parameters of all groups, unless those of each group are known."""
@@ -235,7 +239,7 @@ class KernelStep(StepCode):
         for number, name in enumerate(self._moments):
             array = job.moments[number]
             self._point(call, array, runs["moments"][:, number], name, table, arrays[name])
-            if (scale := scale_name(name)) in arrays:
+            if (scale := _SCALES[name]) in arrays:
                 array = job.scales[number]
                 self._point(call, array, runs["scales"][:, number], scale, table, arrays[scale])
         if self._rounding_keys:
@@ -294,12 +298,13 @@ class Addresses:
 
     def look(self, parameters: Numbers) -> None:
         """Find out which of these tensors can be used in place, and where they are."""
-        for index in parameters[~self._is_known[parameters]].tolist():
-            tensor = self.tensors.tensor(index)
+        new = parameters[~self._is_known[parameters]].tolist()
+        for index, tensor in zip(new, self.tensors.some(new), strict=True):
             self._is_known[index] = True
             if tensor is None:
                 continue
-            on_device = is_on_device(tensor)  # then its values are staged in host memory
+            # Then its values are staged in host memory.
+            on_device = isinstance(self.tensors, StagedTensors) and is_on_device(tensor)
             self.has_memory[index] = on_device or _has_memory(tensor)
             if (
                 self.has_memory[index]
@@ -339,7 +344,8 @@ class Addresses:
     def finish(self, table: PieceTable, rows: Numbers) -> None:
         """Report that pieces, given by their rows, are not used any more."""
         viewed = rows[~self.plain[table.parameters[rows]]]
-        self.tensors.finish([_piece(table, row) for row in viewed.tolist()])
+        if len(viewed):
+            self.tensors.finish([_piece(table, row) for row in viewed.tolist()])
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
