@@ -114,7 +114,8 @@ bench: $(VENV)/.bench
 	$(call measure,ranks_gather,--parameters 64Mi)
 	$(call measure,sizing,--parameters 64Mi)
 	$(BIN)/python -m bench.report $(if $(QUICK),--results $(QUICK_RESULTS) \
-	  --page $(QUICK_RESULTS)/performance.md --figures $(QUICK_RESULTS))
+	  --page $(QUICK_RESULTS)/performance.md --tables $(QUICK_RESULTS)/README.md \
+	  --figures $(QUICK_RESULTS))
 
 # Each part has a time limit, and one that fails does not stop the others: bench/gpu.py.
 gpu: $(VENV)/.gpu

@@ -1,12 +1,12 @@
-"""Render the page of measurements from the recorded results.
+"""Render the pages of measurements from the recorded results.
 
-python -m bench.report                  # bench/results/*.json -> docs/performance.md, docs/figures
+python -m bench.report        # bench/results/*.json -> docs/performance.md, bench/results/README.md
 
-The section of measurements in the page about several ranks is drawn as well, if that page lies
-beside it.
+The first page shows what most people ask, as bars; the second has all ratios. The section of
+measurements in the page about several ranks is drawn as well, if that page lies beside the first.
 
-The page shows the newest result of each script and label; quick runs are left out. Tables need only
-the files; figures need matplotlib.
+The pages show the newest result of each script and label; quick runs are left out. Only the figure
+of losses needs matplotlib.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import _ranks_page
+from bench import _performance_page, _ranks_page
 from bench._harness import RESULTS, BenchError, run, say, size
 
 Run = dict[str, Any]
@@ -51,23 +51,32 @@ _TITLES = {
     "kernel": "The kernels of a device, beside copies within its memory",
     "device": "State in device memory, beside the raw path",
 }
-_COUNTED = ("frozen", "same_bits", "ranks_bytes", "ranks_campaign")
-"""Scripts of bytes that nearly do not vary, and of counts, of which a table says more."""
-
 _TAILS = "differences between torch's own codes, for last elements and for others"
 _INTRODUCTION = """\
-# Performance
+# Recorded results
 
-This page has the project's claims about time and written bytes. Each claim is a ratio to something
-that was measured in the same run, on the same drive, in turns. Smaller is better. A ratio is the
-median over pairs that were measured next to each other, in alternating order. The 90 % interval of
-that median follows it (bootstrap). A limit is *met* if the whole interval is within it, *met within
-noise* if only the interval's lower end is within it, and *NOT MET* if not even the lower end is.
-"-" means that nothing is promised.
+Each recorded run has one file, named by date and what was run. The file names the command, the
+machine and the versions, so that the run can be repeated. Figures of the documentation link to it.
 
-Absolute times are those of one machine, and a shared drive's speed can change by a factor of two
-within minutes: compare ratios, and measure on your own machine with `make bench`. Every row links
-to its file, which has all samples, the settings, the machine and the versions.
+`<date>-<bench>-<what>.json` is written by `python -m bench.<bench>`, and holds every sample.
+`python -m bench.report` renders this page and `docs/performance.md` from the newest file of each
+kind. Runs with `--quick` only show that a script works, so both leave them out.
+
+`<date>-gpu-<device>.json` is the summary of `python -m bench.gpu` (`make gpu`), with the findings
+of `gds check` and `gds bench`; the folder of the same name has the output of each part.
+
+`<date>-<campaign>.json` is written by `python -m bench.campaign` (`make campaign NAME=...`): what a
+campaign has tried and found, with its seed, the revision, a digest of the library and the load of
+the machine.
+
+## How to read the tables
+
+Each claim is a ratio to something that was measured in the same run, on the same drive, in turns.
+Smaller is better. A ratio is the median over pairs that were measured next to each other, in
+alternating order. The 90 % interval of that median follows it (bootstrap). A limit is *met* if the
+whole interval is within it, *met within noise* if only the interval's lower end is within it, and
+*NOT MET* if not even the lower end is. "-" means that nothing is promised. Absolute times are those
+of one machine, and a shared drive's speed can change by a factor of two within minutes.
 """
 
 
@@ -79,21 +88,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--results", default=str(RESULTS), help="folder with the JSON files")
-    parser.add_argument("--page", default=str(_DOCS / "performance.md"), help="file to write")
+    parser.add_argument("--page", default=str(_DOCS / "performance.md"), help="page of bars")
+    parser.add_argument("--tables", default=str(RESULTS / "README.md"), help="page of all ratios")
     parser.add_argument("--figures", default=str(_DOCS / "figures"), help="folder for figures")
     parser.add_argument("--no-figures", action="store_true", help="tables only")
     args = parser.parse_args(arguments)
     runs = read_results(args.results)
     page = Path(args.page)
-    figures: dict[str, Path] = {}
-    if not args.no_figures:
-        figures = _draw(runs, Path(args.figures))
-    page.write_text(render(runs, page.parent, figures))
+    folder = Path(args.figures)
+    folder.mkdir(parents=True, exist_ok=True)
+    page.write_text(_performance_page.render(runs, page.parent, folder))
+    losses = None if args.no_figures else _draw_losses(runs, folder)
+    tables = Path(args.tables)
+    tables.write_text(render_tables(runs, tables.parent, losses))
     about_ranks = page.with_name("ranks.md")
     if about_ranks.exists():
         text = about_ranks.read_text()
         about_ranks.write_text(_ranks_page.redraw(text, runs, page.parent))
-    say(f"written to {page}: {sum(len(r['claims']) for r in runs)} claims of {len(runs)} runs")
+    num = sum(len(one["claims"]) for one in runs)
+    say(f"written to {page} and {tables}: {num} claims of {len(runs)} runs")
 
 
 def read_results(folder: str) -> list[Run]:
@@ -120,8 +133,8 @@ def read_results(folder: str) -> list[Run]:
     return sorted(newest.values(), key=lambda r: (order.index(r["bench"]), r["what"]))
 
 
-def render(runs: list[Run], folder: Path, figures: dict[str, Path]) -> str:
-    """Return the page as Markdown; links are relative to `folder`."""
+def render_tables(runs: list[Run], folder: Path, losses: Path | None) -> str:
+    """Return the page of all ratios as Markdown; links are relative to `folder`."""
     parts = [_INTRODUCTION]
     if not runs:
         parts.append("No run has been recorded yet: `make bench` makes one.\n")
@@ -132,9 +145,8 @@ def render(runs: list[Run], folder: Path, figures: dict[str, Path]) -> str:
         if not own:
             continue
         parts.append(f"## {title}\n")
-        figure = figures.get(bench)
-        if figure is not None:
-            parts.append(f"![{title}]({_link(figure, folder)})\n")
+        if bench == "finetune" and losses is not None:
+            parts.append(f"![{title}]({_link(losses, folder)})\n")
         if bench == "finetune":
             parts.extend(_finetune_table(r, folder) for r in own)
             continue
@@ -343,25 +355,20 @@ def _machines_table(runs: list[Run], folder: Path) -> str:
     return _table(("run", "date", "machine", "storage", "versions"), rows)
 
 
-def _draw(runs: list[Run], folder: Path) -> dict[str, Path]:
+def _draw_losses(runs: list[Run], folder: Path) -> Path | None:
+    """Draw the losses of the newest fine-tune; return the path of the figure, if there is one."""
+    own = [r for r in runs if r["bench"] == "finetune"]
+    if not own:
+        return None
     try:
-        from bench._figures import draw_losses, draw_ratios
+        from bench._figures import draw_losses
     except ImportError as error:
-        say(f"no figures: {error.name} is not installed (pip install '.[bench]')")
-        return {}
-    out = {}
-    folder.mkdir(parents=True, exist_ok=True)
-    for bench, title in _TITLES.items():
-        own = [r for r in runs if r["bench"] == bench]
-        if not own or bench in _COUNTED:
-            continue
-        out[bench] = folder / f"performance-{bench}.svg"
-        if bench == "finetune":
-            losses = {k.removesuffix("_loss"): v for k, v in own[-1]["samples"].items()}
-            draw_losses(title, losses, out[bench])
-        else:
-            draw_ratios(title, [(r["what"], c) for r in own for c in r["claims"]], out[bench])
-    return out
+        say(f"no figure of losses: {error.name} is not installed (pip install '.[bench]')")
+        return None
+    path = folder / "performance-finetune.svg"
+    losses = {k.removesuffix("_loss"): v for k, v in own[-1]["samples"].items()}
+    draw_losses(_TITLES["finetune"], losses, path)
+    return path
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -168,7 +168,7 @@ def test_the_errors_that_are_named_exist() -> None:
 
 
 def test_the_tests_that_the_guarantees_name_exist() -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs/guarantees.md").read_text())
+    named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs/evidence.md").read_text())
     assert named
     assert [name for name in named if not (ROOT / name).exists()] == []
 

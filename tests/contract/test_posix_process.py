@@ -208,7 +208,7 @@ def test_a_lock_can_be_taken_when_its_holder_died_and_a_forked_child_lives(backe
 
 
 def test_a_child_that_was_forked_past_python_has_the_lock_of_its_dead_parent(backend, directory):
-    """Nobody tells the child to let go: a limit, which docs/guarantees.md names."""
+    """Nobody tells the child to let go: a limit, which docs/evidence.md names."""
     script = HOLD_LOCK.replace("os.fork()", "__import__('ctypes').PyDLL(None).fork()")
     with dead_holder_of(backend, f"{directory}/LOCK", script) as child:
         with pytest.raises(LockHeldError):

@@ -1,6 +1,6 @@
 """Readers that a step beside the forward cannot see: they get old values, unless synchronized.
 
-So that the list of them in ``docs/guarantees.md`` is true. Compiled code and C++ extensions are on
+So that the list of them in ``docs/evidence.md`` is true. Compiled code and C++ extensions are on
 it as well; see ``test_overlap_compiled.py``.
 """
 
