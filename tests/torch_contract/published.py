@@ -1,6 +1,6 @@
-"""Optimizers that others have published: which are trained to their own bits, and the page's table.
+"""Optimizers that others have published: which are trained to their own bits, and a table of them.
 
-Write the table of ``docs/works-with.md`` anew::
+Write the table of ``published.md`` anew::
 
     python -m tests.torch_contract.published
 """
@@ -27,9 +27,8 @@ PACKAGES = {
 }
 """Module of each package."""
 
-PAGE = Path(__file__).parents[2] / "docs/works-with.md"
+PAGE = Path(__file__).with_name("published.md")
 BEGIN, END = "<!-- published optimizers -->", "<!-- end of published optimizers -->"
-TEST = "tests/torch_contract/test_published_optimizers.py::test_its_bits_or_a_refusal"
 
 _USUAL = Case(shared={"use_muon": False})  # some ask for it in each group, and others ignore it
 _CASES = (_USUAL, replace(_USUAL, missing=False), replace(_USUAL, missing=False, graph=True))
@@ -98,10 +97,10 @@ def table(words: dict[tuple[str, str], str]) -> str:
     def key(entry: tuple[str, str]) -> tuple[int, bool, str]:
         return [*PACKAGES].index(entry[0]), words[entry] != ITS_BITS, words[entry]
 
-    lines = ["| package | what comes of it | classes | test |", "|---|---|---|---|"]
+    lines = ["| package | what comes of it | classes |", "|---|---|---|"]
     for (index, _, what), entries in groupby(sorted(words, key=key), key):
         names = ", ".join(sorted((name for _, name in entries), key=str.lower))
-        lines.append(f"| {package_and_version([*PACKAGES][index])} | {what} | {names} | `{TEST}` |")
+        lines.append(f"| {package_and_version([*PACKAGES][index])} | {what} | {names} |")
     return "\n".join(lines)
 
 
@@ -109,7 +108,7 @@ def on_the_page() -> dict[tuple[str, str], str]:
     """Return what the page says came of a class, by package with version, and name."""
     text = PAGE.read_text().split(BEGIN)[1].split(END)[0]
     rows = [line.strip("| ").split(" | ") for line in text.strip().splitlines()[2:]]
-    return {(package, name): what for package, what, names, _ in rows for name in names.split(", ")}
+    return {(package, name): what for package, what, names in rows for name in names.split(", ")}
 
 
 def every_class() -> list[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Optimizers that others have published: each is trained to its own bits, or refused by name.
 
-The table of ``docs/works-with.md`` says so for each class; `tests.torch_contract.published` writes
+The table of ``published.md`` says so for each class; `tests.torch_contract.published` writes
 it. Every run of the tests looks at a class of each row, and a full run at all of them.
 """
 
