@@ -2,8 +2,7 @@
 
 python -m bench.report        # bench/results/*.json -> docs/performance.md, bench/results/README.md
 
-The first page shows what most people ask, as bars; the second has all ratios. The section of
-measurements in the page about several ranks is drawn as well, if that page lies beside the first.
+The first page shows what most people ask, as bars; the second has all ratios.
 
 The pages show the newest result of each script and label; quick runs are left out. Only the figure
 of losses needs matplotlib.
@@ -18,8 +17,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import _performance_page, _ranks_page
+from bench import _performance_page, _ranks_tables
 from bench._harness import RESULTS, BenchError, run, say, size
+from bench._ranks_model import rates_for
 
 Run = dict[str, Any]
 """A recorded result, with the path of its file under ``path``."""
@@ -101,10 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     losses = None if args.no_figures else _draw_losses(runs, folder)
     tables = Path(args.tables)
     tables.write_text(render_tables(runs, tables.parent, losses))
-    about_ranks = page.with_name("ranks.md")
-    if about_ranks.exists():
-        text = about_ranks.read_text()
-        about_ranks.write_text(_ranks_page.redraw(text, runs, page.parent))
     num = sum(len(one["claims"]) for one in runs)
     say(f"written to {page} and {tables}: {num} claims of {len(runs)} runs")
 
@@ -155,7 +151,7 @@ def render_tables(runs: list[Run], folder: Path, losses: Path | None) -> str:
             continue
         if bench == "ranks_campaign":
             links = (f"[{r['what']}]({_link(r['path'], folder)})" for r in own)
-            parts.append(_ranks_page.campaign([*zip(own, links, strict=True)]))
+            parts.append(_ranks_tables.campaign([*zip(own, links, strict=True)]))
             continue
         parts.append(_claims_table(own, folder))
         parts.extend(_remarks(r) for r in own)
@@ -165,6 +161,11 @@ def render_tables(runs: list[Run], folder: Path, losses: Path | None) -> str:
             parts.extend(_frozen_table(r) for r in own)
         if bench == "peers":
             parts.extend(_peers_table(r) for r in own)
+        if bench == "ranks_step":
+            for one in own:
+                if (sizing := rates_for(one, runs)) is not None:
+                    link = f"[{sizing['what']}]({_link(sizing['path'], folder)})"
+                    parts.append(_ranks_tables.predictions(one, sizing, link))
     if runs:
         parts += ["## What it was measured on\n", _machines_table(runs, folder)]
     return "\n".join(parts)
@@ -226,6 +227,9 @@ def _remarks(one: Run) -> str:
                 f"{one['what']}: the {timed} took {low:.3g} to {high:.3g} s (90 % interval of the "
                 f"median), and {claim['predicted_s']:.3g} s were predicted: {where}."
             )
+    if one["bench"] == "ranks_agreement":
+        agreement = f"{1e3 * one['facts']['median_agreement_s']:.1f} ms"
+        lines.append(f"The median agreement took {agreement}, without rename and sync.")
     lines += [f"Not measured: {reason}." for reason in one["skipped"]]
     if one["notes"]:
         lines.append(one["notes"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import _ranks_page, ranks_agreement, ranks_bytes, ranks_campaign, ranks_step, report
+from bench import _ranks_tables, ranks_agreement, ranks_bytes, ranks_campaign, ranks_step, report
 from bench._harness import BenchError
 from bench._ranks_files import compare_files
 from bench._ranks_jobs import KilledJobs
@@ -78,7 +78,7 @@ def campaign(measured: Measured, part: str) -> dict[str, Any]:  # noqa: F811
     found = measured(ranks_campaign.main, "--parts", part)
     facts: dict[str, Any] = found["facts"]
     assert facts[f"{part}: problems"] == []
-    text = _ranks_page.campaign([(found, "[x](y)")])
+    text = _ranks_tables.campaign([(found, "[x](y)")])
     assert ("0 differ ([x](y))" if part == "files" else "| 0 | 0 | [x](y) |") in text
     return facts
 
@@ -111,8 +111,10 @@ def test_model_files_have_the_bytes_that_the_library_writes(jobs: Jobs, tmp_path
     assert (counts["models"], counts["files compared"]) == (2, 6)
 
 
-def test_the_page_about_ranks_has_the_recorded_figures() -> None:
-    path = ROOT / "docs" / "ranks.md"
-    runs = report.read_results(str(ROOT / "bench" / "results"))
-    drawn = _ranks_page.redraw(path.read_text(), runs, path.parent)
-    assert drawn == path.read_text(), "python -m bench.report"
+def test_the_page_of_all_ratios_has_the_recorded_figures() -> None:
+    folder = ROOT / "bench" / "results"
+    losses = ROOT / "docs" / "figures" / "performance-finetune.svg"
+    page = report.render_tables(report.read_results(str(folder)), folder, losses)
+    for part in ("| 2 ranks, FSDP2 |", "The median agreement took", "| fault | trials |"):
+        assert part in page
+    assert page == (folder / "README.md").read_text(), "python -m bench.report"
