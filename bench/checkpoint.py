@@ -134,7 +134,7 @@ class RawSeal:
 
     It follows a step's writes of 12 bytes per parameter. These are not timed, but a sync must flush
     them from the drive's cache, which is part of its cost. Files are reused, as in a store. The
-    order is that of `docs/guarantees.md`: withdraw the old checkpoint, write, sync all files, write
+    order is that of `docs/evidence.md`: withdraw the old checkpoint, write, sync all files, write
     and sync the manifest, rename.
 
     Args:

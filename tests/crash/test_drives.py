@@ -238,7 +238,7 @@ class TestFull:
 
 
 class TestOrder:
-    """What `docs/evidence.md` says about the order of effects, on the log of a run."""
+    """What `docs/evidence.md` says about the order of writes, on the log of a run."""
 
     @pytest.fixture
     def log(self) -> list[str]:
