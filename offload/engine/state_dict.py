@@ -182,9 +182,13 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
     """
     state, ranks = engine.state, engine.state.ranks
     state.know_parameters(groups)
-    loaded = ranks.together(_LOADING, partial(_check, state, groups, state_dict))
-    masters = " with masters" if state_dict.get(MASTERS) else ""
-    ranks.require_same(_LOADING, f"a state dict of torch{masters}")
+
+    def check() -> tuple[_Loaded, str]:
+        """Check the state dict, and say in words what it is."""
+        checked = _check(state, groups, state_dict)
+        return checked, f"a state dict of torch{' with masters' if state_dict.get(MASTERS) else ''}"
+
+    loaded = ranks.choose(_LOADING, check)  # one exchange, as for a rank that loads a reference
     state.collect_seal(wait=True)
     engine.relayout(loaded.groups)
     steps = loaded.stated_steps
@@ -207,7 +211,7 @@ def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) 
         state.lifecycle.broken = state.lifecycle.broken or f"{_LOADING} failed on another rank"
         raise
     state.num_steps = steps
-    if masters and ranks.size > 1:
+    if state_dict.get(MASTERS) and ranks.size > 1:
         named = group_names(loaded.groups, state.table.model, state.table.shards)
         ranks.share_state(
             [(name, DTYPE_CODES[p.dtype], p) for name, p in named if p.dtype != torch.float32]
