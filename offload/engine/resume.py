@@ -182,8 +182,10 @@ def resume(
                 state.meter.restore_bytes += check_state(state.ring(), slot, chunks, state.meter)
             slots.append(slot)
             generation = found.manifest.generation
-            has_newer = any(c.manifest.generation > generation for c in store.checkpoints)
-            return has_newer or (parameters and must_give_back(state.table.model, stored))
+            if any(c.manifest.generation > generation for c in store.checkpoints):
+                return True
+            store.withdraw_newer(found)  # finds none, and removes spare slots
+            return parameters and must_give_back(state.table.model, stored)
 
         has_more = ranks.everywhere("restore()", take)
         if parameters:
@@ -193,8 +195,6 @@ def resume(
                 ranks.together("restore()", partial(state.table.give_back, stored, found.path))
             # Now that the older one has proved to be readable.
             ranks.together("restore()", partial(store.withdraw_newer, found))
-        else:
-            store.withdraw_newer(found)  # which finds none, and removes spare slots
         state.num_steps = found.manifest.step
         state.slots.resume(slots[0], found)
         opened.pop_all()  # the slots have it now
