@@ -138,6 +138,9 @@ LIES: dict[str, Callable[[Body], None]] = {
     "hyper-tensor-huge": put(
         "groups", 0, "lr", value={"tensor": "0.1", "dtype": "float32", "shape": [1 << 50]}
     ),
+    "hyper-tensor-of-two": put(
+        "groups", 0, "lr", value={"tensor": "0.1", "dtype": "float32", "shape": [2]}
+    ),
     "hyper-tensor-overflow": put(
         "groups", 0, "lr", value={"tensor": "300", "dtype": "int8", "shape": []}
     ),

@@ -2,7 +2,8 @@
 
 Nothing in a store is compiled, executed, imported or unpickled, as Python's own audit events say.
 
-A short run carries out a few attacks of each kind; FULL_TESTS=1 all of them.
+A short run carries out a few attacks of each kind; FULL_TESTS=1 all of them. All that
+are bytes in a file are met by a reader, or by the restore.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from pathlib import Path
 
 import pytest
 
+import offload
 from offload.format.manifest import decode
 from offload.format.part_file import decode_part
 from tests.attacks import good
-from tests.attacks.attacked import chosen
+from tests.attacks.attacked import Attacked, chosen, make_store, open_store
 from tests.attacks.make import all_attacks
 from tests.campaigns import FULL
 from tests.dying import dying
+from tests.stores.small import make_model
 
 SHARES = ["0/3", "1/3", "2/3"] if FULL else ["some"]
 """Each process takes seconds to import torch, and then a tenth of one for an attack."""
@@ -61,3 +64,39 @@ def test_every_attack_is_refused(
     assert ran == ["compile", "exec"], f"more than the test's own line was run: {report['ran']}"
     assert report["grown_bytes"] < MOST_GROWN_BYTES
     record_property("attacks", len(attacks))
+
+
+def refuse(attacked: Attacked) -> None:
+    """Meet an attack where it is first noticed."""
+    if attacked.attack.stage == "restore":
+        with open_store(make_model(*good.WIDTHS), attacked.directories) as optimizer:
+            attacked.refused("restore", optimizer.restore)
+        return
+    newest = offload.list_checkpoints(attacked.store, parts=attacked.parts)[-1]
+    attacked.expect("listed", newest.valid == (attacked.attack.stage == "read"), newest)
+    if newest.valid:
+        with offload.open_checkpoint(attacked.checkpoint) as opened:
+            attacked.refused("train_state", lambda: opened.train_state)
+    else:
+        attacked.good_message("list_checkpoints", newest.reason)
+
+
+@pytest.mark.parametrize("num_directories", [1, 2])
+def test_all_that_are_bytes_in_a_file_are_refused_with_the_reason(
+    num_directories: int, tmp_path: Path
+) -> None:
+    directories = [tmp_path / f"drive-{index}" for index in range(num_directories)]
+    make_store(directories)
+    complaints = {}
+    for number, attack in enumerate(all_attacks()):
+        is_of_bytes = attack.content is not None and attack.num_directories == num_directories
+        if not is_of_bytes or attack.stage not in ("open", "store", "read", "restore"):
+            continue
+        attacked = Attacked(attack, directories, tmp_path / f"{number}", thorough=False)
+        was = attacked.target.read_bytes()
+        attacked.inflict()
+        refuse(attacked)
+        attacked.target.write_bytes(was)
+        complaints[attack.id] = attacked.complaints
+    assert {name: found for name, found in complaints.items() if found} == {}
+    assert len(complaints) > 10

@@ -21,6 +21,8 @@ from tests.forking import Children
 SOME = {
     *("good-folder", "evil", "evil-distributed", "attributes-of-a-class", "state-is-large"),
     *("index-escapes", "weights-are-a-device", "lr-nan", "expanded", "state-step=nan"),
+    *("no-groups", "no-params", "deep-state", "name-with-a-surrogate", "group-key", "step=-5"),
+    *("state-is-no-json", "step-is-a-fraction", "index-missing", "model-has-other-keys"),
 }
 
 

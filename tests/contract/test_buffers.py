@@ -128,3 +128,20 @@ def test_a_larger_pool_lets_waiters_in_and_a_smaller_one_drops_what_comes_back()
     with pool.borrowed() as third:
         assert third is first
         assert third is not second
+
+
+def test_memory_that_could_not_be_had_is_asked_for_again_by_the_next_borrower():
+    """Or it would count as lent for ever, and everybody would wait for it."""
+    answers = [MemoryError("none is left"), HostBuffer(100)]
+
+    def allocate(_: int) -> HostBuffer:
+        answer = answers.pop(0)
+        if isinstance(answer, MemoryError):
+            raise answer
+        return answer
+
+    pool = BufferPool(allocate, 100, 1)
+    with pytest.raises(MemoryError, match="none is left"), pool.borrowed():
+        pass
+    with pool.borrowed() as second:
+        assert second.nbytes == 100

@@ -26,6 +26,8 @@ class FlippingBackend(WrapperBackend):
         """How many more of them; negative for all."""
         self.spared = 0
         """Which of the wrong ones is right all the same, counted from 1; 0 for none."""
+        self.right_first = 0
+        """How many of the wrong ones are right before that."""
         self.num_flipped: Counter[Way] = Counter()
         self.ways_again: set[Literal["same", "other"]] = set()
         """Whether second reads were to go the way of the first ones, past the page cache or not."""
@@ -36,7 +38,8 @@ class FlippingBackend(WrapperBackend):
         with self._lock:
             if not self.flips or not path.endswith(self.flips) or way not in self.ways:
                 return False
-            if self.left == 0:
+            if self.right_first or self.left == 0:
+                self.right_first = max(0, self.right_first - 1)
                 return False
             self.left -= 1
             self.spared -= 1

@@ -20,7 +20,7 @@ from offload.errors import (
 )
 from tests.crash.crash_backend import CrashBackend
 from tests.crash.fault_backend import FaultBackend
-from tests.stores.files import contents, overwrite, read, remove_tree, write
+from tests.stores.files import contents, everything, overwrite, read, remove_tree, write
 from tests.stores.training import (
     Model,
     Reference,
@@ -176,6 +176,17 @@ class TestDirectories:
         assert f"pass directory={BOTH!r}" in str(caught.value)
         assert f"{len(given)} were given" in str(caught.value)
         assert_goes_on(backend, 2)
+
+    def test_further_ones_in_another_order_are_refused_with_the_right_one(self) -> None:
+        backend, model, right = MemoryBackend(), Model(), [*BOTH, "/third"]
+        with optimizer_in(backend, model, right) as optimizer:
+            train(model, optimizer, 1, 2)
+        before = everything(backend)
+        with pytest.raises(StoreError, match=r"is number 3 of this store.*given as number 2") as e:
+            optimizer_in(backend, Model(), [ONE, "/third", TWO])
+        assert f"pass directory={right!r}" in str(e.value)
+        assert everything(backend) == before
+        assert_goes_on(backend, 2, right)
 
     def test_what_makes_no_sense_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "link").symlink_to(tmp_path)

@@ -6,12 +6,14 @@ What training acknowledges after that is there, and what was not meddled with is
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
-from gds import MemoryBackend
-from offload import AdamW, open_checkpoint
+from gds import MemoryBackend, PosixBackend
+from offload import AdamW, list_checkpoints, open_checkpoint
 from offload.errors import CheckpointNotFoundError, DamagedError
 from tests.crash.damaging import OTHER, STORE
 from tests.crash.damaging import mark as mark_wrongly
@@ -65,6 +67,26 @@ def test_what_is_acknowledged_after_files_were_replaced_is_there(
     assert len(slots_in(backend)) <= keep + 1, "the space of what was replaced is used again"
     if keep == 2:
         assert_goes_on(backend, drives, keep + 5)
+
+
+@pytest.mark.parametrize("how", [cut, replace_files])
+def test_of_many_an_old_one_that_was_meddled_with_is_noticed_before_one_expires(
+    how: Meddle, tmp_path: Path
+) -> None:
+    """Only the newest eight are examined each time; of the others, the times of their folders."""
+    with PosixBackend(direct=False) as backend:
+        model = Model()
+        with optimizer_for(model, tmp_path / "run", options(backend), keep=10) as optimizer:
+            train(model, optimizer, *range(1, 12))
+            how(backend, f"{tmp_path}/run/step-00000003")
+            with nullcontext() if how == replace_files else warned_of("step-00000003"):
+                train(model, optimizer, 12)
+                found = {c.step for c in list_checkpoints(tmp_path / "run") if c.valid}
+                train(model, optimizer, 13)
+    if how == replace_files:  # it is the same checkpoint
+        assert found == {*range(3, 13)}
+    else:
+        assert found == {2, *range(4, 13)}, "ten are kept, without the one that is lost"
 
 
 @pytest.mark.parametrize("moment", ["between steps", "as it is withdrawn"])

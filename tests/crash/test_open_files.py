@@ -8,15 +8,26 @@ would close all files with itself.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from gds import PosixBackend
-from offload import AdamW, open_checkpoint
+from offload import AdamW, OffloadError, open_checkpoint
+from tests.crash.fault_backend import FaultBackend, Kind
 from tests.eventually import eventually
-from tests.stores.training import Model, add_head, optimizer_for, options, take_step, train
+from tests.stores.training import (
+    Model,
+    Reference,
+    add_head,
+    optimizer_for,
+    options,
+    same_bits,
+    take_step,
+    train,
+)
 
 
 @pytest.fixture
@@ -98,3 +109,39 @@ def test_a_reader_that_is_closed_has_no_file_open(
         assert found.train_state == {"step": 1}
         assert [path for path in open_below(tmp_path) if not path.endswith("step-00000001")] == []
     assert open_below(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("num_seals", "kind", "name"),
+    [(0, "create", "exp_avg.safetensors"), (0, "write_bytes", "part.json"),
+     (2, "create", "exp_avg.safetensors"), (1, "open", "exp_avg.safetensors")],
+)  # fmt: skip
+def test_what_fails_half_way_is_closed_and_what_it_has_made_is_removed(
+    num_seals: int, kind: Kind, name: str, tmp_path: Path, backend: PosixBackend
+) -> None:
+    """On the third of three drives. After two seals, a part on the second is being used again."""
+    directories = [str(tmp_path / f"{drive}") for drive in range(3)]
+    with optimizer_for(model := Model(), directories, options(backend), keep=1) as optimizer:
+        train(model, optimizer, *range(1, num_seals + 1))
+    if num_seals == 2:
+        shutil.rmtree(tmp_path / "2/part-1")
+    faulty, model = FaultBackend(backend), Model()
+    optimizer = optimizer_for(model, directories, options(faulty), keep=1)
+    before = sorted(tmp_path.glob("*/part-*"))
+
+    def go_on() -> None:
+        optimizer.restore()
+        train(model, optimizer, num_seals + 1)
+
+    faulty.fail_if(lambda *found: found == (kind, f"{directories[2]}/part-1/{name}"))
+    with pytest.raises(OffloadError) as error:  # it is kept, with all that its frames refer to
+        go_on()
+    assert faulty.num_failed == 1, error
+    opened = [path for path in open_below(tmp_path) if ".json" in path or ".safetensors" in path]
+    assert [path for path in opened if "00000002/" not in path and "/part-2/" not in path] == []
+    assert sorted(tmp_path.glob("*/part-*")) == before
+    go_on()
+    expected = Reference().after(num_seals + 1).model
+    assert same_bits({**expected, **dict(model.named_parameters())}, expected)
+    optimizer.close()
+    faulty.close()

@@ -21,6 +21,7 @@ from tests.campaigns import FULL
 from tests.crash.crash_backend import CrashBackend, moments
 from tests.crash.damaging import (
     BOTH,
+    MARK,
     NEWEST,
     READ_AT_ONCE,
     SEED,
@@ -29,6 +30,7 @@ from tests.crash.damaging import (
     after_power_cuts,
     damage,
     goes_on_from,
+    mark,
     part_of,
     reason,
     store_with,
@@ -38,6 +40,7 @@ from tests.crash.damaging import (
 )
 from tests.crash.fault_backend import FaultBackend, Kind
 from tests.crash.flipping import FlippingBackend
+from tests.crash.meanwhile import Looking
 from tests.stores.training import (
     Model,
     optimizer_for,
@@ -185,6 +188,23 @@ def test_what_a_person_has_marked_is_passed_over() -> None:
         goes_on_from(found, model, optimizer, newest)
         damage(backend, "model", f"{STORE}/step-0000000{newest + 2}")
         optimizer.close()
+
+
+def test_two_processes_may_mark_one_at_once() -> None:
+    class Marked(Looking):
+        def look(self, moment: str, path: str) -> None:
+            if (moment, path) == ("before create", f"{NEWEST}/{MARK}"):
+                mark(self.inner)
+
+    store_with(inner := MemoryBackend())
+    damage(inner, "model")
+    model, optimizer = reopened(Marked(inner))
+    with pytest.warns(RuntimeWarning, match=r"model\.safetensors") as said:
+        found = optimizer.restore()
+    assert not any("could not be marked" in str(warning.message) for warning in said)
+    assert reason(inner) == "somebody thought so"
+    goes_on_from(found, model, optimizer, 1)
+    optimizer.close()
 
 
 @pytest.mark.parametrize("kind", ["create", "write_bytes", "sync", "sync_dir"])

@@ -10,6 +10,7 @@ import warnings
 from itertools import count
 
 import pytest
+import torch
 
 from gds import Backend, LockHeldError, MemoryBackend
 from offload import (
@@ -19,12 +20,13 @@ from offload import (
     UnreadableError,
     list_checkpoints,
     open_checkpoint,
+    verify_and_mark,
 )
 from tests.crash.meanwhile import Looking, Meanwhile
 from tests.crash.runs import copy_tree
 from tests.crash.trained import Training
 from tests.stores.files import overwrite, remove_tree, write
-from tests.stores.small import STORE, memory_store
+from tests.stores.small import STORE, make_model, make_optimizer, memory_store, train
 from tests.torch_contract.test_damaged_checkpoints import edit_manifest
 
 FIRST = f"{STORE}/step-00000001"
@@ -149,6 +151,28 @@ class TestOpening:
 
 class TestWithoutALock:
     """A checkpoint as a seal or `restore` returns it: it may be recycled at any time."""
+
+    @pytest.mark.parametrize("how", ["recycled", "sealed anew", "damaged"])
+    def test_what_has_become_of_it_is_said_and_no_other_is_read_in_its_place(
+        self, how: str
+    ) -> None:
+        model, backend = make_model(), MemoryBackend()
+        with make_optimizer(model, backend, keep=1) as optimizer:
+            train(optimizer, 1, seal_at=[])
+            first = optimizer.checkpoint({"step": 1}).result()
+            if how == "damaged":
+                overwrite(backend, f"{FIRST}/manifest.json", b"[", 9)
+                assert "manifest.json" in first.verify().problems[0]
+                return
+            if how == "recycled":
+                train(optimizer, 2)
+            else:
+                with torch.no_grad():
+                    model[0].bias.zero_()
+                assert optimizer.checkpoint({"step": 1}).result().path == first.path
+            for use in (first.verify, lambda: first.train_state, lambda: verify_and_mark(first)):
+                with pytest.raises(RecycledError, match=f"{FIRST}: .*recycled"):
+                    use()
 
     def test_one_that_is_locked_and_moved_by_hand_is_damaged(self) -> None:
         """No process recycles what a reader has locked, so this is somebody's mistake."""

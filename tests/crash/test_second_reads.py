@@ -10,9 +10,13 @@ import logging
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from gds import Backend, MemoryBackend
 from offload import (
+    CheckpointReader,
     list_checkpoints,
     load_parameters,
     open_checkpoint,
@@ -22,6 +26,8 @@ from offload.errors import DamagedError, UnreliableReadError
 from tests.crash.damaging import BOTH, NEWEST, STATE, STORE, store_with
 from tests.crash.fault_backend import FaultBackend
 from tests.crash.flipping import FlippingBackend, Way
+from tests.stores.small import make_optimizer
+from tests.stores.small import train as train_small
 from tests.stores.training import (
     Model,
     Reference,
@@ -137,6 +143,33 @@ def test_what_is_wrong_twice_is_damaged(name: str, backend: FlippingBackend) -> 
     assert problems
     assert all(f"{name}.safetensors" in problem for problem in problems)
     assert backend.num_flipped["read_again"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["once", "twice"])
+def test_what_was_right_and_is_read_wrong_later_is_not_taken(
+    is_damaged: bool, warnings_logged: Callable[[], list[str]]
+) -> None:
+    """A tied tensor is loaded under both of its names, and is too large to stay in memory."""
+    model, big = torch.nn.Linear(2, 2), torch.nn.Embedding(18 << 10, 1 << 10).bfloat16()
+    model.embedding = model.head = big.requires_grad_(False)
+    backend = FlippingBackend(MemoryBackend())
+    with make_optimizer(model, backend, params=[model.weight, model.bias]) as optimizer:
+        train_small(optimizer, 1)
+    backend.flips, backend.right_first, backend.left = "/model.safetensors", 40, 1 + is_damaged
+    backend.ways = ("read", "read_again")[: backend.left]
+    names = ("embedding.weight", "head.weight")
+    loaded = {name: torch.zeros_like(big.weight) for name in names}
+    reader = CheckpointReader("/run", backend=backend)
+    if is_damaged:
+        with pytest.raises(CheckpointException, match=r"model\.safetensors: bytes .* are damaged"):
+            dcp.load({"model": loaded}, storage_reader=reader, no_dist=True)
+    else:
+        dcp.load({"model": loaded}, storage_reader=reader, no_dist=True)
+        assert all(torch.equal(tensor, big.weight) for tensor in loaded.values())
+        assert len(warnings_logged()) == 1
+    assert backend.num_flipped["read"] == 1
+    reader.close()
 
 
 def test_what_cannot_be_read_again_is_no_verdict() -> None:

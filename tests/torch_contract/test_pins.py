@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 import offload
 from gds import MemoryBackend, StorageError, WrapperBackend
 from offload import LastK, list_checkpoints, open_checkpoint
-from offload.errors import CheckpointNotFoundError, PinError
+from offload.errors import CheckpointNotFoundError, PinError, UnreadableError
 from offload.store import prune
+from tests.attacks import good
+from tests.crash.meanwhile import Looking
 from tests.stores.files import read, remove_tree, write
 from tests.stores.small import STORE
 from tests.threads import one_thread
@@ -203,11 +206,96 @@ def test_of_another_generation_of_the_same_name_keeps_nothing() -> None:
     assert other.steps() == [2]
 
 
+class Beside(Looking):
+    """Does something at some moments, once; but what fails there fails every time."""
+
+    def __init__(self, inner: MemoryBackend) -> None:
+        super().__init__(inner)
+        self.due: dict[tuple[str, str], Callable[[], object]] = {}
+
+    def look(self, moment: str, path: str) -> None:
+        if (moment, path) in self.due:
+            self.due[moment, path]()
+            del self.due[moment, path]
+
+
+def test_two_processes_make_the_first_pins_of_a_store_at_once() -> None:
+    run = Run(backend := Beside(MemoryBackend()), keep=1)
+    run.seal()
+    backend.due["after stat", f"{STORE}/pins"] = lambda: offload.pin(
+        FIRST, "theirs", backend=backend.inner
+    )
+    run.optimizer.pin("mine")
+    assert [info.pins for info in list_checkpoints(STORE, backend=backend)] == [("mine", "theirs")]
+
+
+@pytest.mark.parametrize("moment", [("after list_dir", "pins"), ("before open", "pins/mine")])
+def test_one_that_is_removed_while_it_is_read_is_none(moment: tuple[str, str]) -> None:
+    run = Run(backend := Beside(MemoryBackend()), keep=1)
+    run.seal()
+    run.optimizer.pin("mine")
+    run.optimizer.close()
+    backend.due[moment[0], f"{STORE}/{moment[1]}"] = lambda: offload.unpin(
+        STORE, "mine", backend=backend.inner
+    )
+    prune(STORE, LastK(1), backend=backend)  # which refuses if there are pins that it cannot read
+    assert not backend.due
+    assert [info.pins for info in list_checkpoints(STORE, backend=backend)] == [()]
+
+
+def test_one_that_cannot_be_read_at_this_moment_keeps_everything_until_it_can() -> None:
+    run = Run(backend := Beside(MemoryBackend()), keep=1)
+    run.seal()
+    run.optimizer.pin("mine")
+    path = f"{STORE}/pins/mine"
+
+    def fail() -> None:
+        raise StorageError(errno.EIO, "open", path)
+
+    backend.due["before open", path] = fail
+    for _ in range(2):
+        run.seal()
+    with pytest.raises(PinError, match="it is not known which checkpoint it keeps"):
+        run.optimizer.restore(1, discard_newer=True)
+    run.optimizer.close()
+    for call in (
+        lambda: list_checkpoints(STORE, backend=backend),
+        lambda: Run(backend, keep=1),
+        lambda: Run(backend, fresh=True),
+    ):
+        with pytest.raises(UnreadableError, match="not known whether its content is damaged") as e:
+            call()
+        assert e.value.filename == path
+    with pytest.raises(PinError, match="nothing is removed"):
+        prune(STORE, LastK(1), backend=backend)
+    backend.due.clear()
+    run = Run(backend, keep=1)
+    assert run.steps() == [1, 2, 3]
+    run.optimizer.restore()
+    run.seal()
+    assert run.steps() == [1, 4]
+
+
+def lie(**changes: object) -> Callable[[bytes], bytes]:
+    """Return what changes the body of a pin, and its digest to match."""
+
+    def change(data: bytes) -> bytes:
+        body = {**json.loads(data)["body"], **changes}
+        return good.as_json(good.signed(body)).ljust(len(data))
+
+    return change
+
+
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "not text": lambda _: b"\xff" * 512,
     "another version": lambda _: b'{"format":2}'.ljust(512),
     "edited": lambda data: data.replace(b'"generation": 1', b'"generation": 3'),
     "too long": lambda data: data + b" ",
+    "of generation -1": lie(generation=-1),
+    "of generation True": lie(generation=True),
+    "of a path": lie(checkpoint=f"../{name_of(1)}"),
+    "of a list": lie(checkpoint=[name_of(1)]),
+    "of no store": lie(store_id="g" * 32),
 }
 
 
