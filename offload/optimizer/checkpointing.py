@@ -174,8 +174,8 @@ class CheckpointingOptimizer(StoreOwner):
             is_arriving = engine.state.seal is not None  # then the tier has it
         if self._uploads is not None and found is not None and not is_arriving:
             self._uploads.offer(found, restored=True)  # its upload may have been interrupted
-        if found is not None and self._live_engine().state.ranks.rank == 0:
-            say(f"resumed step {found.step} from {_as_typed(found.path)}")
+        if found is not None:
+            say_resumed(self._live_engine(), found.step, found.path)
         return found
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
@@ -306,6 +306,12 @@ def _which(checkpoint: CheckpointName | None) -> int | str | None:
     if isinstance(checkpoint, Checkpoint | CheckpointInfo):
         return checkpoint.path
     return checkpoint if isinstance(checkpoint, int | None) else os.fsdecode(checkpoint)
+
+
+def say_resumed(engine: Engine, step: int, path: str) -> None:
+    """Say on the terminal, on rank 0, which checkpoint training goes on from."""
+    if engine.state.ranks.rank == 0:
+        say(f"resumed step {step} from {_as_typed(path)}")
 
 
 def _as_typed(path: str) -> str:

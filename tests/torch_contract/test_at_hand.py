@@ -115,6 +115,23 @@ def test_a_restore_says_on_the_terminal_what_it_resumed(
     assert capsys.readouterr().err == f"offload: resumed step 2 from {STORE}/step-00000002\n"
 
 
+def test_a_reference_that_a_process_resumes_from_says_it_as_well(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Trainers resume with it, and do not call `restore`."""
+    backend = MemoryBackend()
+    with make_optimizer(make_model(), backend) as optimizer:
+        train(optimizer, 2)
+        reference = optimizer.state_dict()
+        optimizer.load_state_dict(reference)
+    assert capsys.readouterr().err == ""
+    with make_optimizer(make_model(), backend.reopened()) as optimizer:
+        optimizer.load_state_dict(optimizer.state_dict())  # as accelerate's prepare() does
+        optimizer.load_state_dict(reference)
+        optimizer.load_state_dict(reference)
+    assert capsys.readouterr().err == f"offload: resumed step 2 from {STORE}/step-00000002\n"
+
+
 @pytest.mark.parametrize("how", ["environment", "level", "disabled"])
 def test_the_line_can_be_silenced(
     how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
