@@ -36,8 +36,14 @@ def text_of(node: ast.expr) -> str | None:
 
 def messages(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each message that a file gives to an error."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error"):
+    tree = ast.parse(path.read_text())
+    raised = {node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        # Errors are also returned, and raised as what a function has made of the message.
+        if node in raised or name.endswith(("Error", "BadParameter")) or name == "_fail":
             texts = (text_of(argument) for argument in node.args)
             yield from ((node.lineno, text) for text in texts if text and " " in text)
 

@@ -74,7 +74,8 @@ def _show(usage: Usage, keep: int) -> None:
     }
     for kind, num_bytes in usage.kinds.items():
         if num_bytes or kind != "not_usable":
-            table.add_row(kind.replace("_", " "), size(num_bytes), cell(remarks.get(kind, "")))
+            remark = remarks.get(kind, "") if num_bytes else ""
+            table.add_row(kind.replace("_", " "), size(num_bytes), cell(remark))
     table.add_row("now", size(usage.total_bytes))
     slots = many(usage.num_slots(keep), "slot")
     table.add_row(
