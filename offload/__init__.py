@@ -13,6 +13,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from offload.interactive import names_to_offer
+
 if TYPE_CHECKING:
     from offload.checkpoint.checkpoint import Checkpoint, VerifyReport
     from offload.checkpoint.listing import CheckpointInfo, list_checkpoints
@@ -230,4 +232,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # What this module has imported for itself is not offered.
+    return names_to_offer([*(name for name in globals() if name.startswith("__")), *__all__])

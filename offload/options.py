@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, get_args
 
 from gds import ALIGNMENT, Backend
@@ -147,7 +147,7 @@ class DriveTuning:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Options:
     """Settings for streaming and storing state; every default is right for most machines.
 
@@ -264,6 +264,12 @@ class Options:
 
     backend: Backend | None = None
     """Storage backend to use instead of the built-in choice. The optimizer does not close it."""
+
+    def __repr__(self) -> str:
+        """Show what differs from the defaults: signatures have this text as well."""
+        values = [(one, getattr(self, one.name)) for one in fields(self)]
+        changed = [f"{one.name}={value!r}" for one, value in values if value != one.default]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     @property
     def tier_settings(self) -> Tier | None:

@@ -15,10 +15,11 @@ BEGIN, END = "<!-- drawn by python -m tests.wings -->", "<!-- end of what is dra
 
 
 _FORMAT = {"gds", "errors", "ambient"}
-_READERS = {"gds", "errors", "units", "format", "retention"}
+_READERS = {"gds", "errors", "interactive", "units", "format", "retention"}
 _ARITHMETIC = {"torch", "gds", "errors", "ambient", "format", "device"}
 
 MAY_KNOW = {
+    "interactive": set(),
     "units": set(),
     "journal": set(),
     "errors": {"gds"},
@@ -160,7 +161,7 @@ def drawn() -> str:
     return "\n".join([BEGIN, *lines, END])
 
 
-_GROUND = {"errors", "units", "journal", "ambient"}
+_GROUND = {"errors", "interactive", "units", "journal", "ambient"}
 """Known nearly everywhere: their arrows would hide the others."""
 
 

@@ -51,6 +51,8 @@ from offload.format.train_state import (
     split_ranks,
 )
 from offload.format.unreadable import reading
+from offload.interactive import html_table, names_to_offer
+from offload.units import count
 
 if TYPE_CHECKING:
     from gds.contract import Lock
@@ -59,6 +61,14 @@ _POSITION = re.compile(r"group[0-9]+\.param[0-9]+")
 """Name of a parameter whose name in the model is not known."""
 
 _UNREAD = object()
+
+_NOT_OFFERED = frozenset(
+    (
+        *("backend", "has_model_names", "held", "manifest", "marked_parts", "open_slot"),
+        *("owns_part", "parts_are_only_recorded", "read_train_state", "unlocked"),
+    )
+)
+"""Public names of `Checkpoint` that only other modules of this package need."""
 
 
 def require_one_owner(checkpoint: Checkpoint) -> None:
@@ -397,3 +407,21 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint(step={self.step}, path={self.path!r})"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks, from what was read when the checkpoint was opened."""
+        owners = len(self.manifest.owners)
+        return html_table(
+            f"Checkpoint of step {self.step}",
+            {
+                "path": self.path,
+                "created": self.created[:16].replace("T", " "),
+                "optimizer": self.optimizer,
+                "parameters": count(self.manifest.layout.num_elements),
+                "owners": f"{owners + 1}; the parameters are those of owner 0" if owners else "",
+                "metrics": ", ".join(f"{name}={one:g}" for name, one in self.metrics.items()),
+            },
+        )
+
+    def __dir__(self) -> list[str]:
+        return names_to_offer(super().__dir__(), _NOT_OFFERED)

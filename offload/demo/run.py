@@ -111,8 +111,8 @@ def _prepare(directory: str, scenario: Scenario) -> str:
     if free < needed:
         raise DemoError(
             f"{directory} has {size(free)} free, but the demo with {scenario.title} needs "
-            f"{size(needed)}: {_SLOTS} times the training state, and once more for torch.save; "
-            "name a --directory on another disk, or pass --model tiny"
+            f"{size(needed)}, {_SLOTS} times the training state, and once more for torch.save. "
+            "Name a --directory on another disk, or pass --model tiny"
         )
     return os.path.join(directory, "store")
 

@@ -112,7 +112,7 @@ class Ownership:
         if name not in self._known and isinstance(tensor, torch.nn.Parameter):
             raise UnsupportedParameterError(
                 f"parameter {name!r} has been added since the optimizer was constructed, so no "
-                "rank stores it: pass it to add_param_group() on every rank, or construct the "
+                "rank stores it. Pass it to add_param_group() on every rank, or construct the "
                 "optimizer with a model that has it; it may be frozen until it is trained"
             )
         return self._shard_of(name, tensor)
@@ -181,8 +181,8 @@ def _require_same_tensors(everywhere: Sequence[Sequence[Json]]) -> None:
             first, other = next(pair for pair in pairs if pair[0] != pair[1])
             raise UnsupportedParameterError(
                 f"rank 0 and rank {rank} have different parameters: {first or 'none'} and "
-                f"{other or 'none'} (name, shape, dtype, requires_grad, DTensor or plain tensor): "
-                "build the same model on every rank, and shard it on all of them or on none"
+                f"{other or 'none'} (name, shape, dtype, requires_grad, DTensor or plain tensor). "
+                "Build the same model on every rank, and shard it on all of them or on none"
             )
 
 
@@ -264,7 +264,7 @@ def settled(owned: Sequence[OwnedBox], plan: Plan) -> tuple[OwnedBox, ...]:
             raise RanksError(
                 f"rank {rank} on {plan.hosts[rank]} sees the state of {one.name!r} "
                 f"{one.cut.box.notation()}, and rank {one.owner} on {plan.hosts[one.owner]} holds "
-                "that shard of the parameter: give the ranks of each host the numbers that they "
+                "that shard of the parameter. Give the ranks of each host the numbers that they "
                 "had before (torchrun --node-rank), or exchange the drives of the hosts"
             )
         found.append(replace(one, owner=rank))

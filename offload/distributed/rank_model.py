@@ -268,7 +268,7 @@ class RankModel:
             return
         raise RanksError(
             f"{checkpoint.path} has its model in one file on one host, and these ranks are on "
-            "several hosts, which do not see all of it: give the ranks the hosts that they had "
+            "several hosts, which do not see all of it. Give the ranks the hosts that they had "
             "when it was made, or export it (offload export), and load that"
         )
 

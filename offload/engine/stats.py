@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from offload.interactive import html_table
 from offload.stream.meter import Meter
 from offload.units import count, duration, many, rate, size
 
@@ -219,6 +220,27 @@ class Stats:
         return (
             f"<Stats: {self._steps_taken()}, {many(self.seals, 'seal')}, "
             f"{size(self.bytes_read)} read, {size(self.bytes_written)} written>"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: the lines of `summary` that matter most."""
+        num_steps = max(self.steps, 1)
+        written = size(self.bytes_written)
+        if self.drive_writes >= _MIN_SHOWN_WRITES:
+            written += f", {self.drive_writes:.2g} full drive writes"
+        return html_table(
+            "Statistics since the optimizer was made",
+            {
+                "steps": self._steps_taken(),
+                "time of a step": duration((self.beside_s or self.step_s) / num_steps),
+                "of it updating": duration(self.compute_s / num_steps),
+                "waiting for reads": duration(self.wait_read_s / num_steps),
+                "waiting for writes": duration(self.wait_write_s / num_steps),
+                "read at": rate(self.read_gbps * 1e9) if self.read_gbps else "",
+                "written at": rate(self.write_gbps * 1e9) if self.write_gbps else "",
+                "written": written,
+                "checkpoints": f"{self.seals} sealed" if self.seals else "",
+            },
         )
 
     def _steps_taken(self) -> str:

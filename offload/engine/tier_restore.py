@@ -188,7 +188,7 @@ def _match(state: TrainingState, groups: Groups, share: Download, *, sees_all: b
     elif not sees_all:
         raise MismatchError(
             f"{share.url}: the state of this rank's owner is not divided as the model of this "
-            "rank is, and the ranks are on several hosts: go on in the sharding that the "
+            "rank is, and the ranks are on several hosts. Go on in the sharding that the "
             "checkpoint was made in, or bring it to one host with `offload pull` first"
         )
 

@@ -153,7 +153,7 @@ def _names(
         return [list(foreign.model)]
     raise MismatchError(
         f"{foreign.path}: the optimizer's parameters have numbers only, which cannot be matched "
-        f"with the model's {len(foreign.model)} tensors: give their names with --names (names= in "
+        f"with the model's {len(foreign.model)} tensors. Give their names with --names (names= in "
         "Python), in the order of the optimizer's groups, or save param_names by constructing the "
         "optimizer with named_parameters()"
     )

@@ -388,7 +388,7 @@ def _part(
                 f"load_state_dict(): {what} is a DTensor with the placements "
                 f"{list(value.placements)}, and the parameter "  # type: ignore[attr-defined]
                 + ("is a plain tensor" if wanted is None else f"has {list(wanted[1])}")
-                + ", or they are on different meshes: redistribute it to the mesh and placements "
+                + ", or they are on different meshes. Redistribute it to the mesh and placements "
                 "of the parameter, or pass whole tensors (full_tensor())"
             )
         return value if shard is None else shard.part_of(value)

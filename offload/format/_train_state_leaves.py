@@ -182,7 +182,7 @@ def _numpy_tag(value: object, path: Path, store: Store | None) -> Fields | None:
 def _need(store: Store | None, path: Path) -> Store:
     if store is None:
         raise TrainStateTypeError(
-            f"{render(path)}: a tensor or array cannot be a key or a member of a set: it is "
+            f"{render(path)}: a tensor or array cannot be a key or a member of a set. It is "
             "hashed by identity, and a restored one is another object; store it as a value instead"
         )
     return store

@@ -110,7 +110,7 @@ def require_whole(name: str, tensor: torch.Tensor) -> None:
     if module is not None and isinstance(tensor, module.DTensor):
         raise UnsupportedParameterError(
             f"{name!r} is a DTensor, of which each rank has a part (FSDP2's fully_shard, or "
-            "tensor parallelism), but one process trains alone here: leave out "
+            "tensor parallelism), but one process trains alone here. Leave out "
             "process_group=offload.SEPARATE, or construct the optimizer of a model that is not "
             "sharded"
         )

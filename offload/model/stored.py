@@ -202,7 +202,7 @@ def _add_state_dict(
         if taken.setdefault(name, tensor) is not tensor:
             raise UnsupportedParameterError(
                 f"{name!r} in the model's state dict is not the parameter of this name, but a copy "
-                "of a hook: return the parameter itself if keep_vars is set, or leave out model="
+                "of a hook. Return the parameter itself if keep_vars is set, or leave out model="
             )
         if name not in entries.setdefault(tensor, [name]):
             entries[tensor].append(name)
@@ -260,9 +260,9 @@ def _check_stored(name: str, tensor: torch.Tensor) -> None:
         return
     if any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise UnsupportedParameterError(
-            f"{name!r} in the model's state dict has several elements at the same place in memory "
-            f"(shape {list(tensor.shape)}, strides {list(tensor.stride())}; expand() makes such "
-            "tensors), so that no checkpoint can be restored into it. Give it memory of its own "
+            f"{name!r} in the model's state dict has several elements at the same place in memory, "
+            "so that no checkpoint can be restored into it. expand() makes such tensors (shape "
+            f"{list(tensor.shape)}, strides {list(tensor.stride())}). Give it memory of its own "
             f"with {name.rpartition('.')[2]}.clone(), or register it as non-persistent"
         )
     if not has_memory(tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, SupportsFloat, TypeAlias
@@ -20,6 +21,7 @@ from offload.engine.stats import Stats
 from offload.errors import CheckpointNotFoundError
 from offload.format.metrics import take_metrics
 from offload.format.train_state import require_state
+from offload.journal import say
 from offload.optimizer.store_owner import StoreOwner
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
@@ -135,6 +137,10 @@ class CheckpointingOptimizer(StoreOwner):
                 so. False refuses it. It must be the same on all ranks. None follows
                 `Options.reencode`.
 
+        A line on standard error says what was resumed, such as ``offload: resumed step 30 from
+        run/step-00000030``; of several ranks, rank 0 says it. ``OFFLOAD_VERBOSITY=warning`` in the
+        environment, or the level of the logger ``offload``, silences it.
+
         Returns:
             The checkpoint, with ``.step``, ``.train_state`` and ``.path``. None if the store has
             no checkpoint, nor its tier; training then starts from the beginning.
@@ -168,6 +174,8 @@ class CheckpointingOptimizer(StoreOwner):
             is_arriving = engine.state.seal is not None  # then the tier has it
         if self._uploads is not None and found is not None and not is_arriving:
             self._uploads.offer(found, restored=True)  # its upload may have been interrupted
+        if found is not None:
+            say_resumed(self._live_engine(), found.step, found.path)
         return found
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
@@ -298,6 +306,21 @@ def _which(checkpoint: CheckpointName | None) -> int | str | None:
     if isinstance(checkpoint, Checkpoint | CheckpointInfo):
         return checkpoint.path
     return checkpoint if isinstance(checkpoint, int | None) else os.fsdecode(checkpoint)
+
+
+def say_resumed(engine: Engine, step: int, path: str) -> None:
+    """Say on the terminal, on rank 0, which checkpoint training goes on from."""
+    if engine.state.ranks.rank == 0:
+        say(f"resumed step {step} from {_as_typed(path)}")
+
+
+def _as_typed(path: str) -> str:
+    """Return a path as people type it: relative if it is below the current directory."""
+    with suppress(OSError, ValueError):  # the current directory may be gone
+        relative = os.path.relpath(path)
+        if not relative.startswith(os.pardir):
+            return relative
+    return path
 
 
 def _require_generation(engine: Engine, checkpoint: CheckpointName | None) -> None:

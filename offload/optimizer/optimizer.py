@@ -29,7 +29,7 @@ from offload.exchange.torch_dicts import (
 from offload.format._manifest_fields import encode_group, without_numpy
 from offload.model.parameters import check_given_once, check_iterable, describe_parameters
 from offload.model.process_groups import ProcessGroup, are_several
-from offload.optimizer.checkpointing import CheckpointingOptimizer
+from offload.optimizer.checkpointing import CheckpointingOptimizer, say_resumed
 from offload.optimizer.store_owner import close_left_open, close_quietly
 from offload.options import Options
 from offload.overlap import require_possible, strategy_for
@@ -425,7 +425,13 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         with self._exclusive("load_state_dict") as engine:
             engine.join_all("load_state_dict()")
             if is_reference(state_dict):
+                lifecycle = engine.state.lifecycle
+                was_decided = lifecycle.decided
                 load_reference(engine, self.param_groups, state_dict)
+                newest = engine.store.newest
+                # So Trainers resume. A reference to the present state decides nothing.
+                if newest is not None and lifecycle.decided and not was_decided:
+                    say_resumed(engine, engine.num_steps, newest.path)
             else:
                 load_tensors(engine, self.param_groups, state_dict)
         if self._materialized is not None:

@@ -20,8 +20,21 @@ import torch
 from offload.ambient import in_neutral, neutral
 from offload.engine.engine import Engine
 from offload.errors import OffloadError
+from offload.interactive import html_table, names_to_offer
 from offload.tiers.background import BackgroundUploads
 from offload.tiers.rank_uploads import FollowingUploads
+from offload.units import count
+
+_NOT_OFFERED = frozenset(
+    (
+        *("OptimizerPostHook", "OptimizerPreHook", "profile_hook_step"),  # torch's own
+        *("torch_form", "upload_sealed"),  # for integrations
+    )
+)
+"""Public names of an optimizer that a training loop does not use."""
+
+_SHOWN_GROUPS = 4
+"""Number of parameter groups whose learning rates a notebook shows."""
 
 
 class StoreOwner(torch.optim.Optimizer):
@@ -62,6 +75,28 @@ class StoreOwner(torch.optim.Optimizer):
         if engine is None:  # the constructor has not ended, or has failed
             return f"<{type(self).__name__} without a store>"
         return f"{type(self).__name__} in {engine.describe()}\n{super().__repr__()}"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks; it waits for nothing and looks at no drive."""
+        engine = getattr(self, "_engine", None)
+        if engine is None:
+            return html_table(type(self).__name__, {"store": "none"})
+        groups = self.param_groups
+        rates = ", ".join(f"{float(g['lr']):g}" for g in groups[:_SHOWN_GROUPS] if "lr" in g)
+        checkpoints = engine.store.checkpoints
+        return html_table(
+            type(self).__name__,
+            {
+                "store": engine.describe(),
+                "parameters": count(sum(p.numel() for g in groups for p in g["params"])),
+                "groups": len(groups),
+                "learning rate": rates + (", ..." if len(groups) > _SHOWN_GROUPS else ""),
+                "checkpoints": ", ".join(str(one.manifest.step) for one in checkpoints),
+            },
+        )
+
+    def __dir__(self) -> list[str]:
+        return names_to_offer(super().__dir__(), _NOT_OFFERED)
 
     def __enter__(self) -> Self:
         return self

@@ -41,9 +41,9 @@ def require_possible(overlap: Overlap, model: torch.nn.Module | None, *, several
     require_hookable(model)
     if several and overlap == "backward":
         raise ValueError(
-            'overlap="backward" is not supported with several ranks, because it steps each '
+            'overlap="backward" is not supported with several ranks. It steps each '
             "parameter with the gradient of this rank alone, before it has been averaged with "
-            'those of the others: use Options(overlap="forward"), or leave it out'
+            'those of the others. Use Options(overlap="forward"), or leave it out'
         )
 
 

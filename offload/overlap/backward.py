@@ -217,7 +217,7 @@ class DuringBackward(StepStrategy):
             raise OverlapError(
                 f"the parameter{name} was used between backward() and step(), when it may have "
                 'been stepped already (overlap="backward"), so its value before the step can be '
-                "neither read nor edited: use it before backward() or after step(). After an "
+                "neither read nor edited. Use it before backward() or after step(). After an "
                 f"error in backward() call restore(). Otherwise, {REMEDY}"
             )
         with self._hand_over_lock:

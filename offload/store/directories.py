@@ -365,7 +365,7 @@ def make_directories(
             raise VolatileStoreError(
                 errno.EINVAL,
                 f"the file system ({capabilities.filesystem}) loses its content at power-off, so "
-                "checkpoints there would not survive; choose a directory on a drive, or pass "
+                "checkpoints there would not survive. Choose a directory on a drive, or pass "
                 "options=Options(allow_volatile=True), or --allow-volatile to `offload import`, "
                 "if that is what you want",
                 directory,

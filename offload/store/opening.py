@@ -321,7 +321,7 @@ def _require_owners_here(drives: Sequence[tuple[Backend, str]], manifest: Manife
             errno.ENOENT,
             f"step {manifest.step} of this store was made by {len(manifest.owners) + 1} ranks, and "
             f"{', '.join(missing)} with parts of its state "
-            f"{'is' if len(missing) == 1 else 'are'} not here: mount the drive, name all "
+            f"{'is' if len(missing) == 1 else 'are'} not here. Mount the drive, name all "
             "directories that the ranks had in directory=[...], or start all ranks with torchrun, "
             "as before. fresh=True starts over",
             drives[0][1],

@@ -96,7 +96,7 @@ def describe(name: str, shape: torch.Size, state: Mapping[str, Any]) -> Rule:
             )
             raise UnsupportedOptimizerError(
                 f"{name} cannot be offloaded: it keeps {key!r} as a {kind} for a float32 parameter "
-                f"of shape {tuple(shape)}; only FP32 tensors of the parameter's own "
+                f"of shape {tuple(shape)}. Only FP32 tensors of the parameter's own "
                 "shape and single numbers can be streamed."
             )
     for array in arrays:

@@ -207,7 +207,7 @@ def test_python_runs_the_package_as_the_command(arguments: list[str], code: int,
     assert said in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("command", ["--help", "ls", "prune", "show", "size", "verify"])
+@pytest.mark.parametrize("command", ["--help", "du", "ls", "prune", "show", "size", "verify"])
 def test_commands_that_look_at_stores_import_neither_torch_nor_numpy(
     trained: Path, command: str
 ) -> None:

@@ -255,7 +255,7 @@ def test_round_trip_of_our_own_exports(tmp_path, stored, kind):
 def test_numbers_alone_with_a_list_of_names(tmp_path):
     model, optimizer = trained(named=False)
     path = save(model, optimizer, tmp_path / "theirs", "hf")
-    with pytest.raises(MismatchError, match="give their names"):
+    with pytest.raises(MismatchError, match="Give their names"):
         import_checkpoint(path, tmp_path / "store", options=OPTIONS)
     assert not (tmp_path / "store").exists()
     names = [n for g in groups(model, named=True) for n, _ in g["params"]]

@@ -115,7 +115,7 @@ def test_whole_tensors_are_loaded_and_other_shards_are_refused_on_all_ranks(
     assert of_each(played["cut/other"], "do") == [plain(3)] * 2
     for number, rank in enumerate(played["shards"]):
         ((shards, bad, is_same),) = values(rank, "do")
-        assert "redistribute it" in shards
+        assert "Redistribute it" in shards
         assert "MismatchError" in shards
         assert "num_steps" in bad
         assert number == 0 or "rank 0" in bad

@@ -5,9 +5,11 @@ python -m tests.torch_contract.ranks DIRECTORY RANK      # started twice; prints
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,22 @@ def linear() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)).bfloat16()
 
 
+def resumed(directory: Path) -> str:
+    """Return what a restore of all ranks says on the terminal of this one."""
+    model = linear()
+    settings = Options(allow_volatile=True, chunk_bytes=4096, agreement_timeout_s=AGREEMENT_S)
+    given: dict[str, Any] = {"directory": directory, "model": model, "options": settings}
+    with AdamW(model.parameters(), **given) as optimizer:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.checkpoint().result()
+    terminal = io.StringIO()
+    with AdamW(model.parameters(), **given) as optimizer, redirect_stderr(terminal):
+        optimizer.restore()
+    return terminal.getvalue()
+
+
 def main(root: Path, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     separate = {"process_group": offload.SEPARATE}
@@ -71,6 +89,8 @@ def main(root: Path, rank: int) -> dict[str, Any]:
     found["fsdp"] = said(own, sharded, **separate)
     found["fsdp of several ranks"] = said(refused, sharded)
     found["ddp of several ranks"] = said(root / "ddp", wrapped)
+
+    found["resumed"] = resumed(root / "resumed")
 
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     model = linear()

@@ -70,6 +70,12 @@ def test_several_ranks_train_into_one_directory_and_no_other(ranks: Any) -> None
     assert not [*root.glob("each-*")]
 
 
+def test_one_of_several_ranks_says_what_was_resumed(ranks: Any) -> None:
+    root, found = ranks
+    expected = f"offload: resumed step 1 from {root}/resumed/step-00000001\n"
+    assert [one["resumed"] for one in found] == [expected, ""]
+
+
 def test_what_ranks_cannot_do_yet_is_refused_before_anything_is_touched(ranks: Any) -> None:
     for found in ranks[1]:
         assert found["overlap backward"].startswith('ValueError: overlap="backward" is not supp')

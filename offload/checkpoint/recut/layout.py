@@ -201,7 +201,7 @@ def _splits(path: str, name: str, box: Box, stored: StoredBox) -> MismatchError:
     return MismatchError(
         f"{path}: its 8-bit state has one scale for {BLOCK_ELEMENTS} neighbouring elements, and "
         f"the new cut of {name!r} ({box.notation()}; stored is {stored.box.notation()}) falls "
-        "between such neighbours: resume with as many ranks as it was made with, and the same "
+        "between such neighbours. Resume with as many ranks as it was made with, and the same "
         "sharding; or call restore(reencode=True) on every rank, which encodes this state anew, "
         "so that later results differ from those without the change"
     )

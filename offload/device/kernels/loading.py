@@ -88,7 +88,7 @@ def _refusal(error: Exception, device: int, capability: str) -> Exception:
     said = " ".join(str(error).split())
     return RefusedError(
         f"the kernels that update state cannot be compiled for {name}, of compute capability "
-        f"{capability} ({said}): its architecture may be too old for this CUDA, or NVRTC or the "
+        f"{capability} ({said}). Its architecture may be too old for this CUDA, or NVRTC or the "
         'driver does not fit. Use placement="host", or a torch and CuPy of another CUDA'
     )
 

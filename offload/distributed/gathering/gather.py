@@ -355,7 +355,7 @@ class Gathering:
             issued, total = self._num_issued, len(self._transfers)
             self._lost = RanksError(
                 f"rank {self._rank} of {self._plan.num_ranks} lost another rank at broadcast "
-                f"{issued} of {total} of new values, so its parameters are torn: another rank has "
+                f"{issued} of {total} of new values, so its parameters are torn. Another rank has "
                 "ended, or gave no sign within the time limit. Restart the job, which goes on from "
                 f"the newest checkpoint ({reason_of(error)})"
             )

@@ -92,7 +92,7 @@ def parse_address(url: str) -> TierAddress:
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise TierError(
             errno.EINVAL,
-            "the URL of a tier has no user, password or parameters: credentials come from the "
+            "the URL of a tier has no user, password or parameters. Credentials come from the "
             "environment (AWS_ACCESS_KEY_ID and so on), so that they are in no list of processes "
             "and in no log",
             f"{scheme}://...",
