@@ -10,6 +10,7 @@
 #   make bench              measure on this drive and render docs/performance.md (10 minutes)
 #   make gpu                all that needs a GPU: tests, kernels, steps, transfers (30 minutes)
 #   make gpu SECONDS=540    as much of it as fits; the next call goes on
+#   make site               build the pages of docs/ into build/site, to be read in a browser
 #   make wheel              build the wheel into dist/, and try it where there is no compiler
 #   make lint               format, lint, types
 #   make clean              remove .venv, caches, the demo's files and what was built
@@ -39,12 +40,16 @@ unexport PYTHONPATH
 KERNEL := offload/update/kernel
 KERNEL_SOURCES := hatch_build.py $(KERNEL)/sources.py $(wildcard $(KERNEL)/source/*)
 
+# Scripts of the site.
+MERMAID := 11.17.2
+IFRAME_WORKER := 1.0.4
+
 # pip hides what the build hook says.
 say_if_slow = @test -e $(KERNEL)/lib/update_avx2.so || echo "The C++ update kernel is not built, so" \
   "updates on the CPU take longer. To see why: $(PIP) install -v --no-deps --no-build-isolation -e ." >&2
 
 .PHONY: demo test integration campaign versions without-compiler lint bench gpu gpu-wheels
-.PHONY: wheel clean
+.PHONY: site wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -128,6 +133,13 @@ gpu-wheels:
 	  --constraint constraints-gpu.txt --requirement requirements-gpu.txt
 	@du -ch $(WHEELS)/*.whl
 
+# Open build/site/index.html. Nothing on it is asked for from a server, search included. A warning,
+# such as for a link that leads nowhere, is an error.
+site: $(VENV)/.site
+	$(BIN)/python -m docs.pages $(VENV)/site build/pages
+	$(BIN)/zensical build --clean --strict
+	@test -f build/site/index.html
+
 # A wheel without the kernel must not be made by mistake: set OFFLOAD_KERNEL=skip for such a one.
 wheel: export OFFLOAD_KERNEL ?= require
 wheel: $(VENV)/.base
@@ -137,7 +149,7 @@ wheel: $(VENV)/.base
 	  $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 
 clean:
-	rm -rf $(VENV) .venv-versions dist $(KERNEL)/lib $(QUICK_RESULTS) offload-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-versions build dist $(KERNEL)/lib $(QUICK_RESULTS) offload-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch first and pinned, so that no other package chooses its version. Without build isolation,
 # so that the build backend is pinned as well.
@@ -190,6 +202,18 @@ $(VENV)/.azurite: $(VENV)/.dev
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund \
 	  --prefix $(VENV)/azurite azurite@3.37.0; fi || \
 	  echo "Azurite could not be installed: the tests of az:// are skipped" >&2
+	@touch $@
+
+# mermaid draws the diagrams; the other one makes search work in pages that are opened as files.
+# npm only gets the two, and runs nothing.
+$(VENV)/.site: $(VENV)/.base $(KERNEL_SOURCES)
+	@command -v npm >/dev/null || { echo "error: npm is missing, and the site needs two scripts that" \
+	  "npm gets: install Node.js" >&2; exit 1; }
+	$(INSTALL) --no-build-isolation --editable '.[docs]'
+	mkdir -p $(VENV)/site
+	cd $(VENV)/site && npm pack --silent mermaid@$(MERMAID) iframe-worker@$(IFRAME_WORKER)
+	cd $(VENV)/site && tar -xzf mermaid-$(MERMAID).tgz package/dist/mermaid.min.js
+	cd $(VENV)/site && tar -xzf iframe-worker-$(IFRAME_WORKER).tgz package/shim/index.js
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.base $(KERNEL_SOURCES)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import gds
+import offload
 from gds import MemoryBackend
 from tests.stores.small import STORE, make_model, make_optimizer, step
 from tests.versions import COMBINATIONS, CPU_BUILDS
@@ -152,6 +154,24 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert links
     for page, target in links:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", text, re.MULTILINE)
+    assert len(set(listed)) == len(listed)
+    made = {"docs/cli.md"}  # by docs/pages.py
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")}
+    assert {page for page in listed if page.startswith("docs/")} == pages | made
+    assert all((ROOT / page).exists() for page in {*listed} - made)
+
+
+def test_the_page_of_the_api_has_every_exported_name() -> None:
+    shown = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert len(set(shown)) == len(shown)
+    exported = {f"{module.__name__}.{name}" for module in (offload, gds) for name in module.__all__}
+    assert exported <= {*shown}
+    assert {name for name in {*shown} - exported if ".integrations." not in name} == set()
 
 
 def test_the_errors_that_are_named_exist() -> None:
