@@ -67,7 +67,7 @@ CAMPAIGNS: Final = {
     "state-machine": Campaign(
         "random sequences of training, checkpoints, crashes, faults and flipped bits",
         ("tests/crash/test_state_machine.py",),
-        {"STATE_MACHINE_SEED": "SEED", "STATE_MACHINE_MINUTES": "20"},
+        {"STATE_MACHINE_SEED": "SEED", "STATE_MACHINE_MINUTES": "8"},
     ),
     "kills": Campaign(
         "processes killed at random moments, and system calls that fail",
