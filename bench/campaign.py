@@ -148,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if args.name is None:
         raise BenchError(f"name a campaign, one of: {', '.join(CAMPAIGNS)}")
+    # A shell has commands in the background ignore it, which the tests would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="offload-campaign-", dir=args.directory) as folder:
         result = carry_out(args.name, args.seed, args.seconds, Path(folder))
     path = Path(args.output) / f"{result['date']}-{args.name}.json"
