@@ -56,7 +56,7 @@ _FIGURES = (
             ("DeepSpeed ZeRO-Infinity", "exact_deepspeed_s", False),
             ("offload", "exact_offload_s", True),
             ('offload, master="split"', "split_offload_s", True),
-            ('offload, state="int8"', "int8_offload_s", True),
+            ('offload, state_dtype="int8"', "int8_offload_s", True),
             ("offload, both", "split+int8_offload_s", True),
         ),
         "How does that compare?",

@@ -67,7 +67,7 @@ CAMPAIGNS: Final = {
     "state-machine": Campaign(
         "random sequences of training, checkpoints, crashes, faults and flipped bits",
         ("tests/crash/test_state_machine.py",),
-        {"STATE_MACHINE_SEED": "SEED", "STATE_MACHINE_MINUTES": "20"},
+        {"STATE_MACHINE_SEED": "SEED", "STATE_MACHINE_MINUTES": "8"},
     ),
     "kills": Campaign(
         "processes killed at random moments, and system calls that fail",
@@ -148,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if args.name is None:
         raise BenchError(f"name a campaign, one of: {', '.join(CAMPAIGNS)}")
+    # A shell has commands in the background ignore it, which the tests would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="offload-campaign-", dir=args.directory) as folder:
         result = carry_out(args.name, args.seed, args.seconds, Path(folder))
     path = Path(args.output) / f"{result['date']}-{args.name}.json"

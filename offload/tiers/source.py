@@ -121,7 +121,8 @@ class Source:
 def open_first(checkpoint: Checkpoint, owners: Sequence[OwnerPart] = ()) -> Source:
     """Open what the first directory has of a checkpoint, which need not be locked.
 
-    Of the other owners, those on other hosts have no table here, and none of the model's digests.
+    An owner whose part is on another host has no table here, so its digests of the model are
+    missing.
     """
     manifest = checkpoint.manifest
     tables: list[OwnerTable] = [one.table for one in owners if one.table is not None]

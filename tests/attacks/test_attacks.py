@@ -60,7 +60,9 @@ def test_every_attack_is_refused(
     wrong = {name: found for name, found in report["complaints"].items() if found}
     assert wrong == {}
     assert report["marks"] == [], "a pickle was loaded"
-    ran = [what.partition(" ")[0] for what in report["ran"]]
+    # A torch that is built with CUDA looks for a driver, in a library whose name is torch's own.
+    noted = [what for what in report["ran"] if what != "ctypes.dlopen ('libnvidia-ml.so.1',)"]
+    ran = [what.partition(" ")[0] for what in noted]
     assert ran == ["compile", "exec"], f"more than the test's own line was run: {report['ran']}"
     assert report["grown_bytes"] < MOST_GROWN_BYTES
     record_property("attacks", len(attacks))

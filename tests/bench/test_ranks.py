@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from bench import _ranks_tables, ranks_agreement, ranks_bytes, ranks_campaign, ranks_step, report
+from bench import (
+    _performance_page,
+    _ranks_tables,
+    ranks_agreement,
+    ranks_bytes,
+    ranks_campaign,
+    ranks_step,
+    report,
+)
 from bench._harness import BenchError
 from bench._ranks_files import compare_files
 from bench._ranks_jobs import KilledJobs
@@ -118,3 +126,20 @@ def test_the_page_of_all_ratios_has_the_recorded_figures() -> None:
     for part in ("| 2 ranks, FSDP2 |", "The median agreement took", "| fault | trials |"):
         assert part in page
     assert page == (folder / "README.md").read_text(), "python -m bench.report"
+
+
+def test_the_page_on_performance_has_the_recorded_times(tmp_path: Path) -> None:
+    docs, runs = ROOT / "docs", report.read_results(str(ROOT / "bench" / "results"))
+    figures = tmp_path / "docs" / "figures"
+    figures.mkdir(parents=True)
+    _performance_page.render(runs, docs, figures)
+    drawn = sorted(path.name for path in figures.iterdir())
+    assert drawn == [f"performance-{number}.svg" for number in range(1, 6)]
+    text = (docs / "performance.md").read_text()
+    for name in drawn:
+        assert (figures / name).read_text() == (docs / "figures" / name).read_text(), name
+        assert f"(figures/{name})" in text
+    (losses,) = [one["facts"] for one in runs if one["bench"] == "finetune"]
+    for name, most in (("split-int8", 0.003), ("int8", 0.003), ("fp32-rate-x1.1", 0.065)):
+        assert losses[f"{name}_largest_difference"] <= most
+        assert f"{most:.3f}" in text
