@@ -30,6 +30,7 @@ from offload.cli.options import (
 from offload.cli.retention import pin, prune, unpin
 from offload.cli.sizing import size_command
 from offload.cli.tiers import pull, push
+from offload.cli.top import top
 from offload.cli.verify import verify
 from offload.errors import OffloadError
 from offload.units import size
@@ -119,6 +120,7 @@ def demo(
 _COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls,
     "show": show,
+    "top": top,
     "verify": verify,
     "export": export,
     "import": import_,

@@ -27,6 +27,14 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Opening a FIFO for reading does not wait for a writer, and then shows that it is one."""
 
 
+def require_directory(path: str) -> None:
+    """Raise `StoreError` if a path is not that of a directory."""
+    if not os.path.isdir(path):
+        raise StoreError(
+            errno.ENOTDIR, "there is no such directory: name the one that the run was given", path
+        )
+
+
 def read_regular(path: str, most_bytes: int) -> bytes:
     """Return the content of a regular file.
 

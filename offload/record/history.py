@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from offload.format.names import HISTORY_NAME
 from offload.format.strict_json import parse_json
-from offload.record.files import append, read_regular, replace
+from offload.record.files import append, read_regular, replace, require_directory
 
 MAX_BYTES: Final = 8 << 20
 """Size of a history in bytes from which on it is thinned by half."""
@@ -48,6 +48,7 @@ def read_history(directory: str) -> list[Line]:
     Raises:
         StoreError: There is no history, or it cannot be read. The message says so in one line.
     """
+    require_directory(directory)
     return _parse(read_regular(os.path.join(directory, HISTORY_NAME), _MOST_READ_BYTES))
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from offload.errors import StoreError
 from offload.format.names import STATUS_NAME
 from offload.format.strict_json import parse_json
-from offload.record.files import read_regular, replace
+from offload.record.files import read_regular, replace, require_directory
 
 VERSION: Final = 1
 
@@ -24,6 +24,8 @@ _MOST_BYTES = 256 << 10
 _MOST_VALUES = 5000
 _MOST_ITEMS = 200
 _MOST_TEXT = 500
+_LATEST = 1e11
+"""Times from the year 5138 on are refused: no calendar of Python reaches far beyond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,7 @@ def read_status(directory: str) -> Status:
         StoreError: There is none, or it is torn, of another version, or not what a run writes. The
             message says which, in one line.
     """
+    require_directory(directory)
     path = os.path.join(directory, STATUS_NAME)
     data = read_regular(path, _MOST_BYTES)
     try:
@@ -132,8 +135,8 @@ def _status(body: object) -> Status:
     if body["version"] != VERSION:
         raise ValueError(f"version {_text(str(body['version']), 'version')}, expected {VERSION}")
     return Status(
-        at=_number(body["at"], "at"),
-        started=_number(body["started"], "started"),
+        at=_time(body["at"], "at"),
+        started=_time(body["started"], "started"),
         ended=_boolean(body["ended"], "ended"),
         pid=_integer(body["pid"], "pid"),
         host=_text(body["host"], "host"),
@@ -154,7 +157,7 @@ def _checkpoint(body: object) -> SealedCheckpoint:
         raise ValueError("a checkpoint is not an object")
     return SealedCheckpoint(
         step=_integer(body["step"], "step"),
-        at=_number(body["at"], "at"),
+        at=_time(body["at"], "at"),
         bytes_written=_integer(body["bytes_written"], "bytes_written"),
         stall_s=_number(body["stall_s"], "stall_s"),
         seal_s=_number(body["seal_s"], "seal_s"),
@@ -203,6 +206,12 @@ def _number(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} is not a number")
     return float(value)
+
+
+def _time(value: object, name: str) -> float:
+    if not 0 <= (time := _number(value, name)) < _LATEST:
+        raise ValueError(f"{name} is no time since 1970")
+    return time
 
 
 def _integer(value: object, name: str) -> int:
