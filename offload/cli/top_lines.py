@@ -154,7 +154,7 @@ def _checkpoints(status: Status) -> Iterator[Row]:
 def _checkpoint(one: SealedCheckpoint) -> str:
     metrics = ", ".join(f"{name}={value:.4g}" for name, value in one.metrics.items())
     written, stalled = size(one.bytes_written), f"stalled {duration(one.stall_s)}"
-    return f"step {one.step:<8}{_moment(one.at)[11:]}{written:>11}  {stalled:<16}{metrics}"
+    return f"step {one.step:<8}{_moment(one.at)[11:]}{written:>11}  {stalled:<16} {metrics}"
 
 
 def _uploads(tier: Mapping[str, object]) -> Iterator[Row]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,12 @@ from gds import PosixBackend
 from offload import OffloadedOptimizer, list_checkpoints
 from offload.record import read_history, read_status
 from offload.record.history import MAX_BYTES, add_lines
+from tests.dying import dying
 from tests.eventually import eventually
+from tests.limits import HANG_S
 from tests.stores.small import make_model, make_optimizer, step
+
+ROOT = Path(__file__).parents[2]
 
 STEPS_LINE = {"steps": 2, "elapsed_s": 30.0, "seconds": {"step_s": 1.5}, "read_bytes": 7}
 
@@ -202,3 +208,54 @@ def test_lines_are_json_and_hold_no_other_numbers(tmp_path: Path) -> None:
     trained(tmp_path)
     for line in (tmp_path / "history.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+_RANK = """
+import sys, torch, offload
+import torch.distributed as dist
+rank, port, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+options = offload.Options(allow_volatile=True, chunk_bytes=4096)
+with offload.AdamW(model.parameters(), directory=directory, model=model, options=options) as taken:
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+        taken.step()
+        taken.checkpoint(metrics={"loss": 1.0}).result()
+dist.destroy_process_group()
+print(taken.stats().steps)
+"""
+
+
+def test_one_rank_records_for_all(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    store = tmp_path / "run"
+    ranks = [
+        subprocess.Popen(
+            dying([sys.executable, "-c", _RANK, str(rank), port, str(store)]),
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=HANG_S)[0] for rank in ranks] == [b"3\n"] * 2
+    status = read_status(str(store))
+    assert (status.ranks, status.pid, status.step) == (2, ranks[0].pid, 3)
+    assert [line["step"] for line in of_kind(store, "checkpoint")] == [1, 2, 3]
+    found = {path.name for path in store.rglob("*") if path.suffix in (".json", ".jsonl")}
+    assert {"status.json", "history.jsonl"} <= found
+    assert len([*store.rglob("status.json"), *store.rglob("history.jsonl")]) == 2
+
+
+def test_uploads_are_in_the_status(tmp_path: Path) -> None:
+    url = (tmp_path / "tier").as_uri()
+    with optimizer_in(tmp_path / "run", settings={"tier": url}) as optimizer:
+        step(optimizer)
+        optimizer.checkpoint().result()
+        assert eventually(lambda: optimizer.stats().tier.newest_step == 1)
+    status = read_status(str(tmp_path / "run"))
+    assert (status.tier["url"], status.tier["newest_step"]) == (url, 1)
+    assert status.tier["bytes_sent"] > 0
+    assert (status.tier["choice"], status.tier["outcome"]) == ("upload", "complete")
+    assert not [*(tmp_path / "tier").rglob("status.json")]

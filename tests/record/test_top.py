@@ -98,7 +98,7 @@ each step    2.100 s, 65.6% of the time
 drives       reads 2.31 GB/s of 2.50 GB/s, writes 1.05 GB/s of 1.10 GB/s; bot...
 written      99.00 TiB, 98.00 TiB read; 27.2 full drive writes
 checkpoints  12 sealed by this process
-             step 1200    {time}   2.51 GiB  stalled 21.0 ms val_loss=2.312...
+             step 1200    {time}   2.51 GiB  stalled 21.0 ms  val_loss=2.31...
 uploads      s3://bucket/run: 3 complete, 9.31 GiB sent, 150.00 MB/s, newest ...
              step 1200: upload, going on: the link is free
 warning      step-00000007 is not usable: its manifest is damaged
@@ -106,7 +106,7 @@ warning      step-00000007 is not usable: its manifest is damaged
 AT_120 = (  # how those go on that are cut at 80 columns
     "process 4711 on node3, rank 0 of 4",
     "writes 1.05 GB/s of 1.10 GB/s; both at once 2.20 GB/s",
-    "stalled 21.0 ms val_loss=2.312, tokens=1.235e+08",
+    "stalled 21.0 ms  val_loss=2.312, tokens=1.235e+08",
     "150.00 MB/s, newest step 1000, steps take 2.1% longer",
 )
 
