@@ -174,6 +174,8 @@ class CheckpointingOptimizer(StoreOwner):
             is_arriving = engine.state.seal is not None  # then the tier has it
         if self._uploads is not None and found is not None and not is_arriving:
             self._uploads.offer(found, restored=True)  # its upload may have been interrupted
+        if self._recorder is not None and found is not None:
+            self._recorder.restored(found.step)
         return found
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:

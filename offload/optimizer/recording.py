@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 from offload.engine.engine import Engine
+from offload.engine.stats import Stats
 from offload.options import Options
 from offload.record.recorder import Look, Recorder
 from offload.store.shared import Serving
@@ -39,11 +41,17 @@ def _look_at(engine: Engine, uploads: Uploads) -> Look:
     stats = engine.stats()
     return Look(
         step=engine.num_steps,
-        totals=stats.scalars(""),
+        totals=_totals(stats),
         update_code=stats.update_code,
         tier={} if uploads is None else _tier(uploads),
         warnings=[*_warnings(engine)],
     )
+
+
+def _totals(stats: Stats) -> dict[str, float]:
+    values = {field.name: getattr(stats, field.name) for field in fields(stats)}
+    values["drive_writes"] = stats.drive_writes
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
 def _tier(uploads: BackgroundUploads | FollowingUploads) -> dict[str, Any]:

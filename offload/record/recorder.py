@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -71,7 +71,7 @@ class Look:
     """Number of optimizer steps of the present state."""
 
     totals: Mapping[str, float]
-    """Numbers of `Stats.scalars`, without a prefix."""
+    """All numbers of `Stats` by name, and `Stats.drive_writes`."""
 
     update_code: str = ""
     tier: Mapping[str, Any] = field(default_factory=dict)
@@ -86,6 +86,15 @@ class Look:
 @dataclass(frozen=True, slots=True)
 class _Called:
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Restored:
+    step: int
+    at: float
+
+
+_Event = SealedCheckpoint | _Restored
 
 
 class Recorder:
@@ -108,7 +117,7 @@ class Recorder:
         self._host = socket.gethostname()
         self._started = time.time()
         # A queue in C, which a signal handler or a collection may use in the middle of a call.
-        self._messages: queue.SimpleQueue[_Called | SealedCheckpoint | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[_Called | _Event | None] = queue.SimpleQueue()
         self._pid = os.getpid()
         self._has_warned = False
         self._samples: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_MOST_SAMPLES)
@@ -148,6 +157,10 @@ class Recorder:
             )
         )
 
+    def restored(self, step: int) -> None:
+        """Record that training goes on from a checkpoint. Never waits."""
+        self._messages.put(_Restored(step, time.time()))
+
     def stop(self, *, wait: bool = True) -> None:
         """Record that the run has ended. Idempotent.
 
@@ -161,10 +174,10 @@ class Recorder:
             self._thread.join(_STOP_S)
 
     def _run(self) -> None:
-        due, sealed = time.monotonic() + STATUS_S, list[SealedCheckpoint]()
+        due, events = time.monotonic() + STATUS_S, list[_Event]()
         is_over = False
         while not is_over:
-            wait_s = _SETTLE_S if sealed else max(due - time.monotonic(), 0.0)
+            wait_s = _SETTLE_S if events else max(due - time.monotonic(), 0.0)
             try:
                 message = self._messages.get(timeout=wait_s)
             except queue.Empty:
@@ -173,77 +186,93 @@ class Recorder:
                 if isinstance(message, _Called):
                     self._called_s += message.seconds
                 elif message is not None:
-                    sealed.append(message)
+                    events.append(message)
                 is_over = message is None
                 if not is_over and time.monotonic() < due:
                     continue
             is_due = is_over or time.monotonic() >= due
             try:
-                self._record(sealed, is_due=is_due, ended=is_over)
+                self._record(events, is_due=is_due, ended=is_over)
             except Exception as error:  # noqa: BLE001  (training goes on)
                 self._warn(error)
-            sealed = []
+            events = []
             if is_due:
                 due = time.monotonic() + STATUS_S
 
-    def _record(self, sealed: Sequence[SealedCheckpoint], *, is_due: bool, ended: bool) -> None:
+    def _record(self, events: Sequence[_Event], *, is_due: bool, ended: bool) -> None:
         """Look, and write what there is to write."""
         if self._inode is None or _inode_of(self._directory) != self._inode:
-            return  # the store has been moved, or is none of the local file system
+            return  # the store has been moved or removed
         look = self._look()
         if not look.has_begun:
             return
         try:
-            self._add_to_history(look, sealed, ended=ended)
+            if lines := [*self._lines(look, events, ended=ended)]:
+                add_lines(self._directory, lines)
         finally:  # a history that cannot be written does not hide the status
             if is_due:
                 write_status(self._directory, self._status(look, ended=ended))
 
-    def _add_to_history(
-        self, look: Look, sealed: Sequence[SealedCheckpoint], *, ended: bool
-    ) -> None:
-        now, at, lines = time.monotonic(), time.time(), list[dict[str, object]]()
-        if self._noted is None or look.step < self._step:
-            taken = int(look.totals["steps"]) if self._noted is None else 0
-            begun = max(look.step - taken, 0)
-            lines.append({"kind": "start", "at": self._started if taken else at, "step": begun})
-            if self._noted is None:
-                self._noted = now - (at - self._started), dict.fromkeys(look.totals, 0.0)
+    def _lines(
+        self, look: Look, events: Sequence[_Event], *, ended: bool
+    ) -> Iterator[dict[str, object]]:
+        """Yield new lines of the history."""
+        if self._noted is None:
+            age_s = time.time() - self._started
+            self._noted = time.monotonic() - age_s, dict.fromkeys(_GROWING, 0.0)
+            if not (events and isinstance(events[0], _Restored)):
+                begun = max(look.step - int(look.totals["steps"]), 0)
+                yield {"kind": "start", "at": self._started, "step": begun}
+        elif any(isinstance(event, _Restored) for event in events):
+            yield from self._steps_line(look, self._step)
+        sealed = [event for event in events if isinstance(event, SealedCheckpoint)]
+        for event in events:
+            if isinstance(event, _Restored):
+                yield {"kind": "start", "at": event.at, "step": event.step}
+                self._step = event.step
+            else:
+                yield self._checkpoint_line(event, look if event is sealed[-1] else None)
+        if look.step < self._step:  # other state has been loaded
+            yield {"kind": "start", "at": time.time(), "step": look.step}
         self._step = look.step
-        for number, one in enumerate(sealed, 1):
-            stall_s = self._stall_s(look) if number == len(sealed) else 0.0
-            done = replace(one, stall_s=stall_s)
-            self._checkpoints.append(done)
-            lines.append(
-                {
-                    "kind": "checkpoint",
-                    "at": done.at,
-                    "step": done.step,
-                    "bytes_written": done.bytes_written,
-                    "stall_s": round(done.stall_s, 6),
-                    "seal_s": round(done.seal_s, 6),
-                    "metrics": dict(done.metrics),
-                }
-            )
-        then, before = self._noted
-        if ended or now - then >= HISTORY_S:
-            grown = _growth(before, look.totals)
-            if grown["steps"] or grown["bytes_read"] or grown["bytes_written"]:
-                self._noted = now, look.totals
-                lines.append(
-                    {
-                        "kind": "steps",
-                        "at": at,
-                        "step": look.step,
-                        "elapsed_s": round(now - then, 3),
-                        "steps": int(grown["steps"]),
-                        "seconds": {name: round(grown[name], 6) for name in _PHASES},
-                        "read_bytes": int(grown["bytes_read"]),
-                        "written_bytes": int(grown["bytes_written"]),
-                    }
-                )
-        if lines:
-            add_lines(self._directory, lines)
+        if ended or time.monotonic() - self._noted[0] >= HISTORY_S:
+            yield from self._steps_line(look, look.step)
+
+    def _checkpoint_line(self, sealed: SealedCheckpoint, look: Look | None) -> dict[str, object]:
+        """Return a line, with the stalls since the last one; of several at once, the last has all.
+
+        Args:
+            sealed: The checkpoint.
+            look: Present totals, for the last of several checkpoints only.
+        """
+        done = sealed if look is None else replace(sealed, stall_s=self._stall_s(look))
+        self._checkpoints.append(done)
+        return {
+            "kind": "checkpoint",
+            "at": done.at,
+            "step": done.step,
+            "bytes_written": done.bytes_written,
+            "stall_s": round(done.stall_s, 6),
+            "seal_s": round(done.seal_s, 6),
+            "metrics": dict(done.metrics),
+        }
+
+    def _steps_line(self, look: Look, step: int) -> Iterator[dict[str, object]]:
+        """Yield a line about what happened since the last one, unless nothing did."""
+        now, (then, before) = time.monotonic(), self._noted or (0.0, {})
+        grown = _growth(before, look.totals)
+        if grown["steps"] or grown["bytes_read"] or grown["bytes_written"]:
+            self._noted = now, look.totals
+            yield {
+                "kind": "steps",
+                "at": time.time(),
+                "step": step,
+                "elapsed_s": round(now - then, 3),
+                "steps": int(grown["steps"]),
+                "seconds": {name: round(grown[name], 6) for name in _PHASES},
+                "read_bytes": int(grown["bytes_read"]),
+                "written_bytes": int(grown["bytes_written"]),
+            }
 
     def _stall_s(self, look: Look) -> float:
         """Return the seconds that training has waited for checkpoints since the last call."""
@@ -262,9 +291,9 @@ class Recorder:
             samples.popleft()
         if not samples:
             age_s = time.time() - self._started
-            samples.append((now - age_s, dict.fromkeys(look.totals, 0.0)))
+            samples.append((now - age_s, dict.fromkeys(_GROWING, 0.0)))
         then, before = samples[0]
-        samples.append((now, look.totals))
+        samples.append((now, {name: look.totals[name] for name in _GROWING}))
         return Status(
             at=time.time(),
             started=self._started,

@@ -69,7 +69,7 @@ class Status:
     """Number of optimizer steps of the present state."""
 
     totals: Mapping[str, float]
-    """Numbers of `Stats.scalars`, without a prefix: totals since the optimizer was made."""
+    """All numbers of `Stats` by name, and `Stats.drive_writes`."""
 
     recent_s: float
     """Length in seconds of the time that `recent` covers."""

@@ -89,6 +89,23 @@ def test_a_run_that_goes_on_says_where_it_began(tmp_path: Path) -> None:
     assert [line["step"] for line in of_kind(tmp_path, "checkpoint")] == [1, 2, 2]
 
 
+def test_a_run_that_goes_back_says_so_between_the_steps(tmp_path: Path) -> None:
+    with optimizer_in(tmp_path, keep=8) as optimizer:
+        for back_to in (1, 2, None):
+            for _ in range(2):
+                step(optimizer)
+                optimizer.checkpoint().result()
+            if back_to is not None:
+                optimizer.restore(back_to, discard_newer=True)
+    lines = [line for line in read_history(str(tmp_path)) if line["kind"] != "steps"]
+    assert [(line["kind"][:5], line["step"]) for line in lines] == [
+        *(("start", 0), ("check", 1), ("check", 2)),
+        *(("start", 1), ("check", 2), ("check", 3)),
+        *(("start", 2), ("check", 3), ("check", 4)),
+    ]
+    assert sum(line["steps"] for line in of_kind(tmp_path, "steps")) == 6
+
+
 def test_metrics_of_a_checkpoint_that_exists_are_another_line(tmp_path: Path) -> None:
     with optimizer_in(tmp_path) as optimizer:
         step(optimizer)
