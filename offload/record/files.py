@@ -80,7 +80,7 @@ def replace(path: str, data: bytes) -> None:
     beside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.new")
     with suppress(FileNotFoundError):
         os.unlink(beside)  # of a process that was killed
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o644)
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
     try:
         with open(descriptor, "wb") as file:
             file.write(data)
@@ -100,7 +100,7 @@ def append(path: str, data: bytes) -> int:
     Raises:
         OSError: The lines could not be written.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _FLAGS, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _FLAGS, 0o666)
     try:
         found = _require_regular(descriptor, path)
         if found.st_size and os.pread(descriptor, 1, found.st_size - 1) != b"\n":
