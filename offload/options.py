@@ -256,6 +256,12 @@ class Options:
     """Path of a Chrome trace to write when the optimizer is closed, with lanes for the training
     thread, updates, reads and writes. Perfetto can open it. None for no trace."""
 
+    record: bool = True
+    """Whether to leave two small files in the first directory for ``offload top`` and ``offload
+    report``: ``status.json``, replaced once a second, and ``history.jsonl``. A thread writes them,
+    on one rank for all; steps do nothing for it, and a failure is only logged. Nothing else depends
+    on these files. With a `backend` of your own there are none."""
+
     tier: Tier | str | None = None
     """Place to which sealed checkpoints are copied in the background, or the URL of the place. None
     copies nothing. With several ranks, each of them copies the part that it stores; give the same

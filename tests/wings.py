@@ -31,6 +31,7 @@ MAY_KNOW = {
     "store": _READERS | {"journal", "checkpoint"},
     "tiers": _READERS | {"journal", "checkpoint", "store"},  # of store: sealing a filled slot
     "sizing": {"gds", "errors", "units", "format", "options", "checkpoint"},  # no torch
+    "record": {"gds", "errors", "journal", "format"},  # no torch
     "device": {"torch", "gds", "format"},
     "update": _ARITHMETIC,
     "model": _ARITHMETIC | {"update", "checkpoint"},

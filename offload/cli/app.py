@@ -30,6 +30,7 @@ from offload.cli.options import (
 from offload.cli.retention import pin, prune, unpin
 from offload.cli.sizing import size_command
 from offload.cli.tiers import pull, push
+from offload.cli.top import top
 from offload.cli.usage import du
 from offload.cli.verify import verify
 from offload.errors import OffloadError
@@ -121,6 +122,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls,
     "show": show,
     "du": du,
+    "top": top,
     "verify": verify,
     "export": export,
     "import": import_,

@@ -155,6 +155,7 @@ class Seal(SealInFlight):
             written_bytes = self._model_bytes + self.slot.document_bytes
             seconds = time.perf_counter() - started
             self._meter.count_seal(written_bytes, seconds)
+            self.handle.bytes_written, self.handle.seal_s = written_bytes, seconds
             self._finish()
             # Freed now, because the thread that waits for the result may allocate as much memory
             # before this thread has ended.

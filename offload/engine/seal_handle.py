@@ -41,6 +41,10 @@ class SealHandle:
         """Number of optimizer steps after which the checkpoint was asked for."""
         self.was_raised = False
         """Whether the user has seen the error with which sealing has failed."""
+        self.bytes_written = 0
+        """Bytes that the seal wrote, known when it has ended; 0 if nothing had to be sealed."""
+        self.seal_s = 0.0
+        """Seconds that the seal took behind training, known when it has ended."""
         self._future: Pending[Checkpoint] = Pending()
         self._caller = threading.get_ident()
         self._is_awaited = False

@@ -18,6 +18,10 @@ and is then made anew."""
 RATES_NAME: Final = "placement.json"
 """Name of the file with measured rates of updates. The file may be removed at any time and is then
 made anew."""
+STATUS_NAME: Final = "status.json"
+HISTORY_NAME: Final = "history.jsonl"
+"""Names of the files that a run leaves for people, in the first directory only. They may be removed
+at any time."""
 PINS_NAME: Final = "pins"
 TIERS_NAME: Final = "tiers"
 """Name of the directory with records of uploads that have not ended. It may be removed at any time:

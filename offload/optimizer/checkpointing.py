@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +24,7 @@ from offload.format.metrics import take_metrics
 from offload.format.train_state import require_state
 from offload.journal import say
 from offload.optimizer.store_owner import StoreOwner
+from offload.record.recorder import Recorder
 from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import StateStore
@@ -79,6 +81,7 @@ class CheckpointingOptimizer(StoreOwner):
             with self._exclusive("checkpoint") as engine:
                 engine.fail_checkpoint(error)
             raise
+        began = time.perf_counter()
         with self._exclusive("checkpoint") as engine:
             try:
                 engine.store.keeping.warn_unranked(engine.num_steps, metrics or {})
@@ -90,6 +93,9 @@ class CheckpointingOptimizer(StoreOwner):
             handle = engine.checkpoint(self.param_groups, train_state, checked)
         if self._uploads is not None and self.upload_sealed:
             handle.when_sealed(self._uploads.offer)
+        if self._recorder is not None:
+            self._recorder.called(time.perf_counter() - began)
+            handle.when_sealed(partial(_record, self._recorder, handle))
         return handle
 
     def restore(
@@ -176,6 +182,8 @@ class CheckpointingOptimizer(StoreOwner):
             self._uploads.offer(found, restored=True)  # its upload may have been interrupted
         if found is not None:
             say_resumed(self._live_engine(), found.step, found.path)
+            if self._recorder is not None:
+                self._recorder.restored(found.step)
         return found
 
     def pin(self, name: str, checkpoint: CheckpointName | None = None) -> None:
@@ -300,6 +308,15 @@ class CheckpointingOptimizer(StoreOwner):
         """Wait for all transfers, and any step or seal in flight, and raise their errors."""
         with self._exclusive("synchronize") as engine:
             engine.synchronize()
+
+
+def _record(recorder: Recorder, handle: SealHandle, sealed: Checkpoint) -> None:
+    recorder.sealed(
+        sealed.step,
+        bytes_written=handle.bytes_written,
+        seal_s=handle.seal_s,
+        metrics=sealed.metrics,
+    )
 
 
 def _which(checkpoint: CheckpointName | None) -> int | str | None:

@@ -30,6 +30,7 @@ from offload.format._manifest_fields import encode_group, without_numpy
 from offload.model.parameters import check_given_once, check_iterable, describe_parameters
 from offload.model.process_groups import ProcessGroup, are_several
 from offload.optimizer.checkpointing import CheckpointingOptimizer, say_resumed
+from offload.optimizer.recording import start_recorder
 from offload.optimizer.store_owner import close_left_open, close_quietly
 from offload.options import Options
 from offload.overlap import require_possible, strategy_for
@@ -138,6 +139,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             require_possible(options.overlap, model, several=several)
         self._engine = None
         self._uploads = None
+        self._recorder = None
         self._materialized: MaterializedState | None = None
         self._running = ""
         on_device = options.placement == "device"
@@ -190,7 +192,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             try:
                 engine = Engine(state, strategy(state))
                 engine.require_space(self.param_groups)
-                uploads = self._open_tier(options, retention, engine, ranks.serving())
+                serving = ranks.serving()
+                uploads = self._open_tier(options, retention, engine, serving)
             except BaseException as error:
                 ranks.close(error)  # before the state leaves them without a reason
                 state.close()
@@ -200,6 +203,9 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             weakref.finalize(self, uploads.stop)
         # A garbage-collected optimizer releases its store, without reporting on its last seal.
         self._finalizer = weakref.finalize(self, close_quietly, engine)
+        self._recorder = start_recorder(options, engine, uploads, serving)
+        if self._recorder is not None:
+            weakref.finalize(self, self._recorder.stop, wait=False)
         optimizer = weakref.ref(self)
         engine.strategy.attach(lambda: getattr(optimizer(), "param_groups", None))
 

@@ -21,6 +21,7 @@ from offload.ambient import in_neutral, neutral
 from offload.engine.engine import Engine
 from offload.errors import OffloadError
 from offload.interactive import html_table, names_to_offer
+from offload.record.recorder import Recorder
 from offload.tiers.background import BackgroundUploads
 from offload.tiers.rank_uploads import FollowingUploads
 from offload.units import count
@@ -49,6 +50,9 @@ class StoreOwner(torch.optim.Optimizer):
     _uploads: BackgroundUploads | FollowingUploads | None
     """Uploads of checkpoints to a tier; None if there is no tier."""
 
+    _recorder: Recorder | None
+    """Recorder of the run for `offload top`; None if nothing is recorded."""
+
     _finish_s: float
     """Longest time in seconds that `close` waits for uploads."""
 
@@ -62,8 +66,11 @@ class StoreOwner(torch.optim.Optimizer):
             SealError: The last checkpoint could not be sealed.
         """
         if self._engine is not None:
-            with self._exclusive("close") as engine:
-                engine.close()
+            try:
+                with self._exclusive("close") as engine:
+                    engine.close()
+            finally:
+                self._stop_recording()
             self._finalizer.detach()
         if self._uploads is not None:
             self._uploads.wait(self._finish_s)
@@ -111,6 +118,7 @@ class StoreOwner(torch.optim.Optimizer):
             self.close()
         elif self._engine is not None:
             close_quietly(self._engine)  # the error that is being raised says more
+            self._stop_recording()
             if self._uploads is not None:
                 self._uploads.stop()
 
@@ -123,6 +131,12 @@ class StoreOwner(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         self.__getstate__()
+
+    def _stop_recording(self) -> None:
+        """Record the end of the run, unless `close` was interrupted and will be called again."""
+        engine, recorder = self._engine, self._recorder
+        if recorder is not None and engine is not None and engine.state.lifecycle.is_over:
+            recorder.stop()
 
     @contextmanager
     def _exclusive(self, name: str) -> Iterator[Engine]:

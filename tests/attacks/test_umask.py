@@ -67,6 +67,7 @@ def test_everything_in_a_store_has_the_umask(mask: int, tmp_path: Path) -> None:
         seen |= modes(tmp_path / "new")
     names = {Path(path).name for path in seen}
     expected = {"LOCK", "store.json", "part.json", "manifest.json", "calibration.json", "part-1"}
+    expected |= {"status.json", "history.jsonl"}
     assert expected <= names
     assert {"model.safetensors", "train_state.safetensors", "exp_avg.safetensors"} <= names
     for path, (mode, is_directory) in seen.items():

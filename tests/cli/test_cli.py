@@ -207,12 +207,15 @@ def test_python_runs_the_package_as_the_command(arguments: list[str], code: int,
     assert said in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("command", ["--help", "du", "ls", "prune", "show", "size", "verify"])
+@pytest.mark.parametrize(
+    "command", ["--help", "du", "ls", "prune", "show", "size", "top", "verify"]
+)
 def test_commands_that_look_at_stores_import_neither_torch_nor_numpy(
     trained: Path, command: str
 ) -> None:
     arguments = ["--help"] if command == "--help" else [command, str(trained)]
     arguments += ["--keep", "2", "--dry-run"] if command == "prune" else []
+    arguments += ["--once"] if command == "top" else []
     program = f"""
 import sys
 from offload.cli import main

@@ -195,7 +195,8 @@ def test_prune_removes_what_crashes_have_left_behind(run: Run, store: Path) -> N
     code, out, _ = run("prune", store, "--keep", "1")
     assert code == 0
     assert sorted(p.name for p in store.iterdir()) == [
-        "LOCK", "pins", "step-00000003", "step-00000004", "step-00000006",
+        "LOCK", "history.jsonl", "pins", "status.json",
+        "step-00000003", "step-00000004", "step-00000006",
     ]  # fmt: skip
     assert [p.name for p in (store / "pins").iterdir()] == ["mine"]
     assert f"{store}/.slot-1: removed" in out

@@ -67,6 +67,7 @@ def test_killed_at_random_moments(
     assert all(earlier <= later for earlier, later in pairwise(restored))
     assert len(set(restored)) > num_kills // 10, "the run must have got on between the kills"
     first, *others = result["left"]
+    first = [name for name in first if not name.strip(".").startswith(("status.", "history."))]
     assert len(first) <= 1 + (drives > 1) + keep + 1, "LOCK, store.json, and keep + 1 slots"
     assert all(len(other) <= 1 + keep + 1 for other in others), "LOCK, and a part of each slot"
 
