@@ -148,7 +148,7 @@ def test_a_run_says_where_its_time_went_and_what_would_help(run: Run, store: Pat
     assert "a step would take 1.400 s instead of 2.000 s" in page.text
     assert 'Options(overlap="forward")' in page.text
     assert "fewer checkpoints" not in page.text
-    assert "steps 0 to 20" in page.text
+    assert "steps 0 to 20, from " in page.text
     assert stretches(page) == [(0, 10), (10, 20)]
     assert losses(page) == {**LOSSES, 10: 2.5, 20: 2.0}
     assert "20 2027-01-15 08:01 recycled 1.00 GiB 200.0 ms 1.500 s 2" in page.text
@@ -177,6 +177,7 @@ def test_a_store_without_a_history_gets_a_report_of_its_checkpoints(run: Run, st
     assert "Where the time went is not known" in page.text
     assert page.text.count("complete") == 2
     assert "What would make it faster" not in page.text
+    assert "training waited" not in page.text
 
 
 @pytest.mark.parametrize("says_start", [True, False], ids=["start lines", "no start lines"])
@@ -361,10 +362,21 @@ def test_what_is_no_store_and_no_history_is_refused(run: Run, store: Path) -> No
     assert "cannot be read (not a regular file): make it readable, or remove it" in err
 
 
-def test_the_command_runs_as_a_process(store: Path) -> None:
+def test_the_command_runs_as_a_process_and_loads_neither_torch_nor_numpy(store: Path) -> None:
     write(store, steps(10, 10))
-    command = [sys.executable, "-m", "offload", "report", str(store), "-o", "/dev/stdout"]
+    program = f"""
+import sys
+from offload.cli import main
+sys.argv = ["offload", "report", {str(store)!r}, "-o", "/dev/stdout"]
+try:
+    main()
+finally:
+    print("heavy:", sorted({{"torch", "numpy"}} & set(sys.modules)))
+"""
+    command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     page, end, said = done.stdout.partition("</html>\n")
     assert stretches(Page(page + end)) == [(0, 10)]
-    assert "10 recorded steps" in said
+    assert said == (
+        "/dev/stdout: 2 checkpoints, 10 recorded steps; open it in a browser\nheavy: []\n"
+    )

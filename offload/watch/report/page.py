@@ -72,7 +72,10 @@ def _subtitle(run: Run) -> str:
     first, last = run.steps
     times = [entry.at for entry in run.entries if entry.at]
     times += [one.at for one in run.history.stretches]
-    when = f" from {_moment(min(times))} to {_moment(max(times))} UTC" if times else ""
+    when = ""
+    if times:
+        begun, ended = _moment(min(times)), _moment(max(times))
+        when = f", at {begun} UTC" if begun == ended else f", from {begun} to {ended} UTC"
     return f"{_text(run.store)}: steps {first:,} to {last:,}{when}"
 
 
@@ -210,9 +213,11 @@ def _checkpoints(run: Run) -> str:
     shown = [*kept[-_MAX_ROWS:], *gone[max(len(gone) - room, 0) :]]
     shown.sort(key=lambda entry: -entry.step)
     names = run.metrics[:_MAX_METRIC_COLUMNS]
-    heads = ["step", "sealed (UTC)", "in the store", "size", "written", "training waited"]
-    heads += ["seal took", *map(_text, names)]
-    rows = "".join(f"<tr>{_row(entry, names)}</tr>" for entry in shown)
+    heads = ["step", "sealed (UTC)", "in the store", "size"]
+    heads += ["written", "training waited", "seal took"] if run.history.seals else []
+    heads += map(_text, names)
+    has_seals = bool(run.history.seals)
+    rows = "".join(f"<tr>{_row(entry, names, has_seals=has_seals)}</tr>" for entry in shown)
     left_out = len(run.entries) - len(shown)
     more = (
         f'<p class="muted">{many(left_out, "more checkpoint")} not shown.</p>' if left_out else ""
@@ -223,7 +228,7 @@ def _checkpoints(run: Run) -> str:
     return f"<section><h2>Checkpoints, newest first</h2>{body}</section>"
 
 
-def _row(entry: Entry, names: Sequence[str]) -> str:
+def _row(entry: Entry, names: Sequence[str], *, has_seals: bool) -> str:
     seal, kept = entry.seal, entry.kept
     state = ("complete" if kept.valid else "not usable") if kept else "recycled"
     pins = f", pinned: {', '.join(kept.pins)}" if kept and kept.pins else ""
@@ -232,10 +237,13 @@ def _row(entry: Entry, names: Sequence[str]) -> str:
         f"<td>{_moment(entry.at) if entry.at else ''}</td>",
         f"<td{'' if kept else ' class=gone'}>{state}{_text(pins)}</td>",
         f"<td>{size(kept.bytes) if kept and kept.valid else ''}</td>",
-        f"<td>{size(seal.bytes_written) if seal else ''}</td>",
-        f"<td>{duration(seal.stall_s) if seal else ''}</td>",
-        f"<td>{duration(seal.seal_s) if seal else ''}</td>",
     ]
+    if has_seals:
+        cells += [
+            f"<td>{size(seal.bytes_written) if seal else ''}</td>",
+            f"<td>{duration(seal.stall_s) if seal else ''}</td>",
+            f"<td>{duration(seal.seal_s) if seal else ''}</td>",
+        ]
     values = (entry.metrics.get(name) for name in names)
     cells += [f"<td>{'' if value is None else f'{value:.5g}'}</td>" for value in values]
     return "".join(cells)
