@@ -94,7 +94,7 @@ class History:
     """By rising step, at most one for each step."""
 
     resumed_at: list[int]
-    """Steps from which the run went on after later steps had been lost, by rising step."""
+    """Steps from which later processes went on, by rising step, as far as that is known."""
 
     num_unreadable: int
     """Number of lines that were left out because they are not what a writer writes."""
@@ -184,7 +184,7 @@ class _Reader:
         self.stretches: list[tuple[int, Stretch]] = []
         self.seals: list[tuple[int, Seal]] = []
         self.resumed_at: list[int] = []
-        self._has_gone_back = False
+        self._has_gone_on = False
         self._started = math.inf
         """Number of the last ``start`` line."""
 
@@ -196,13 +196,17 @@ class _Reader:
         """
         match line["kind"]:
             case "start":
-                self._started = number
-                self._go_back(_count(line["step"]), number)
-                self._mark(_count(line["step"]))
+                self._take_start(number, _count(line["step"]))
             case "steps":
                 self._take_stretch(number, _stretch(line))
             case "checkpoint":
                 self._take_seal(number, _seal(line))
+
+    def _take_start(self, number: int, step: int) -> None:
+        self._started = number
+        self._go_back(step, number)
+        self._has_gone_on |= step > 0
+        self._mark(step)
 
     def _take_stretch(self, number: int, stretch: Stretch) -> None:
         if self.stretches and self.stretches[-1][1].step > stretch.start:
@@ -225,12 +229,12 @@ class _Reader:
         num_before = len(self.stretches) + len(self.seals)
         _forget(self.stretches, step, last_number)
         _forget(self.seals, step, last_number)
-        self._has_gone_back |= len(self.stretches) + len(self.seals) < num_before
+        self._has_gone_on |= len(self.stretches) + len(self.seals) < num_before
 
     def _mark(self, step: int) -> None:
-        """Remember the step from which the run has gone on, if it has gone back."""
-        if self._has_gone_back:
-            self._has_gone_back = False
+        """Remember the step from which a later process has gone on, if this is one."""
+        if self._has_gone_on:
+            self._has_gone_on = False
             while self.resumed_at and self.resumed_at[-1] >= step:
                 self.resumed_at.pop()
             self.resumed_at.append(step)

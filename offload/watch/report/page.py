@@ -32,7 +32,7 @@ _NO_METRICS = (
 
 
 def render(run: Run) -> str:
-    """Return the report as one HTML document, of a few hundred KB at most for any run.
+    """Return the report as one HTML document: some 200 KB, and a few MB for any file.
 
     Its text is plain ASCII or valid Unicode, so that it can be encoded in UTF-8.
     """
@@ -256,8 +256,8 @@ def _notes(run: Run) -> str:
     ]
     if resumes := [f"{step:,}" for step in _resumes(run)]:
         notes.append(
-            f"The run went on from step {', '.join(resumes)} after later steps had been lost; "
-            "steps that were taken again are counted once."
+            f"Dashed lines: later processes went on from step {', '.join(resumes)}. Steps that "
+            "they took again are counted once."
         )
     if history.num_unreadable:
         lines = many(history.num_unreadable, "line")

@@ -92,7 +92,7 @@ def _entry(step: int, seal: Seal | None, kept: CheckpointInfo | None) -> Entry:
     metrics = dict(kept.metrics) if kept else {}
     at = seal.at if seal else 0.0
     if kept and not seal:
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             at = datetime.fromisoformat(kept.created).timestamp()
     return Entry(step, at, metrics or (seal.metrics if seal else {}), seal, kept)
 
