@@ -55,7 +55,12 @@ MAY_KNOW["classes"] = MAY_KNOW["grad_scaler"] = BELOW_ENGINE | {"optimizer"}
 MAY_KNOW["__init__"] = BELOW_ENGINE | {"engine", "optimizer", "classes", "grad_scaler"}
 MAY_KNOW["integrations"] = {"torch", "errors", "__init__"}
 MAY_KNOW["demo"] = {"torch", "errors", "units", "__init__"}
-MAY_KNOW["cli"] = BELOW_ENGINE - {"device", "update", "model", "stream"} | {"demo", "__init__"}
+MAY_KNOW["watch"] = {"errors", "units", "format", "checkpoint"}  # no torch
+MAY_KNOW["cli"] = BELOW_ENGINE - {"device", "update", "model", "stream"} | {
+    "demo",
+    "watch",
+    "__init__",
+}
 
 GDS_MAY_KNOW: dict[str, set[str]] = {
     "libc": set(),

@@ -27,6 +27,7 @@ from offload.cli.options import (
     print_json,
     tree_bytes,
 )
+from offload.cli.report import report
 from offload.cli.retention import pin, prune, unpin
 from offload.cli.sizing import size_command
 from offload.cli.tiers import pull, push
@@ -124,6 +125,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "du": du,
     "top": top,
     "verify": verify,
+    "report": report,
     "export": export,
     "import": import_,
     "prune": prune,
