@@ -55,10 +55,10 @@ MAY_KNOW["classes"] = MAY_KNOW["grad_scaler"] = BELOW_ENGINE | {"optimizer"}
 MAY_KNOW["__init__"] = BELOW_ENGINE | {"engine", "optimizer", "classes", "grad_scaler"}
 MAY_KNOW["integrations"] = {"torch", "errors", "__init__"}
 MAY_KNOW["demo"] = {"torch", "errors", "units", "__init__"}
-MAY_KNOW["watch"] = {"errors", "units", "format", "checkpoint"}  # no torch
+MAY_KNOW["report"] = {"errors", "units", "format", "checkpoint", "record"}  # no torch
 MAY_KNOW["cli"] = BELOW_ENGINE - {"device", "update", "model", "stream"} | {
     "demo",
-    "watch",
+    "report",
     "__init__",
 }
 

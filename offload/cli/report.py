@@ -26,7 +26,7 @@ def report(
     It says where the time went, and what would make the run faster. The file needs no server and no
     network. A file of that name is replaced. The store may be in use.
     """
-    from offload.watch.report import look_back, render
+    from offload.report import look_back, render
 
     run = look_back(store, parts=part or None)
     name = os.path.basename(run.store) or "store"

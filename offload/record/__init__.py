@@ -5,8 +5,8 @@ engine: it is given a function that says what to record. Nothing that a store ne
 two files, which are never synced, and may be removed at any time.
 """
 
-from offload.record.history import read_history
+from offload.record.history import read_lines
 from offload.record.recorder import Look, Recorder
 from offload.record.status import read_status
 
-__all__ = ["Look", "Recorder", "read_history", "read_status"]
+__all__ = ["Look", "Recorder", "read_lines", "read_status"]

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from offload.format.names import HISTORY_NAME
 from offload.format.strict_json import parse_json
-from offload.record.files import append, read_regular, replace, require_directory
+from offload.record.files import append, read_regular, replace
 
 MAX_BYTES: Final = 8 << 20
 """Size of a history in bytes from which on it is thinned by half."""
@@ -38,18 +38,19 @@ Line = dict[str, Any]
 """One line of a history."""
 
 
-def read_history(directory: str) -> list[Line]:
-    """Return the lines of a store's history, oldest first.
+def read_lines(directory: str) -> tuple[list[Line], int]:
+    """Return the lines of a store's history, oldest first, and the number of unreadable ones.
 
-    Lines that are torn, or not of the form that a run writes, are left out. Every line that is
-    returned has a ``kind`` that is text, a finite ``at``, and a ``step`` that is an int from 0;
-    other keys are for the caller to check.
+    A torn last line, which a killed process has left, is neither. Every line that is returned has a
+    ``kind`` that is text, a finite ``at``, and a ``step`` that is an int from 0; other keys are for
+    the caller to check. No history is one without lines.
 
     Raises:
-        StoreError: There is no history, or it cannot be read. The message says so in one line.
+        StoreError: The history cannot be read, or no run has written it. The message says so in one
+            line.
     """
-    require_directory(directory)
-    return _parse(read_regular(os.path.join(directory, HISTORY_NAME), _MOST_READ_BYTES))
+    path = os.path.join(directory, HISTORY_NAME)
+    return _parse(read_regular(path, _MOST_READ_BYTES)) if os.path.lexists(path) else ([], 0)
 
 
 def add_lines(directory: str, lines: Sequence[Mapping[str, object]]) -> None:
@@ -68,7 +69,7 @@ def thin(path: str) -> None:
 
     The newest lines stay as they are. Raises `OSError` if the file cannot be read or replaced.
     """
-    lines = _parse(read_regular(path, _MOST_READ_BYTES))
+    lines, _ = _parse(read_regular(path, _MOST_READ_BYTES))
     data = _encode(halved(lines))
     if len(data) > MAX_BYTES * 3 // 4:  # not lines that can be halved
         data = data[-MAX_BYTES // 2 :].partition(b"\n")[2]
@@ -124,21 +125,27 @@ def _encode(lines: Sequence[Mapping[str, object]]) -> bytes:
     )
 
 
-def _parse(data: bytes) -> list[Line]:
-    found = []
+def _parse(data: bytes) -> tuple[list[Line], int]:
+    found, num_unreadable = [], 0
     for text in io.BytesIO(data):
-        if len(text) > _MOST_LINE_BYTES:
-            continue
         try:
+            if len(text) > _MOST_LINE_BYTES:
+                raise ValueError("a line of this length is never written")
             line = parse_json(text, max_values=_MOST_LINE_VALUES)
+            if not _is_line(line):
+                raise ValueError("not what a run writes")
         except ValueError:
-            continue
-        if (
-            isinstance(line, dict)
-            and isinstance(line.get("kind"), str)
-            and _is_number(line.get("at"))
-            and type(line.get("step")) is int
-            and line["step"] >= 0
-        ):
+            num_unreadable += bool(text.strip()) and text.endswith(b"\n")
+        else:
             found.append(line)
-    return found
+    return found, num_unreadable
+
+
+def _is_line(line: object) -> bool:
+    return (
+        isinstance(line, dict)
+        and isinstance(line.get("kind"), str)
+        and _is_number(line.get("at"))
+        and type(line.get("step")) is int
+        and line["step"] >= 0
+    )

@@ -234,7 +234,7 @@ MARKUP = "<img src=x onerror=alert(1)></script><script>"
 HOSTILE = [
     json.dumps(sealed(30, metrics={"loss" + MARKUP: 1.0, "\u202etxet\ud800": 1.0})),
     json.dumps(steps(30, 10, seconds={"step_s": 20.0, "wait_" + MARKUP: 9.0, "\x1b]2;": 9.0})),
-    '{"kind": "later", "anything": 1}',
+    '{"kind": "later", "at": 1.8e9, "step": 30, "anything": 1}',
 ]
 DROPPED = [
     json.dumps(steps(40, 10, seconds={"step_s": float("nan")})),
@@ -359,7 +359,7 @@ def test_what_is_no_store_and_no_history_is_refused(run: Run, store: Path) -> No
     os.mkfifo(store / "history.jsonl")
     code, _, err = run("report", store, "-o", os.devnull)
     assert (code, err.count("\n")) == (1, 1)
-    assert "cannot be read (not a regular file): make it readable, or remove it" in err
+    assert "this is a FIFO, and no run has written it: remove it" in err
 
 
 def test_the_command_runs_as_a_process_and_loads_neither_torch_nor_numpy(store: Path) -> None:

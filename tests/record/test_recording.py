@@ -17,7 +17,7 @@ import torch
 
 from gds import PosixBackend
 from offload import OffloadedOptimizer, list_checkpoints
-from offload.record import read_history, read_status
+from offload.record import read_lines, read_status
 from offload.record.history import MAX_BYTES, add_lines
 from tests.dying import dying
 from tests.eventually import eventually
@@ -43,7 +43,7 @@ def trained(store: Path, *, seals: int = 2, **arguments: Any) -> None:
 
 
 def of_kind(store: Path, kind: str) -> list[dict[str, Any]]:
-    return [line for line in read_history(str(store)) if line["kind"] == kind]
+    return [line for line in read_lines(str(store))[0] if line["kind"] == kind]
 
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     assert (status.ended, status.step, status.ranks, status.pid) == (True, 2, 1, os.getpid())
     assert status.totals["steps"] == status.recent["steps"] == 2
     assert [one.step for one in status.checkpoints] == [1, 2]
-    start, *checkpoints, steps = read_history(str(tmp_path))
+    start, *checkpoints, steps = read_lines(str(tmp_path))[0]
     assert (start["kind"], start["step"]) == ("start", 0)
     for number, line in enumerate(checkpoints, 1):
         assert line.keys() == {
@@ -97,7 +97,7 @@ def test_a_run_that_goes_back_says_so_between_the_steps(tmp_path: Path) -> None:
                 optimizer.checkpoint().result()
             if back_to is not None:
                 optimizer.restore(back_to, discard_newer=True)
-    lines = [line for line in read_history(str(tmp_path)) if line["kind"] != "steps"]
+    lines = [line for line in read_lines(str(tmp_path))[0] if line["kind"] != "steps"]
     assert [(line["kind"][:5], line["step"]) for line in lines] == [
         *(("start", 0), ("check", 1), ("check", 2)),
         *(("start", 1), ("check", 2), ("check", 3)),
@@ -142,11 +142,11 @@ def test_readers_of_the_store_do_not_see_the_files(tmp_path: Path) -> None:
 
 def test_a_torn_line_is_left_behind(tmp_path: Path) -> None:
     trained(tmp_path)
-    before = read_history(str(tmp_path))
+    before = read_lines(str(tmp_path))[0]
     with (tmp_path / "history.jsonl").open("ab") as file:
         file.write(b'{"kind":"checkpoint","at":1')
     trained(tmp_path)
-    after = read_history(str(tmp_path))
+    after = read_lines(str(tmp_path))[0]
     assert after[: len(before)] == before
     assert [line["kind"] for line in after[len(before) :]] == [
         *("start", "checkpoint", "checkpoint", "steps")
@@ -160,7 +160,7 @@ def test_a_copy_by_hard_links_stays_as_it_is(tmp_path: Path) -> None:
     before = [(tmp_path / "copy" / name).read_bytes() for name in names]
     trained(tmp_path / "run")
     assert [(tmp_path / "copy" / name).read_bytes() for name in names] == before
-    assert len(read_history(str(tmp_path / "run"))) > len(read_history(str(tmp_path / "copy")))
+    assert len(read_lines(str(tmp_path / "run"))[0]) > len(read_lines(str(tmp_path / "copy"))[0])
 
 
 def link_elsewhere(path: Path) -> None:

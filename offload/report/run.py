@@ -12,8 +12,8 @@ from datetime import datetime
 from offload.checkpoint.file_check import PartDirectories
 from offload.checkpoint.listing import CheckpointInfo, list_checkpoints
 from offload.format.metrics import describes_the_run
-from offload.watch.history_reading import History, Seal, Stretch, read_history
-from offload.watch.report.phases import Totals, totals_of
+from offload.report.history import History, Seal, Stretch, read_history
+from offload.report.phases import Totals, totals_of
 
 _MAX_METRICS = 8
 """Largest number of metrics that are drawn."""

@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from html import escape
 from statistics import median
 
+from offload.report.charts import Chart, Column
+from offload.report.findings import what_would_help, where_the_time_went
+from offload.report.history import Stretch
+from offload.report.phases import REST, TITLES, phases_of, title_of
+from offload.report.run import Entry, Run, merged
+from offload.report.style import STYLE
 from offload.units import duration, many, rate, size
-from offload.watch.history_reading import Stretch
-from offload.watch.report.charts import Chart, Column
-from offload.watch.report.findings import what_would_help, where_the_time_went
-from offload.watch.report.phases import REST, TITLES, phases_of, title_of
-from offload.watch.report.run import Entry, Run, merged
-from offload.watch.report.style import STYLE
 
 _MAX_COLUMNS = 340
 """Largest number of stretches of steps that are drawn: two points of the screen for each."""

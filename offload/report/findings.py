@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 
+from offload.report.phases import Totals, title_of
+from offload.report.run import Run
 from offload.units import duration
-from offload.watch.report.phases import Totals, title_of
-from offload.watch.report.run import Run
 
 _SHOWN = 0.01
 """Smallest fraction of the time that is worth a word."""

@@ -1,33 +1,18 @@
-"""Reader of ``history.jsonl``, which a training process leaves in the first directory of its store.
+"""The history of a run with every step once: lines of `offload.record.history`, checked and joined.
 
-Every line is a JSON object with a ``kind``: ``checkpoint`` is written after each seal, ``steps``
-about every 30 seconds, with the totals since the last such line, and ``start`` by a process that
-begins to train. The file is never synced and anybody may have edited it: what does not look like
-such a line is left out.
+Anybody may have edited the file: lines that are not as a training process writes them are left out.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from offload.errors import UnreadableError
 from offload.format.metrics import MAX_METRICS, MAX_NAME_CHARACTERS
-from offload.format.strict_json import parse_json
+from offload.record.history import read_lines
 
-HISTORY_NAME: Final = "history.jsonl"
-"""Name of the file. It may be removed at any time."""
-
-_MAX_BYTES = 16 << 20
-"""Largest number of bytes that is read, from the end of the file. A writer thins it at 8 MiB."""
-
-_MAX_LINE_BYTES = 1 << 16
-_MAX_LINE_VALUES = 1000
 _MAX_PHASES = 24
 _MAX_COUNT: Final = 2.0**53
 _MAX_METRIC: Final = 1e300
@@ -100,75 +85,31 @@ class History:
     """Number of lines that were left out because they are not what a writer writes."""
 
 
-def read_history(store: str | os.PathLike[str]) -> History:
+def read_history(store: str) -> History:
     """Return the history of a store; an empty one if there is none.
 
     A run that was killed takes some steps again. Of the lines about the same step, the last ones
-    count. A torn last line is left out, and so is every line with a value that is no finite number
-    of a sensible size. Time and memory are bounded, whatever the file is.
+    count.
 
     Args:
         store: First directory of the store.
 
     Raises:
-        UnreadableError: The file is there and cannot be read, or it is not a regular file.
+        StoreError: The file is there and cannot be read, or no run has written it.
     """
-    content = _tail(os.path.join(os.fsdecode(store), HISTORY_NAME))
+    lines, num_unreadable = read_lines(store)
     reader = _Reader()
-    num_unreadable = 0
-    for number, line in enumerate(io.BytesIO(content)):
-        if not line.strip():
-            continue
+    for number, line in enumerate(lines):
         try:
-            reader.take(number, _parsed(line))
+            reader.take(number, line)
         except (ValueError, KeyError, TypeError, AttributeError):
-            num_unreadable += line.endswith(b"\n")  # else its writer was killed
+            num_unreadable += 1
     return History(
         [stretch for _, stretch in reader.stretches],
         [seal for _, seal in reader.seals],
         reader.resumed_at,
         num_unreadable,
     )
-
-
-def _tail(path: str) -> bytes:
-    """Return the end of a file from the beginning of a line on; nothing if there is no file."""
-    try:
-        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise _unreadable(path, 0, "not a regular file")
-            skipped = file.seek(max(0, status.st_size - _MAX_BYTES))
-            content = file.read(_MAX_BYTES)
-    except FileNotFoundError:
-        return b""
-    except UnreadableError:
-        raise
-    except OSError as error:
-        raise _unreadable(path, error.errno or 0, error.strerror) from error
-    return content.partition(b"\n")[2] if skipped else content
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for the writer of a pipe in its place."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _unreadable(path: str, number: int, why: str | None) -> UnreadableError:
-    return UnreadableError(
-        number,
-        f"the history of the run cannot be read ({why}): make it readable, or remove it",
-        path,
-    )
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    if len(line) > _MAX_LINE_BYTES:
-        raise ValueError("a line of this length is never written")
-    value = parse_json(line, max_values=_MAX_LINE_VALUES)
-    if not isinstance(value, dict):
-        raise TypeError("not an object")
-    return value
 
 
 class _Reader:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from offload.watch.history_reading import Stretch
+from offload.report.history import Stretch
 
 TITLES: Final = {
     "compute": "updating",
