@@ -135,6 +135,10 @@ class RanksError(OffloadError, RuntimeError):
     """The ranks that train into one store do not agree, or one of them failed or gives no sign."""
 
 
+class NearError(OffloadError, ConnectionError):
+    """The server that updates next to the drives, or its client, is lost or cannot be used."""
+
+
 class TierError(OffloadError, _SaysAllError):
     """A tier cannot be used as asked. The message says what to do."""
 

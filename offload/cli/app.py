@@ -29,6 +29,7 @@ from offload.cli.options import (
 )
 from offload.cli.report import report
 from offload.cli.retention import pin, prune, unpin
+from offload.cli.serve import serve
 from offload.cli.sizing import size_command
 from offload.cli.tiers import pull, push
 from offload.cli.top import top
@@ -123,6 +124,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "ls": ls,
     "show": show,
     "du": du,
+    "serve": serve,
     "top": top,
     "verify": verify,
     "report": report,

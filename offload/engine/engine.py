@@ -7,25 +7,30 @@ steps are taken. This module only coordinates the two.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from offload.ambient import in_neutral
 from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.listing import CheckpointInfo, info_of
+from offload.checkpoint.reading import directories_of_parts
 from offload.engine.matching import has_same_model
-from offload.engine.reference import Position
+from offload.engine.reference import Position, find_sealed
 from offload.engine.resume import restore, resume
 from offload.engine.seal_handle import SealHandle
+from offload.engine.state_dict import load_reference, load_tensors, materialize
 from offload.engine.stats import Stats, collect_stats
 from offload.engine.stepping import Metrics, StepStrategy, move_state
 from offload.engine.training_state import Groups, TrainingState
 from offload.errors import BrokenOptimizerError
+from offload.exchange.torch_dicts import MaterializedState
 from offload.format.layout import Layout
 from offload.format.manifest import encode_group
 from offload.format.train_state import EncodedState, encode
 from offload.format.unreadable import as_unreadable
+from offload.retention.pins import FoundPins
 from offload.store.opening import StoredCheckpoint
 from offload.store.state_store import FrozenSpace, StateSlot, StateStore
 from offload.store.store_errors import NOTHING_CHANGED
@@ -355,6 +360,37 @@ class Engine:
         self.state.ranks.require_same("unpin()", f"the pin {name!r}")
         self.store.keeping.unpin(name)
 
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Return the usable checkpoints of the store; see `OffloadedOptimizer.checkpoints`."""
+        store = self.open_store()
+        pins = store.keeping.pins()
+        return [_info(store, checkpoint, pins) for checkpoint in store.keeping.current]
+
+    def pins(self) -> dict[str, str]:
+        """Return the path of the checkpoint of each pin, by name; see `OffloadedOptimizer.pins`."""
+        store = self.open_store()
+        return {
+            pin.name: f"{store.directory}/{pin.checkpoint}" for pin in store.keeping.pins().pins
+        }
+
+    def find(self, wanted: Position) -> CheckpointInfo:
+        """Return the checkpoint that a reference names; see `OffloadedOptimizer.find`."""
+        present = self.position
+        store = self.open_store()
+        return _info(store, find_sealed(store, wanted, present), store.keeping.pins())
+
+    def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
+        """Load a reference; see `OffloadedOptimizer.load_state_dict`."""
+        load_reference(self, groups, reference)
+
+    def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict of torch; see `OffloadedOptimizer.load_state_dict`. Collective."""
+        load_tensors(self, groups, state_dict)
+
+    def materialize(self, groups: Groups) -> MaterializedState:
+        """Read the present state into memory; see `OffloadedOptimizer.materialized`."""
+        return materialize(self, groups)
+
     def synchronize(self) -> None:
         """Wait until every transfer and seal in flight has ended; raise their errors."""
         state = self.state
@@ -408,3 +444,10 @@ class Engine:
             self.strategy.raise_pending()
         finally:
             self.state.close()
+
+
+def _info(store: StateStore, checkpoint: StoredCheckpoint, pins: FoundPins) -> CheckpointInfo:
+    manifest, parts = checkpoint.manifest, store.directories[1:]
+    if manifest.parts:  # of one process; ranks may have been given the directories in another order
+        parts = tuple(directories_of_parts(store.backend, manifest, parts))
+    return info_of(store.backend, checkpoint.path, manifest, parts, pins)

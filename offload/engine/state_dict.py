@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from offload.device.staging import flat_tensors
-from offload.engine.engine import Engine
 from offload.engine.lifecycle import warn_unsealed
-from offload.engine.reference import find_referenced, read_reference, reference_to
+from offload.engine.reference import Position, find_referenced, read_reference, reference_to
 from offload.engine.resume import resume
 from offload.engine.stepping import new_pass, run_pass
 from offload.engine.training_state import Groups, TrainingState
@@ -31,7 +30,7 @@ from offload.format.layout import Layout
 from offload.model.parameters import Trainable, group_names, memories
 from offload.model.shards import Shard
 from offload.store.opening import StoredCheckpoint
-from offload.store.state_store import try_to_quarantine
+from offload.store.state_store import StateStore, try_to_quarantine
 from offload.stream.passes import RingPass
 from offload.update.coding.decoder import StateDecoder, kept_arrays
 from offload.update.coding.filler import ParameterState, StateFiller
@@ -44,7 +43,24 @@ _LOADING = "load_state_dict()"
 _HOLDING = "materialized()"
 
 
-def make_reference(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
+class Holder(Protocol):
+    """The engine of an optimizer, as far as state dicts need it."""
+
+    state: TrainingState
+    store: StateStore
+    has_warned: bool
+
+    @property
+    def position(self) -> Position:
+        """Position of the present state."""
+        ...
+
+    def relayout(self, groups: Groups) -> None:
+        """Update the layout for what is new."""
+        ...
+
+
+def make_reference(engine: Holder, torch_dict: Mapping[str, Any], *, warn: bool) -> dict[str, Any]:
     """Make a reference from torch's state dict; see `OffloadedOptimizer.state_dict`.
 
     Only that method may call this, because a warning points at the caller of that method.
@@ -55,7 +71,7 @@ def make_reference(engine: Engine, torch_dict: Mapping[str, Any], *, warn: bool)
     return reference_to(position, torch_dict)
 
 
-def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any]) -> None:
+def load_reference(engine: Holder, groups: Groups, reference: Mapping[str, Any]) -> None:
     """Load a reference; see `OffloadedOptimizer.load_state_dict`."""
     state = engine.state
 
@@ -87,7 +103,7 @@ def load_reference(engine: Engine, groups: Groups, reference: Mapping[str, Any])
     load_groups(groups, state.rule.without_flags(hyper, _LOADING), state.rule)
 
 
-def materialize(engine: Engine, groups: Groups) -> MaterializedState:
+def materialize(engine: Holder, groups: Groups) -> MaterializedState:
     """Read the present state into memory as FP32, through the ring; changes nothing. Collective."""
     state = engine.state
     state.ranks.together(_HOLDING, state.lifecycle.require_usable)
@@ -175,7 +191,7 @@ class _Loaded:
     """Number of steps that the dict states."""
 
 
-def load_tensors(engine: Engine, groups: Groups, state_dict: Mapping[str, Any]) -> None:
+def load_tensors(engine: Holder, groups: Groups, state_dict: Mapping[str, Any]) -> None:
     """Stream a torch state dict into the store; see `OffloadedOptimizer.load_state_dict`.
 
     Collective.

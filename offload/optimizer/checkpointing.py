@@ -13,10 +13,9 @@ from typing import Any, SupportsFloat, TypeAlias
 
 from offload.ambient import neutral
 from offload.checkpoint.checkpoint import Checkpoint
-from offload.checkpoint.listing import CheckpointInfo, info_of
-from offload.checkpoint.reading import directories_of_parts
+from offload.checkpoint.listing import CheckpointInfo
 from offload.engine.engine import Engine
-from offload.engine.reference import Position, find_sealed
+from offload.engine.reference import Position
 from offload.engine.seal_handle import SealHandle
 from offload.engine.stats import Stats
 from offload.errors import CheckpointNotFoundError
@@ -25,9 +24,6 @@ from offload.format.train_state import require_state
 from offload.journal import say
 from offload.optimizer.store_owner import StoreOwner
 from offload.record.recorder import Recorder
-from offload.retention.pins import FoundPins
-from offload.store.opening import StoredCheckpoint
-from offload.store.state_store import StateStore
 
 CheckpointName: TypeAlias = int | str | os.PathLike[str] | Checkpoint | CheckpointInfo
 """Designation of a checkpoint by the user: its step number, its path, or an object for it."""
@@ -256,7 +252,7 @@ class CheckpointingOptimizer(StoreOwner):
             OffloadError: The optimizer is closed, or was made by another process.
             gds.StorageError: The directory of pins, or the size of a file, could not be read.
         """
-        return describe_checkpoints(self._live_engine().open_store())
+        return self._live_engine().checkpoints()
 
     def pins(self) -> dict[str, str]:
         """Return the path of the pinned checkpoint for each pin of the store, by name.
@@ -268,7 +264,7 @@ class CheckpointingOptimizer(StoreOwner):
             OffloadError: The optimizer is closed, or was made by another process.
             gds.StorageError: The directory of pins could not be read.
         """
-        return pinned_paths(self._live_engine().open_store())
+        return self._live_engine().pins()
 
     def find(self, position: Position) -> CheckpointInfo:
         """Return the checkpoint of this store that a saved reference names.
@@ -286,8 +282,10 @@ class CheckpointingOptimizer(StoreOwner):
             OffloadError: The optimizer is closed, or was made by another process.
             gds.StorageError: The directory of pins, or the size of a file, could not be read.
         """
-        present = self.position
-        return find_checkpoint(self._live_engine().open_store(), position, present)
+        engine = self._live_engine()
+        with neutral():
+            engine.join()
+        return engine.find(position)
 
     @property
     def num_ranks(self) -> int:
@@ -357,36 +355,3 @@ def _require_generation(engine: Engine, checkpoint: CheckpointName | None) -> No
                 f"{found}. To use the present one, name it by its step number or path",
                 stored.path,
             )
-
-
-def describe_checkpoints(store: StateStore) -> list[CheckpointInfo]:
-    """Return the usable checkpoints of a store; see `OffloadedOptimizer.checkpoints`."""
-    pins = store.keeping.pins()
-    return [_info(store, checkpoint, pins) for checkpoint in store.keeping.current]
-
-
-def pinned_paths(store: StateStore) -> dict[str, str]:
-    """Return the path of the checkpoint of each pin, by name; see `OffloadedOptimizer.pins`."""
-    return {pin.name: f"{store.directory}/{pin.checkpoint}" for pin in store.keeping.pins().pins}
-
-
-def find_checkpoint(store: StateStore, wanted: Position, present: Position) -> CheckpointInfo:
-    """Return the checkpoint that a reference names; see `OffloadedOptimizer.find`.
-
-    Args:
-        store: Store of the optimizer.
-        wanted: Position that the reference names.
-        present: Position of the optimizer.
-
-    Raises:
-        MismatchError: The store does not have the checkpoint.
-        gds.StorageError: The directory of pins, or the size of a file, could not be read.
-    """
-    return _info(store, find_sealed(store, wanted, present), store.keeping.pins())
-
-
-def _info(store: StateStore, checkpoint: StoredCheckpoint, pins: FoundPins) -> CheckpointInfo:
-    manifest, parts = checkpoint.manifest, store.directories[1:]
-    if manifest.parts:  # of one process; ranks may have been given the directories in another order
-        parts = tuple(directories_of_parts(store.backend, manifest, parts))
-    return info_of(store.backend, checkpoint.path, manifest, parts, pins)

@@ -15,7 +15,7 @@ from offload.ambient import neutral
 from offload.distributed.ranks import Ranks
 from offload.engine.engine import Engine
 from offload.engine.reference import is_reference
-from offload.engine.state_dict import load_reference, load_tensors, make_reference, materialize
+from offload.engine.state_dict import make_reference
 from offload.engine.training_state import TrainingState
 from offload.errors import OffloadError
 from offload.exchange.carried_reference import carry, uncarried
@@ -29,6 +29,7 @@ from offload.exchange.torch_dicts import (
 from offload.format._manifest_fields import encode_group, without_numpy
 from offload.model.parameters import check_given_once, check_iterable, describe_parameters
 from offload.model.process_groups import ProcessGroup, are_several
+from offload.near.place import is_remote, place_of
 from offload.optimizer.checkpointing import CheckpointingOptimizer, say_resumed
 from offload.optimizer.recording import start_recorder
 from offload.optimizer.store_owner import close_left_open, close_quietly
@@ -146,6 +147,9 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         rule = UpdateRule(optimizer_class, hyper, allow_fused=on_device)
         super().__init__(params, dict(rule.defaults))
         self.state = StateOnStorage()
+        if is_remote(directory):
+            self._serve_from(directory, rule, hyper, model, retention, options, fresh=fresh)
+            return
         self._check_tier(options, as_directories(directory))
         if options.overlap == "backward":
             from offload.overlap.backward_hooks import require_no_ddp  # imports torch's compiler
@@ -208,6 +212,35 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             weakref.finalize(self, self._recorder.stop, wait=False)
         optimizer = weakref.ref(self)
         engine.strategy.attach(lambda: getattr(optimizer(), "param_groups", None))
+
+    def _serve_from(
+        self,
+        directory: Any,
+        rule: UpdateRule,
+        hyper: dict[str, Any],
+        model: torch.nn.Module | None,
+        keep: Retention,
+        options: Options,
+        *,
+        fresh: bool,
+    ) -> None:
+        """Let a server next to the drives hold the state."""
+        from offload.near.engine import NearEngine  # training with local drives does without
+
+        self._finish_s = 0.0
+        place = place_of(directory)
+        engine = NearEngine(
+            rule,
+            hyper,
+            self.param_groups,
+            place,
+            model=model,
+            keep=keep,
+            fresh=fresh,
+            options=options,
+        )
+        self._engine = engine
+        self._finalizer = weakref.finalize(self, close_quietly, engine)
 
     def _check_tier(self, options: Options, directories: Sequence[str]) -> None:
         """Refuse a tier that cannot be, before anything is opened."""
@@ -395,7 +428,7 @@ class OffloadedOptimizer(CheckpointingOptimizer):
     def _materialize(self) -> None:
         with self._exclusive("materialized") as engine:
             engine.join_all("materialized()")
-            self._materialized = materialize(engine, self.param_groups)
+            self._materialized = engine.materialize(self.param_groups)
         present = number_parameters(self.param_groups)
         self.state.clear()
         self.state.update({p: s for p, s in self._materialized.state.items() if p in present})
@@ -433,13 +466,13 @@ class OffloadedOptimizer(CheckpointingOptimizer):
             if is_reference(state_dict):
                 lifecycle = engine.state.lifecycle
                 was_decided = lifecycle.decided
-                load_reference(engine, self.param_groups, state_dict)
+                engine.load_reference(self.param_groups, state_dict)
                 newest = engine.store.newest
                 # So Trainers resume. A reference to the present state decides nothing.
                 if newest is not None and lifecycle.decided and not was_decided:
                     say_resumed(engine, engine.num_steps, newest.path)
             else:
-                load_tensors(engine, self.param_groups, state_dict)
+                engine.load_tensors(self.param_groups, state_dict)
         if self._materialized is not None:
             self._materialize()
         for loaded in self._optimizer_load_state_dict_post_hooks.values():

@@ -1,0 +1,8 @@
+"""The connection between a training process and a server that updates next to the drives.
+
+The training process sends gradients, and receives parameters. Neither optimizer state nor
+checkpoints cross the connection. `wire` has its frames, `terms` the documents in them. The
+training process uses `link` and `engine`; the server is the wing `serve`.
+
+This wing may know everything below `optimizer`, except `overlap`.
+"""

@@ -1,0 +1,483 @@
+"""The engine of an optimizer whose state is on a server: each call of the engine is one there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+
+from offload.checkpoint.checkpoint import Checkpoint
+from offload.checkpoint.listing import CheckpointInfo
+from offload.distributed.ranks import Ranks
+from offload.engine.engine import Engine
+from offload.engine.reference import Position
+from offload.engine.seal_handle import SealHandle
+from offload.engine.stats import Stats
+from offload.engine.stepping import Metrics
+from offload.engine.training_state import Groups
+from offload.errors import NearError, SealError, UnsupportedParameterError
+from offload.format.train_state import (
+    EncodedState,
+    decode,
+    encode,
+    pack_encoded,
+    packed_bytes,
+    unpack_encoded,
+)
+from offload.model.parameters import describe_parameters
+from offload.model.stored import Stored, describe_model
+from offload.near.link import Link, Result
+from offload.near.place import Place
+from offload.near.terms import TensorTerms, Terms, decode_groups, encode_groups
+from offload.options import Options
+from offload.retention.policy import Retention
+from offload.update.dtypes import DTYPE_CODES
+from offload.update.rules import UpdateRule
+
+_HEADER = {"format": "near"}
+
+
+class NearEngine(Engine):
+    """Carries out an optimizer's calls on a server.
+
+    Args:
+        rule: Update rule of the optimizer's class.
+        hyper: Keyword arguments of the class.
+        groups: ``param_groups`` of the optimizer.
+        place: Run on the server.
+        model: Model that gives names, buffers and frozen parameters; None for parameters only.
+        keep: Retention policy.
+        fresh: Whether to start over although the store has checkpoints.
+        options: Settings.
+
+    Raises:
+        NearError: The server cannot be reached, or an option cannot be used with one.
+        OffloadError: The server cannot train this; its own error.
+    """
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        hyper: Mapping[str, Any],
+        groups: Groups,
+        place: Place,
+        *,
+        model: torch.nn.Module | None,
+        keep: Retention,
+        fresh: bool,
+        options: Options,
+    ) -> None:
+        _require_possible(options)
+        self._place = place
+        self._model = model
+        trainables = describe_parameters(groups, model, rule, options.state_format)
+        stored = describe_model(model, groups, trainables)
+        self._tensors = [_sendable(item) for item in stored]
+        self._numbers = {id(tensor): n for n, tensor in enumerate(self._tensors)}
+        terms = Terms(
+            run=place.run,
+            optimizer=rule.optimizer_class.__name__,
+            hyper=hyper,
+            tensors=[_tensor_terms(tensor) for tensor in self._tensors],
+            entries=None if model is None else self._entries(model, stored),
+            groups=[
+                (
+                    {k: v for k, v in group.items() if k not in ("params", "param_names")},
+                    [self._numbers[id(p)] for p in group["params"]],
+                    group.get("param_names"),
+                )
+                for group in groups
+            ],
+            keep=keep,
+            fresh=fresh,
+            options=options,
+            timeout_s=options.agreement_timeout_s,
+        )
+        self._link = Link(place, terms, self._memory)
+        self._decided = bool(self._link.welcome["decided"])
+        self._handle: NearSealHandle | None = None
+        self._closed = False
+        self.has_warned = False
+        self.store: Any = _Store(self)
+        self.state: Any = _State()
+        self.strategy: Any = _Strategy()
+        self.frozen_space: Any = SimpleNamespace(is_due=False)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the state on the server has seen."""
+        return self._link.num_steps
+
+    @property
+    def position(self) -> Position:
+        """Position of the present state, as the server says."""
+        return Position(**self._link.call("position")["position"])
+
+    def step(self, groups: Groups) -> None:
+        """Send gradients to the server, and receive the new parameters."""
+        self._require_known(groups)
+        have = [
+            self._numbers[id(p)] for group in groups for p in group["params"] if p.grad is not None
+        ]
+        for number in have:
+            gradient = self._tensors[number].grad
+            if gradient is None or gradient.dtype != self._tensors[number].dtype:
+                raise UnsupportedParameterError(
+                    "a gradient has another dtype than its parameter, which no server takes: cast "
+                    "it, or use a directory of this machine"
+                )
+        result = self._link.step(
+            encode_groups(groups), have, self._gradient, self.state.gradient_factors
+        )
+        self._take_groups(groups, result)
+
+    def checkpoint(
+        self, groups: Groups, train_state: object, metrics: Metrics = None
+    ) -> SealHandle:
+        """Send train state and edits, and let the server seal its state."""
+        encoded = encode(train_state)
+        blob = _packed(encoded)
+        self._link.push()
+        result = self._link.call(
+            "checkpoint",
+            blob=blob,
+            groups=encode_groups(groups),
+            metrics=None if metrics is None else dict(metrics),
+        )
+        self._handle = NearSealHandle(self._link, self._place, result, encoded)
+        return self._handle
+
+    def fail_checkpoint(self, error: Exception) -> None:
+        """Do nothing: no other rank waits."""
+
+    def restore(  # noqa: D102  (as in the base class)
+        self,
+        groups: Groups,
+        which: int | str | None,
+        *,
+        discard_newer: bool,
+        verify: bool | None = None,
+        reencode: bool | None = None,
+        require: Callable[[], None],
+    ) -> Checkpoint | None:
+        require()
+        result, blob = self._link.restore(
+            which=self._there(which),
+            discard_newer=discard_newer,
+            verify=verify,
+            reencode=reencode,
+        )
+        self._decided = True
+        found = result["checkpoint"]
+        if found is None:
+            return None
+        self._take_groups(groups, result)
+        encoded, _ = unpack_encoded(blob, self._place.peer)
+        return NearCheckpoint(self._place, found, encoded)
+
+    def pin(self, name: str, which: int | str | None, *, require: Callable[[], None]) -> None:  # noqa: D102
+        require()
+        self._link.call("pin", name=name, which=self._there(which))
+
+    def unpin(self, name: str) -> None:  # noqa: D102
+        self._link.call("unpin", name=name)
+
+    def synchronize(self) -> None:  # noqa: D102
+        self._link.call("synchronize")
+
+    def describe(self) -> str:
+        """Say where the state is; asks the server nothing."""
+        closed = ", closed" if self._closed else ""
+        return f"{self._place.url}: step {self.num_steps}{closed}"
+
+    def stats(self) -> Stats:
+        """Return the server's totals."""
+        found = self._link.call("stats")["stats"]
+        names = {field.name for field in fields(Stats)}
+        return Stats(**{name: value for name, value in found.items() if name in names})
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that have been sent to the server, and received from it."""
+        return self._link.traffic
+
+    def open_store(self) -> Any:
+        """Return what is known of the store."""
+        return self.store
+
+    def lay_out(self, groups: Groups) -> NoReturn:  # noqa: ARG002
+        """Refuse: the layout is the server's."""
+        raise NotImplementedError
+
+    def relayout(self, groups: Groups) -> None:
+        """Do nothing: the server lays out its state."""
+
+    def join(self) -> None:
+        """Do nothing: no step runs beside the model."""
+
+    def join_all(self, call: str) -> None:
+        """Do nothing."""
+
+    def finish_arrival(self) -> None:
+        """Do nothing: nothing arrives from a tier."""
+
+    def add_parameters(self, groups: Groups) -> None:
+        """Refuse parameters that the server was not told of."""
+        self._require_known(groups)
+
+    def close(self) -> None:
+        """Leave the server. Idempotent.
+
+        Raises:
+            SealError: The last checkpoint could not be sealed.
+        """
+        if not self._closed:
+            self._closed = True
+            self._link.close()
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Return the checkpoints of the store, as the server lists them."""
+        return [self._info(one) for one in self._link.call("list")["checkpoints"]]
+
+    def pins(self) -> dict[str, str]:
+        """Return the path of the checkpoint of each pin, by name."""
+        pins = self._link.call("list")["pins"]
+        return {name: self._here(path) for name, path in pins.items()}
+
+    def find(self, wanted: Position) -> CheckpointInfo:
+        """Return the checkpoint that a reference names."""
+        return self._info(self._link.call("find", position=asdict(wanted))["checkpoint"])
+
+    def load_reference(self, groups: Groups, reference: Mapping[str, Any]) -> None:
+        """Let the server load a reference; parameters stay as they are."""
+        self._link.push()
+        self._take_groups(groups, self._link.call("load_reference", reference=dict(reference)))
+
+    def load_tensors(self, groups: Groups, state_dict: Mapping[str, Any]) -> NoReturn:  # noqa: ARG002
+        """Refuse: state would cross the connection."""
+        raise NearError(
+            "load_state_dict() takes references here: import a state dict where the server runs, "
+            "with offload import"
+        )
+
+    def materialize(self, groups: Groups) -> NoReturn:  # noqa: ARG002
+        """Refuse: state would cross the connection."""
+        raise NearError(
+            "the whole state does not cross to its client: export it where the server runs, with "
+            "offload export"
+        )
+
+    def _info(self, found: Mapping[str, Any]) -> CheckpointInfo:
+        lists = {name: tuple(found[name]) for name in ("pins", "not_seen")}
+        return CheckpointInfo(**{**found, **lists, "path": self._here(found["path"])})
+
+    def _here(self, path: str) -> str:
+        return self._place.url + "/" + path.rpartition("/")[2]
+
+    def _there(self, which: int | str | None) -> int | str | None:
+        """Return the name of a checkpoint as the server knows it."""
+        if not isinstance(which, str):
+            return which
+        directory = str(self._link.welcome["directories"][0])
+        return f"{directory}/{which.rpartition('/')[2]}"
+
+    def _memory(self, number: int) -> torch.Tensor:
+        return self._tensors[number]
+
+    def _gradient(self, number: int) -> torch.Tensor | None:
+        return self._tensors[number].grad
+
+    def _take_groups(self, groups: Groups, result: Result) -> None:
+        if "groups" in result:
+            for group, given in zip(
+                groups, decode_groups(result["groups"], len(groups)), strict=True
+            ):
+                group.update(given)
+
+    def _require_known(self, groups: Groups) -> None:
+        if any(id(p) not in self._numbers for group in groups for p in group["params"]):
+            raise UnsupportedParameterError(
+                "parameters were added or replaced after the optimizer was made, which no server "
+                "follows: make the optimizer after the change"
+            )
+
+    def _entries(self, model: torch.nn.Module, stored: Sequence[Stored]) -> list[tuple[str, int]]:
+        """Return the names and tensors of the model's state dict, in its order."""
+        numbers = {}
+        for item, tensor in zip(stored, self._tensors, strict=True):
+            for name in (item.spec.name, *item.spec.aliases):
+                numbers[name] = self._numbers[id(tensor)]
+        order = [name for name in model.state_dict(keep_vars=True) if name in numbers]
+        return [(name, numbers[name]) for name in [*order, *(n for n in numbers if n not in order)]]
+
+
+class NearSealHandle(SealHandle):
+    """Handle of a checkpoint that a server seals."""
+
+    def __init__(self, link: Link, place: Place, result: Result, encoded: EncodedState) -> None:
+        super().__init__(int(result["step"]))
+        self._link, self._place = link, place
+        self._number = int(result["handle"])
+        self._encoded = encoded
+
+    def done(self) -> bool:
+        """Return whether the server has sealed the checkpoint, or failed to."""
+        if not self._future.done():
+            self._ask(0.0)
+        return self._future.done()
+
+    def outcome(self, timeout: float | None = None) -> Checkpoint:
+        """Return the checkpoint; the user does not see an error that this raises."""
+        if not self._future.done():
+            self._ask(timeout)
+        return self._future.result(0.0)
+
+    def wait(self) -> None:
+        """Wait until sealing has ended, with success or with an error."""
+        if not self._future.done():
+            self._ask(None)
+
+    def _ask(self, timeout_s: float | None) -> None:
+        try:
+            found = self._link.call("sealed", handle=self._number, timeout_s=timeout_s)
+        except SealError as error:
+            self.fail(error)
+            return
+        except NearError as error:
+            failure = SealError(f"it is not known whether step {self.step} was sealed: {error}")
+            failure.__cause__ = error
+            self.fail(failure)
+            return
+        if found["done"]:
+            self.bytes_written, self.seal_s = found["bytes_written"], found["seal_s"]
+            self._future.set_result(NearCheckpoint(self._place, found["checkpoint"], self._encoded))
+
+
+class NearCheckpoint(Checkpoint):
+    """A checkpoint in a store of a server: what the client knows of it."""
+
+    def __init__(self, place: Place, found: Mapping[str, Any], encoded: EncodedState) -> None:
+        self.path = f"{place.url}/{str(found['path']).rpartition('/')[2]}"
+        self._found = found
+        self._encoded = encoded
+        self._lock = None
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps."""
+        return int(self._found["step"])
+
+    @property
+    def generation(self) -> int:
+        """Counter of the store."""
+        return int(self._found["generation"])
+
+    @property
+    def created(self) -> str:
+        """Time at which the seal began."""
+        return str(self._found["created"])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the checkpoint."""
+        return dict(self._found["metrics"])
+
+    @property
+    def train_state(self) -> Any:
+        """The value that was passed to `checkpoint`."""
+        return decode(self._encoded)
+
+    def close(self) -> None:
+        """Do nothing: the server holds the checkpoint."""
+
+    def __repr__(self) -> str:
+        return f"NearCheckpoint({self.path!r}, step={self.step})"
+
+
+class _State:
+    """The few facts of the state that an optimizer asks its engine for."""
+
+    def __init__(self) -> None:
+        self.ranks = Ranks()
+        self.seal = None
+        self.gradient_factors: tuple[float, ...] = ()
+        self.lifecycle = SimpleNamespace(
+            decided=True, why_broken=lambda: "", is_over=False, require_alive=lambda: None
+        )
+
+    def begin_call(self, what: str) -> None:
+        """Do nothing: the server notes the calls."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Strategy:
+    """Steps end when `step` returns."""
+
+    def require_closures(self) -> None:
+        """Allow closures."""
+
+    def require_unscaled(self) -> None:
+        """Allow unscaling."""
+
+    def before_hooks(self) -> None:
+        """Wait for nothing."""
+
+    def attach(self, groups: object) -> None:
+        """Follow no model."""
+
+
+class _Store:
+    """What is known of the server's store."""
+
+    refused: Sequence[tuple[str, str]] = ()
+    poisoned = False
+
+    def __init__(self, engine: NearEngine) -> None:
+        self._engine = engine
+        self.directory = engine._place.url
+        self.directories = (engine._place.url,)
+        self.store_id = str(engine._link.welcome["store"])
+        self.keeping = SimpleNamespace(
+            warn_unranked=lambda *_: None, leaving=lambda: (), current=[]
+        )
+        self.checkpoints: Sequence[Any] = ()
+        self.newest = None
+
+
+def _packed(encoded: EncodedState) -> bytes:
+    nbytes = packed_bytes(encoded, _HEADER)
+    return pack_encoded(encoded, capacity_bytes=nbytes, header=_HEADER)
+
+
+def _tensor_terms(tensor: torch.Tensor) -> TensorTerms:
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    return TensorTerms(
+        DTYPE_CODES[tensor.dtype], tuple(tensor.shape), is_parameter, tensor.requires_grad
+    )
+
+
+def _sendable(item: Stored) -> torch.Tensor:
+    if item.is_copy:
+        raise UnsupportedParameterError(
+            f"{item.key!r} in the model's state dict is no tensor of the model, which no server "
+            "takes: leave out model=, or use a directory of this machine"
+        )
+    return item.parameter
+
+
+def _require_possible(options: Options) -> None:
+    """Refuse options that need the state on this machine."""
+    default = Options()
+    for name in ("overlap", "tier", "backend", "trace", "device_memory"):
+        if getattr(options, name) != getattr(default, name):
+            raise NearError(
+                f"{name}= cannot be used with a server: leave it out, or use a directory of this "
+                "machine"
+            )
+    if options.placement == "device":
+        raise NearError('placement="device" cannot be used with a server, which updates on its CPU')
