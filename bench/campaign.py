@@ -48,7 +48,8 @@ class Campaign:
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the tests read. ``SEED`` in a value stands for the seed."""
     commands: tuple[tuple[str, ...], ...] = ()
-    """Modules with arguments. ``SEED`` and ``FOLDER`` stand for the seed and a scratch folder."""
+    """Modules with arguments. ``SEED`` and ``FOLDER`` stand for the seed and a scratch folder, and
+    ``SECONDS`` for the time after which nothing more should be begun."""
 
 
 _BENCH: Final = ("--directory", "FOLDER", "--output", "FOLDER")
@@ -106,7 +107,7 @@ CAMPAIGNS: Final = {
                 "--times",
                 "1",
                 "--seconds",
-                "1500",
+                "SECONDS",
                 "--seed",
                 "SEED",
                 *_BENCH,
@@ -187,6 +188,7 @@ def carry_out(name: str, seed: int, seconds: float, folder: Path) -> dict[str, A
             findings += failed
             parts[-1]["findings"] = failed
     for one in campaign.commands:
+        places["SECONDS"] = f"{max(until - time.monotonic() - _GRACE_S, 1.0):.0f}"
         before = {*folder.glob("*.json")}
         parts.append(_ran([_filled(word, places) for word in one], os.environ, until, folder))
         written = {*folder.glob("*.json")} - before
