@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 import gds
 import offload
 from gds import MemoryBackend
+from offload.sizing import Machine
 from tests.stores.small import STORE, make_model, make_optimizer, step
 from tests.versions import COMBINATIONS, CPU_BUILDS
 
@@ -145,7 +146,8 @@ def test_the_table_of_gpus_is_computed() -> None:
     assert len(rows) == 5
     for memory, cells in rows:
         found = [float(cell.removesuffix(" B ")) for cell in cells.split("|")]
-        assert found == [round(0.8 * int(memory) / per, 1) for per in (16, 4, 2)]
+        plan = offload.size(1e9, machine=Machine(gpu_memory=1e9 * int(memory)))
+        assert found == [round((fit.largest or 0) / 1e9, 1) for fit in plan.fits]
 
 
 def test_links_between_pages_lead_somewhere() -> None:
