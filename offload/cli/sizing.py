@@ -101,7 +101,8 @@ def _cards(incomplete: str) -> list[str]:
     from offload.sizing.hardware import CARDS
 
     names = [name.replace(" ", "-") for name in CARDS]
-    return [name for name in names if name.lower().startswith(incomplete.lower())]
+    names = [name.lower() for name in names] if incomplete.islower() else names
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def size_command(
