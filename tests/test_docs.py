@@ -158,6 +158,12 @@ def test_links_between_pages_lead_somewhere() -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_the_version_is_the_same_wherever_it_stands() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (cited,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert project["version"] == cited == offload.__version__
+
+
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     listed = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", text, re.MULTILINE)
