@@ -59,7 +59,8 @@ desktops falls to half of this or less when its cache for writes is full, as aft
 large model.
 """
 
-_MAKERS: Final = re.compile(r"\b(nvidia|geforce|tesla|generation)\b|[^a-z0-9]")
+_NOISE: Final = re.compile(r"\b(nvidia|geforce|tesla|generation|pcie|sxm\d|hbm\de?)\b|[^a-z0-9]")
+"""What a driver's name of a GPU has besides the name that people use."""
 
 
 class Card(NamedTuple):
@@ -75,12 +76,14 @@ class Card(NamedTuple):
 def card(text: str) -> Card:
     """Return the GPU that a text means: ``RTX 4090``, ``4090``, ``nvidia-a10g`` or ``24GB``.
 
-    Case, spaces, hyphens and the maker's name do not matter.
+    Case, spaces and hyphens do not matter; names of the driver are known, such as ``NVIDIA
+    A100-SXM4-80GB``.
 
     Raises:
         SizingError: It is neither a name in `CARDS` nor a size with a unit.
     """
     known = {_plain(name): name for name in CARDS}
+    known |= {f"{_plain(name)}{gb}gb": name for name, gb in CARDS.items()}
     plain = _plain(text)
     name = known.get(plain) or known.get(f"rtx{plain}")
     if name is not None:
@@ -90,8 +93,9 @@ def card(text: str) -> Card:
     try:
         return Card(None, parse_bytes(text, "the memory"))
     except ValueError:
-        close = [name for one, name in known.items() if plain and plain in one]
+        close = [name for name in CARDS if plain and plain in _plain(name)]
         close = close or [known[one] for one in difflib.get_close_matches(plain, known)]
+        close = list(dict.fromkeys(close))
         meant = f"; did you mean {' or '.join(close[:3])}?" if close else ""
         raise SizingError(
             f"the card {shown(text)} is not in the list: give its memory, as 24GB{meant}"
@@ -99,4 +103,4 @@ def card(text: str) -> Card:
 
 
 def _plain(name: str) -> str:
-    return _MAKERS.sub("", name.lower())
+    return _NOISE.sub("", name.lower())
