@@ -208,7 +208,7 @@ class NearEngine(Engine):
         """Return what is known of the store."""
         return self.store
 
-    def lay_out(self, groups: Groups) -> NoReturn:  # noqa: ARG002
+    def lay_out(self, groups: Groups) -> NoReturn:
         """Refuse: the layout is the server's."""
         raise NotImplementedError
 

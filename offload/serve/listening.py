@@ -77,7 +77,7 @@ def run_server(
         server.stop()
 
     warnings.simplefilter("always")
-    warnings.showwarning = note_warning  # type: ignore[assignment]  (it ignores the place)
+    warnings.showwarning = note_warning  # type: ignore[assignment]
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     ready()
