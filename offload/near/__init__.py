@@ -4,5 +4,5 @@ The training process sends gradients, and receives parameters. Neither optimizer
 checkpoints cross the connection. `wire` has its frames, `terms` the documents in them. The
 training process uses `link` and `engine`; the server is the wing `serve`.
 
-This wing may know everything below `optimizer`, except `overlap`.
+This wing may know everything below `optimizer`.
 """

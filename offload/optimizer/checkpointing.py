@@ -331,6 +331,8 @@ def say_resumed(engine: Engine, step: int, path: str) -> None:
 
 def _as_typed(path: str) -> str:
     """Return a path as people type it: relative if it is below the current directory."""
+    if "://" in path:
+        return path
     with suppress(OSError, ValueError):  # the current directory may be gone
         relative = os.path.relpath(path)
         if not relative.startswith(os.pardir):

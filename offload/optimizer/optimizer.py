@@ -241,6 +241,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         )
         self._engine = engine
         self._finalizer = weakref.finalize(self, close_quietly, engine)
+        optimizer = weakref.ref(self)
+        engine.strategy.attach(lambda: getattr(optimizer(), "param_groups", None))
 
     def _check_tier(self, options: Options, directories: Sequence[str]) -> None:
         """Refuse a tier that cannot be, before anything is opened."""

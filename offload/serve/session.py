@@ -165,6 +165,9 @@ class Session:
 
     def _step(self, document: Mapping[str, Any]) -> dict[str, Any]:
         self._take_groups(document)
+        if document["order"] is not None:
+            # `TrainingState.chunks` ignores an order of another number of chunks.
+            self._engine.state.learned_order = _permutation(each(count, document["order"]))
         numbers = each(self._number_of_tensor, document["have"])
         self._model.set_gradients(numbers)
         factors = tuple(float(one) for one in items(document["factors"]))
@@ -358,6 +361,13 @@ def packed_train_state(encoded: EncodedState) -> bytes:
     """Return a train state as bytes that `unpack_encoded` reads."""
     nbytes = packed_bytes(encoded, _HEADER)
     return pack_encoded(encoded, capacity_bytes=nbytes, header=_HEADER)
+
+
+def _permutation(order: Sequence[int]) -> Sequence[int]:
+    """Return the value if it has each number from 0 once; raise ValueError otherwise."""
+    if sorted(order) != list(range(len(order))):
+        raise ValueError("an order of chunks that does not have each chunk once")
+    return order
 
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
