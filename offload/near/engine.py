@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -18,23 +18,20 @@ from offload.engine.engine import Engine
 from offload.engine.reference import Position
 from offload.engine.seal_handle import SealHandle
 from offload.engine.stats import Stats
-from offload.engine.stepping import Metrics
+from offload.engine.stepping import Metrics, StepStrategy
 from offload.engine.training_state import Groups
-from offload.errors import NearError, SealError, UnsupportedParameterError
+from offload.errors import NearError, UnsupportedParameterError
 from offload.format._manifest_fields import decode_group
 from offload.format.layout import Layout
 from offload.format.train_state import (
-    EncodedState,
-    decode,
     encode,
-    pack_encoded,
-    packed_bytes,
     unpack_encoded,
 )
 from offload.model.parameters import describe_parameters
 from offload.model.stored import Stored, describe_model
 from offload.near.link import Link, Result
 from offload.near.place import Place
+from offload.near.sealed import NearCheckpoint, NearSealHandle, packed
 from offload.near.terms import TensorTerms, Terms, decode_groups, encode_groups
 from offload.options import Options
 from offload.retention.policy import Retention
@@ -43,8 +40,6 @@ from offload.update.rules import UpdateRule
 
 if TYPE_CHECKING:
     from offload.near.forward import Exchange, NearForward
-
-_HEADER = {"format": "near"}
 
 
 class NearEngine(Engine):
@@ -108,14 +103,23 @@ class NearEngine(Engine):
         self._handle: NearSealHandle | None = None
         self._closed = False
         self.has_warned = False
-        self.store: Any = _Store(self)
+        self.store: Any = SimpleNamespace(
+            directory=place.url,
+            directories=(place.url,),
+            store_id=str(self._link.welcome["store"]),
+            keeping=SimpleNamespace(warn_unranked=lambda *_: None),
+            checkpoints=(),
+            newest=None,
+            refused=(),
+            poisoned=False,
+        )
         self.state: Any = _State()
         self._forward: NearForward | None = None
         if options.overlap == "forward" and model is not None:
             from offload.near.forward import NearForward  # imports torch's compiler
 
             self._forward = NearForward(model, self._laid_out)
-        self.strategy: Any = self._forward or _Strategy()
+        self.strategy: Any = self._forward or StepStrategy(cast(Any, self.state))
         self.frozen_space: Any = SimpleNamespace(is_due=False)
 
     @property
@@ -182,7 +186,7 @@ class NearEngine(Engine):
         """Send train state and edits, and let the server seal its state."""
         encoded = encode(train_state)
         self.join()
-        blob = _packed(encoded)
+        blob = packed(encoded)
         self._link.push()
         result = self._link.call(
             "checkpoint",
@@ -353,9 +357,6 @@ class NearEngine(Engine):
     def _memory(self, number: int) -> torch.Tensor:
         return self._tensors[number]
 
-    def _gradient(self, number: int) -> torch.Tensor | None:
-        return self._tensors[number].grad
-
     def _take_groups(self, groups: Groups, result: Result) -> None:
         if "groups" in result:
             for group, given in zip(
@@ -380,89 +381,6 @@ class NearEngine(Engine):
         return [(name, numbers[name]) for name in [*order, *(n for n in numbers if n not in order)]]
 
 
-class NearSealHandle(SealHandle):
-    """Handle of a checkpoint that a server seals."""
-
-    def __init__(self, link: Link, place: Place, result: Result, encoded: EncodedState) -> None:
-        super().__init__(int(result["step"]))
-        self._link, self._place = link, place
-        self._number = int(result["handle"])
-        self._encoded = encoded
-
-    def done(self) -> bool:
-        """Return whether the server has sealed the checkpoint, or failed to."""
-        if not self._future.done():
-            self._ask(0.0)
-        return self._future.done()
-
-    def outcome(self, timeout: float | None = None) -> Checkpoint:
-        """Return the checkpoint; the user does not see an error that this raises."""
-        if not self._future.done():
-            self._ask(timeout)
-        return self._future.result(0.0)
-
-    def wait(self) -> None:
-        """Wait until sealing has ended, with success or with an error."""
-        if not self._future.done():
-            self._ask(None)
-
-    def _ask(self, timeout_s: float | None) -> None:
-        try:
-            found = self._link.call("sealed", handle=self._number, timeout_s=timeout_s)
-        except SealError as error:
-            self.fail(error)
-            return
-        except NearError as error:
-            failure = SealError(f"it is not known whether step {self.step} was sealed: {error}")
-            failure.__cause__ = error
-            self.fail(failure)
-            return
-        if found["done"]:
-            self.bytes_written, self.seal_s = found["bytes_written"], found["seal_s"]
-            self._future.set_result(NearCheckpoint(self._place, found["checkpoint"], self._encoded))
-
-
-class NearCheckpoint(Checkpoint):
-    """A checkpoint in a store of a server: what the client knows of it."""
-
-    def __init__(self, place: Place, found: Mapping[str, Any], encoded: EncodedState) -> None:
-        self.path = f"{place.url}/{str(found['path']).rpartition('/')[2]}"
-        self._found = found
-        self._encoded = encoded
-        self._lock = None
-
-    @property
-    def step(self) -> int:
-        """Number of optimizer steps."""
-        return int(self._found["step"])
-
-    @property
-    def generation(self) -> int:
-        """Counter of the store."""
-        return int(self._found["generation"])
-
-    @property
-    def created(self) -> str:
-        """Time at which the seal began."""
-        return str(self._found["created"])
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the checkpoint."""
-        return dict(self._found["metrics"])
-
-    @property
-    def train_state(self) -> Any:
-        """The value that was passed to `checkpoint`."""
-        return decode(self._encoded)
-
-    def close(self) -> None:
-        """Do nothing: the server holds the checkpoint."""
-
-    def __repr__(self) -> str:
-        return f"NearCheckpoint({self.path!r}, step={self.step})"
-
-
 class _State:
     """The few facts of the state that an optimizer asks its engine for."""
 
@@ -479,45 +397,6 @@ class _State:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-class _Strategy:
-    """Steps end when `step` returns."""
-
-    def require_closures(self) -> None:
-        """Allow closures."""
-
-    def require_unscaled(self) -> None:
-        """Allow unscaling."""
-
-    def before_hooks(self) -> None:
-        """Wait for nothing."""
-
-    def attach(self, groups: object) -> None:
-        """Follow no model."""
-
-
-class _Store:
-    """What is known of the server's store."""
-
-    refused: Sequence[tuple[str, str]] = ()
-    poisoned = False
-
-    def __init__(self, engine: NearEngine) -> None:
-        self._engine = engine
-        self.directory = engine._place.url
-        self.directories = (engine._place.url,)
-        self.store_id = str(engine._link.welcome["store"])
-        self.keeping = SimpleNamespace(
-            warn_unranked=lambda *_: None, leaving=lambda: (), current=[]
-        )
-        self.checkpoints: Sequence[Any] = ()
-        self.newest = None
-
-
-def _packed(encoded: EncodedState) -> bytes:
-    nbytes = packed_bytes(encoded, _HEADER)
-    return pack_encoded(encoded, capacity_bytes=nbytes, header=_HEADER)
 
 
 def _tensor_terms(tensor: torch.Tensor) -> TensorTerms:

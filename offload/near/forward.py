@@ -69,10 +69,10 @@ class NearForward:
         return 0 if running is None or running.ended else running.state_pass.step
 
     def require_closures(self) -> None:
-        """Allow closures: `step` evaluates them before it begins."""
+        """Do nothing: `step` evaluates closures before it begins."""
 
     def require_unscaled(self) -> None:
-        """Allow unscaling: gradients leave in `step`."""
+        """Do nothing: gradients leave in `step`."""
 
     def attach(self, groups: object) -> None:  # noqa: ARG002  (as other strategies)
         """Put hooks on the model."""
