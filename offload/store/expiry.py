@@ -210,7 +210,7 @@ class Keeping:
             if which is not None:
                 checkpoint = find_stored(self._checkpoints, which, self._directory)
             elif self.current:
-                checkpoint = self.current[-1]
+                checkpoint = self.newest or self.current[-1]
             else:
                 raise CheckpointNotFoundError(
                     errno.ENOENT, "there is no checkpoint in this store yet", self._directory

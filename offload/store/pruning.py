@@ -299,7 +299,7 @@ def _prune(
             file_bytes(
                 backend,
                 checkpoint.path,
-                *(
+                *(  # without state it has no parts
                     f"{other}/{part.name}"
                     for other, part in zip(others, checkpoint.manifest.parts, strict=False)
                 ),

@@ -243,7 +243,7 @@ class Store:
         """
         del is_new
         if not self._is_tidy:
-            with self._changed:
+            with self._changed, suppress(StorageError):  # it only takes space
                 self._withdrawal.remove_dropped()
             self._is_tidy = True
         if self._is_shared and self._parts.directories:

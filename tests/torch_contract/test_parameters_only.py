@@ -164,6 +164,8 @@ def test_going_back_gives_up_what_is_newer_and_a_fallback_does_not() -> None:
     with pytest.warns(RuntimeWarning, match="step-00000007"):
         assert run.optimizer.restore().step == 4
     assert without_state(run) == [2, 6]
+    run.optimizer.pin("newest")
+    assert run.optimizer.pins() == {"newest": f"{STORE}/{name_of(4)}"}
     run.seal()
     run.seal()
     assert (with_state(run), without_state(run)) == ([4, 6], [2]), "6 is of the new history"
