@@ -11,7 +11,7 @@
 #   make gpu                all that needs a GPU: tests, kernels, steps, transfers (30 minutes)
 #   make gpu SECONDS=540    as much of it as fits; the next call goes on
 #   make site               build the pages of docs/ into build/site, to be read in a browser
-#   make wheel              build the wheel into dist/, and try it where there is no compiler
+#   make wheel              build sdist and wheel into dist/, and try both where there is no compiler
 #   make lint               format, lint, types
 #   make clean              remove .venv, caches, the demo's files and what was built
 
@@ -140,12 +140,14 @@ site: $(VENV)/.site
 	$(BIN)/zensical build --clean --strict
 	@test -f build/site/index.html
 
-# A wheel without the kernel must not be made by mistake: set OFFLOAD_KERNEL=skip for such a one.
+# The wheel is built from the sdist, which so is complete. One without the kernel must not be made by
+# mistake: set OFFLOAD_KERNEL=skip for such a one.
 wheel: export OFFLOAD_KERNEL ?= require
 wheel: $(VENV)/.base
-	rm -f dist/ssd_offload-*.whl
-	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	$(BIN)/python -m tests.install.try_wheel dist/ssd_offload-*.whl \
+	rm -f dist/ssd_offload-*
+	$(BIN)/python -m hatchling build --target sdist --directory dist
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/ssd_offload-*.tar.gz
+	$(BIN)/python -m tests.install.try_wheel dist/ssd_offload-* \
 	  $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX))
 
 clean:

@@ -48,7 +48,8 @@ class Campaign:
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the tests read. ``SEED`` in a value stands for the seed."""
     commands: tuple[tuple[str, ...], ...] = ()
-    """Modules with arguments. ``SEED`` and ``FOLDER`` stand for the seed and a scratch folder."""
+    """Modules with arguments. ``SEED`` and ``FOLDER`` stand for the seed and a scratch folder, and
+    ``SECONDS`` for half of the time that is left."""
 
 
 _BENCH: Final = ("--directory", "FOLDER", "--output", "FOLDER")
@@ -103,10 +104,8 @@ CAMPAIGNS: Final = {
         commands=(
             (
                 "bench.ranks_campaign",
-                "--times",
-                "1",
-                "--seconds",
-                "1500",
+                *("--parts", "steps,random,stopped", "--times", "1", "--seconds", "SECONDS"),
+                *("--kills", "40", "--ranks", "2,3"),
                 "--seed",
                 "SEED",
                 *_BENCH,
@@ -187,6 +186,7 @@ def carry_out(name: str, seed: int, seconds: float, folder: Path) -> dict[str, A
             findings += failed
             parts[-1]["findings"] = failed
     for one in campaign.commands:
+        places["SECONDS"] = f"{max((until - time.monotonic()) / 2, 1.0):.0f}"
         before = {*folder.glob("*.json")}
         parts.append(_ran([_filled(word, places) for word in one], os.environ, until, folder))
         written = {*folder.glob("*.json")} - before

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="gds",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich keeps the line breaks of docstrings
 )

@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 if not sys.platform.startswith("linux"):
     importlib.import_module("gds")  # raises, and says which platform is needed
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "SEPARATE",

@@ -149,7 +149,7 @@ def modules_imported(package: str) -> dict[str, set[str]]:
 
 
 def drawn() -> str:
-    """Return the picture, and a table of the wings, as Markdown."""
+    """Return the picture, and a list of the wings, as Markdown."""
     every = arrows()
     lines = ["```mermaid", "flowchart TD"]
     shown = [wing for wing in reversed(MAY_KNOW) if wing not in _GROUND]
@@ -160,10 +160,8 @@ def drawn() -> str:
         implied = {far for near in below for far in _reached(near, every)}
         names = [name for name in shown if name in below - implied]
         lines += [f"    {_node(wing)} --> {_node(name)}" for name in names]
-    lines += ["```", "", "| wing | modules | its role |", "|---|---|---|"]
-    for wing in reversed(MAY_KNOW):
-        num_files = sum(wing_of(path) == wing for path in files("offload"))
-        lines.append(f"| `{_title(wing)}` | {num_files} | {_role(wing)} |")
+    lines += ["```", ""]
+    lines += [f"- `{_title(wing)}`: {_role(wing)}" for wing in reversed(MAY_KNOW)]
     return "\n".join([BEGIN, *lines, END])
 
 

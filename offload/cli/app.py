@@ -40,7 +40,6 @@ from offload.units import size
 app = typer.Typer(
     name="offload",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich keeps the line breaks of docstrings
 )

@@ -23,7 +23,7 @@ _OPTIONS = {
     "state_dtype": "--state-dtype",
     "read_gbps": "--read",
     "write_gbps": "--write",
-    "link_gbps": "--link",
+    "gpu_memory": "--card",
     "drive_tbw": "--tbw",
     "gpus": "--gpus",
     "keep": "--keep",
@@ -96,6 +96,15 @@ def _option(help_text: str, *, parser: Any = None) -> Any:
     return typer.Option(help=help_text, parser=parser, metavar=kinds.get(parser))
 
 
+def _cards(incomplete: str) -> list[str]:
+    """Return the names of GPUs that a shell offers, without spaces, which shells would divide."""
+    from offload.sizing.hardware import CARDS
+
+    names = [name.replace(" ", "-") for name in CARDS]
+    names = [name.lower() for name in names] if incomplete.islower() else names
+    return [name for name in names if name.startswith(incomplete)]
+
+
 def size_command(
     model: Annotated[
         str,
@@ -111,13 +120,18 @@ def size_command(
     dtype: Annotated[str, typer.Option(help="Dtype of parameters and gradients.")] = "bfloat16",
     master: Annotated[str, typer.Option(help="Options(master=).")] = "float32",
     state_dtype: Annotated[str, typer.Option(help="Options(state_dtype=).")] = "float32",
+    card: Annotated[
+        str | None,
+        typer.Option(
+            help="GPU: its name, as 'RTX 4090', or its memory, as 24GB.", autocompletion=_cards
+        ),
+    ] = None,
     drives_from: Annotated[
         list[str] | None,
         _option("Output of gds bench --json: rates of the drives. May be repeated."),
     ] = None,
     read: Annotated[float | None, _option("GB/s of reads from the drives of a rank.")] = None,
     write: Annotated[float | None, _option("GB/s of writes to the drives of a rank.")] = None,
-    link: Annotated[float | None, _option("GB/s between GPU and host, each way.")] = None,
     tbw: Annotated[
         Any, _option("Bytes that all drives of a rank are rated for, as 7PB.", parser=_bytes)
     ] = None,
@@ -137,14 +151,16 @@ def size_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compute what a run needs: disk, seconds, checkpoint intervals, drive life.
+    """Compute whether a model fits, and what a run needs: disk, seconds, intervals, drive life.
 
     Nothing is measured and nothing is written. Rates of drives can be measured with
     gds bench DIRECTORY --sweep rw=read,write,mixed --json.
     """
     from offload.sizing import Cluster, Machine, Precision, Run, measured_drives, size
     from offload.sizing.checks import FieldError
+    from offload.sizing.hardware import card as card_of
 
+    gpu = None if card is None else card_of(card)
     named = {
         "optimizer": optimizer,
         "dtype": dtype,
@@ -152,7 +168,7 @@ def size_command(
         "state_dtype": state_dtype,
         "read_gbps": read,
         "write_gbps": write,
-        "link_gbps": link,
+        "gpu_memory": gpu and gpu.memory,
         "drive_tbw": tbw,
         "gpus": gpus,
         "keep": keep,
@@ -193,6 +209,6 @@ def size_command(
             | {name: f"{name} of --drives-from" for name in unset}
         ) from None
     if as_json:
-        print_json(plan.to_json() | {"doubts": doubts})
+        print_json(plan.to_json() | {"card": gpu and gpu.name, "doubts": doubts})
     else:
-        typer.echo("\n".join(lines(plan, doubts)))
+        typer.echo("\n".join(lines(plan, gpu and gpu.name, doubts)))

@@ -12,7 +12,7 @@ from offload.units import many
 
 if TYPE_CHECKING:
     from offload.sizing import Plan
-    from offload.sizing.figures import Memory
+    from offload.sizing.figures import Fit
 
 _TIMES = (("d", 86400.0, 172800.0), ("h", 3600.0, 7200.0), ("min", 60.0, 600.0))
 """Each unit, its seconds, and the least seconds that are printed in it."""
@@ -22,23 +22,25 @@ _NAME_WIDTH = 30
 _WIDTH = 78
 
 
-def lines(plan: Plan, doubts: Sequence[str] = ()) -> Iterator[str]:
-    """Return the lines of a plan for people, at most 80 characters wide.
+def lines(plan: Plan, card: str | None = None, doubts: Sequence[str] = ()) -> Iterator[str]:
+    """Return the lines of a plan for people, at most 80 characters wide: the answer, then figures.
 
     Args:
         plan: Plan to print.
+        card: Name of the GPU, if one was named.
         doubts: Reasons not to trust the measured rates of the drives.
     """
     number = plan.num_parameters
     yield one_line(plan.source)
+    yield from textwrap.wrap(f"{_fit(plan, card)} {_step(plan)}", _WIDTH)
+    yield ""
+    yield from _on_the_gpu(plan)
+    yield from _typical_steps(plan)
     yield ""
     yield _row("Bytes", "per parameter", "in all")
-    memory = plan.memory
     for name, nbytes in (
         ("parameters (a seal, a resume)", plan.parameter_bytes),
         ("optimizer state (a step)", plan.state_bytes),
-        ("on the GPU, all in memory", memory.in_memory * number),
-        ("on the GPU, state on drives", memory.offloaded * number),
         (f"disk, {plan.disk.slots} slots", plan.disk.total_bytes),
     ):
         yield _row(name, _each(nbytes / number), _size(nbytes))
@@ -47,12 +49,6 @@ def lines(plan: Plan, doubts: Sequence[str] = ()) -> Iterator[str]:
         yield from _note(f"On the drives of each rank: {each}.")
     if not plan.disk.exact:
         yield from _note("Disk is data alone, without headers and manifests.")
-    if memory.largest_in_memory is not None and memory.largest_offloaded is not None:
-        yield from _note(_verdict(memory, number))
-        yield from _note(
-            f"The GPU's memory holds {_count(memory.largest_in_memory)} parameters with their "
-            f"state, {_count(memory.largest_offloaded)} without; activations are not counted."
-        )
     yield ""
     yield _row("Step, with the update on", "link B/param", "link bytes", "time", "limited by")
     for step in plan.steps:
@@ -73,14 +69,76 @@ def lines(plan: Plan, doubts: Sequence[str] = ()) -> Iterator[str]:
         yield from textwrap.wrap(text, _WIDTH)
 
 
-def _verdict(memory: Memory, number: int) -> str:
-    """Return whether a model fits on one GPU, whose memory is known."""
-    if number <= (memory.largest_in_memory or 0):
-        return "The model fits on one GPU with its state: no drive is needed for that."
-    if number <= (memory.largest_offloaded or 0):
-        return "The model fits on one GPU with its state on drives, and not with all in memory."
-    needed = _size(memory.offloaded * number)
-    return f"The model does not fit on one GPU, even with its state on drives: it needs {needed}."
+def _fit(plan: Plan, card: str | None) -> str:
+    """Return a sentence that says whether the model fits on the GPU, or on which GPU it fits."""
+    memory, last = plan.machine.gpu_memory, plan.fits[-1]
+    each = " each" if plan.gpus > 1 else ""
+    if memory is None:
+        # Of two ways that need the same GPU, the one that gives up less is named.
+        least = {fit.least_gpu_bytes: _how(fit) for fit in reversed(plan.fits)}
+        sizes = [f"{size / 1e9:g} GB with {how}" for size, how in least.items() if size is not None]
+        if sizes:
+            return f"Fits on a GPU of {', '.join(sizes)}."
+        return f"Fits on no GPU in the list: {_size(last.gpu_bytes)}{each} with {_how(last)}."
+    gpu = f"a GPU of {_size(memory)}" if card is None else f"the {card} ({memory / 1e9:g} GB)"
+    found = [fit for fit in plan.fits if fit.verdict == "fits"]
+    fit = found[0] if found else last
+    needed = f"{_size(fit.gpu_bytes)}{each} with {_how(fit)}"
+    if fit.verdict == "does not fit":
+        return f"Does not fit on {gpu}: {needed}."
+    left = f"{_size(fit.left_bytes or 0)} left for activations"
+    more = "; no drive is needed for that" if fit is plan.fits[0] else ""
+    verdict = "Fits" if found else "Tight"
+    return f"{verdict} on {gpu}: {needed}, {left}{more}."
+
+
+def _how(fit: Fit) -> str:
+    return fit.name if fit.name.startswith("overlap") else fit.name.replace("state", "the state")
+
+
+def _step(plan: Plan) -> str:
+    """Return a sentence with the seconds of a step on the host."""
+    if (seconds := plan.steps[1].seconds) is not None:
+        return f"A step takes {_time(seconds)}."
+    times = [step.seconds for step in plan.typical_steps]
+    return f"A step takes {_time(min(times))} to {_time(max(times))} with typical drives."
+
+
+def _on_the_gpu(plan: Plan) -> Iterator[str]:
+    """Return a table of the memory of a GPU, and what is left of it if it is known."""
+    known = plan.machine.gpu_memory is not None
+    where = "On the GPU" if plan.gpus == 1 else "On each GPU"
+    yield _row(where, "per parameter", "needed", "left" if known else "fits on")
+    for fit in plan.fits:
+        left = "-" if fit.left_bytes is None or fit.left_bytes < 0 else _size(fit.left_bytes)
+        least = "-" if fit.least_gpu_bytes is None else f"{fit.least_gpu_bytes / 1e9:g} GB"
+        cells = [left, fit.verdict or ""] if known else [least]
+        yield _row(fit.name, _each(fit.bytes_per_parameter), _size(fit.gpu_bytes), *cells)
+    if known:
+        *most, last = [_count(fit.largest or 0) for fit in plan.fits]
+        yield from _note(
+            f"The largest models that fit have {', '.join(most)} and {last} parameters."
+        )
+    yield from _note(
+        "Activations come on top, and are not known: a model fits if a fifth of the memory is left."
+    )
+    if len(plan.fits) > 2:
+        yield from _note('overlap="backward" excludes clipping and gradient accumulation.')
+
+
+def _typical_steps(plan: Plan) -> Iterator[str]:
+    """Return a table of a step with typical drives, if the rates of the drives are not given."""
+    if not plan.typical_steps:
+        return
+    yield ""
+    yield _row("Step, with typical drives", "bytes", "assumed", "time")
+    moved = _size(2 * plan.state_bytes / plan.gpus)
+    for step in plan.typical_steps:
+        yield _row(step.drives, moved, f"{step.gbps:g} GB/s", _time(step.seconds))
+    yield from _note(
+        "Rates are assumed, for reads and writes together: gds bench measures yours. Drives for "
+        "desktops are slower once their cache is full."
+    )
 
 
 def _link(plan: Plan) -> Iterator[str]:

@@ -8,28 +8,44 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from offload.sizing.inputs import Machine
 
+Verdict = Literal["fits", "tight", "does not fit"]
+
+ROOM_FOR_ACTIVATIONS = 0.2
+"""Share of a GPU's memory that must be left if a model is to fit. What activations take is not
+known: it depends on the model, the batch and the length of sequences."""
+
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes on a GPU for each parameter, without activations."""
+class Fit:
+    """Memory of each GPU with the optimizer state in one place; activations are not counted."""
 
-    in_memory: float
-    """Parameters, gradients, masters and moments, if all are on the GPU."""
+    name: str
+    bytes_per_parameter: float
+    """Bytes of parameters and gradients, and of the state if it is in memory."""
 
-    offloaded: float
-    """Parameters and gradients, if the optimizer state is on drives."""
+    gpu_bytes: float
+    """Bytes of the parameters that one GPU holds."""
 
-    largest_in_memory: float | None
-    """Number of parameters of the largest model for the GPU's memory."""
+    times_larger: float
+    """How many times larger a model fits than with all in memory."""
 
-    largest_offloaded: float | None
+    least_gpu_bytes: int | None
+    """Memory of the smallest GPU in the list of `offload.sizing.hardware` that the model fits on;
+    None if it fits on none."""
 
-    ratio: float
-    """How many times larger a model fits with the optimizer state on drives."""
+    largest: float | None = None
+    """Number of parameters of the largest model that fits; None, as are those below, if the GPU's
+    memory is not given."""
+
+    left_bytes: float | None = None
+    """Bytes left for activations; negative if the model does not fit."""
+
+    verdict: Verdict | None = None
+    """``tight`` if less than `ROOM_FOR_ACTIVATIONS` is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +96,17 @@ class StepTime:
     """Bytes that cross the link in a resume, over all ranks: parameters for every replica."""
 
     resume_link_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TypicalStep:
+    """Seconds of a step on the host with drives whose rate is assumed, not measured."""
+
+    drives: str
+    gbps: float
+    """Rate of reads and writes of equal size at the same time, both added up."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +193,16 @@ class Plan:
     checkpoint_bytes: float
     """Bytes of a checkpoint of a copying system: parameters, and state as FP32."""
 
-    memory: Memory
+    gpus: int
+    fits: list[Fit]
+    """With all in memory, with the state on drives, and with ``overlap="backward"`` as well, which
+    frees gradients one by one; several GPUs are refused there."""
+
     disk: Disk
     steps: list[StepTime]
+    typical_steps: list[TypicalStep]
+    """Steps with typical drives; none if the rates of the drives are given."""
+
     seal_s: float | None
     """Seconds of a seal, beside training: the sum of `seal_parts_s`."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 from gds import ALIGNMENT
 from offload.format.manifest import MAX_DIRECTORIES, slot_sizes
@@ -29,7 +30,16 @@ from offload.sizing.checks import (
     require_positive,
     shown,
 )
-from offload.sizing.figures import Disk, Memory, Plan, StepTime
+from offload.sizing.figures import (
+    ROOM_FOR_ACTIVATIONS,
+    Disk,
+    Fit,
+    Plan,
+    StepTime,
+    TypicalStep,
+    Verdict,
+)
+from offload.sizing.hardware import CARDS, TYPICAL_DRIVES
 from offload.sizing.inputs import Cluster, Machine, Run
 from offload.sizing.models import ModelSize, model_size
 from offload.sizing.state import Precision
@@ -121,9 +131,11 @@ def size(
         parameter_bytes=found.parameter_bytes,
         state_bytes=found.state_bytes,
         checkpoint_bytes=saved,
-        memory=_memory(found, precision, machine),
+        gpus=cluster.gpus,
+        fits=_fits(found, precision, machine, cluster),
         disk=_disk(found, _num_slots(run), shares, num_groups, train_state_bytes, cluster.gpus),
         steps=steps,
+        typical_steps=_typical_steps(found, machine, cluster),
         seal_s=_sum(seal),
         seal_parts_s=seal,
         resume_s=_sum(resume),
@@ -161,19 +173,36 @@ def _sum(parts: Mapping[str, float] | None) -> float | None:
     return None if parts is None else sum(parts.values())
 
 
-def _memory(found: ModelSize, precision: Precision, machine: Machine) -> Memory:
+def _fits(found: ModelSize, precision: Precision, machine: Machine, cluster: Cluster) -> list[Fit]:
+    """Return the memory of each GPU with the state in memory, on drives, and in backward."""
     gradients = precision.gradient_bytes * found.num_parameters or found.gradient_bytes
-    everything = found.parameter_bytes + gradients + found.memory_state_bytes
-    in_memory = everything / found.num_parameters
-    offloaded = (found.parameter_bytes + found.gradient_bytes) / found.num_parameters
+    total = {
+        "all in memory": found.parameter_bytes + gradients + found.memory_state_bytes,
+        "state on drives": found.parameter_bytes + found.gradient_bytes,
+    }
+    if cluster.gpus == 1:
+        total['overlap="backward"'] = found.parameter_bytes
+    holders = cluster.gpus if cluster.sharded else cluster.tp * cluster.pp
     memory = machine.gpu_memory
-    return Memory(
-        in_memory,
-        offloaded,
-        memory and memory / in_memory,
-        memory and memory / offloaded,
-        in_memory / offloaded,
-    )
+    fits = []
+    for name, nbytes in total.items():
+        needed = nbytes / holders / (1 - ROOM_FOR_ACTIVATIONS)
+        fit = Fit(
+            name,
+            nbytes / found.num_parameters,
+            nbytes / holders,
+            total["all in memory"] / nbytes,
+            min((gb * 10**9 for gb in CARDS.values() if gb * 1e9 >= needed), default=None),
+        )
+        if memory is not None:
+            left = memory - fit.gpu_bytes
+            verdict: Verdict = "fits" if memory >= needed else "tight"
+            if left < 0:
+                verdict = "does not fit"
+            largest = found.num_parameters * memory / needed
+            fit = replace(fit, largest=largest, left_bytes=left, verdict=verdict)
+        fits.append(fit)
+    return fits
 
 
 def _num_slots(run: Run) -> int:
@@ -262,6 +291,16 @@ def _steps(found: ModelSize, machine: Machine, cluster: Cluster) -> list[StepTim
         time("host", gradients + 2 * parameters, host, link),
         time("storage", gradients + parameters, storage, machine.network_gbps),
     ]
+
+
+def _typical_steps(found: ModelSize, machine: Machine, cluster: Cluster) -> list[TypicalStep]:
+    """Return the time of a step on the host with each of the typical drives."""
+    steps = []
+    for drives, gbps in TYPICAL_DRIVES.items():
+        host = _steps(found, replace(machine, mixed_gbps=gbps), cluster)[1]
+        if machine.both_ways_gbps is None and host.seconds is not None:
+            steps.append(TypicalStep(drives, gbps, host.seconds))
+    return steps
 
 
 _CONTRADICTIONS: dict[tuple[float, float], tuple[str, ...]] = {

@@ -1,6 +1,7 @@
 """`offload ls`, `show` and `verify` on a store that a small training run made."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -205,6 +206,33 @@ def test_python_runs_the_package_as_the_command(arguments: list[str], code: int,
     )
     assert done.returncode == code
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("offload ver", "verify"),
+        ("offload verify --q", "--quarantine"),
+        ("offload size --card rtx-40", "rtx-4060\nrtx-4070\nrtx-4080\nrtx-4090"),
+        ("gds be", "bench"),
+    ],
+)
+def test_a_shell_is_offered_what_completes_a_line(line: str, offered: str) -> None:
+    command = line.split()[0]
+    program = f"import sys; from {command}.cli import main; sys.argv = [{command!r}]; main()"
+    asked = {
+        f"_{command.upper()}_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split()) - 1),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout.strip(), done.stderr) == (offered, "")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.command_line import Run
 from tests.stores.small import make_model, make_optimizer, train
 
 FULL = (
-    *("--read", "9.6", "--write", "5", "--link", "25", "--tbw", "7000TB", "--gpus", "1024"),
+    *("--read", "9.6", "--write", "5", "--card", "80GB", "--tbw", "7000TB", "--gpus", "1024"),
     *("--keep", "3", "--every", "10min"),
     *("--mttf", "7.9h"),
     *(
@@ -20,7 +20,7 @@ FULL = (
         for value in (
             *("mixed_gbps=9", "update_gbps=20", "copy_gbps=8", "sync_s=0.5ms", "network_gbps=12"),
             *("staged_read_gbps=4", "staged_write_gbps=3", "new_memory_gbps=0.9", "tp=8", "pp=16"),
-            *("gpu_memory=80GB", "host_memory=256 GiB", "storage_gbps=273", "writer_gbps=1"),
+            *("link_gbps=25", "host_memory=256 GiB", "storage_gbps=273", "writer_gbps=1"),
             *("storage_read_gbps=500", "efficiency=0.4", "budget=0.05", "stall_s=0.02s"),
             *("iteration_s=20s", "forward_s=3", "backward_s=6s", "tokens=300e9", "tflops=140"),
             *("upload_s=90s", "shares=1,1"),
@@ -64,7 +64,8 @@ def test_json_has_the_same_figures(run: Run) -> None:
     found = json.loads(out)
     assert found["writers"] == 128
     assert found["restores"]["each_bytes"] == 19.6e12
-    assert found["memory"]["ratio"] == 4
+    assert [fit["times_larger"] for fit in found["fits"]] == [1, 4]
+    assert found["typical_steps"] == []
     assert len(found["disk"]["on_each_drive"]) == 2
     assert any("slides give TP 8 and PP 16" in text for text in found["remarks"])
 
@@ -81,7 +82,7 @@ def test_a_store_has_the_figures_of_its_newest_checkpoint(run: Run, trained: Pat
     assert found["disk"]["exact"]
     assert found["disk"]["slot_bytes"] == newest.bytes
     assert found["num_parameters"] == newest.num_parameters
-    first = run("size", trained)[1].splitlines()[0]
+    first = run("size", trained, "--card", "L4")[1].splitlines()[0]
     assert first.endswith(f"step 4, {newest.num_parameters:,} parameters")
 
 
@@ -125,7 +126,15 @@ def test_intervals_that_cannot_be_kept_are_named(run: Run) -> None:
         (("7B", "--tbw", "much"), 2, "must be a number of bytes"),
         (("7B", "--set", "shares=1,x"), 2, "expected whole numbers such as 1,1"),
         (("7B", "--gpus", "two"), 2, "a valid integer"),
-        (("7B", "--set", "gpu_memory=24"), 2, "'24' has no unit: write 24GB, or 24B for bytes"),
+        (("7B", "--set", "host_memory=24"), 2, "'24' has no unit: write 24GB, or 24B for bytes"),
+        (("7B", "--card", "24"), 1, "the card '24' has no unit: write 24GB"),
+        (("7B", "--card", "0GB"), 1, "--card is 0, expected a positive number"),
+        (
+            ("7B", "--card", "A100"),
+            1,
+            "the card 'A100' is not in the list: give its memory, as 24GB; did you mean A100 40GB",
+        ),
+        (("7B", "--card", ""), 1, "the card '' is not in the list: give its memory, as 24GB"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )
@@ -141,16 +150,79 @@ def test_what_is_not_possible_or_wrong_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("arguments", "says"),
     [
-        ("1B", "The model fits on one GPU with its state: no drive is needed"),
-        ("3B", "The model fits on one GPU with its state on drives, and not with all in memory"),
-        ("8B", "does not fit on one GPU, even with its state on drives: it needs 32.0 GB."),
+        (
+            ("1B", "--card", "RTX 4090"),
+            "Fits on the RTX 4090 (24 GB): 16.0 GB with all in memory, 8.0 GB left for activations",
+        ),
+        (
+            ("3B", "--card", "RTX 4090"),
+            "Fits on the RTX 4090 (24 GB): 12.0 GB with the state on drives, 12.0 GB left for",
+        ),
+        (
+            ("7B", "--card", "RTX 4090"),
+            'Fits on the RTX 4090 (24 GB): 14.0 GB with overlap="backward", 10.0 GB left for',
+        ),
+        (
+            ("10B", "--card", "24GiB"),
+            'Fits on a GPU of 25.8 GB: 20.0 GB with overlap="backward", 5.8 GB left for',
+        ),
+        (
+            ("11B", "--card", "24GB"),
+            'Tight on a GPU of 24.0 GB: 22.0 GB with overlap="backward", 2.0 GB left for',
+        ),
+        (
+            ("13B", "--card", "24GB"),
+            'Does not fit on a GPU of 24.0 GB: 26.0 GB with overlap="backward".',
+        ),
+        (
+            ("7B",),
+            'Fits on a GPU of 24 GB with overlap="backward", 40 GB with the state on drives, 141',
+        ),
+        (("135M",), "Fits on a GPU of 8 GB with all in memory. A step"),
+        (("1T",), 'Fits on no GPU in the list: 2.0 TB with overlap="backward".'),
+        (
+            ("70B", "--card", "H100", "--gpus", "8", "--set", "sharded=true"),
+            "Fits on the H100 (80 GB): 35.0 GB each with the state on drives, 45.0 GB left",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_the_answer_comes_first(run: Run, arguments: tuple[str, ...], says: str) -> None:
+    _, out, _ = run("size", *arguments)
+    assert " ".join(out.splitlines()[1:5]).startswith(says)
+
+
+def test_the_seconds_of_a_step_come_with_the_rates_that_are_assumed_or_given(run: Run) -> None:
+    _, out, _ = run("size", "7B")
+    assert " A step takes 7.64 s to 33.6 s with typical drives. " in " ".join(out.split())
+    assert "one PCIe 4 NVMe                    168.0 GB     5 GB/s    33.6 s\n" in out
+    _, out, _ = run("size", "7B", "--read", "9.6", "--write", "5")
+    assert " A step takes 16.8 s. " in " ".join(out.split())
+    assert "PCIe" not in out
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("rtx4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("a100-80gb", "A100 80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        (" l40s", "L40S"),
+        ("24 gib", None),
     ],
 )
-def test_whether_a_model_fits_is_said_in_so_many_words(run: Run, model: str, says: str) -> None:
-    _, out, _ = run("size", model, "--set", "gpu_memory=24GB")
-    assert says in " ".join(out.split())
+def test_a_card_is_known_by_the_names_that_people_use(
+    run: Run, given: str, name: str | None
+) -> None:
+    found = json.loads(run("size", "7B", "--card", given, "--json")[1])
+    assert found["card"] == name
+    assert found["fits"][2]["verdict"] == "fits"
 
 
 def test_names_may_be_short_and_in_small_letters(run: Run) -> None:

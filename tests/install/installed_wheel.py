@@ -1,8 +1,8 @@
-"""Run by the Python of an environment that has the wheel and no compiler: does what it has work?
+"""Run by the Python of an environment that has the package and no compiler: does it work?
 
     python -I installed_wheel.py [DIGEST]
 
-DIGEST is that of the sources of the kernel, which are not in the wheel. Without it the wheel must
+DIGEST is that of the sources of the kernel, which are not in a wheel. Without it the package must
 have no kernel. This file imports nothing else of the tests, which must not be on the path.
 """
 
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import json
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -35,6 +37,7 @@ def main() -> None:
     digest = sys.argv[1] if sys.argv[1:] else None
     load(package / "update/kernel/lib", digest)
     said = steps(has_kernel=digest is not None)
+    commands()
     print(f"ssd-offload {importlib.metadata.version('ssd-offload')}, {said}")
 
 
@@ -76,6 +79,26 @@ def steps(*, has_kernel: bool) -> str:
     else:
         assert code.startswith("torch ("), code
     return f"two steps with the bits of torch's by {code}"
+
+
+def commands() -> None:
+    """Run both commands by name, and a demo that is killed and resumes."""
+    version = importlib.metadata.version("ssd-offload")
+    for name in ("offload", "gds"):
+        assert run(name, "--version") == f"{name} {version}\n"
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"{folder}/demo"
+        demo = ("--model", "tiny", "--steps", "6", "--directory", store, "--allow-volatile")
+        report = json.loads(run("offload", "demo", *demo, "--json"))
+        run("offload", "verify", report["store"])
+    print(f"offload {version}: the demo's training went on after it was killed")
+
+
+def run(*command: str) -> str:
+    """Run a command that must succeed; return its standard output."""
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0, command
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Installs a wheel into a fresh environment that has no compiler, and tries it there.
+"""Installs wheels and sdists, each into a fresh environment without a compiler, and tries them.
 
-    python -m tests.install.try_wheel dist/ssd_offload-*.whl
+    python -m tests.install.try_wheel dist/ssd_offload-*
 
-`make wheel` runs this. The packages that the wheel needs are those of constraints.txt.
+`make wheel` runs this. The packages that they need are those of constraints.txt.
 """
 
 from __future__ import annotations
@@ -22,26 +22,33 @@ KERNEL = ROOT / "offload/update/kernel"
 
 
 def main() -> int:
-    """Try the wheel that the command line names; return 1 if it does not work."""
+    """Try what the command line names; return 1 if something does not work."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("packages", type=Path, nargs="+", help="wheels and sdists")
     parser.add_argument("--torch-index", help="index that torch is installed from")
-    parser.add_argument("--folder", type=Path, help="where the environment is made, and kept")
     given = parser.parse_args()
+    torch = ["--index-url", given.torch_index] if given.torch_index else []
+    failed = [package for package in given.packages if not works(package, torch)]
+    return int(bool(failed))
+
+
+def works(package: Path, torch: Sequence[str]) -> bool:
+    """Say whether a wheel or an sdist works in an environment of its own; print the answer."""
     with tempfile.TemporaryDirectory() as scratch:
-        folder = (given.folder or Path(scratch, "environment")).resolve()
-        torch = ["--index-url", given.torch_index] if given.torch_index else []
+        folder = Path(scratch, "environment").resolve()
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         install(folder, "torch", *torch)
-        install(folder, str(given.wheel.resolve()))
-        done = run_in(folder, Path(__file__).with_name("installed_wheel.py"), *digest(given.wheel))
-    print(f"{given.wheel.name}: {'it does not work' if done else 'it works without a compiler'}")
-    return int(done != 0)
+        install(folder, str(package.resolve()))
+        done = run_in(folder, Path(__file__).with_name("installed_wheel.py"), *digest(package))
+    print(f"{package.name}: {'it does not work' if done else 'it works without a compiler'}")
+    return done == 0
 
 
-def digest(wheel: Path) -> Sequence[str]:
-    """Return the digest of the sources if the wheel is one with a kernel, else nothing."""
-    with zipfile.ZipFile(wheel) as opened:
+def digest(package: Path) -> Sequence[str]:
+    """Return the digest of the sources if it is a wheel with a kernel, else nothing."""
+    if package.suffix != ".whl":
+        return []
+    with zipfile.ZipFile(package) as opened:
         if not [name for name in opened.namelist() if name.endswith(".so")]:
             return []
     return [runpy.run_path(str(KERNEL / "sources.py"))["source_digest"](KERNEL / "source")]

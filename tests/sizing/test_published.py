@@ -44,11 +44,24 @@ SIZES: dict[str, Row] = {
     "SK hynix: 13.77 bytes": ({"model": 1e12, "each": 13.77}, {"checkpoint_bytes": 13.77e12}),
     "in-mem state size by 7x, 9 with FP32 gradients": (
         {**GPT3, "gradient_bytes": 4},
-        {"checkpoint_bytes": 7 * 350e9, "memory/in_memory": 18, "memory/ratio": 4.5},
+        {"checkpoint_bytes": 7 * 350e9}
+        | {"fits/0/bytes_per_parameter": 18, "fits/1/times_larger": 4.5},
     ),
     "GPU memory saving -> larger model": (
         {**SEVEN, "gpu_memory": 80e9},
-        {"memory/ratio": 4, "memory/largest_in_memory": 5e9, "memory/largest_offloaded": 20e9},
+        {f"fits/{n}/times_larger": times for n, times in enumerate((1, 4, 8))}
+        | {f"fits/{n}/largest": 4e9 * times for n, times in enumerate((1, 4, 8))}
+        | {f"fits/{n}/left_bytes": left for n, left in enumerate((-32e9, 52e9, 66e9))},
+    ),
+    "GPUs that share a model": (
+        {**FEW, "gpu_memory": 20e9},
+        {"fits/0/gpu_bytes": 112e9 / 6, "fits/0/verdict": "tight", "fits/0/largest": 6e9}
+        | {"fits/1/gpu_bytes": 28e9 / 6, "fits/1/least_gpu_bytes": 8e9},
+    ),
+    "GPUs that share all of it": (
+        {**FEW, "gpu_memory": 4e9, "sharded": True},
+        {"fits/0/gpu_bytes": 112e9 / 24, "fits/0/verdict": "does not fit"}
+        | {"fits/1/gpu_bytes": 28e9 / 24, "fits/1/verdict": "fits"},
     ),
     "save PCIe + network B/W": (
         {**GPT3, "link_gbps": 25.0, "network_gbps": 12.5},
@@ -100,6 +113,14 @@ STEPS: dict[str, Row] = {
         {"steps_of_life": 1000, "days_of_life": 1},
     ),
     "the drives of all ranks wear": ({**FEW, "drive_tbw": 98e12}, {"steps_of_life": 24000}),
+    "drives that nobody measured": (
+        SEVEN,
+        {f"typical_steps/{n}/seconds": 168 / gbps for n, gbps in enumerate((5, 10, 22))},
+    ),
+    "no faster than what was measured": (
+        {**FEW, "read_gbps": 3.0, "link_gbps": 0.2},
+        {"typical_steps/0/seconds": 28 / 24 / 0.2, "typical_steps/2/seconds": 28 / 24 / 0.2},
+    ),
     "per rank": (
         {**SEVEN, "read_gbps": 10.0, "write_gbps": 10.0, "gpus": 4},
         {"steps/1/seconds": 84 / 4 / 10, "gathered_bytes": 14e9 * 3 / 4}
@@ -264,7 +285,7 @@ def test_a_file_gives_the_bytes_that_a_number_gives(tmp_path: Path) -> None:
                 read = size(tmp_path / "m.safetensors", precision=Precision(**given))
                 number = size(2111, precision=Precision(**given))
                 assert read.num_parameters == 2111
-                assert read.memory == number.memory
+                assert read.fits == number.fits
                 assert read.checkpoint_bytes == number.checkpoint_bytes
 
 

@@ -106,4 +106,4 @@ def test_predicted_bytes_are_those_of_the_files(
         predicted.parameter_bytes,
         predicted.state_bytes,
     )
-    assert found.memory == predicted.memory
+    assert found.fits == predicted.fits

@@ -156,7 +156,7 @@ def test_a_config_has_the_size_of_the_models_weights(name: str, tmp_path: Path) 
     found, expected = size(tmp_path / "config.json"), size(tmp_path / "model.safetensors")
     assert found.num_parameters == sum(p.numel() for p in model.parameters())
     assert found.disk == expected.disk
-    assert found.memory == expected.memory
+    assert found.fits == expected.fits
 
 
 @pytest.mark.parametrize(
