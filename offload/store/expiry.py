@@ -246,7 +246,7 @@ class Keeping:
 
     def require_no_newer_pins(self, checkpoint: StoredCheckpoint) -> None:
         """Check that no checkpoint is pinned that going on from the given one would give up."""
-        newer = self.given_up_for(checkpoint)
+        newer = reversed(self.given_up_for(checkpoint))
         self._require_unpinned(newer, f"going back to step {checkpoint.manifest.step}")
 
     def require_replaceable(self, path: str) -> None:
