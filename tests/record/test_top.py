@@ -189,7 +189,7 @@ def test_a_pipe_gets_the_same_bytes_as_once(store: Path, run: Run) -> None:
     [
         ({}, "not running since 2026-09-21 "),
         ({"ended": True}, "ended at 2026-09-21 "),
-        (now_running(at=time.time() + DAY), "not known: written 23 h 59 min ahead of this clock"),
+        (now_running(at=4e9), "not known: written "),
         (now_running(at=0.0), "not running since 1970-01-01 "),
     ],
     ids=["killed", "closed", "another clock", "1970"],
