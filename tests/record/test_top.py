@@ -23,7 +23,6 @@ from tests.eventually import eventually
 from tests.test_docs import ROOT
 
 AT = 1_790_000_000.5
-DAY = 86_400.0
 
 TOTALS = {
     "steps": 1200,
