@@ -86,6 +86,9 @@ def demo(
     steps: Annotated[
         int | None, typer.Option(min=4, help="Total number of optimizer steps.")
     ] = None,
+    near: Annotated[
+        bool, typer.Option("--near", help="Let a server of its own update the state.")
+    ] = False,
     allow_volatile: AllowVolatile = False,
     as_json: Json = False,
 ) -> None:
@@ -103,6 +106,7 @@ def demo(
         model=model.value,
         directory=os.path.abspath(directory),
         steps=steps,
+        near=near,
         allow_volatile=allow_volatile,
         quiet=as_json,
     )

@@ -2,7 +2,7 @@
 
 The training process sends gradients, and receives parameters. Neither optimizer state nor
 checkpoints cross the connection. `wire` has its frames, `terms` the documents in them. The
-training process uses `link` and `engine`, and who only looks at stores uses `reading`. The server is
+training process uses `link` and `engine`; who only looks at a store uses `reading`. The server is
 the wing `serve`.
 
 This wing may know everything below `optimizer`, except `overlap`.
