@@ -5,5 +5,5 @@ checkpoints cross the connection. `wire` has its frames, `terms` the documents i
 training process uses `link` and `engine`; who only looks at a store uses `reading`. The server is
 the wing `serve`.
 
-This wing may know everything below `optimizer`, except `overlap`.
+This wing may know everything below `optimizer`.
 """

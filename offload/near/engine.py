@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -16,28 +18,28 @@ from offload.engine.engine import Engine
 from offload.engine.reference import Position
 from offload.engine.seal_handle import SealHandle
 from offload.engine.stats import Stats
-from offload.engine.stepping import Metrics
+from offload.engine.stepping import Metrics, StepStrategy
 from offload.engine.training_state import Groups
-from offload.errors import NearError, SealError, UnsupportedParameterError
+from offload.errors import NearError, UnsupportedParameterError
+from offload.format._manifest_fields import decode_group
+from offload.format.layout import Layout
 from offload.format.train_state import (
-    EncodedState,
-    decode,
     encode,
-    pack_encoded,
-    packed_bytes,
     unpack_encoded,
 )
 from offload.model.parameters import describe_parameters
 from offload.model.stored import Stored, describe_model
 from offload.near.link import Link, Result
 from offload.near.place import Place
+from offload.near.sealed import NearCheckpoint, NearSealHandle, packed
 from offload.near.terms import TensorTerms, Terms, decode_groups, encode_groups
 from offload.options import Options
 from offload.retention.policy import Retention
 from offload.update.dtypes import DTYPE_CODES
 from offload.update.rules import UpdateRule
 
-_HEADER = {"format": "near"}
+if TYPE_CHECKING:
+    from offload.near.forward import Exchange, NearForward
 
 
 class NearEngine(Engine):
@@ -101,15 +103,30 @@ class NearEngine(Engine):
         self._handle: NearSealHandle | None = None
         self._closed = False
         self.has_warned = False
-        self.store: Any = _Store(self)
+        self.store: Any = SimpleNamespace(
+            directory=place.url,
+            directories=(place.url,),
+            store_id=str(self._link.welcome["store"]),
+            keeping=SimpleNamespace(warn_unranked=lambda *_: None),
+            checkpoints=(),
+            newest=None,
+            refused=(),
+            poisoned=False,
+        )
         self.state: Any = _State()
-        self.strategy: Any = _Strategy()
+        self._forward: NearForward | None = None
+        if options.overlap == "forward" and model is not None:
+            from offload.near.forward import NearForward  # imports torch's compiler
+
+            self._forward = NearForward(model, self._laid_out)
+        self.strategy: Any = self._forward or StepStrategy(cast(Any, self.state))
         self.frozen_space: Any = SimpleNamespace(is_due=False)
 
     @property
     def num_steps(self) -> int:
-        """Steps that the state on the server has seen."""
-        return self._link.num_steps
+        """Steps that the state on the server has seen; one that still runs counts."""
+        running = 0 if self._forward is None else self._forward.running_step
+        return max(self._link.num_steps, running)
 
     @property
     def position(self) -> Position:
@@ -117,29 +134,59 @@ class NearEngine(Engine):
         return Position(**self._link.call("position")["position"])
 
     def step(self, groups: Groups) -> None:
-        """Send gradients to the server, and receive the new parameters."""
+        """Send gradients to the server, and receive the new parameters; or begin to."""
+        self.join()
         self._require_known(groups)
-        have = [
-            self._numbers[id(p)] for group in groups for p in group["params"] if p.grad is not None
-        ]
-        for number in have:
-            gradient = self._tensors[number].grad
-            if gradient is None or gradient.dtype != self._tensors[number].dtype:
+        gradients = {
+            id(p): p.grad for group in groups for p in group["params"] if p.grad is not None
+        }
+        for number, tensor in enumerate(self._tensors):
+            if id(tensor) in gradients and gradients[id(tensor)].dtype != tensor.dtype:
                 raise UnsupportedParameterError(
-                    "a gradient has another dtype than its parameter, which no server takes: cast "
-                    "it, or use a directory of this machine"
+                    f"the gradient of tensor {number} has another dtype than its parameter, which "
+                    "no server takes: cast it, or use a directory of this machine"
                 )
-        result = self._link.step(
-            encode_groups(groups), have, self._gradient, self.state.gradient_factors
-        )
-        self._take_groups(groups, result)
+        if self._forward is None:
+            self._exchange(groups, gradients)(None, lambda _: None)
+        else:
+            exchange = partial(self._exchange, groups)
+            self._forward.step(self._link.num_steps + 1, gradients, exchange)
+
+    def _exchange(self, groups: Groups, gradients: Mapping[int, torch.Tensor]) -> Exchange:
+        """Return what takes a step with some gradients, with the hyper-parameters of now."""
+        sent, factors = encode_groups(groups), self.state.gradient_factors
+        have = [n for n, tensor in enumerate(self._tensors) if id(tensor) in gradients]
+
+        def exchange(order: Sequence[int] | None, updated: Callable[[int], object]) -> None:
+            """Take the step."""
+            result = self._link.step(
+                sent,
+                have,
+                lambda number: gradients.get(id(self._tensors[number])),
+                factors,
+                order=order,
+                updated=updated,
+            )
+            self._take_changes(groups, sent, result)
+
+        return exchange
+
+    def _take_changes(
+        self, groups: Groups, sent: Sequence[Mapping[str, Any]], result: Result
+    ) -> None:
+        """Take the hyper-parameters that the class has changed; the program may change others."""
+        after = encode_groups(decode_groups(result["groups"], len(groups)))
+        for group, before, now in zip(groups, sent, after, strict=True):
+            changed = {key: value for key, value in now.items() if before.get(key) != value}
+            group.update(decode_group(changed))
 
     def checkpoint(
         self, groups: Groups, train_state: object, metrics: Metrics = None
     ) -> SealHandle:
         """Send train state and edits, and let the server seal its state."""
         encoded = encode(train_state)
-        blob = _packed(encoded)
+        self.join()
+        blob = packed(encoded)
         self._link.push()
         result = self._link.call(
             "checkpoint",
@@ -164,6 +211,7 @@ class NearEngine(Engine):
         require: Callable[[], None],
     ) -> Checkpoint | None:
         require()
+        self._give_up()
         result, blob = self._link.restore(
             which=self._there(which),
             discard_newer=discard_newer,
@@ -186,6 +234,7 @@ class NearEngine(Engine):
         self._link.call("unpin", name=name)
 
     def synchronize(self) -> None:  # noqa: D102
+        self.join()
         self._link.call("synchronize")
 
     def describe(self) -> str:
@@ -195,6 +244,7 @@ class NearEngine(Engine):
 
     def stats(self) -> Stats:
         """Return the server's totals."""
+        self.join()
         found = self._link.call("stats")["stats"]
         names = {field.name for field in fields(Stats)}
         return Stats(**{name: value for name, value in found.items() if name in names})
@@ -216,10 +266,19 @@ class NearEngine(Engine):
         """Do nothing: the server lays out its state."""
 
     def join(self) -> None:
-        """Do nothing: no step runs beside the model."""
+        """Wait for a step that runs beside the model, and raise its error."""
+        if self._forward is not None:
+            self._forward.join()
 
-    def join_all(self, call: str) -> None:
-        """Do nothing."""
+    def join_all(self, call: str) -> None:  # noqa: ARG002
+        """Do what `join` does."""
+        self.join()
+
+    def _laid_out(self) -> tuple[Layout, Sequence[torch.Tensor]] | None:
+        parts = self._link.parts
+        if parts is None:
+            return None
+        return parts.layout, [self._tensors[number] for number in parts.numbers]
 
     def finish_arrival(self) -> None:
         """Do nothing: nothing arrives from a tier."""
@@ -235,8 +294,19 @@ class NearEngine(Engine):
             SealError: The last checkpoint could not be sealed.
         """
         if not self._closed:
-            self._closed = True
-            self._link.close()
+            try:
+                if self._forward is not None:
+                    self._forward.end()
+            finally:
+                self._closed = True
+                self._link.close()
+
+    def _give_up(self) -> None:
+        """Wait for a step that runs beside the model. If it failed, warn of its error."""
+        try:
+            self.join()
+        except Exception as error:  # noqa: BLE001  (the restore replaces the state that failed)
+            warnings.warn(f"given up by restore(): {error}", RuntimeWarning, stacklevel=4)
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return the checkpoints of the store, as the server lists them."""
@@ -287,9 +357,6 @@ class NearEngine(Engine):
     def _memory(self, number: int) -> torch.Tensor:
         return self._tensors[number]
 
-    def _gradient(self, number: int) -> torch.Tensor | None:
-        return self._tensors[number].grad
-
     def _take_groups(self, groups: Groups, result: Result) -> None:
         if "groups" in result:
             for group, given in zip(
@@ -314,89 +381,6 @@ class NearEngine(Engine):
         return [(name, numbers[name]) for name in [*order, *(n for n in numbers if n not in order)]]
 
 
-class NearSealHandle(SealHandle):
-    """Handle of a checkpoint that a server seals."""
-
-    def __init__(self, link: Link, place: Place, result: Result, encoded: EncodedState) -> None:
-        super().__init__(int(result["step"]))
-        self._link, self._place = link, place
-        self._number = int(result["handle"])
-        self._encoded = encoded
-
-    def done(self) -> bool:
-        """Return whether the server has sealed the checkpoint, or failed to."""
-        if not self._future.done():
-            self._ask(0.0)
-        return self._future.done()
-
-    def outcome(self, timeout: float | None = None) -> Checkpoint:
-        """Return the checkpoint; the user does not see an error that this raises."""
-        if not self._future.done():
-            self._ask(timeout)
-        return self._future.result(0.0)
-
-    def wait(self) -> None:
-        """Wait until sealing has ended, with success or with an error."""
-        if not self._future.done():
-            self._ask(None)
-
-    def _ask(self, timeout_s: float | None) -> None:
-        try:
-            found = self._link.call("sealed", handle=self._number, timeout_s=timeout_s)
-        except SealError as error:
-            self.fail(error)
-            return
-        except NearError as error:
-            failure = SealError(f"it is not known whether step {self.step} was sealed: {error}")
-            failure.__cause__ = error
-            self.fail(failure)
-            return
-        if found["done"]:
-            self.bytes_written, self.seal_s = found["bytes_written"], found["seal_s"]
-            self._future.set_result(NearCheckpoint(self._place, found["checkpoint"], self._encoded))
-
-
-class NearCheckpoint(Checkpoint):
-    """A checkpoint in a store of a server: what the client knows of it."""
-
-    def __init__(self, place: Place, found: Mapping[str, Any], encoded: EncodedState) -> None:
-        self.path = f"{place.url}/{str(found['path']).rpartition('/')[2]}"
-        self._found = found
-        self._encoded = encoded
-        self._lock = None
-
-    @property
-    def step(self) -> int:
-        """Number of optimizer steps."""
-        return int(self._found["step"])
-
-    @property
-    def generation(self) -> int:
-        """Counter of the store."""
-        return int(self._found["generation"])
-
-    @property
-    def created(self) -> str:
-        """Time at which the seal began."""
-        return str(self._found["created"])
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the checkpoint."""
-        return dict(self._found["metrics"])
-
-    @property
-    def train_state(self) -> Any:
-        """The value that was passed to `checkpoint`."""
-        return decode(self._encoded)
-
-    def close(self) -> None:
-        """Do nothing: the server holds the checkpoint."""
-
-    def __repr__(self) -> str:
-        return f"NearCheckpoint({self.path!r}, step={self.step})"
-
-
 class _State:
     """The few facts of the state that an optimizer asks its engine for."""
 
@@ -413,45 +397,6 @@ class _State:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-class _Strategy:
-    """Steps end when `step` returns."""
-
-    def require_closures(self) -> None:
-        """Allow closures."""
-
-    def require_unscaled(self) -> None:
-        """Allow unscaling."""
-
-    def before_hooks(self) -> None:
-        """Wait for nothing."""
-
-    def attach(self, groups: object) -> None:
-        """Follow no model."""
-
-
-class _Store:
-    """What is known of the server's store."""
-
-    refused: Sequence[tuple[str, str]] = ()
-    poisoned = False
-
-    def __init__(self, engine: NearEngine) -> None:
-        self._engine = engine
-        self.directory = engine._place.url
-        self.directories = (engine._place.url,)
-        self.store_id = str(engine._link.welcome["store"])
-        self.keeping = SimpleNamespace(
-            warn_unranked=lambda *_: None, leaving=lambda: (), current=[]
-        )
-        self.checkpoints: Sequence[Any] = ()
-        self.newest = None
-
-
-def _packed(encoded: EncodedState) -> bytes:
-    nbytes = packed_bytes(encoded, _HEADER)
-    return pack_encoded(encoded, capacity_bytes=nbytes, header=_HEADER)
 
 
 def _tensor_terms(tensor: torch.Tensor) -> TensorTerms:
@@ -473,7 +418,12 @@ def _sendable(item: Stored) -> torch.Tensor:
 def _require_possible(options: Options) -> None:
     """Refuse options that need the state on this machine."""
     default = Options()
-    for name in ("overlap", "tier", "backend", "trace", "device_memory"):
+    if options.overlap == "backward":
+        raise NearError(
+            'overlap="backward" cannot be used with a server: use overlap="forward", or a '
+            "directory of this machine"
+        )
+    for name in ("tier", "backend", "trace", "device_memory"):
         if getattr(options, name) != getattr(default, name):
             raise NearError(
                 f"{name}= cannot be used with a server: leave it out, or use a directory of this "

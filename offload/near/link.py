@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -85,6 +85,9 @@ class Link:
         have: Sequence[int],
         gradients: Memory,
         factors: Sequence[float],
+        *,
+        order: Sequence[int] | None = None,
+        updated: Callable[[int], object] = lambda _: None,
     ) -> Result:
         """Take a step: send gradients, and receive parameters into the live tensors.
 
@@ -93,6 +96,8 @@ class Link:
             have: Numbers of the tensors that have a gradient.
             gradients: Function that returns the gradient of a tensor.
             factors: Factors that gradients are multiplied by.
+            order: All chunks in the order in which they are wanted; None for any order.
+            updated: Function that is called with each chunk whose new parameters are here.
 
         Raises:
             NearError: The server is lost, and the step may be half taken.
@@ -100,7 +105,12 @@ class Link:
         """
         with self._lock:
             wire, expected = self._connected(), self.num_steps + 1
-            arguments = {"groups": list(groups), "have": list(have), "factors": list(factors)}
+            arguments = {
+                "groups": list(groups),
+                "have": list(have),
+                "factors": list(factors),
+                "order": None if order is None else list(order),
+            }
             number = self._begin(wire, "step", arguments)
             frame = wire.receive((Kind.PASS, Kind.RESULT, Kind.ERROR), number)
             if frame.kind != Kind.PASS:
@@ -110,7 +120,7 @@ class Link:
                 self._learn(mapping(announced["layout"]))
             exchange = _Exchange(self, wire, number, each(count, announced["chunks"]), {*have})
             try:
-                exchange.run(gradients)
+                exchange.run(gradients, updated)
                 return self._result(wire, number)
             except NearError:
                 if not exchange.all_sent:
@@ -344,7 +354,7 @@ class _Exchange:
         self.all_sent = False
         """Whether the last gradient has left."""
 
-    def run(self, gradients: Memory) -> None:
+    def run(self, gradients: Memory, updated: Callable[[int], object]) -> None:
         """Exchange the values of all chunks.
 
         Raises:
@@ -358,11 +368,13 @@ class _Exchange:
         try:
             for chunk in self._chunks:
                 if not parts.of(chunk, self._have):
+                    updated(chunk)
                     continue
                 frame = wire.receive((Kind.PARAMETER, Kind.ERROR), self._number)
                 if frame.kind == Kind.ERROR:
                     link.raise_error(wire, frame)
                 link.receive_parameters(wire, frame, chunk)
+                updated(chunk)
         except NearError as error:
             wire.shut()  # the other thread may be sending
             thread.join()

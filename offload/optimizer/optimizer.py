@@ -17,7 +17,7 @@ from offload.engine.engine import Engine
 from offload.engine.reference import is_reference
 from offload.engine.state_dict import make_reference
 from offload.engine.training_state import TrainingState
-from offload.errors import OffloadError
+from offload.errors import NearError, OffloadError
 from offload.exchange.carried_reference import carry, uncarried
 from offload.exchange.torch_dicts import (
     MASTERS,
@@ -148,6 +148,11 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         super().__init__(params, dict(rule.defaults))
         self.state = StateOnStorage()
         if is_remote(directory):
+            if several:
+                raise NearError(
+                    "several ranks cannot use a server so far: give them directories, or train "
+                    "each model of its own with process_group=offload.SEPARATE"
+                )
             self._serve_from(directory, rule, hyper, model, retention, options, fresh=fresh)
             return
         self._check_tier(options, as_directories(directory))
@@ -241,6 +246,8 @@ class OffloadedOptimizer(CheckpointingOptimizer):
         )
         self._engine = engine
         self._finalizer = weakref.finalize(self, close_quietly, engine)
+        optimizer = weakref.ref(self)
+        engine.strategy.attach(lambda: getattr(optimizer(), "param_groups", None))
 
     def _check_tier(self, options: Options, directories: Sequence[str]) -> None:
         """Refuse a tier that cannot be, before anything is opened."""

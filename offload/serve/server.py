@@ -6,6 +6,7 @@ that its session is closed, as if its process had been killed. A store has one c
 
 from __future__ import annotations
 
+import errno
 import hmac
 import logging
 import os
@@ -163,7 +164,9 @@ class Server:
             found = self._runs.get(terms.run)
             if found is not None and found.in_use:
                 raise StoreLockedError(
-                    11, f"another client trains in {terms.run!r}: end it, or name another run"
+                    errno.EAGAIN,
+                    "another client trains here: end it, or name another run",
+                    terms.run,
                 )
             if found is not None and isinstance(secret, str) and secret == found.secret:
                 found.in_use = True

@@ -20,14 +20,12 @@ from offload.engine.seal_handle import SealHandle
 from offload.errors import NearError
 from offload.format._manifest_fields import count, each, items, mapping
 from offload.format.train_state import (
-    EncodedState,
     decode,
-    pack_encoded,
-    packed_bytes,
     unpack_encoded,
 )
 from offload.journal import log_event
 from offload.near.chunks import views
+from offload.near.sealed import packed
 from offload.near.terms import CLASSES, Terms, decode_groups, encode_groups
 from offload.near.wire import Kind, Wire
 from offload.optimizer import OffloadedOptimizer
@@ -37,8 +35,6 @@ from offload.serve.stepping import ArrivingStep
 _GIVE_BACK_S: Final = 0.05
 """Seconds between two times at which memory of parameters is given back, while a seal or a restore
 uses them one after the other."""
-
-_HEADER: Final = {"format": "near"}
 
 
 class Session:
@@ -165,6 +161,9 @@ class Session:
 
     def _step(self, document: Mapping[str, Any]) -> dict[str, Any]:
         self._take_groups(document)
+        if document["order"] is not None:
+            # `TrainingState.chunks` ignores an order of another number of chunks.
+            self._engine.state.learned_order = _permutation(each(count, document["order"]))
         numbers = each(self._number_of_tensor, document["have"])
         self._model.set_gradients(numbers)
         factors = tuple(float(one) for one in items(document["factors"]))
@@ -266,7 +265,7 @@ class Session:
             ended.set()
         if checkpoint is None:
             return {"checkpoint": None}
-        state = packed_train_state(checkpoint.read_train_state())
+        state = packed(checkpoint.read_train_state())
         values = self._all_values()
         self._after.append((Kind.BLOB, 0, lambda: [state]))
         return {"checkpoint": _described(checkpoint), "state_bytes": len(state), **values}
@@ -354,10 +353,11 @@ def note_warning(message: Warning | str, *_: object) -> None:
         log_event(str(message), logging.WARNING)
 
 
-def packed_train_state(encoded: EncodedState) -> bytes:
-    """Return a train state as bytes that `unpack_encoded` reads."""
-    nbytes = packed_bytes(encoded, _HEADER)
-    return pack_encoded(encoded, capacity_bytes=nbytes, header=_HEADER)
+def _permutation(order: Sequence[int]) -> Sequence[int]:
+    """Return the value if it has each number from 0 once; raise ValueError otherwise."""
+    if sorted(order) != list(range(len(order))):
+        raise ValueError("an order of chunks that does not have each chunk once")
+    return order
 
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
