@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import Run
+from tests.near.servers import serving
 from tests.stores.files import flip_on_disk
 from tests.stores.small import make_model, make_optimizer, train
 
@@ -25,19 +26,12 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("near")
-    command = [sys.executable, "-m", "offload", "serve", "--listen", f"unix:{folder}/s"]
-    with subprocess.Popen([*command, str(folder)], stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            assert f'directory="offload+unix://{folder}/s/RUN"' in server.stdout.readline()
-            url = f"offload+unix://{folder}/s/run"
-            with make_optimizer(make_model(), directory=url, keep=2) as optimizer:
-                train(optimizer, 4, seal_at=(2, 4), losses={2: 3.5, 4: 3.25})
-                optimizer.pin("best", 2)
-                yield Served(url, folder / "run")
-        finally:
-            server.terminate()
+    with serving(tmp_path_factory.mktemp("near")) as server:
+        url = server.url("run")
+        with make_optimizer(make_model(), directory=url, keep=2) as optimizer:
+            train(optimizer, 4, seal_at=(2, 4), losses={2: 3.5, 4: 3.25})
+            optimizer.pin("best", 2)
+            yield Served(url, server.directory / "run")
 
 
 @pytest.mark.parametrize(
