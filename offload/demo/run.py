@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from offload.demo import SCENARIOS, DemoError, Scenario, require_modules
@@ -291,6 +292,7 @@ def _report(
         "update_s": statistics.median(event["update_s"] for event in done),
         "read_gbps": end["bytes_read"] / end["read_s"] / 1e9 if end["read_s"] else 0.0,
         "write_gbps": end["bytes_written"] / end["write_s"] / 1e9 if end["write_s"] else 0.0,
+        "crossing_bytes_per_parameter": _crossing(second) / end["num_parameters"],
         "state_bytes": end["state_bytes"],
         "ring_bytes": end["ring_bytes"],
         "resident_bytes": end["resident_bytes"],
@@ -302,6 +304,18 @@ def _report(
         "store": store,
         "elapsed_s": time.perf_counter() - began,
     }
+
+
+def _crossing(events: list[Event]) -> float:
+    """Return the bytes that a step without a checkpoint sends to a server and receives from it."""
+    steps = [event for event in events if event["event"] == "step"]
+    totals = [event["to_server_bytes"] + event["from_server_bytes"] for event in steps]
+    found = [
+        now - before
+        for (before, now), event in zip(pairwise(totals), steps[1:], strict=True)
+        if event["checkpoint_call_s"] is None
+    ]
+    return statistics.median(found) if found else 0.0
 
 
 def _measure_torch_save(checkpoint: str, arrays: list[str], scratch: str) -> dict[str, Any]:

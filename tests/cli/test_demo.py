@@ -31,6 +31,8 @@ def test_a_killed_run_resumes_and_repeats_its_losses_bit_for_bit(
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["near"] is near
+    crossing = report["crossing_bytes_per_parameter"]
+    assert 4 <= crossing <= 4.01 if near else crossing == 0
 
     killed, resumed = report["killed"], report["resumed"]
     assert killed["signal"] == signal.SIGKILL
